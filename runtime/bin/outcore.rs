@@ -1,0 +1,2 @@
+//! The `outcore` command line.
+fn main() {}

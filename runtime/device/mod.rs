@@ -1,0 +1,181 @@
+//! Devices: where frames live, and the streams that copy into and out of them.
+//!
+//! A [`Device`] owns three things: address ranges (one per segment, reserved for life), frames (physical room for one
+//! page each), and streams (queues of operations that run in order). It knows nothing of tiers, policies or pages in
+//! flight: the pager decides, the transfer engine calls.
+//!
+//! # Contract (every device passes `tests/device_suite.rs`)
+//!
+//! 1. `map(frame, address)` puts `frame` behind `address`; the bytes the frame held travel with it. Afterwards the
+//!    address the frame was behind before holds nothing and any access there faults. The caller guarantees that no
+//!    operation in flight touches either address.
+//! 2. `protect(frame)` makes the frame's address inaccessible until the next `map` of that frame; a device for which
+//!    this costs time may do nothing unless it was built `strict`.
+//! 3. `discard(frame)` gives the frame's physical memory back to the system; its bytes are lost, and a later `map`
+//!    brings an arbitrary but readable content.
+//! 4. `submit` never blocks on the device. Operations of one stream run in submission order; two streams are ordered
+//!    only by events. An operation with a token reports to the device's [`Completions`] exactly once.
+//! 5. Memory named by a submitted operation is borrowed until its completion is reported; dropping a waiter elsewhere
+//!    changes nothing.
+//! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready".
+//! 7. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
+//!    [`ErrorKind::Closed`](crate::ErrorKind::Closed).
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::task::Poll;
+
+use crate::error::Result;
+use crate::ids::{FrameId, PageSize};
+
+/// A device address. On the host device it is an ordinary pointer.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceAddress(pub(crate) u64);
+
+impl DeviceAddress {
+    /// The address `bytes` after this one.
+    pub const fn offset(self, bytes: u64) -> Self {
+        Self(self.0 + bytes)
+    }
+    /// The raw address.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Debug for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// A queue of device operations that run in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StreamId(pub(crate) u32);
+
+/// A point on a stream's timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct EventId(pub(crate) u64);
+
+/// Names an operation in flight to whoever is told of its completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Token(pub u64);
+
+/// The end of one operation.
+#[derive(Debug)]
+pub struct Completion {
+    /// The operation.
+    pub token: Token,
+    /// How it ended.
+    pub result: Result<()>,
+}
+
+/// Told of completions, from threads of the device or the store. Must not block, and must not call back into the
+/// caller while holding a lock the caller may hold.
+pub trait Completions: Send + Sync {
+    /// These operations have ended; their memory is no longer borrowed. May drain `done`.
+    fn completed(&self, done: &mut Vec<Completion>);
+}
+
+/// Host memory an operation reads or writes.
+#[derive(Clone, Copy, Debug)]
+pub struct HostPointer(pub(crate) NonNull<u8>);
+
+// SAFETY: a pointer is only an address; rule 5 of the device and store contracts says who keeps the memory alive and
+// unaliased while an operation uses it (the in-flight table).
+unsafe impl Send for HostPointer {}
+// SAFETY: as above; sharing the address grants no access.
+unsafe impl Sync for HostPointer {}
+
+/// One operation on a stream. Lengths are in bytes.
+pub enum StreamOp {
+    /// Host memory to device memory.
+    CopyIn {
+        /// Source.
+        host: HostPointer,
+        /// Destination, mapped.
+        device: DeviceAddress,
+        /// Bytes.
+        len: u64,
+    },
+    /// Device memory to host memory.
+    CopyOut {
+        /// Source, mapped.
+        device: DeviceAddress,
+        /// Destination.
+        host: HostPointer,
+        /// Bytes.
+        len: u64,
+    },
+    /// Fill device memory with zero bytes.
+    Zero {
+        /// Destination, mapped.
+        device: DeviceAddress,
+        /// Bytes.
+        len: u64,
+    },
+    /// Run a closure on the stream's timeline.
+    Call(Box<dyn FnOnce() + Send>),
+}
+
+impl fmt::Debug for StreamOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CopyIn { device, len, .. } => write!(f, "CopyIn({device:?}, {len})"),
+            Self::CopyOut { device, len, .. } => write!(f, "CopyOut({device:?}, {len})"),
+            Self::Zero { device, len } => write!(f, "Zero({device:?}, {len})"),
+            Self::Call(_) => f.write_str("Call"),
+        }
+    }
+}
+
+/// Which way a stream's work goes; a device may map it to priorities or copy engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StreamKind {
+    /// Host to device copies.
+    Fill,
+    /// Device to host copies.
+    WriteBack,
+    /// The caller's compute.
+    Compute,
+}
+
+/// See the [module documentation](self) for the contract.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// `"host"`, `"cuda:0"`.
+    fn name(&self) -> &str;
+    /// Bytes of a page and of a frame.
+    fn page_size(&self) -> PageSize;
+    /// Whether the store may read into and write from mapped device addresses directly.
+    fn direct_io(&self) -> bool;
+
+    /// Reserves a contiguous address range of `pages` pages, aligned to the page size, inaccessible until mapped.
+    fn reserve(&self, pages: u32) -> Result<DeviceAddress>;
+    /// Gives a range back. No frame may be behind it: frames there are first discarded by the caller.
+    fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
+
+    /// How many frames exist: ids `0..count`. Creating frames commits no memory; mapping and filling them does.
+    fn frame_count(&self) -> u32;
+    /// Makes frames `0..count` exist (grow only).
+    fn grow_frames(&self, count: u32) -> Result<()>;
+    /// Contract rule 1.
+    fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()>;
+    /// Contract rule 2.
+    fn protect(&self, frame: FrameId) -> Result<()>;
+    /// Contract rule 3.
+    fn discard(&self, frame: FrameId) -> Result<()>;
+
+    /// A new stream.
+    fn create_stream(&self, kind: StreamKind) -> Result<StreamId>;
+    /// Queues `op`; where `token` is given, its completion is reported.
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>);
+    /// Marks the current end of `stream`.
+    fn record(&self, stream: StreamId) -> Result<EventId>;
+    /// Makes later work on `stream` wait for `event`.
+    fn wait(&self, stream: StreamId, event: EventId) -> Result<()>;
+    /// Contract rule 6.
+    fn poll(&self, event: EventId) -> Result<Poll<()>>;
+
+    /// Contract rule 7.
+    fn close(&self) -> Result<()>;
+}

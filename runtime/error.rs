@@ -1,0 +1,143 @@
+//! The one public error: a kind to match on, a sentence that names the thing and the limit, what to do about it, and
+//! the cause.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+/// The result of every fallible call.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, for programs to match on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument is outside what the call accepts.
+    InvalidArgument,
+    /// A file, a tensor or another named thing does not exist.
+    NotFound,
+    /// The operating system refused access.
+    PermissionDenied,
+    /// A model file's header is malformed, truncated or lies.
+    Format,
+    /// The input is well-formed, but this build does not handle it.
+    Unsupported,
+    /// A budget cannot hold what was asked for as one unit.
+    BudgetTooSmall,
+    /// The operating system or the device would not give memory or address space.
+    OutOfMemory,
+    /// Reading or writing failed.
+    Io,
+    /// The file system that holds the scratch file is full.
+    DiskFull,
+    /// Bytes read back differ from the bytes that were written or first read.
+    Corrupt,
+    /// A model file changed while it was open.
+    ModelChanged,
+    /// The page's only valid bytes were lost to an earlier failure.
+    Poisoned,
+    /// The runtime is closing or closed.
+    Closed,
+    /// The request was given up before it was served.
+    Cancelled,
+    /// A broken internal invariant: a bug in outcore.
+    Internal,
+}
+
+/// Why a call failed. Cheap to clone: one failed fill wakes every waiter with the same error.
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+#[derive(Clone)]
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    remedy: Option<String>,
+    source: Option<Arc<dyn StdError + Send + Sync>>,
+}
+
+impl Error {
+    /// An error of `kind`; `message` names the thing and the limit.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self(Arc::new(Inner { kind, message: message.into(), remedy: None, source: None }))
+    }
+
+    /// An error about an operating-system failure while doing `what` ("read page 7 of model.gguf"). The kind follows
+    /// from the failure.
+    pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
+        let kind = match (cause.kind(), cause.raw_os_error()) {
+            (io::ErrorKind::NotFound, _) => ErrorKind::NotFound,
+            (io::ErrorKind::PermissionDenied, _) => ErrorKind::PermissionDenied,
+            (_, Some(libc::ENOSPC | libc::EDQUOT)) => ErrorKind::DiskFull,
+            (_, Some(libc::ENOMEM)) => ErrorKind::OutOfMemory,
+            _ => ErrorKind::Io,
+        };
+        Self::new(kind, what).caused_by(cause)
+    }
+
+    fn edit(self, change: impl FnOnce(&mut Inner)) -> Self {
+        let mut inner = Arc::unwrap_or_clone(self.0);
+        change(&mut inner);
+        Self(Arc::new(inner))
+    }
+
+    /// Adds what the user can do about it.
+    #[must_use]
+    pub fn remedy(self, text: impl Into<String>) -> Self {
+        self.edit(|e| e.remedy = Some(text.into()))
+    }
+
+    /// Adds the failure that led to this one.
+    #[must_use]
+    pub fn caused_by(self, source: impl StdError + Send + Sync + 'static) -> Self {
+        self.edit(|e| e.source = Some(Arc::new(source)))
+    }
+
+    /// Puts what was being done in front of the message: `"{what}: {message}"`.
+    #[must_use]
+    pub fn context(self, what: impl fmt::Display) -> Self {
+        self.edit(|e| e.message = format!("{what}: {}", e.message))
+    }
+
+    /// What went wrong, to match on.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// Whether the same call may succeed later without anything being changed.
+    pub fn is_transient(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Io | ErrorKind::DiskFull)
+    }
+
+    /// What the user can do about it.
+    pub fn advice(&self) -> Option<&str> {
+        self.0.remedy.as_deref()
+    }
+}
+
+/// One line: message, causes, remedy.
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)?;
+        if let Some(source) = &self.0.source {
+            write!(f, ": {source}")?;
+        }
+        if let Some(remedy) = &self.0.remedy {
+            write!(f, " ({remedy})")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.kind)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
+    }
+}

@@ -1,0 +1,113 @@
+//! Stores: aligned reads and writes of pages, in files.
+//!
+//! # Contract (every store passes `tests/store_suite.rs`)
+//!
+//! 1. `submit` never blocks on the disk and never runs the completion on the caller's stack.
+//! 2. Every submitted operation completes exactly once, through [`Completions`], with success only if all `valid`
+//!    bytes were transferred. A short transfer is continued from where it stopped; end of file before `valid` bytes is
+//!    an [`Io`](crate::ErrorKind::Io) error that says how many came.
+//! 3. The buffer is borrowed from `submit` until completion. There is no cancel that gives it back earlier.
+//! 4. Operations waiting in the store start in priority order, oldest first within a priority; those the kernel has
+//!    are not taken back. `raise` moves a waiting operation up.
+//! 5. After a read of a file opened with an identity, the file's identity (device, inode, size, mtime) is compared
+//!    with the one at open; a difference is [`ModelChanged`](crate::ErrorKind::ModelChanged), whatever was read.
+//! 6. EINTR and EAGAIN are repeated. EFAULT is reported as [`Internal`](crate::ErrorKind::Internal).
+//! 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
+//!    [`Closed`](crate::ErrorKind::Closed).
+
+use std::fmt;
+use std::fs::File;
+use std::path::PathBuf;
+
+use crate::device::{HostPointer, Token};
+use crate::error::Result;
+use crate::ids::FileId;
+
+pub use crate::device::{Completion, Completions};
+
+/// How files are read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum IoBackend {
+    /// The first of the others that works here, in the order below.
+    Auto,
+    /// io_uring with O_DIRECT.
+    IoUring,
+    /// A pool of threads calling `pread`/`pwrite` with O_DIRECT.
+    Threads,
+    /// A pool of threads calling `pread`/`pwrite` through the page cache.
+    Buffered,
+}
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IoKind {
+    /// File to memory.
+    Read,
+    /// Memory to file.
+    Write,
+}
+
+/// How urgent an operation is; the smallest goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// Somebody waits for the page.
+    Demand,
+    /// A write-back somebody waits for.
+    WriteBack,
+    /// The plan will want the page.
+    Prefetch,
+    /// Somebody may want the page.
+    Speculation,
+    /// Nobody waits.
+    Background,
+}
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileUse {
+    /// A model file: read only, its identity checked at every read.
+    Model,
+    /// The scratch file: read and written, no identity.
+    Scratch,
+}
+
+/// One read or write.
+#[derive(Debug)]
+pub struct IoOp {
+    /// Names the operation in its completion.
+    pub token: Token,
+    /// Read or write.
+    pub kind: IoKind,
+    /// The file.
+    pub file: FileId,
+    /// First byte in the file; a multiple of 4096.
+    pub offset: u64,
+    /// The memory; aligned to 4096.
+    pub buffer: HostPointer,
+    /// Bytes at `buffer`; a multiple of 4096.
+    pub len: u32,
+    /// Bytes that must be transferred, at most `len`. Smaller than `len` only for a file's last page.
+    pub valid: u32,
+    /// Urgency.
+    pub priority: Priority,
+}
+
+/// See the [module documentation](self) for the contract.
+pub trait Store: Send + Sync + fmt::Debug {
+    /// The backend in use (never `Auto`).
+    fn backend(&self) -> IoBackend;
+    /// Takes a file into the store. `path` is for messages and for opening with other flags.
+    fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
+    /// Forgets a file; its operations in flight complete first.
+    fn remove_file(&self, file: FileId);
+    /// Offers memory that will be used for many operations, for registration with the kernel. Refusal costs a little
+    /// CPU and nothing else. The memory outlives the store's last operation, and its physical pages never change.
+    fn register_memory(&self, base: HostPointer, len: u64);
+    /// Queues an operation.
+    fn submit(&self, op: IoOp);
+    /// Makes a waiting operation at least this urgent.
+    fn raise(&self, token: Token, priority: Priority);
+    /// Contract rule 7.
+    fn close(&self) -> Result<()>;
+}
