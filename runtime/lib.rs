@@ -5,7 +5,9 @@ mod dtype;
 mod error;
 pub mod format;
 mod ids;
+pub mod pager;
 pub mod store;
+mod sync;
 
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};

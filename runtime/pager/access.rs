@@ -1,0 +1,53 @@
+//! The order of use, carried from the lock-free hit path to the policy.
+
+use crossbeam_queue::ArrayQueue;
+
+use crate::ids::{PageId, PageIndex, SegmentId};
+
+/// One use of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// The page.
+    pub page: PageId,
+    /// Whether it was the first since the page was filled ahead of use.
+    pub first_use: bool,
+}
+
+/// Uses not yet seen by the pager, oldest first. When it is full, whoever could not push takes the latch and lets the
+/// pager record.
+#[derive(Debug)]
+pub struct AccessLog {
+    queue: ArrayQueue<u64>,
+}
+
+const FIRST_USE: u64 = 1 << 63;
+
+impl AccessLog {
+    /// Room for this many uses: one latch every few thousand hits costs nothing, and the policy is never far behind.
+    const CAPACITY: usize = 4096;
+
+    /// An empty log.
+    pub fn new() -> Self {
+        Self { queue: ArrayQueue::new(Self::CAPACITY) }
+    }
+
+    /// Adds a use; `false` if there is no room.
+    #[inline]
+    pub fn push(&self, access: Access) -> bool {
+        let flag = if access.first_use { FIRST_USE } else { 0 };
+        let packed = u64::from(access.page.segment.0) << 32 | u64::from(access.page.index.0) | flag;
+        self.queue.push(packed).is_ok()
+    }
+
+    pub(super) fn pop(&self) -> Option<Access> {
+        let packed = self.queue.pop()?;
+        let page = PageId { segment: SegmentId((packed >> 32) as u32 & 0x7FFF_FFFF), index: PageIndex(packed as u32) };
+        Some(Access { page, first_use: packed & FIRST_USE != 0 })
+    }
+}
+
+impl Default for AccessLog {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,388 @@
+//! Requests: sets of pages that are admitted, filled and pinned as a unit.
+
+use super::policy::Want;
+use super::state::{Claim, State, TryPin};
+use super::{Effects, PageRun, Pager, Priority, Submitted, WaitCause};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, PageId, RequestId};
+
+/// How often the oldest request may be overtaken by younger ones that fit where it does not. Bounded, so that a large
+/// request is not starved; not zero, so that a thread that holds a pin and asks for one more is not held up by a large
+/// request that waits for that very pin.
+const OVERTAKEN_MAX: u32 = 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Holds nothing.
+    Queued,
+    /// Holds pins on some pages and waits for the others' fills.
+    Filling,
+    /// Holds a pin on every page and waits for readers to leave.
+    Upgrading,
+    /// Waits for the budget to be met.
+    Shrinking,
+}
+
+#[derive(Debug)]
+pub(super) struct Request {
+    runs: Vec<PageRun>,
+    exclusive: bool,
+    stage: Stage,
+    /// Pages whose fill it waits for.
+    remaining: u32,
+    cause: WaitCause,
+    serial: u32,
+}
+
+impl Request {
+    fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
+        self.runs.clone().into_iter().flat_map(PageRun::pages)
+    }
+}
+
+impl Pager {
+    fn request_id(&self, key: usize) -> RequestId {
+        RequestId(key as u64 | u64::from(self.requests[key].serial) << 32)
+    }
+
+    fn request_key(&self, id: RequestId) -> Option<usize> {
+        let key = id.0 as u32 as usize;
+        self.requests.get(key).filter(|request| u64::from(request.serial) == id.0 >> 32).map(|_| key)
+    }
+
+    fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, stage: Stage) -> RequestId {
+        self.next_serial = self.next_serial.wrapping_add(1);
+        let request =
+            Request { runs, exclusive, stage, remaining: 0, cause: WaitCause::None, serial: self.next_serial };
+        let key = self.requests.insert(request);
+        self.request_id(key)
+    }
+
+    /// Wants all these pages pinned at once; `exclusive` for writing. `runs` must be normalized.
+    ///
+    /// # Errors
+    /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
+    pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
+        if self.closing {
+            return Err(Error::new(ErrorKind::Closed, "the runtime is closing"));
+        }
+        let total: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
+        if total > u64::from(self.frames.target) {
+            return Err(too_large(total, self.frames.target, self.config.page_bytes));
+        }
+        let mut cause = WaitCause::None;
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            let snapshot = self.word(page).load();
+            cause = earlier(cause, self.cause_for(page, snapshot.state));
+            if snapshot.is_resident() || snapshot.state == State::Evicting {
+                self.used(page, snapshot.fresh);
+            } else {
+                self.missed(page, snapshot.state);
+            }
+            if snapshot.state == State::Poisoned {
+                return Err(self.lost_error(page));
+            }
+        }
+        self.policy.unit(total as u32);
+        let id = self.add_request(runs.to_vec(), exclusive, Stage::Queued);
+        if let Some(key) = self.request_key(id) {
+            self.requests[key].cause = cause;
+        }
+        self.queue.push_back(id);
+        self.pump(fx);
+        // Ready at once: the result is given here rather than as an effect.
+        if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
+            let (_, result) = fx.done.swap_remove(at);
+            result?;
+            return Ok(Submitted::Ready);
+        }
+        Ok(Submitted::Waiting(id))
+    }
+
+    fn missed(&mut self, page: PageId, state: State) {
+        self.stats.uses += 1;
+        if state == State::Filling {
+            self.stats.late += 1;
+        } else {
+            self.stats.faults += 1;
+        }
+        self.trace.push(page);
+        self.policy.accessed(page);
+    }
+
+    fn cause_for(&mut self, page: PageId, state: State) -> WaitCause {
+        match state {
+            State::Empty => {
+                let entry = self.entry(page);
+                match (entry.valid_host(), entry.on_disk()) {
+                    (Some(_), _) => WaitCause::Host,
+                    (None, true) => WaitCause::Disk,
+                    (None, false) => WaitCause::Zero,
+                }
+            }
+            State::Filling => WaitCause::LatePrefetch,
+            _ => WaitCause::None,
+        }
+    }
+
+    /// Waits until the device tier is within its budget.
+    pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
+        if self.frames.active() <= self.frames.target {
+            return Submitted::Ready;
+        }
+        let id = self.add_request(Vec::new(), false, Stage::Shrinking);
+        self.shrinking.push(id);
+        self.pump(fx);
+        if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
+            fx.done.swap_remove(at);
+            return Submitted::Ready;
+        }
+        Submitted::Waiting(id)
+    }
+
+    /// Nobody waits for this request any more. What it holds is released; fills under way end as prefetches.
+    pub fn cancel(&mut self, id: RequestId, fx: &mut Effects) {
+        let Some(key) = self.request_key(id) else { return };
+        match self.requests[key].stage {
+            Stage::Queued => self.queue.retain(|queued| *queued != id),
+            Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
+            Stage::Filling | Stage::Upgrading => self.give_up(id),
+        }
+        self.requests.remove(key);
+        self.pump(fx);
+    }
+
+    /// Releases every pin and every wait of an admitted request.
+    pub(super) fn give_up(&mut self, id: RequestId) {
+        let Some(key) = self.request_key(id) else { return };
+        self.upgrading.retain(|upgrading| *upgrading != id);
+        let pages: Vec<PageId> = self.requests[key].pages().collect();
+        for page in pages {
+            if self.claims.get(&page) == Some(&id) {
+                self.claims.remove(&page);
+            }
+            let waits = self.filling.get_mut(&page).is_some_and(|fill| {
+                let before = fill.waiters.len();
+                fill.waiters.retain(|waiter| *waiter != id);
+                fill.waiters.len() != before
+            });
+            if !waits && self.word(page).load().pins > 0 && self.holds(page) {
+                // The pump that follows serves whoever wanted this.
+                let _ = self.word(page).unpin();
+            }
+        }
+    }
+
+    /// A page of an admitted request is either still filling or pinned by it; a failed fill left it Empty.
+    fn holds(&self, page: PageId) -> bool {
+        self.word(page).load().is_resident()
+    }
+
+    /// A fill this request waited for has failed.
+    pub(super) fn fail(&mut self, id: RequestId, error: &Error, fx: &mut Effects) {
+        if self.request_key(id).is_none() {
+            return;
+        }
+        self.give_up(id);
+        self.finish(id, Err(error.clone()), fx);
+    }
+
+    /// A fill this request waited for is done; the request holds its pin.
+    pub(super) fn page_ready(&mut self, id: RequestId, fx: &mut Effects) {
+        let Some(key) = self.request_key(id) else { return };
+        self.requests[key].remaining -= 1;
+        if self.requests[key].remaining == 0 {
+            self.all_ready(id, key, fx);
+        }
+    }
+
+    fn all_ready(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
+        if self.requests[key].exclusive {
+            self.requests[key].stage = Stage::Upgrading;
+            self.upgrading.push(id);
+            self.advance_upgrades(fx);
+        } else {
+            let cause = self.requests[key].cause;
+            self.finish(id, Ok(cause), fx);
+        }
+    }
+
+    /// The request is over.
+    pub(super) fn finish(&mut self, id: RequestId, result: Result<WaitCause>, fx: &mut Effects) {
+        if let Some(key) = self.request_key(id) {
+            self.requests.remove(key);
+            fx.done.push((id, result));
+        }
+    }
+
+    /// Locks the pages of writers whose readers have left.
+    pub(super) fn advance_upgrades(&mut self, fx: &mut Effects) {
+        for id in self.upgrading.clone() {
+            let Some(key) = self.request_key(id) else { continue };
+            let pages: Vec<PageId> = self.requests[key].pages().collect();
+            let locked = pages.iter().take_while(|page| self.word(**page).lock() == Claim::Won).count();
+            if locked < pages.len() {
+                for page in &pages[..locked] {
+                    let _ = self.word(*page).unlock_to_shared();
+                }
+                self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
+                continue;
+            }
+            for page in pages {
+                self.entry(page).set_on_disk(false);
+                self.entry(page).failures = 0;
+                self.drop_host_copy(page);
+            }
+            self.writers += 1;
+            self.upgrading.retain(|upgrading| *upgrading != id);
+            let cause = self.requests[key].cause;
+            self.finish(id, Ok(cause), fx);
+        }
+    }
+
+    /// A writer's guard has ended and unlocked its pages.
+    pub fn unlocked(&mut self, runs: &[PageRun], fx: &mut Effects) {
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            self.claims.remove(&page);
+        }
+        self.pump(fx);
+    }
+
+    /// Admits what fits, oldest first.
+    pub(super) fn admit_queued(&mut self, fx: &mut Effects) {
+        let mut index = 0;
+        while let Some(id) = self.queue.get(index).copied() {
+            if index > 0 && self.overtaken >= OVERTAKEN_MAX {
+                break;
+            }
+            let Some(key) = self.request_key(id) else {
+                self.queue.remove(index);
+                continue;
+            };
+            if self.try_admit(id, key, fx) {
+                self.queue.retain(|queued| *queued != id);
+                self.overtaken = if index == 0 { 0 } else { self.overtaken + 1 };
+                // What was admitted may have finished at once and changed what fits.
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// Takes everything the request needs, or nothing.
+    fn try_admit(&mut self, id: RequestId, key: usize, fx: &mut Effects) -> bool {
+        let pages: Vec<PageId> = self.requests[key].pages().collect();
+        let exclusive = self.requests[key].exclusive;
+        if exclusive && pages.iter().any(|page| self.claims.contains_key(page)) {
+            self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
+            return false;
+        }
+        let mut pinned = Vec::with_capacity(pages.len());
+        let mut joined = Vec::new();
+        let mut missing = Vec::new();
+        let mut blocked = None;
+        for page in pages.iter().copied() {
+            match self.word(page).try_pin() {
+                TryPin::Hit | TryPin::FirstUse => {
+                    pinned.push(page);
+                    continue;
+                }
+                TryPin::Busy => {}
+            }
+            match self.word(page).load().state {
+                State::Filling => joined.push(page),
+                State::Empty => missing.push(page),
+                State::Evicting if self.can_rescue() && self.word(page).rescue().is_ok() => {
+                    self.transit -= 1;
+                    self.policy.inserted(page);
+                    pinned.push(page);
+                }
+                State::Evicting => blocked = Some(WaitCause::Frames),
+                State::Poisoned => {
+                    for page in pinned {
+                        self.word(page).unpin_quiet();
+                    }
+                    let error = self.lost_error(page);
+                    self.finish(id, Err(error), fx);
+                    return true;
+                }
+                _ => blocked = Some(WaitCause::Guard),
+            }
+            if blocked.is_some() {
+                break;
+            }
+        }
+        let needed = missing.len() as u32;
+        while blocked.is_none() && self.frames.free_count() + self.transit < self.awaiting.len() as u32 + needed {
+            if !self.reclaim(Want::Demand, fx) {
+                blocked = Some(if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames });
+            }
+        }
+        if let Some(cause) = blocked {
+            for page in pinned {
+                self.word(page).unpin_quiet();
+            }
+            let request = &mut self.requests[key];
+            request.cause = earlier(request.cause, cause);
+            return false;
+        }
+        let request = &mut self.requests[key];
+        request.stage = Stage::Filling;
+        request.remaining = needed + joined.len() as u32;
+        if self.frames.free_count() < self.awaiting.len() as u32 + needed {
+            request.cause = earlier(request.cause, WaitCause::WriteBack);
+        }
+        if exclusive {
+            for page in &pages {
+                self.claims.insert(*page, id);
+            }
+        }
+        for page in joined {
+            if let Some(fill) = self.filling.get_mut(&page) {
+                fill.waiters.push(id);
+            }
+            self.raise(page, Priority::Demand, fx);
+        }
+        for page in missing {
+            self.admit_fill(page, Some(id), Priority::Demand, fx);
+        }
+        if self.requests[key].remaining == 0 {
+            self.all_ready(id, key, fx);
+        }
+        true
+    }
+
+    /// Whether the frame of a page being evicted is not promised to anybody.
+    fn can_rescue(&self) -> bool {
+        self.frames.free_count() + self.transit > self.awaiting.len() as u32
+    }
+
+    /// Fails queued requests that a smaller budget can never hold.
+    pub(super) fn refuse_oversized(&mut self, fx: &mut Effects) {
+        let frames = self.frames.target;
+        let page_bytes = self.config.page_bytes;
+        for id in self.queue.clone() {
+            let Some(key) = self.request_key(id) else { continue };
+            let total: u64 = self.requests[key].runs.iter().map(|run| u64::from(run.count)).sum();
+            if total > u64::from(frames) {
+                self.queue.retain(|queued| *queued != id);
+                self.finish(id, Err(too_large(total, frames, page_bytes)), fx);
+            }
+        }
+    }
+}
+
+/// The first cause that applies stays; `None` yields.
+fn earlier(first: WaitCause, next: WaitCause) -> WaitCause {
+    if first == WaitCause::None { next } else { first }
+}
+
+fn too_large(pages: u64, frames: u32, page_bytes: u64) -> Error {
+    let need = Bytes::new(pages * page_bytes);
+    let have = Bytes::new(u64::from(frames) * page_bytes);
+    Error::new(
+        ErrorKind::BudgetTooSmall,
+        format!("{pages} pages ({need}) are wanted at once, but the device budget holds {frames} ({have})"),
+    )
+    .remedy(format!("raise the device budget to at least {need}, pin fewer rows at a time, or choose smaller pages"))
+}

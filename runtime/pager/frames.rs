@@ -1,0 +1,177 @@
+//! Who owns which frame, and which are free: device frames, host frames, staging buffers.
+
+use std::collections::BTreeMap;
+
+use lru::LruCache;
+
+use super::Priority;
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, StagingId};
+
+/// What a frame whose memory is given back leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leaving {
+    /// The budget: the frame is retired.
+    Budget,
+    /// Only memory: the frame stays usable.
+    Memory,
+}
+
+/// Frames of the device tier. A frame is free, owned by a page, being given back to the system, or retired because the
+/// budget shrank.
+#[derive(Debug)]
+pub(super) struct DeviceFrames {
+    owners: Vec<Option<PageId>>,
+    /// Last freed, first reused: its memory is warm.
+    free: Vec<FrameId>,
+    retired: Vec<FrameId>,
+    /// Frames whose memory is being given back, and whether they leave the budget with it. They cannot be reused before
+    /// that is done: the memory of a frame's next page must not be the one that goes.
+    discarding: Vec<(FrameId, Leaving)>,
+    pub(super) target: u32,
+}
+
+impl DeviceFrames {
+    pub(super) fn new(count: u32) -> Self {
+        Self {
+            owners: vec![None; count as usize],
+            free: (0..count).rev().map(FrameId).collect(),
+            retired: Vec::new(),
+            discarding: Vec::new(),
+            target: count,
+        }
+    }
+
+    pub(super) fn free_count(&self) -> u32 {
+        self.free.len() as u32
+    }
+    /// Frames that exist and are not retired.
+    pub(super) fn active(&self) -> u32 {
+        let retiring = self.discarding.iter().filter(|(_, leaving)| *leaving == Leaving::Budget).count();
+        (self.owners.len() - self.retired.len() - retiring) as u32
+    }
+    pub(super) fn in_use(&self) -> u32 {
+        self.owners.iter().filter(|owner| owner.is_some()).count() as u32
+    }
+    pub(super) fn take(&mut self, page: PageId) -> Option<FrameId> {
+        let frame = self.free.pop()?;
+        self.owners[frame.index()] = Some(page);
+        Some(frame)
+    }
+    pub(super) fn give(&mut self, frame: FrameId) {
+        debug_assert!(self.owners[frame.index()].is_some(), "frame {frame:?} freed twice");
+        self.owners[frame.index()] = None;
+        self.free.push(frame);
+    }
+    /// A free frame whose memory is to go back to the system.
+    pub(super) fn discard(&mut self, leaving: Leaving) -> Option<FrameId> {
+        let frame = self.free.pop()?;
+        self.discarding.push((frame, leaving));
+        Some(frame)
+    }
+    pub(super) fn discarded(&mut self, frame: FrameId) {
+        let Some(at) = self.discarding.iter().position(|(id, _)| *id == frame) else { return };
+        match self.discarding.swap_remove(at).1 {
+            Leaving::Budget => self.retired.push(frame),
+            Leaving::Memory => self.free.insert(0, frame),
+        }
+    }
+    /// Brings frames back until the target is met; returns how many frames must exist in all.
+    pub(super) fn grow(&mut self) -> u32 {
+        while self.active() < self.target {
+            let frame = self.retired.pop().unwrap_or_else(|| {
+                self.owners.push(None);
+                FrameId(self.owners.len() as u32 - 1)
+            });
+            self.free.insert(0, frame);
+        }
+        self.owners.len() as u32
+    }
+}
+
+/// Frames of the host tier, and the order in which their pages leave it.
+#[derive(Debug)]
+pub(super) struct HostFrames {
+    free: Vec<HostFrameId>,
+    total: u32,
+    /// Pages with a valid host copy, least recently demoted first to go.
+    order: LruCache<PageId, ()>,
+}
+
+impl HostFrames {
+    pub(super) fn new(count: u32) -> Self {
+        Self { free: (0..count).rev().map(HostFrameId).collect(), total: count, order: LruCache::unbounded() }
+    }
+    pub(super) fn total(&self) -> u32 {
+        self.total
+    }
+    pub(super) fn in_use(&self) -> u32 {
+        self.total - self.free.len() as u32
+    }
+    pub(super) fn take(&mut self) -> Option<HostFrameId> {
+        self.free.pop()
+    }
+    pub(super) fn give(&mut self, frame: HostFrameId) {
+        self.free.push(frame);
+    }
+    pub(super) fn entered(&mut self, page: PageId) {
+        self.order.put(page, ());
+    }
+    /// The copy became a duplicate of a device-resident page: first to go.
+    pub(super) fn duplicated(&mut self, page: PageId) {
+        self.order.demote(&page);
+    }
+    pub(super) fn left(&mut self, page: PageId) {
+        self.order.pop(&page);
+    }
+    /// The first page in leaving order that `fits`.
+    pub(super) fn victim(&self, mut fits: impl FnMut(PageId) -> bool) -> Option<PageId> {
+        self.order.iter().rev().map(|(page, ())| *page).find(|page| fits(*page))
+    }
+}
+
+/// Buffers between disk and device. A move waits here until it has one; it then waits for nothing else.
+#[derive(Debug)]
+pub(super) struct StagingRing {
+    free: Vec<StagingId>,
+    total: u32,
+    waiting: BTreeMap<(Priority, u64), MoveId>,
+    serial: u64,
+}
+
+impl StagingRing {
+    /// Buffers that moves nobody waits for may not take.
+    const RESERVED: u32 = 1;
+
+    pub(super) fn new(count: u32) -> Self {
+        let free = (0..count).rev().map(StagingId).collect();
+        Self { free, total: count, waiting: BTreeMap::new(), serial: 0 }
+    }
+    pub(super) fn wait(&mut self, id: MoveId, priority: Priority) {
+        self.serial += 1;
+        self.waiting.insert((priority, self.serial), id);
+    }
+    pub(super) fn give(&mut self, buffer: StagingId) {
+        self.free.push(buffer);
+    }
+    pub(super) fn raise(&mut self, id: MoveId, priority: Priority) -> bool {
+        let Some(key) = self.waiting.iter().find(|(_, waiting)| **waiting == id).map(|(key, _)| *key) else {
+            return false;
+        };
+        if priority < key.0 {
+            self.waiting.remove(&key);
+            self.wait(id, priority);
+        }
+        true
+    }
+    /// The next move that may have a buffer now.
+    pub(super) fn next(&mut self) -> Option<(MoveId, StagingId)> {
+        let (key, id) = self.waiting.first_key_value().map(|(key, id)| (*key, *id))?;
+        let keep = if key.0 <= Priority::WriteBack || self.total <= Self::RESERVED { 0 } else { Self::RESERVED };
+        if self.free.len() as u32 <= keep {
+            return None;
+        }
+        let buffer = self.free.pop()?;
+        self.waiting.remove(&key);
+        Some((id, buffer))
+    }
+}

@@ -1,0 +1,64 @@
+//! Filling pages before they are used: by hints, and by what the policy's plan says comes next.
+
+use super::policy::Want;
+use super::state::State;
+use super::{Effects, PageRun, Pager, Priority};
+use crate::ids::PageId;
+
+/// Hints kept beyond those in flight; later ones are dropped.
+const HINTS_MAX: usize = 4096;
+
+impl Pager {
+    /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped where no frame can be had.
+    pub fn prefetch(&mut self, runs: &[PageRun], fx: &mut Effects) {
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            if self.hints.len() < HINTS_MAX && self.word(page).load().state == State::Empty {
+                self.hints.push_back(page);
+            }
+        }
+        self.pump(fx);
+    }
+
+    /// Starts fills ahead of use, as far as frames and the lookahead allow.
+    pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
+        if !self.queue.is_empty() {
+            return;
+        }
+        while let Some(page) = self.hints.front().copied() {
+            if self.prefetching >= self.config.lookahead.max(1) {
+                return;
+            }
+            let empty = self.word(page).load().state == State::Empty;
+            if empty && !self.fill_ahead(page, Want::Hint, fx) {
+                self.hints.clear();
+                break;
+            }
+            self.hints.pop_front();
+        }
+        while self.prefetching < self.config.lookahead {
+            let Self { policy, segments, .. } = self;
+            let next = policy.next_fill(&|page: PageId| {
+                let table = segments.get(page.segment.index());
+                table.is_none_or(|table| table.words[page.index.index()].load().state != State::Empty)
+            });
+            let Some(page) = next else { return };
+            if !self.fill_ahead(page, Want::Planned(page), fx) {
+                return;
+            }
+            self.policy.filling(page);
+        }
+    }
+
+    fn fill_ahead(&mut self, page: PageId, want: Want, fx: &mut Effects) -> bool {
+        if self.closing {
+            return false;
+        }
+        while self.frames.free_count() + self.transit <= self.awaiting.len() as u32 {
+            if !self.reclaim(want, fx) {
+                return false;
+            }
+        }
+        self.admit_fill(page, None, Priority::Prefetch, fx);
+        true
+    }
+}

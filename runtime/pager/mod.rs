@@ -1,0 +1,441 @@
+//! The pager: which page is where, who may use it, what moves next.
+//!
+//! A pure state machine. Requests and completions go in; [`Effects`] come out: moves to start, requests that are done.
+//! It does no I/O, reads no clock, starts no threads, so the same code runs in the runtime, in tests that enumerate
+//! every order of events, and under a virtual clock.
+//!
+//! # Invariants
+//!
+//! 1. A frame belongs to at most one page, a page to at most one device frame and one host frame.
+//! 2. Frames in use never exceed the budget; a fill starts only when its frame, and its staging buffer where it needs
+//!    one, are its own.
+//! 3. A request holds either all its frames or none: it is admitted as a unit. So two requests never wait for each other.
+//! 4. `awaiting <= free + transit`: every admitted page that has no frame yet has one on its way. Where a failure breaks
+//!    this, the pump repairs it by choosing another victim.
+//! 5. A dirty page's bytes exist in exactly one place until a write back has been confirmed.
+//! 6. What a guard pins stays where it is.
+//!
+//! # Locking
+//!
+//! A [`Pager`] is used under one latch. Only [`PageWord`]s are touched without it (see [`state`]), and only to pin and
+//! unpin resident pages. Effects are carried out after the latch is released, except `protect`, which must not be
+//! overtaken by the frame's next use.
+
+mod access;
+mod admit;
+mod frames;
+mod lookahead;
+mod moves;
+pub mod policy;
+mod reclaim;
+pub mod state;
+mod table;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use slab::Slab;
+
+use crate::error::Error;
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId};
+
+pub use access::{Access, AccessLog};
+pub use policy::{Policy, PolicyKind};
+pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
+
+use admit::Request;
+use frames::{DeviceFrames, HostFrames, StagingRing};
+use moves::MoveRecord;
+use policy::opt::Trace;
+use table::SegmentTable;
+
+/// How urgent a move is; the smallest goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Priority {
+    /// Somebody waits for the page.
+    Demand,
+    /// A write-back somebody waits for.
+    WriteBack,
+    /// The plan will want the page.
+    Prefetch,
+    /// Somebody may want the page.
+    Speculation,
+    /// Nobody waits.
+    Background,
+}
+
+/// One end of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The page's own bytes on disk: its place in the model file, or its slot in the scratch file.
+    Disk,
+    /// Nowhere: the page was never written and reads as zero bytes.
+    Zero,
+    /// A device frame.
+    Device(FrameId),
+    /// A host frame.
+    Host(HostFrameId),
+}
+
+/// One planned copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Its id, given back at completion.
+    pub id: MoveId,
+    /// The page whose bytes move.
+    pub page: PageId,
+    /// Where they are.
+    pub from: Place,
+    /// Where they go.
+    pub to: Place,
+    /// The staging buffer they pass through, where disk and device do not meet.
+    pub staging: Option<StagingId>,
+    /// Urgency at the start; may be raised later.
+    pub priority: Priority,
+}
+
+/// A run of consecutive pages of one segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageRun {
+    /// The segment.
+    pub segment: SegmentId,
+    /// First page.
+    pub first: PageIndex,
+    /// Pages.
+    pub count: u32,
+}
+
+impl PageRun {
+    /// The pages, in order.
+    pub fn pages(self) -> impl Iterator<Item = PageId> {
+        (self.first.0..self.first.0 + self.count).map(move |n| PageId { segment: self.segment, index: PageIndex(n) })
+    }
+
+    /// Sorts runs and joins those that touch or overlap, so that each page appears once.
+    pub fn normalize(runs: &mut Vec<PageRun>) {
+        runs.retain(|run| run.count > 0);
+        runs.sort_unstable();
+        runs.dedup_by(|next, run| {
+            let end = run.first.0 + run.count;
+            let touches = run.segment == next.segment && next.first.0 <= end;
+            if touches {
+                run.count = run.count.max(next.first.0 + next.count - run.first.0);
+            }
+            touches
+        });
+    }
+}
+
+/// Why a request had to wait; the first that applies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WaitCause {
+    /// It did not wait.
+    None,
+    /// A page had to come from disk.
+    Disk,
+    /// A page had to come from the host tier.
+    Host,
+    /// A page had to be filled with zero bytes.
+    Zero,
+    /// A prefetch of the page was under way, but late.
+    LatePrefetch,
+    /// Every frame was pinned or in motion.
+    Frames,
+    /// A victim had to be written back first.
+    WriteBack,
+    /// A writer, or readers in a writer's way, held the page.
+    Guard,
+}
+
+/// How a request was received.
+#[derive(Debug)]
+pub enum Submitted {
+    /// Every page is pinned.
+    Ready,
+    /// [`Effects::done`] will name this request.
+    Waiting(RequestId),
+}
+
+/// What the pager wants done, in field order, after the latch is released (but see `protect`).
+#[derive(Debug, Default)]
+pub struct Effects {
+    /// Frames whose bytes must no longer be reachable. Done before the latch is released.
+    pub protect: Vec<FrameId>,
+    /// Moves to start. Each is answered by [`Pager::complete`].
+    pub moves: Vec<Move>,
+    /// Moves already started that became more urgent.
+    pub raised: Vec<(MoveId, Priority)>,
+    /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`].
+    pub discard: Vec<FrameId>,
+    /// Requests that ended.
+    pub done: Vec<(RequestId, Result<WaitCause, Error>)>,
+    /// Segments nothing refers to any more.
+    pub released: Vec<SegmentId>,
+}
+
+impl Effects {
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.protect.is_empty()
+            && self.moves.is_empty()
+            && self.raised.is_empty()
+            && self.discard.is_empty()
+            && self.done.is_empty()
+            && self.released.is_empty()
+    }
+}
+
+/// Where a segment's pages come from when no tier holds them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// A model file: every page is on disk, always, and none is ever dirty.
+    File,
+    /// Read-write memory: zero bytes until written, on scratch after the first write back.
+    ReadWrite,
+}
+
+/// Sizes, in pages.
+#[derive(Clone, Copy, Debug)]
+pub struct PagerConfig {
+    /// Frames of the device tier.
+    pub frames: u32,
+    /// Frames of the host tier.
+    pub host_frames: u32,
+    /// Buffers of the staging ring; unused where `direct_io`.
+    pub staging: u32,
+    /// Whether disk and device frames exchange bytes directly.
+    pub direct_io: bool,
+    /// How far ahead of use fills start.
+    pub lookahead: u32,
+    /// Bytes of a page, for messages.
+    pub page_bytes: u64,
+}
+
+/// What the pager counted since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PagerStats {
+    /// Pages used: one count for each page of each pin.
+    pub uses: u64,
+    /// Uses that found the page resident since an earlier use.
+    pub hits: u64,
+    /// Uses that found the page filled ahead and ready.
+    pub prefetched: u64,
+    /// Uses that found the page on its way.
+    pub late: u64,
+    /// Uses that found the page absent.
+    pub faults: u64,
+    /// Fills from disk.
+    pub fills_disk: u64,
+    /// Fills from the host tier.
+    pub fills_host: u64,
+    /// Fills with zero bytes.
+    pub fills_zero: u64,
+    /// Pages that left the device tier.
+    pub evictions: u64,
+    /// Pages copied from the device tier to the host tier.
+    pub demotions: u64,
+    /// Dirty pages written to disk.
+    pub write_backs: u64,
+    /// Pages whose bytes were lost after repeated failures.
+    pub poisoned: u64,
+}
+
+/// Where a page is, for snapshots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageView {
+    /// The device tier's state.
+    pub device: Snapshot,
+    /// The device frame, if the page has one.
+    pub frame: Option<FrameId>,
+    /// Whether the host tier holds a valid copy.
+    pub host: bool,
+    /// Whether the disk holds a valid copy.
+    pub disk: bool,
+}
+
+/// The state machine. See the [module documentation](self).
+#[derive(Debug)]
+pub struct Pager {
+    config: PagerConfig,
+    segments: Slab<SegmentTable>,
+    frames: DeviceFrames,
+    host: HostFrames,
+    staging: StagingRing,
+    policy: Box<dyn Policy>,
+    requests: Slab<Request>,
+    /// Requests not admitted yet, oldest first.
+    queue: VecDeque<RequestId>,
+    /// Writers that have their pages and wait for readers to leave.
+    upgrading: Vec<RequestId>,
+    /// Requests that wait for the device tier to shrink to its budget.
+    shrinking: Vec<RequestId>,
+    /// Writers that have been admitted, by page.
+    claims: HashMap<PageId, RequestId>,
+    /// Pages being filled: who waits.
+    filling: HashMap<PageId, Fill>,
+    /// Filling pages that have no frame yet, most urgent first.
+    awaiting: VecDeque<PageId>,
+    /// Frames on their way to the free list: demotions and write backs of victims.
+    transit: u32,
+    moves: Slab<MoveRecord>,
+    hints: VecDeque<PageId>,
+    /// Fills in flight nobody waits for.
+    prefetching: u32,
+    /// How often the oldest queued request was overtaken.
+    overtaken: u32,
+    /// Writers admitted so far; while there were none, no victim can be dirty.
+    writers: u64,
+    /// Pages whose bytes were lost, and why.
+    lost: Vec<(PageId, Error)>,
+    closing: bool,
+    next_serial: u32,
+    stats: PagerStats,
+    trace: Trace,
+}
+
+/// A fill under way.
+#[derive(Debug)]
+struct Fill {
+    waiters: Vec<RequestId>,
+    priority: Priority,
+    moving: Option<MoveId>,
+}
+
+impl Pager {
+    /// A pager with all frames free.
+    pub fn new(config: PagerConfig, mut policy: Box<dyn Policy>) -> Self {
+        policy.resize(config.frames, config.host_frames, config.lookahead);
+        Self {
+            frames: DeviceFrames::new(config.frames),
+            host: HostFrames::new(config.host_frames),
+            staging: StagingRing::new(config.staging),
+            config,
+            policy,
+            segments: Slab::new(),
+            requests: Slab::new(),
+            queue: VecDeque::new(),
+            upgrading: Vec::new(),
+            shrinking: Vec::new(),
+            claims: HashMap::new(),
+            filling: HashMap::new(),
+            awaiting: VecDeque::new(),
+            transit: 0,
+            moves: Slab::new(),
+            hints: VecDeque::new(),
+            prefetching: 0,
+            overtaken: 0,
+            writers: 0,
+            lost: Vec::new(),
+            closing: false,
+            next_serial: 0,
+            stats: PagerStats::default(),
+            trace: Trace::default(),
+        }
+    }
+
+    /// Adds a segment of `pages` pages; their words are shared with whoever pins them.
+    pub fn add_segment(&mut self, backing: Backing, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
+        let table = SegmentTable::new(backing, pages);
+        let words = table.words.clone();
+        (SegmentId(self.segments.insert(table) as u32), words)
+    }
+
+    /// Declares the order of use; `cyclic` if it repeats. An empty order withdraws the plan.
+    pub fn declare_plan(&mut self, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
+        let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
+        self.policy.declare(&pages, cyclic);
+        self.pump(fx);
+    }
+
+    /// Takes in what was used without the latch. Called before anything else under each hold of the latch.
+    pub fn record(&mut self, log: &AccessLog) {
+        while let Some(access) = log.pop() {
+            self.used(access.page, access.first_use);
+        }
+    }
+
+    fn used(&mut self, page: PageId, first_use: bool) {
+        self.stats.uses += 1;
+        if first_use {
+            self.stats.prefetched += 1;
+        } else {
+            self.stats.hits += 1;
+        }
+        self.trace.push(page);
+        self.policy.accessed(page);
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> PagerStats {
+        self.stats
+    }
+
+    /// The order of use so far (its first uses, up to a fixed number) and how many hits the best possible policy would
+    /// have had with `frames` frames.
+    pub fn optimal_hits(&self, frames: u32) -> policy::opt::Optimum {
+        self.trace.optimum(frames)
+    }
+
+    /// The policy's name and whether it is following a plan.
+    pub fn policy_state(&self) -> (&'static str, bool) {
+        (self.policy.name(), self.policy.has_plan())
+    }
+
+    /// Frames of the device tier: in use, and existing within the budget.
+    pub fn device_frames(&self) -> (u32, u32) {
+        (self.frames.in_use(), self.frames.active())
+    }
+
+    /// Frames of the host tier: in use, and existing.
+    pub fn host_frames(&self) -> (u32, u32) {
+        (self.host.in_use(), self.host.total())
+    }
+
+    /// Where the pages of a segment are.
+    pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
+        self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
+    }
+
+    /// Takes the errors of pages whose bytes were lost since the last call.
+    pub fn lost_pages(&self) -> &[(PageId, Error)] {
+        &self.lost
+    }
+
+    /// Whether nothing is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.moves.is_empty() && self.awaiting.is_empty()
+    }
+
+    /// Stops admitting: queued requests fail with `error`, running fills are finished.
+    pub fn close(&mut self, error: &Error, fx: &mut Effects) {
+        self.closing = true;
+        self.hints.clear();
+        for id in std::mem::take(&mut self.queue) {
+            self.finish(id, Err(error.clone()), fx);
+        }
+        for id in std::mem::take(&mut self.shrinking) {
+            self.finish(id, Err(error.clone()), fx);
+        }
+        for id in std::mem::take(&mut self.upgrading) {
+            self.give_up(id);
+            self.finish(id, Err(error.clone()), fx);
+        }
+    }
+
+    /// Does everything that has become possible.
+    pub fn pump(&mut self, fx: &mut Effects) {
+        self.serve_awaiting(fx);
+        self.retire_frames(fx);
+        self.advance_upgrades(fx);
+        self.admit_queued(fx);
+        if !self.closing {
+            self.keep_reserve(fx);
+            self.look_ahead(fx);
+        }
+    }
+
+    fn word(&self, page: PageId) -> &PageWord {
+        &self.segments[page.segment.index()].words[page.index.index()]
+    }
+}

@@ -1,0 +1,425 @@
+//! Moves: starting them, and what their end means.
+
+use super::state::{BeginEvict, Claim, State};
+use super::table::Entry;
+use super::{Effects, Fill, Move, Pager, Place, Priority};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
+
+/// Write backs of one page that may fail in a row before its bytes are given up.
+const WRITE_BACK_ATTEMPTS: u8 = 3;
+
+/// A move in flight, or waiting for its staging buffer.
+#[derive(Debug)]
+pub(super) struct MoveRecord {
+    page: PageId,
+    from: Place,
+    to: Place,
+    priority: Priority,
+    staging: Option<StagingId>,
+    started: bool,
+    serial: u32,
+}
+
+impl Pager {
+    pub(super) fn entry(&mut self, page: PageId) -> &mut Entry {
+        &mut self.segments[page.segment.index()].entries[page.index.index()]
+    }
+
+    fn move_id(&self, key: usize) -> MoveId {
+        MoveId(key as u64 | u64::from(self.moves[key].serial) << 32)
+    }
+
+    fn move_key(&self, id: MoveId) -> Option<usize> {
+        let key = id.0 as u32 as usize;
+        self.moves.get(key).filter(|record| u64::from(record.serial) == id.0 >> 32).map(|_| key)
+    }
+
+    pub(super) fn start_move(
+        &mut self,
+        page: PageId,
+        from: Place,
+        to: Place,
+        priority: Priority,
+        fx: &mut Effects,
+    ) -> MoveId {
+        self.next_serial = self.next_serial.wrapping_add(1);
+        let record = MoveRecord { page, from, to, priority, staging: None, started: false, serial: self.next_serial };
+        let key = self.moves.insert(record);
+        let id = self.move_id(key);
+        self.segments[page.segment.index()].in_flight += 1;
+        let through_staging = match (from, to) {
+            (Place::Disk, Place::Device(_)) | (Place::Device(_), Place::Disk) => !self.config.direct_io,
+            _ => false,
+        };
+        if through_staging {
+            self.staging.wait(id, priority);
+            self.serve_staging(fx);
+        } else {
+            self.emit(key, fx);
+        }
+        id
+    }
+
+    fn emit(&mut self, key: usize, fx: &mut Effects) {
+        let id = self.move_id(key);
+        let record = &mut self.moves[key];
+        record.started = true;
+        fx.moves.push(Move {
+            id,
+            page: record.page,
+            from: record.from,
+            to: record.to,
+            staging: record.staging,
+            priority: record.priority,
+        });
+    }
+
+    fn serve_staging(&mut self, fx: &mut Effects) {
+        while let Some((id, buffer)) = self.staging.next() {
+            let Some(key) = self.move_key(id) else {
+                self.staging.give(buffer);
+                continue;
+            };
+            self.moves[key].staging = Some(buffer);
+            self.emit(key, fx);
+        }
+    }
+
+    /// Starts the fill of an admitted page that now has its frame.
+    pub(super) fn start_fill(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+        let priority = self.filling.get(&page).map_or(Priority::Prefetch, |fill| fill.priority);
+        let entry = self.entry(page);
+        entry.set_frame(Some(frame));
+        let from = match (entry.valid_host(), entry.on_disk()) {
+            (Some(host), _) => Place::Host(host),
+            (None, true) => Place::Disk,
+            (None, false) => Place::Zero,
+        };
+        if let Place::Host(_) = from {
+            // Busy keeps the copy from being chosen as a host victim while it is read.
+            self.host.left(page);
+        }
+        let id = self.start_move(page, from, Place::Device(frame), priority, fx);
+        if let Some(fill) = self.filling.get_mut(&page) {
+            fill.moving = Some(id);
+        }
+    }
+
+    /// Gives frames to admitted pages that wait for one.
+    pub(super) fn serve_awaiting(&mut self, fx: &mut Effects) {
+        while let Some(page) = self.awaiting.front().copied() {
+            let Some(frame) = self.frames.take(page) else { break };
+            self.awaiting.pop_front();
+            self.start_fill(page, frame, fx);
+        }
+        // Invariant 4, after a rescue or a failed write back.
+        while self.awaiting.len() as u32 > self.transit {
+            if !self.reclaim(super::policy::Want::Demand, fx) {
+                break;
+            }
+            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0) {
+                if let Some(frame) = self.frames.take(page) {
+                    self.awaiting.pop_front();
+                    self.start_fill(page, frame, fx);
+                }
+            }
+        }
+    }
+
+    /// Makes a fill at least this urgent.
+    pub(super) fn raise(&mut self, page: PageId, priority: Priority, fx: &mut Effects) {
+        let Some(fill) = self.filling.get_mut(&page) else { return };
+        if fill.priority <= priority {
+            return;
+        }
+        if fill.priority > Priority::WriteBack && priority <= Priority::WriteBack {
+            self.prefetching = self.prefetching.saturating_sub(1);
+        }
+        fill.priority = priority;
+        match fill.moving {
+            Some(id) => {
+                if let Some(key) = self.move_key(id) {
+                    self.moves[key].priority = priority;
+                    if self.moves[key].started {
+                        fx.raised.push((id, priority));
+                    } else {
+                        self.staging.raise(id, priority);
+                        self.serve_staging(fx);
+                    }
+                }
+            }
+            None => {
+                if let Some(at) = self.awaiting.iter().position(|waiting| *waiting == page) {
+                    self.awaiting.remove(at);
+                    self.enqueue_awaiting(page, priority);
+                }
+            }
+        }
+    }
+
+    /// Puts a page in line for a frame, behind those at least as urgent.
+    pub(super) fn enqueue_awaiting(&mut self, page: PageId, priority: Priority) {
+        let behind = |other: &PageId| self.filling.get(other).is_some_and(|fill| fill.priority > priority);
+        let at = self.awaiting.iter().position(behind).unwrap_or(self.awaiting.len());
+        self.awaiting.insert(at, page);
+    }
+
+    /// Begins the fill of an empty page: it has a frame now, or one on its way.
+    pub(super) fn admit_fill(&mut self, page: PageId, waiter: Option<RequestId>, priority: Priority, fx: &mut Effects) {
+        if let Err(illegal) = self.word(page).begin_fill() {
+            // The caller saw Empty under this hold of the latch, so this cannot be; refuse rather than corrupt.
+            debug_assert!(false, "{illegal}");
+            return;
+        }
+        if priority > Priority::WriteBack {
+            self.prefetching += 1;
+        }
+        self.filling.insert(page, Fill { waiters: waiter.into_iter().collect(), priority, moving: None });
+        match self.frames.take(page) {
+            Some(frame) => self.start_fill(page, frame, fx),
+            None => self.enqueue_awaiting(page, priority),
+        }
+    }
+
+    /// A move has ended. Unknown ids are ignored, so that a completion reported twice does no harm.
+    pub fn complete(&mut self, id: MoveId, result: Result<()>, fx: &mut Effects) {
+        let Some(key) = self.move_key(id) else { return };
+        let record = self.moves.remove(key);
+        if let Some(buffer) = record.staging {
+            self.staging.give(buffer);
+            self.serve_staging(fx);
+        }
+        self.segments[record.page.segment.index()].in_flight -= 1;
+        match (record.from, record.to) {
+            (from, Place::Device(frame)) => self.filled(record.page, from, frame, result, fx),
+            (Place::Device(frame), Place::Host(host)) => self.copied_down(record.page, frame, host, result, fx),
+            (Place::Device(frame), _) => self.written_back(record.page, frame, result, fx),
+            (Place::Host(host), _) => self.host_written_back(record.page, host, result),
+            _ => debug_assert!(false, "a move from {:?} to {:?}", record.from, record.to),
+        }
+        self.reap_segment(record.page.segment, fx);
+        self.pump(fx);
+    }
+
+    fn filled(&mut self, page: PageId, from: Place, frame: FrameId, result: Result<()>, fx: &mut Effects) {
+        let Some(fill) = self.filling.remove(&page) else { return };
+        if fill.priority > Priority::WriteBack {
+            self.prefetching = self.prefetching.saturating_sub(1);
+        }
+        if let Place::Host(_) = from {
+            self.host_copy_read(page, result.is_ok());
+        }
+        let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
+        if let Err(error) = result {
+            let _ = self.word(page).fill_err();
+            self.entry(page).set_frame(None);
+            self.frames.give(frame);
+            fx.protect.push(frame);
+            for waiter in fill.waiters {
+                self.fail(waiter, &error, fx);
+            }
+            return;
+        }
+        match from {
+            Place::Host(_) => self.stats.fills_host += 1,
+            Place::Disk => self.stats.fills_disk += 1,
+            _ => self.stats.fills_zero += 1,
+        }
+        if dirty {
+            // The device may change the page from here on: the host copy must not outlive this move as the newest.
+            self.drop_host_copy(page);
+        }
+        // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
+        let _ = self.word(page).fill_ok(fill.waiters.len() as u32, dirty);
+        self.policy.inserted(page);
+        for waiter in fill.waiters {
+            self.page_ready(waiter, fx);
+        }
+    }
+
+    fn host_copy_read(&mut self, page: PageId, ok: bool) {
+        let entry = self.entry(page);
+        if entry.host().is_some() && !entry.host_busy() {
+            self.host.entered(page);
+            if ok {
+                self.host.duplicated(page);
+            }
+        }
+    }
+
+    /// The host copy is no longer wanted; if a move uses it, it goes when that ends.
+    pub(super) fn drop_host_copy(&mut self, page: PageId) {
+        let entry = self.entry(page);
+        if entry.host_busy() {
+            entry.set_host_stale(true);
+        } else if let Some(host) = entry.host() {
+            entry.set_host(None);
+            entry.set_host_dirty(false);
+            self.host.left(page);
+            self.host.give(host);
+        }
+    }
+
+    /// A device page was copied into a host frame: a victim's demotion, clean or dirty.
+    fn copied_down(&mut self, page: PageId, frame: FrameId, host: HostFrameId, result: Result<()>, fx: &mut Effects) {
+        let state = self.word(page).load().state;
+        let was_dirty = state == State::WritingBack;
+        let entry = self.entry(page);
+        entry.set_host_busy(false);
+        entry.set_copying_out(false);
+        let stale = entry.host_stale();
+        entry.set_host_stale(false);
+        if result.is_err() || stale {
+            entry.set_host(None);
+            entry.set_host_dirty(false);
+            self.host.give(host);
+        } else {
+            entry.set_host_dirty(was_dirty);
+            self.stats.demotions += 1;
+            self.host.entered(page);
+        }
+        if was_dirty {
+            match result {
+                Ok(()) => self.now_clean(page, frame, fx),
+                Err(error) => self.write_back_failed(page, frame, &error, fx),
+            }
+        } else if state == State::Evicting {
+            self.transit -= 1;
+            let _ = self.word(page).evicted();
+            self.vacate(page, frame, fx);
+        } else {
+            // Rescued while it was copied: the host copy is a duplicate now.
+            self.host.duplicated(page);
+        }
+    }
+
+    fn written_back(&mut self, page: PageId, frame: FrameId, result: Result<()>, fx: &mut Effects) {
+        match result {
+            Ok(()) => {
+                self.stats.write_backs += 1;
+                self.entry(page).set_on_disk(true);
+                self.now_clean(page, frame, fx);
+            }
+            Err(error) => self.write_back_failed(page, frame, &error, fx),
+        }
+    }
+
+    /// WritingBack to Clean, and on to the frame's release if the page was a victim.
+    fn now_clean(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+        let entry = self.entry(page);
+        entry.failures = 0;
+        let evict = entry.evict_after();
+        entry.set_evict_after(false);
+        let _ = self.word(page).write_back_ok();
+        if !evict {
+            return;
+        }
+        self.transit -= 1;
+        if self.word(page).begin_evict() == BeginEvict::Won {
+            let _ = self.word(page).evicted();
+            self.vacate(page, frame, fx);
+        } else {
+            self.policy.inserted(page);
+        }
+    }
+
+    fn write_back_failed(&mut self, page: PageId, frame: FrameId, error: &Error, fx: &mut Effects) {
+        let entry = self.entry(page);
+        entry.failures = entry.failures.saturating_add(1);
+        let give_up = entry.failures >= WRITE_BACK_ATTEMPTS;
+        let evict = entry.evict_after();
+        entry.set_evict_after(false);
+        let _ = self.word(page).write_back_err();
+        if evict {
+            self.transit -= 1;
+        }
+        if give_up && self.word(page).poison() == Claim::Won {
+            self.stats.poisoned += 1;
+            self.lost.push((page, error.clone()));
+            self.vacate(page, frame, fx);
+        } else if evict {
+            self.policy.inserted(page);
+        }
+    }
+
+    /// A frame has lost its page.
+    pub(super) fn vacate(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+        self.stats.evictions += 1;
+        self.entry(page).set_frame(None);
+        self.frames.give(frame);
+        fx.protect.push(frame);
+    }
+
+    fn host_written_back(&mut self, page: PageId, host: HostFrameId, result: Result<()>) {
+        let entry = self.entry(page);
+        entry.set_host_busy(false);
+        if entry.host_stale() {
+            entry.set_host_stale(false);
+            entry.set_host(None);
+            entry.set_host_dirty(false);
+            self.host.give(host);
+            return;
+        }
+        match result {
+            Ok(()) => {
+                entry.set_host_dirty(false);
+                entry.set_on_disk(true);
+                entry.failures = 0;
+                self.stats.write_backs += 1;
+            }
+            // The copy stays, dirty: nothing is lost, and the next victim search may try again.
+            Err(_) => entry.failures = entry.failures.saturating_add(1),
+        }
+        self.host.entered(page);
+    }
+
+    /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.
+    pub fn remove_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
+        if let Some(table) = self.segments.get_mut(segment.index()) {
+            table.dying = true;
+        }
+        self.hints.retain(|page| page.segment != segment);
+        self.reap_segment(segment, fx);
+        self.pump(fx);
+    }
+
+    fn reap_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
+        let Some(table) = self.segments.get(segment.index()) else { return };
+        let waits = |page: &PageId| page.segment == segment;
+        if !table.dying || table.in_flight > 0 || self.awaiting.iter().any(waits) {
+            return;
+        }
+        let count = table.entries.len() as u32;
+        for index in 0..count {
+            let page = PageId { segment, index: crate::ids::PageIndex(index) };
+            if let Some(frame) = self.entry(page).frame() {
+                self.policy.removed(page);
+                self.vacate(page, frame, fx);
+            }
+            self.drop_host_copy(page);
+        }
+        self.policy.forget(segment);
+        self.lost.retain(|(page, _)| page.segment != segment);
+        self.segments.remove(segment.index());
+        fx.released.push(segment);
+    }
+
+    /// A discarded frame's memory is back with the system.
+    pub fn discarded(&mut self, frame: FrameId, fx: &mut Effects) {
+        self.frames.discarded(frame);
+        self.pump(fx);
+    }
+
+    /// The error for a page whose bytes were lost.
+    pub(super) fn lost_error(&self, page: PageId) -> Error {
+        let cause = self.lost.iter().find(|(lost, _)| *lost == page).map(|(_, cause)| cause.clone());
+        let message =
+            format!("page {} of read-write {:?} could not be written back and is lost", page.index.0, page.segment);
+        let error = Error::new(ErrorKind::Poisoned, message).remedy("see the cause; allocate the tensor again");
+        match cause {
+            Some(cause) => error.caused_by(cause),
+            None => error,
+        }
+    }
+}

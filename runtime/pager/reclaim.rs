@@ -1,0 +1,202 @@
+//! Victims: making frames free, by eviction, demotion and write back; the budget.
+
+use super::frames::Leaving;
+use super::policy::{Take, Want};
+use super::state::{BeginEvict, Claim, State};
+use super::{Effects, Pager, Place, Priority};
+use crate::ids::{HostFrameId, PageId};
+
+/// What a policy's candidate turned out to be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    Clean,
+    Dirty,
+}
+
+impl Pager {
+    /// Makes one more frame free, or puts one in transit. `false` if every frame is pinned, in motion, or worth more
+    /// than what wants it.
+    pub(super) fn reclaim(&mut self, want: Want, fx: &mut Effects) -> bool {
+        let Self { policy, segments, .. } = self;
+        let mut taken = None;
+        let victim = policy.victim(want, &mut |page: PageId| {
+            let table = &segments[page.segment.index()];
+            let word = &table.words[page.index.index()];
+            if table.entries[page.index.index()].copying_out() {
+                return Take::Skip;
+            }
+            if want == Want::Reserve && word.load().state == State::Clean {
+                // A clean page at the head of the line is as good as a free frame.
+                return Take::Stop;
+            }
+            taken = match word.begin_evict() {
+                BeginEvict::Won => Some(Taken::Clean),
+                BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Some(Taken::Dirty),
+                _ => None,
+            };
+            if taken.is_some() { Take::Yes } else { Take::Skip }
+        });
+        match (victim, taken) {
+            (Some(page), Some(taken)) => {
+                self.take_down(page, taken, want, fx);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Evicts this page if nothing forbids it.
+    pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
+        if self.entry(page).copying_out() {
+            return false;
+        }
+        let word = self.word(page);
+        let taken = match word.begin_evict() {
+            BeginEvict::Won => Taken::Clean,
+            BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Taken::Dirty,
+            _ => return false,
+        };
+        self.take_down(page, taken, Want::Room, fx);
+        true
+    }
+
+    fn take_down(&mut self, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {
+        self.policy.removed(page);
+        let Some(frame) = self.entry(page).frame() else {
+            debug_assert!(false, "resident page {page:?} without a frame");
+            return;
+        };
+        let host = if self.entry(page).host().is_none() { self.host_room(page) } else { None };
+        if let Some(host) = host {
+            let entry = self.entry(page);
+            entry.set_host(Some(host));
+            entry.set_host_busy(true);
+            entry.set_copying_out(true);
+            entry.set_evict_after(taken == Taken::Dirty);
+            self.transit += 1;
+            let priority = if want.is_demand() { Priority::WriteBack } else { Priority::Background };
+            self.start_move(page, Place::Device(frame), Place::Host(host), priority, fx);
+        } else if taken == Taken::Dirty {
+            self.entry(page).set_evict_after(true);
+            self.transit += 1;
+            let priority = if want.is_demand() { Priority::WriteBack } else { Priority::Background };
+            self.start_move(page, Place::Device(frame), Place::Disk, priority, fx);
+        } else {
+            let _ = self.word(page).evicted();
+            self.vacate(page, frame, fx);
+        }
+    }
+
+    /// A host frame for `page`, if one is free or held by a clean copy that may go at once.
+    fn host_room(&mut self, page: PageId) -> Option<HostFrameId> {
+        if self.host.total() == 0 || !self.policy.worth_host(page) {
+            return None;
+        }
+        if let Some(host) = self.host.take() {
+            return Some(host);
+        }
+        let Self { host, segments, policy, .. } = self;
+        let victim = host.victim(|candidate| {
+            let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
+            !entry.host_busy() && !entry.host_dirty() && policy.host_victim(candidate, page)
+        })?;
+        self.drop_host_copy(victim);
+        self.host.take()
+    }
+
+    /// Writes the host tier's oldest dirty copies to disk while nobody waits, so that it can take more.
+    fn clean_host(&mut self, fx: &mut Effects) {
+        if self.host.total() == 0 || self.host.total() - self.host.in_use() > 0 {
+            return;
+        }
+        let Self { host, segments, .. } = self;
+        let Some(page) = host.victim(|candidate| {
+            let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
+            !entry.host_busy()
+        }) else {
+            return;
+        };
+        let entry = self.entry(page);
+        let Some(frame) = entry.host() else { return };
+        if entry.host_dirty() {
+            entry.set_host_busy(true);
+            self.host.left(page);
+            self.start_move(page, Place::Host(frame), Place::Disk, Priority::Background, fx);
+        }
+    }
+
+    /// Keeps a few frames free or on their way while dirty pages are being made, so that the next fault does not have
+    /// to wait for a write back.
+    pub(super) fn keep_reserve(&mut self, fx: &mut Effects) {
+        self.clean_host(fx);
+        let reserve = (self.frames.active() / 8).min(8);
+        while self.frames.free_count() + self.transit < self.awaiting.len() as u32 + reserve {
+            if self.writers == 0 || !self.reclaim(Want::Reserve, fx) {
+                break;
+            }
+        }
+    }
+
+    /// Takes frames out of the budget as they become free.
+    pub(super) fn retire_frames(&mut self, fx: &mut Effects) {
+        while self.frames.active() > self.frames.target {
+            if self.frames.free_count() > 0 {
+                if let Some(frame) = self.frames.discard(Leaving::Budget) {
+                    fx.discard.push(frame);
+                }
+                continue;
+            }
+            let excess = self.frames.active() - self.frames.target;
+            if self.transit >= excess || !self.reclaim(Want::Room, fx) {
+                break;
+            }
+        }
+        if self.frames.active() <= self.frames.target {
+            for id in std::mem::take(&mut self.shrinking) {
+                self.finish(id, Ok(super::WaitCause::None), fx);
+            }
+        }
+    }
+
+    /// Changes the device budget. Growing takes effect at once; returns how many frames must exist in all. Shrinking
+    /// evicts, and frames leave as their pages can.
+    pub fn set_frames(&mut self, frames: u32, fx: &mut Effects) -> u32 {
+        self.frames.target = frames;
+        self.config.frames = frames;
+        self.policy.resize(frames, self.host.total(), self.config.lookahead);
+        let exist = self.frames.grow();
+        self.refuse_oversized(fx);
+        self.pump(fx);
+        exist
+    }
+
+    /// Evicts these pages, as far as nothing forbids it. Returns how many it set in motion.
+    pub fn evict(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
+        let mut count = 0;
+        for page in pages {
+            count += u32::from(self.reclaim_page(page, fx));
+        }
+        self.pump(fx);
+        count
+    }
+
+    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses. The budget stays.
+    /// Returns how many frames' memory goes.
+    pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
+        let mut given = 0;
+        while given < count {
+            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
+                break;
+            }
+            match self.frames.discard(Leaving::Memory) {
+                Some(frame) => {
+                    fx.discard.push(frame);
+                    given += 1;
+                }
+                // The victim is dirty and on its way; its memory stays for the next page.
+                None => break,
+            }
+        }
+        given
+    }
+}

@@ -1,0 +1,499 @@
+//! The page word: everything about one page that may change without the latch, in one atomic.
+//!
+//! # Layout
+//!
+//! | bits | field | meaning |
+//! |---|---|---|
+//! | 0..4 | state | [`State`] |
+//! | 4 | exclusive | the one pin is a writer's |
+//! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
+//! | 6 | fresh | filled ahead of use and not used yet |
+//! | 8..32 | pins | how many guards forbid eviction |
+//! | 32..64 | generation | how often the page has left this tier |
+//!
+//! # Access protocol
+//!
+//! 1. Every change is one read-modify-write; there are no plain stores after construction.
+//! 2. [`PageWord::try_pin`], [`PageWord::unpin`] and [`PageWord::unlock`] are called by anyone, without the latch.
+//! 3. Every other edge is taken only under the pager's latch. So two threads never race for the same edge, only a
+//!    latched edge against pins.
+//! 4. Bytes behind a pin are published by the edge that made the page resident (release) and seen by the pin (acquire);
+//!    a guard's last access happens before its unpin (release) and the evictor's edge (acquire).
+//! 5. `wanted` is set by the very read-modify-write that found the pin, and read by the very one that removes it. No
+//!    wake-up is lost, whatever the order.
+//!
+//! # Edges
+//!
+//! | from | edge | to |
+//! |---|---|---|
+//! | Empty | `begin_fill` | Filling |
+//! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, fresh if nobody waits |
+//! | Filling | `fill_err` | Empty |
+//! | Clean, Dirty, WritingBack, not exclusive | `try_pin` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
+//! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
+//! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
+//! | Dirty, not exclusive | `begin_write_back` | WritingBack |
+//! | WritingBack | `write_back_ok` / `write_back_err` | Clean / Dirty |
+//! | Clean, pins = 0 | `begin_evict` | Evicting |
+//! | Evicting | `rescue` | Clean, pins = 1 |
+//! | Evicting | `evicted` | Empty, generation + 1 |
+//! | Dirty, pins = 0 | `poison` | Poisoned |
+
+use crate::sync::{AtomicU64, Ordering};
+
+/// Where a page stands in the device tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum State {
+    /// No valid frame.
+    Empty = 0,
+    /// A fill is in flight or waits for its frame.
+    Filling = 1,
+    /// Resident; a valid copy exists below.
+    Clean = 2,
+    /// Resident; the only valid copy.
+    Dirty = 3,
+    /// Resident; its bytes are being copied down.
+    WritingBack = 4,
+    /// Chosen as a victim; its bytes are still valid until the last use has passed.
+    Evicting = 5,
+    /// The only valid bytes were lost.
+    Poisoned = 6,
+}
+
+const STATE: u64 = 0xF;
+const EXCLUSIVE: u64 = 1 << 4;
+const WANTED: u64 = 1 << 5;
+const FRESH: u64 = 1 << 6;
+const PIN: u64 = 1 << 8;
+const PINS: u64 = 0xFF_FFFF << 8;
+const GENERATION: u64 = 1 << 32;
+/// One below the field's limit, so that a count can never carry into the generation.
+const PINS_MAX: u64 = 0xFF_FFFE;
+
+fn state_of(word: u64) -> State {
+    match word & STATE {
+        0 => State::Empty,
+        1 => State::Filling,
+        2 => State::Clean,
+        3 => State::Dirty,
+        4 => State::WritingBack,
+        5 => State::Evicting,
+        _ => State::Poisoned,
+    }
+}
+
+fn pins_of(word: u64) -> u64 {
+    (word & PINS) >> 8
+}
+
+fn resident(state: State) -> bool {
+    matches!(state, State::Clean | State::Dirty | State::WritingBack)
+}
+
+fn with_state(word: u64, state: State) -> u64 {
+    (word & !STATE) | state as u64
+}
+
+/// One reading of a page word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Snapshot {
+    /// The state.
+    pub state: State,
+    /// Guards that forbid eviction.
+    pub pins: u32,
+    /// Whether the one pin is a writer's.
+    pub exclusive: bool,
+    /// Whether the page was filled ahead of use and not used yet.
+    pub fresh: bool,
+    /// How often the page has left the tier.
+    pub generation: u32,
+}
+
+impl Snapshot {
+    /// Whether the page has a valid frame.
+    pub fn is_resident(&self) -> bool {
+        resident(self.state)
+    }
+}
+
+/// How [`PageWord::try_pin`] went.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TryPin {
+    /// Pinned.
+    Hit,
+    /// Pinned, and this is the first use since the page was filled ahead: the caller tells the pager to look ahead.
+    FirstUse,
+    /// Not pinned: not resident, being evicted, or held by a writer.
+    Busy,
+}
+
+/// What [`PageWord::unpin`] left behind.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unpin {
+    /// Nobody waits for this.
+    Done,
+    /// Somebody waits for pins of this page to end: the caller tells the pager.
+    Wanted,
+}
+
+/// How [`PageWord::begin_evict`] went.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BeginEvict {
+    /// The caller is the evictor.
+    Won,
+    /// A guard forbids it; its end will be told.
+    Pinned,
+    /// The bytes must be written back first.
+    Dirty,
+    /// Not resident, or already in motion.
+    Busy,
+}
+
+/// How an edge that needs the page free of guards went.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Claim {
+    /// Taken.
+    Won,
+    /// A guard or a move forbids it; the end of a guard will be told.
+    Blocked,
+}
+
+/// An edge was taken from a state that does not have it: a bug in the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("page edge {edge} is not legal from {from:?}")]
+pub struct Illegal {
+    edge: &'static str,
+    from: Snapshot,
+}
+
+/// The word. See the [module documentation](self) for its protocol.
+#[derive(Debug)]
+pub struct PageWord(AtomicU64);
+
+impl Default for PageWord {
+    fn default() -> Self {
+        Self(AtomicU64::new(State::Empty as u64))
+    }
+}
+
+impl PageWord {
+    fn snapshot_of(word: u64) -> Snapshot {
+        Snapshot {
+            state: state_of(word),
+            pins: pins_of(word) as u32,
+            exclusive: word & EXCLUSIVE != 0,
+            fresh: word & FRESH != 0,
+            generation: (word >> 32) as u32,
+        }
+    }
+
+    /// Reads the word. Stale as soon as it is read, except for what the latch forbids to change.
+    pub fn load(&self) -> Snapshot {
+        Self::snapshot_of(self.0.load(Ordering::Acquire))
+    }
+
+    /// Applies `change` until it is taken or declined. Returns the outcome and the word it was decided on.
+    fn update<T>(&self, mut change: impl FnMut(u64) -> (Option<u64>, T)) -> T {
+        let mut word = self.0.load(Ordering::Acquire);
+        loop {
+            let (next, outcome) = change(word);
+            let Some(next) = next else { return outcome };
+            match self.0.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return outcome,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    fn edge(&self, edge: &'static str, mut change: impl FnMut(u64) -> Option<u64>) -> Result<(), Illegal> {
+        self.update(|word| match change(word) {
+            Some(next) => (Some(next), Ok(())),
+            None => (None, Err(Illegal { edge, from: Self::snapshot_of(word) })),
+        })
+    }
+
+    /// Pins a resident page. Takes no lock.
+    #[inline]
+    pub fn try_pin(&self) -> TryPin {
+        self.update(|word| {
+            if !resident(state_of(word)) || word & EXCLUSIVE != 0 || pins_of(word) >= PINS_MAX {
+                return (None, TryPin::Busy);
+            }
+            let outcome = if word & FRESH == 0 { TryPin::Hit } else { TryPin::FirstUse };
+            (Some((word & !FRESH) + PIN), outcome)
+        })
+    }
+
+    /// Ends a pin. Takes no lock. A pin is owned by its caller, so there is one to end.
+    #[inline]
+    pub fn unpin(&self) -> Unpin {
+        self.update(|word| {
+            debug_assert!(pins_of(word) > 0, "unpin without a pin");
+            let outcome = if word & WANTED == 0 { Unpin::Done } else { Unpin::Wanted };
+            (Some((word & !WANTED) - PIN), outcome)
+        })
+    }
+
+    /// Ends a pin taken and given up under one hold of the latch. Leaves `wanted` as it is: whoever set it is woken by
+    /// the pin it met, not by this one.
+    pub fn unpin_quiet(&self) {
+        self.update(|word| {
+            debug_assert!(pins_of(word) > 0, "unpin without a pin");
+            (Some(word - PIN), ())
+        })
+    }
+
+    /// Ends a writer's pin. The page stays dirty.
+    pub fn unlock(&self) -> Unpin {
+        self.update(|word| {
+            debug_assert!(word & EXCLUSIVE != 0 && pins_of(word) == 1, "unlock without a lock");
+            let outcome = if word & WANTED == 0 { Unpin::Done } else { Unpin::Wanted };
+            (Some((word & !(WANTED | EXCLUSIVE)) - PIN), outcome)
+        })
+    }
+
+    /// Empty to Filling.
+    pub fn begin_fill(&self) -> Result<(), Illegal> {
+        self.edge("begin_fill", |w| (state_of(w) == State::Empty).then(|| with_state(w, State::Filling)))
+    }
+
+    /// Filling to Clean or Dirty, with one pin for each waiter.
+    pub fn fill_ok(&self, pins: u32, dirty: bool) -> Result<(), Illegal> {
+        let to = if dirty { State::Dirty } else { State::Clean };
+        self.edge("fill_ok", |w| {
+            (state_of(w) == State::Filling).then(|| {
+                let fresh = if pins == 0 { FRESH } else { 0 };
+                (with_state(w, to) + u64::from(pins) * PIN) | fresh
+            })
+        })
+    }
+
+    /// Filling to Empty.
+    pub fn fill_err(&self) -> Result<(), Illegal> {
+        self.edge("fill_err", |w| (state_of(w) == State::Filling).then(|| with_state(w, State::Empty)))
+    }
+
+    /// Clean and unpinned to Evicting.
+    pub fn begin_evict(&self) -> BeginEvict {
+        self.update(|word| match state_of(word) {
+            State::Clean if pins_of(word) == 0 => (Some(with_state(word & !FRESH, State::Evicting)), BeginEvict::Won),
+            State::Clean | State::Dirty | State::WritingBack if pins_of(word) > 0 => {
+                (Some(word | WANTED), BeginEvict::Pinned)
+            }
+            State::Dirty => (None, BeginEvict::Dirty),
+            _ => (None, BeginEvict::Busy),
+        })
+    }
+
+    /// Evicting back to Clean, pinned once: the bytes are still valid.
+    pub fn rescue(&self) -> Result<(), Illegal> {
+        self.edge("rescue", |w| (state_of(w) == State::Evicting).then(|| with_state(w, State::Clean) + PIN))
+    }
+
+    /// Evicting to Empty.
+    pub fn evicted(&self) -> Result<(), Illegal> {
+        self.edge("evicted", |w| {
+            (state_of(w) == State::Evicting).then(|| with_state(w & !WANTED, State::Empty).wrapping_add(GENERATION))
+        })
+    }
+
+    /// Dirty to WritingBack. Readers may stay and come; a writer blocks it.
+    pub fn begin_write_back(&self) -> Claim {
+        self.update(|word| match state_of(word) {
+            State::Dirty if word & EXCLUSIVE == 0 => (Some(with_state(word, State::WritingBack)), Claim::Won),
+            State::Dirty => (Some(word | WANTED), Claim::Blocked),
+            _ => (None, Claim::Blocked),
+        })
+    }
+
+    /// WritingBack to Clean.
+    pub fn write_back_ok(&self) -> Result<(), Illegal> {
+        self.edge("write_back_ok", |w| (state_of(w) == State::WritingBack).then(|| with_state(w, State::Clean)))
+    }
+
+    /// WritingBack to Dirty.
+    pub fn write_back_err(&self) -> Result<(), Illegal> {
+        self.edge("write_back_err", |w| (state_of(w) == State::WritingBack).then(|| with_state(w, State::Dirty)))
+    }
+
+    /// Makes the caller's one shared pin a writer's, and the page dirty.
+    pub fn lock(&self) -> Claim {
+        self.update(|word| match state_of(word) {
+            State::Clean | State::Dirty if pins_of(word) == 1 && word & EXCLUSIVE == 0 => {
+                (Some(with_state(word & !FRESH, State::Dirty) | EXCLUSIVE), Claim::Won)
+            }
+            _ => (Some(word | WANTED), Claim::Blocked),
+        })
+    }
+
+    /// Gives a lock back without ending the pin: used when a set could not be locked as a whole.
+    pub fn unlock_to_shared(&self) -> Result<(), Illegal> {
+        self.edge("unlock_to_shared", |w| (w & EXCLUSIVE != 0).then_some(w & !EXCLUSIVE))
+    }
+
+    /// Dirty and unpinned to Poisoned.
+    pub fn poison(&self) -> Claim {
+        self.update(|word| match state_of(word) {
+            State::Dirty if pins_of(word) == 0 => (Some(with_state(word, State::Poisoned)), Claim::Won),
+            State::Dirty => (Some(word | WANTED), Claim::Blocked),
+            _ => (None, Claim::Blocked),
+        })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn filled(pins: u32) -> PageWord {
+        let word = PageWord::default();
+        word.begin_fill().unwrap();
+        word.fill_ok(pins, false).unwrap();
+        word
+    }
+
+    #[test]
+    fn a_page_filled_ahead_reports_its_first_use_once() {
+        let word = filled(0);
+        assert!(word.load().fresh);
+        assert_eq!(word.try_pin(), TryPin::FirstUse);
+        assert_eq!(word.try_pin(), TryPin::Hit);
+    }
+
+    #[test]
+    fn an_evictor_that_met_a_pin_hears_of_its_end() {
+        let word = filled(1);
+        assert_eq!(word.begin_evict(), BeginEvict::Pinned);
+        assert_eq!(word.unpin(), Unpin::Wanted);
+        assert_eq!(word.begin_evict(), BeginEvict::Won);
+        assert_eq!(word.try_pin(), TryPin::Busy);
+        word.evicted().unwrap();
+        assert_eq!(word.load().generation, 1);
+    }
+
+    #[test]
+    fn a_writer_needs_the_page_to_itself() {
+        let word = filled(2);
+        assert_eq!(word.lock(), Claim::Blocked);
+        assert_eq!(word.unpin(), Unpin::Wanted);
+        assert_eq!(word.lock(), Claim::Won);
+        assert_eq!(word.try_pin(), TryPin::Busy);
+        assert_eq!(word.begin_write_back(), Claim::Blocked);
+        assert_eq!(word.unlock(), Unpin::Wanted);
+        assert_eq!(word.begin_evict(), BeginEvict::Dirty);
+        assert_eq!(word.begin_write_back(), Claim::Won);
+        assert_eq!(word.try_pin(), TryPin::Hit);
+        assert_eq!(word.lock(), Claim::Blocked);
+        word.write_back_ok().unwrap();
+        assert_eq!(word.lock(), Claim::Won);
+    }
+
+    /// Every edge from every state: legal ones lead where the table says, the others change nothing.
+    #[test]
+    fn illegal_edges_change_nothing() {
+        type Edge = (&'static str, fn(&PageWord) -> Result<(), Illegal>, &'static [State]);
+        let edges: [Edge; 7] = [
+            ("begin_fill", PageWord::begin_fill, &[State::Empty]),
+            ("fill_ok", |w| w.fill_ok(0, false), &[State::Filling]),
+            ("fill_err", PageWord::fill_err, &[State::Filling]),
+            ("rescue", PageWord::rescue, &[State::Evicting]),
+            ("evicted", PageWord::evicted, &[State::Evicting]),
+            ("write_back_ok", PageWord::write_back_ok, &[State::WritingBack]),
+            ("write_back_err", PageWord::write_back_err, &[State::WritingBack]),
+        ];
+        let states = [
+            State::Empty,
+            State::Filling,
+            State::Clean,
+            State::Dirty,
+            State::WritingBack,
+            State::Evicting,
+            State::Poisoned,
+        ];
+        for (name, edge, legal) in edges {
+            for from in states {
+                let word = PageWord(AtomicU64::new(from as u64));
+                let before = word.load();
+                let taken = edge(&word).is_ok();
+                assert_eq!(taken, legal.contains(&from), "{name} from {from:?}");
+                if !taken {
+                    assert_eq!(word.load(), before);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    fn filled(pins: u32) -> Arc<PageWord> {
+        let word = Arc::new(PageWord::default());
+        word.begin_fill().unwrap();
+        word.fill_ok(pins, false).unwrap();
+        word
+    }
+
+    /// A pin and an eviction exclude each other, and the loser is told.
+    #[test]
+    fn loom_pin_against_evict() {
+        loom::model(|| {
+            let word = filled(0);
+            let other = word.clone();
+            let pinner = thread::spawn(move || other.try_pin() != TryPin::Busy);
+            let evict = word.begin_evict();
+            let pinned = pinner.join().unwrap();
+            match evict {
+                BeginEvict::Won => assert_eq!(word.load().pins, u32::from(pinned)),
+                BeginEvict::Pinned => assert_eq!(word.unpin(), Unpin::Wanted),
+                other => panic!("{other:?}"),
+            }
+            assert!(!(pinned && evict == BeginEvict::Won));
+        });
+    }
+
+    /// However unpin and a failed eviction interleave, either the eviction wins or the unpin says "wanted".
+    #[test]
+    fn loom_no_wakeup_is_lost() {
+        loom::model(|| {
+            let word = filled(1);
+            let other = word.clone();
+            let reader = thread::spawn(move || other.unpin());
+            let evict = word.begin_evict();
+            let unpin = reader.join().unwrap();
+            assert!(evict == BeginEvict::Won || unpin == Unpin::Wanted);
+        });
+    }
+
+    /// A writer's lock and a reader's pin never hold together.
+    #[test]
+    fn loom_lock_against_pin() {
+        loom::model(|| {
+            let word = filled(1);
+            let other = word.clone();
+            let reader = thread::spawn(move || match other.try_pin() {
+                TryPin::Busy => None,
+                _ => Some(other.unpin()),
+            });
+            let locked = word.lock();
+            if locked == Claim::Won {
+                assert!(word.load().exclusive);
+                let _ = word.unlock();
+                let _ = reader.join().unwrap();
+            } else {
+                // The reader was in the way; its unpin told us, unless it had pinned after our own attempt.
+                let unpin = reader.join().unwrap();
+                assert_eq!(unpin, Some(Unpin::Wanted));
+            }
+        });
+    }
+}

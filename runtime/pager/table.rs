@@ -1,0 +1,104 @@
+//! One segment's pages: their words, and what only the latch may change.
+
+use std::sync::Arc;
+
+use super::state::{PageWord, State};
+use super::{Backing, PageView};
+use crate::ids::{FrameId, HostFrameId};
+
+const NONE: u32 = u32::MAX;
+
+/// A page's places, beyond its word. 12 bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    frame: u32,
+    host: u32,
+    flags: u16,
+    /// Write backs of this page that failed in a row.
+    pub(super) failures: u8,
+}
+
+macro_rules! flags {
+    ($($(#[$doc:meta])* $get:ident $set:ident = $bit:expr;)*) => {
+        impl Entry {
+            $(
+                $(#[$doc])*
+                pub(super) fn $get(&self) -> bool {
+                    self.flags & (1 << $bit) != 0
+                }
+                pub(super) fn $set(&mut self, on: bool) {
+                    if on { self.flags |= 1 << $bit } else { self.flags &= !(1 << $bit) }
+                }
+            )*
+        }
+    };
+}
+
+flags! {
+    /// The disk holds the newest bytes.
+    on_disk set_on_disk = 0;
+    /// The host copy is newer than the disk's.
+    host_dirty set_host_dirty = 1;
+    /// A move reads or writes the host copy.
+    host_busy set_host_busy = 2;
+    /// The host copy is out of date and goes when its move ends.
+    host_stale set_host_stale = 3;
+    /// The running write back is for a victim: evict afterwards.
+    evict_after set_evict_after = 4;
+    /// The device frame is being read into a host frame: it must keep its page until that ends.
+    copying_out set_copying_out = 5;
+}
+
+impl Entry {
+    pub(super) fn frame(&self) -> Option<FrameId> {
+        (self.frame != NONE).then_some(FrameId(self.frame))
+    }
+    pub(super) fn set_frame(&mut self, frame: Option<FrameId>) {
+        self.frame = frame.map_or(NONE, |f| f.0);
+    }
+    pub(super) fn host(&self) -> Option<HostFrameId> {
+        (self.host != NONE).then_some(HostFrameId(self.host))
+    }
+    pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
+        self.host = host.map_or(NONE, |f| f.0);
+    }
+    /// A host copy whose bytes are valid and newest.
+    pub(super) fn valid_host(&self) -> Option<HostFrameId> {
+        if self.host_stale() { None } else { self.host() }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct SegmentTable {
+    pub(super) backing: Backing,
+    pub(super) words: Arc<[PageWord]>,
+    pub(super) entries: Vec<Entry>,
+    /// Moves that name a page of this segment.
+    pub(super) in_flight: u32,
+    /// Nobody refers to the segment any more; it goes when nothing is in flight.
+    pub(super) dying: bool,
+}
+
+impl SegmentTable {
+    pub(super) fn new(backing: Backing, pages: u32) -> Self {
+        let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0 };
+        entry.set_on_disk(backing == Backing::File);
+        Self {
+            backing,
+            words: (0..pages).map(|_| PageWord::default()).collect(),
+            entries: vec![entry; pages as usize],
+            in_flight: 0,
+            dying: false,
+        }
+    }
+
+    pub(super) fn views(&self) -> Vec<PageView> {
+        let view = |(word, entry): (&PageWord, &Entry)| PageView {
+            device: word.load(),
+            frame: entry.frame(),
+            host: entry.valid_host().is_some() && !(entry.host_busy() && word.load().state == State::Evicting),
+            disk: entry.on_disk(),
+        };
+        self.words.iter().zip(&self.entries).map(view).collect()
+    }
+}
