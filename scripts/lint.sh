@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Formatting, lints, documentation and structure. Stops at the first failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\n== %s\n' "$1"; }
+
+say "structure"
+python3 scripts/check_tree.py
+say "shell scripts parse"
+for script in scripts/*.sh .ci/run; do
+    bash -n "$script"
+done
+if command -v shellcheck >/dev/null; then
+    shellcheck scripts/*.sh .ci/run
+fi
+say "format"
+cargo fmt --all --check
+say "clippy"
+cargo clippy --workspace --all-targets -- -D warnings
+say "clippy, features cli and strict"
+cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
+say "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+echo "lint: ok"
