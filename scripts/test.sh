@@ -1,110 +1,122 @@
 #!/usr/bin/env bash
-# All tests. Every step runs even when an earlier one failed, so that one run shows everything; the exit status is the
-# sum. Steps print the test runners' own closing lines and, at the end, one line each.
+# All tests, or only the named steps: test.sh [STEP...]
+#
+# Every step runs even when an earlier one failed, so that one run shows everything; any failure fails the whole. Steps
+# print the test runners' own closing lines, and there is one line for each at the end. Without a terminal a step that
+# takes longer than STEP_SECONDS (1200) is stopped and has failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+steps=(checker workspace doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
-results=()
-failed=0
-started=$SECONDS
 
-# step NAME COMMAND...
-step() {
-    local name=$1 begin=$SECONDS status=0
-    shift
-    printf '\n== %s\n' "$name"
-    "$@" </dev/null || status=$?
-    if [ "$status" -eq 0 ]; then
-        results+=("ok      $((SECONDS - begin)) s  $name")
-    else
-        results+=("FAILED  $((SECONDS - begin)) s  $name (status $status)")
-        failed=1
-    fi
+# The structural checker can fail.
+step_checker() {
+    python3 scripts/check_tree.py --self-test
 }
 
-# The real model. Without a network the end-to-end tests skip and say so.
-fetch_model() {
-    if [ -x scripts/fetch_model.sh ] && scripts/fetch_model.sh; then
-        results+=("ok      model for the end-to-end tests")
-        return
-    fi
-    echo "WARNING: no real model: the end-to-end tests will SKIP" >&2
-    results+=("SKIPPED model could not be fetched: end-to-end tests did not check a real model")
-}
-
-workspace_tests() {
+# Unit, integration and end-to-end tests of all members.
+step_workspace() {
     cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
 }
 
-doctests() {
+step_doctests() {
     cargo test --workspace --doc --no-fail-fast
 }
 
-strict_tests() {
+# The library again, with evicted ranges inaccessible.
+step_strict() {
     cargo test -p outcore --features strict --lib --tests --no-fail-fast
 }
 
-# Tests of the page word under every schedule loom finds. A filter that matches nothing would pass: count.
-loom_tests() {
+# The page word under every schedule loom finds. A filter that matches nothing would pass, so the tests are counted.
+step_loom() {
     if ! grep -rqE 'fn loom_' runtime; then
         echo "no loom tests in this tree"
         return
     fi
-    local log=$target/loom.log
     mkdir -p "$target"
-    RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} \
-        CARGO_TARGET_DIR="$target/loom" CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
-        cargo test -p outcore --lib --release loom_ 2>&1 | tee "$log"
-    if ! grep -qE '^test result: ok\. [1-9]' "$log"; then
+    RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
+        CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
+        cargo test -p outcore --lib --release loom_ 2>&1 | tee "$target/loom.log"
+    if ! grep -qE '^test result: ok\. [1-9]' "$target/loom.log"; then
         echo "loom: no test ran" >&2
         return 1
     fi
 }
 
-# Runs every example of the package, in an empty directory. Examples get a time limit: one that hangs is a failure.
-examples() {
-    local names name dir
+# Every example of the package, run in an empty directory. One that hangs has failed.
+step_examples() {
+    local names name dir binaries
     names=$(cargo metadata --no-deps --format-version 1 | python3 -c '
 import json, sys
 for package in json.load(sys.stdin)["packages"]:
     if package["name"] == "outcore":
-        for target in package["targets"]:
-            if "example" in target["kind"]:
-                print(target["name"])')
+        print(*[target["name"] for target in package["targets"] if "example" in target["kind"]], sep="\n")')
     if [ -z "$names" ]; then
         echo "no examples in this tree"
         return
     fi
     cargo build --examples
-    local binaries
     binaries=$(realpath "$target")/debug/examples
     dir=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$dir'" EXIT
     for name in $names; do
         echo "-- example $name"
-        (cd "$dir" && timeout --kill-after=10 "${EXAMPLE_SECONDS:-180}" "$binaries/$name") || {
+        if ! (cd "$dir" && timeout --kill-after=10 "${EXAMPLE_SECONDS:-180}" "$binaries/$name"); then
             echo "example $name failed" >&2
-            rm -rf "$dir"
             return 1
-        }
+        fi
     done
-    rm -rf "$dir"
 }
 
-tree_checks() {
-    python3 scripts/check_tree.py --self-test
-}
+if [ "${1:-}" = --step ]; then
+    "step_$2" </dev/null
+    exit
+fi
+for name in "$@"; do
+    if ! declare -F "step_$name" >/dev/null; then
+        echo "test.sh: no step '$name'; there are: ${steps[*]}" >&2
+        exit 2
+    fi
+done
+if [ $# -gt 0 ]; then
+    steps=("$@")
+fi
 
+# A step is a process of its own: in a function called under `||`, bash would not stop at a failing command.
+limit=()
+if [ ! -t 2 ]; then
+    limit=(timeout --kill-after=30 "${STEP_SECONDS:-1200}")
+fi
+
+results=()
+failed=0
+
+# The real model. Without a network the end-to-end tests skip and say so.
 printf '== model\n'
-fetch_model
-step "structural checker's own tests" tree_checks
-step "workspace tests" workspace_tests
-step "doctests" doctests
-step "library tests, feature strict" strict_tests
-step "loom" loom_tests
-step "examples" examples
+if [ -x scripts/fetch_model.sh ] && scripts/fetch_model.sh </dev/null; then
+    results+=("ok      model for the end-to-end tests")
+else
+    echo "WARNING: no real model: the end-to-end tests will SKIP" >&2
+    results+=("SKIPPED the model could not be fetched: no test ran a real model")
+fi
 
-printf '\n== summary, %s s\n' "$((SECONDS - started))"
+for name in "${steps[@]}"; do
+    printf '\n== %s\n' "$name"
+    begin=$SECONDS
+    status=0
+    "${limit[@]}" bash scripts/test.sh --step "$name" || status=$?
+    if [ "$status" -eq 0 ]; then
+        results+=("ok      $name, $((SECONDS - begin)) s")
+    else
+        results+=("FAILED  $name, $((SECONDS - begin)) s, status $status")
+        failed=1
+    fi
+done
+
+printf '\n== summary, %s s\n' "$SECONDS"
 printf '%s\n' "${results[@]}"
 if [ "$failed" -ne 0 ]; then
     echo "make test: FAILED"
