@@ -1,0 +1,45 @@
+# Everything a contributor or a user types. `make help` lists the targets; each one checks for what it needs first.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 1200
+
+.PHONY: help demo test bench soak fuzz lint fmt clean
+
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## Run a real model in 32 MiB and compare its words with a run that holds everything
+	@scripts/need.sh cargo cc python3 pip
+	@scripts/demo.sh
+
+test: ## All tests, doctests and examples
+	@scripts/need.sh cargo cc python3 pip
+	@scripts/test.sh
+
+bench: ## The measurements behind the tables in docs/results
+	@scripts/need.sh cargo cc python3 pip
+	@scripts/bench.sh
+
+soak: ## Random work with injected failures for SOAK_SECONDS (1200)
+	@scripts/need.sh cargo cc
+	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test soak -- --ignored --nocapture
+
+fuzz: ## Every fuzz target for FUZZ_SECONDS (60); installs cargo-fuzz if it is missing
+	@scripts/need.sh cargo c++
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz.sh
+
+lint: ## Formatting, clippy, rustdoc and the structural checks
+	@scripts/need.sh cargo cc python3 rustfmt clippy
+	@scripts/lint.sh
+
+fmt: ## Format the Rust sources
+	@scripts/need.sh cargo rustfmt
+	cargo fmt --all
+
+clean: ## Remove build output; fetched models stay
+	cargo clean
+	rm -rf fuzz/target fuzz/artifacts

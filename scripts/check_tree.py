@@ -1,0 +1,423 @@
+#!/usr/bin/env python3
+"""Checks what the compiler does not: where `unsafe` may stand, what the pager may import, what texts may say.
+
+    check_tree.py               check the repository this script lies in
+    check_tree.py --self-test   check that every rule can fail
+
+A finding is one line, `path:line: rule: what`. The exit status is 1 if there is any.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+# ---- the lists; a change here is a decision and should be reviewed as one ----
+
+# Where `unsafe` may stand, and why. A path ending in "/" is a folder.
+UNSAFE_ALLOWED = {
+    "runtime/device/": "reserves, maps and copies raw memory",
+    "runtime/store/": "hands buffers to the kernel",
+    "runtime/pin.rs": "pin guards turn a pinned page's address into a slice",
+    "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
+    "examples/llm/src/kernels/": "the same",
+    "tests/helpers/": "system calls and raw buffers for the suites",
+    "tests/device_suite.rs": "reads and writes device memory through raw addresses",
+    "tests/store_suite.rs": "owns the raw buffers the store reads into",
+}
+
+# What runtime/pager may use: modules of the crate, crates without I/O, clock or threads, and of std nothing that has them.
+PAGER = "runtime/pager/"
+PAGER_MODULES = {"ids", "error", "sync", "pager"}
+PAGER_CRATES = {"std", "core", "alloc", "crate", "self", "super", "lru", "slab", "thiserror"}
+PAGER_STD_BANNED = {"env", "fs", "io", "net", "os", "path", "process", "thread", "time"}
+PAGER_TEST_CRATES = {"loom", "proptest", "tempfile"}
+
+# Characters beyond ASCII that sources and texts may hold.
+CHARACTERS_ALLOWED = set("\u00b2\u00b3\u00b5\u00d7")  # superscript 2 and 3, micro, times
+# Files whose subject is text beyond ASCII.
+CHARACTERS_ANYTHING = ("examples/llm/src/tokenizer", "examples/llm/tests/")
+
+# Words no file may hold, and what to do instead. Machine paths betray a machine; the rest is unfinished or boastful.
+BANNED = [
+    (re.compile(r"(?<![\w.$}-])/(?:home|root|Users|work)/[\w.]"), "machine path: use a relative path or a temporary folder"),
+    (re.compile(r"(?<![\w.$}-])/tmp/\w"), "machine path: ask for a temporary folder"),
+    (re.compile(r"https?://(?!127\.)\d+\.\d+\.\d+\.\d+"), "address of a machine"),
+    (re.compile(r"https?://[\w.-]+\.(?:internal|local|lan|corp)\b"), "address of a private host"),
+    (re.compile(r"\b(?:TODO|FIXME|XXX)\b"), "unfinished: do it, or say in plain words what does not work"),
+    (re.compile(r"\b(?:todo|unimplemented|dbg)!\("), "unfinished code"),
+    (re.compile(r"\b(?:blazing|blazingly|seamless|seamlessly|lightning-fast|game-chang\w+)\b", re.I), "advertising: give a number"),
+]
+BANNED_EXEMPT = {"scripts/check_tree.py", "Cargo.lock", "LICENSE-APACHE", "LICENSE-MIT"}
+
+TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".h")
+TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
+BLOB_BYTES_MAX = 1 << 20
+
+# ---- a small reader of Rust: blanks out what is not code, keeping line numbers ----
+
+
+def split_rust(text):
+    """(code, comments): `text` with comments and literals blanked, and `text` with all but comments blanked."""
+    code, notes = list(text), [c if c == "\n" else " " for c in text]
+
+    def blank(start, end, comment=False):
+        for i in range(start, min(end, len(text))):
+            if text[i] != "\n":
+                code[i] = " "
+                if comment:
+                    notes[i] = text[i]
+
+    i = 0
+    while i < len(text):
+        two = text[i : i + 2]
+        if two == "//":
+            end = text.find("\n", i)
+            end = len(text) if end < 0 else end
+            blank(i, end, comment=True)
+            i = end
+        elif two == "/*":
+            depth, end = 1, i + 2
+            while end < len(text) and depth:
+                pair = text[end : end + 2]
+                if pair == "/*":
+                    depth, end = depth + 1, end + 2
+                elif pair == "*/":
+                    depth, end = depth - 1, end + 2
+                else:
+                    end += 1
+            blank(i, end, comment=True)
+            i = end
+        elif (raw := re.compile(r'(?:b|c)?r(#*)"').match(text, i)) and not (i and (text[i - 1].isalnum() or text[i - 1] == "_")):
+            close = '"' + raw.group(1)
+            end = text.find(close, raw.end())
+            end = len(text) if end < 0 else end + len(close)
+            blank(i, end)
+            i = end
+        elif text[i] == '"':
+            end = i + 1
+            while end < len(text) and text[end] != '"':
+                end += 2 if text[end] == "\\" else 1
+            blank(i, end + 1)
+            i = end + 1
+        elif char := re.compile(r"'(?:\\(?:x[0-9a-fA-F]{2}|u\{[^}]*\}|.)|[^'\\\n])'").match(text, i):
+            blank(i, char.end())
+            i = char.end()
+        else:
+            i += 1
+    return "".join(code), "".join(notes)
+
+
+def line_of(text, position):
+    return text.count("\n", 0, position) + 1
+
+
+# ---- rules: each takes (path, text) and yields (line, what) ----
+
+
+def unsafe_place(path, text):
+    if not path.endswith(".rs") or any(path == a or (a.endswith("/") and path.startswith(a)) for a in UNSAFE_ALLOWED):
+        return
+    code, _ = split_rust(text)
+    for hit in re.finditer(r"\bunsafe\b", code):
+        yield line_of(code, hit.start()), "`unsafe` outside the places listed in scripts/check_tree.py"
+
+
+def unsafe_reason(path, text):
+    """Every unsafe block and impl has a SAFETY comment on its line or right above its statement."""
+    if not path.endswith(".rs"):
+        return
+    code, notes = split_rust(text)
+    code_lines, note_lines = code.split("\n"), notes.split("\n")
+    for hit in re.finditer(r"\bunsafe\s*(?:\{|impl\b)", code):
+        row = line_of(code, hit.start()) - 1
+        if "SAFETY:" in note_lines[row] or (row + 1 < len(note_lines) and "SAFETY:" in note_lines[row + 1]):
+            continue
+        above, found = row - 1, False
+        while above >= 0 and row - above <= 40:
+            note, line = note_lines[above].strip(), code_lines[above].strip()
+            if "SAFETY:" in note:
+                found = True
+                break
+            if not note and not line:
+                break
+            if line and not line.startswith("#[") and line[-1] in ";}":
+                break
+            above -= 1
+        if not found:
+            yield row + 1, "unsafe without a SAFETY comment"
+
+
+def without_tests(code):
+    """`code` with every item under `#[cfg(test)]` or `#[cfg(all(test, ..))]` blanked."""
+    out = list(code)
+    for hit in re.finditer(r"#\[cfg\((?:test|all\((?:test|loom)\b[^\]]*|loom)\)?\)?\]", code):
+        i, depth = hit.end(), 0
+        while i < len(code):
+            if code[i] == "{":
+                depth += 1
+            elif code[i] == "}":
+                depth -= 1
+                if depth == 0:
+                    break
+            elif code[i] == ";" and depth == 0:
+                break
+            i += 1
+        for j in range(hit.start(), min(i + 1, len(code))):
+            if out[j] != "\n":
+                out[j] = " "
+    return "".join(out)
+
+
+def first_names(tree):
+    """The first path segments of `a::b`, or of `{a::b, c::{d}}`."""
+    tree = tree.strip()
+    if not tree.startswith("{"):
+        return [re.match(r"\w+|\*?", tree).group(0)]
+    names, depth, start = [], 0, 1
+    for i, c in enumerate(tree):
+        if c == "{":
+            depth += 1
+        elif c == "}":
+            depth -= 1
+        if (c == "," and depth == 1) or (c == "}" and depth == 0):
+            piece = tree[start:i].strip()
+            if piece:
+                names.append(re.match(r"\w+|\*?", piece).group(0))
+            start = i + 1
+            if depth == 0:
+                break
+    return names
+
+
+def pager_pure(path, text):
+    if not (path.startswith(PAGER) and path.endswith(".rs")):
+        return
+    name = os.path.basename(path)
+    if name == "tests.rs" or name.startswith(("loom_", "test_")):
+        return
+    code = without_tests(split_rust(text)[0])
+
+    def names_after(prefix):
+        for hit in re.finditer(rf"(?<![\w:]){prefix}\s*::\s*", code):
+            rest = code[hit.end() : hit.end() + 4000]
+            for first in first_names(rest):
+                yield line_of(code, hit.start()), first
+
+    for line, module in names_after("crate"):
+        if module not in PAGER_MODULES:
+            yield line, f"the pager uses crate::{module}; allowed: {', '.join(sorted(PAGER_MODULES))}"
+    if path == PAGER + "mod.rs":
+        for line, module in names_after("super"):
+            if module not in PAGER_MODULES:
+                yield line, f"the pager uses super::{module}"
+    for root in ("std", "core"):
+        for line, module in names_after(root):
+            if module in PAGER_STD_BANNED:
+                yield line, f"the pager uses {root}::{module}: it has no I/O, clock or threads"
+    for hit in re.finditer(r"^\s*(?:pub(?:\([^)]*\))?\s+)?(?:use\s+(?:::)?|extern\s+crate\s+)(\w+)", code, re.M):
+        if hit.group(1) not in PAGER_CRATES and not re.search(rf"\bmod\s+{hit.group(1)}\b", code):
+            if not (name == "mod.rs" and hit.group(1) in PAGER_MODULES):
+                yield line_of(code, hit.start(1)), f"the pager uses the crate {hit.group(1)}"
+    for outside in ("libc", "tokio", "tracing", "io_uring", "parking_lot", "crossbeam_queue"):
+        for hit in re.finditer(rf"(?<![\w:]){outside}\s*::", code):
+            if not re.search(r"\buse\s+(?:::)?$", code[: hit.start()]):
+                yield line_of(code, hit.start()), f"the pager uses the crate {outside}"
+
+
+def words(path, text):
+    if path in BANNED_EXEMPT:
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        for pattern, advice in BANNED:
+            if hit := pattern.search(line):
+                yield number, f"{hit.group(0)!r}: {advice}"
+
+
+def ascii_only(path, text):
+    if path.startswith(CHARACTERS_ANYTHING):
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        for c in line:
+            if ord(c) > 126 and c not in CHARACTERS_ALLOWED or c == "\r":
+                yield number, f"character U+{ord(c):04X}; sources are ASCII (in Rust, write \\u{{{ord(c):x}}})"
+                break
+
+
+def slug(heading):
+    heading = re.sub(r"[`*]", "", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def without_code(text):
+    """Markdown with fenced and inline code blanked."""
+    out, fenced = [], False
+    for line in text.split("\n"):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+            out.append("")
+        else:
+            out.append("" if fenced else re.sub(r"`[^`]*`", "", line))
+    return out
+
+
+def links(path, text, root):
+    if not path.endswith(".md"):
+        return
+    for number, line in enumerate(without_code(text), 1):
+        for hit in re.finditer(r"\]\(([^)\s]+)\)", line):
+            target = hit.group(1)
+            if re.match(r"[a-z][a-z0-9+.-]*:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            full = os.path.normpath(os.path.join(root, os.path.dirname(path), file)) if file else os.path.join(root, path)
+            if not os.path.exists(full):
+                yield number, f"link to {target}: there is no such file"
+            elif os.path.relpath(full, root).startswith(".."):
+                yield number, f"link to {target} leaves the repository"
+            elif anchor and full.endswith(".md"):
+                with open(full, encoding="utf-8") as other:
+                    headings = {slug(m.group(1)) for m in re.finditer(r"^#+\s+(.*)$", other.read(), re.M)}
+                if anchor not in headings:
+                    yield number, f"link to {target}: no such heading"
+
+
+RULES = [
+    ("unsafe-place", unsafe_place),
+    ("unsafe-reason", unsafe_reason),
+    ("pager-pure", pager_pure),
+    ("words", words),
+    ("ascii", ascii_only),
+]
+
+
+def check_text(path, text, root):
+    for rule, function in RULES:
+        for line, what in function(path, text):
+            yield f"{path}:{line}: {rule}: {what}"
+    for line, what in links(path, text, root):
+        yield f"{path}:{line}: links: {what}"
+
+
+def is_text(path):
+    return path.endswith(TEXT_ENDINGS) or path in TEXT_NAMES
+
+
+def tracked(root):
+    """Files git knows or would add; where there is no git, every file outside the ignored folders."""
+    listing = subprocess.run(
+        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True, check=False
+    )
+    if listing.returncode == 0:
+        return sorted(p for p in set(listing.stdout.decode().split("\0")) if p and os.path.isfile(os.path.join(root, p)))
+    found = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [d for d in inside if d not in {".git", ".venv", "target", "models", "artifacts", "__pycache__"}]
+        found += [os.path.relpath(os.path.join(folder, f), root) for f in files]
+    return sorted(found)
+
+
+def check(root):
+    count = 0
+    for path in tracked(root):
+        full = os.path.join(root, path)
+        size = os.path.getsize(full)
+        if size > BLOB_BYTES_MAX:
+            yield f"{path}:1: size: {size} bytes; a file may have {BLOB_BYTES_MAX}"
+        if not is_text(path):
+            continue
+        count += 1
+        try:
+            with open(full, encoding="utf-8", newline="") as file:
+                text = file.read()
+        except UnicodeDecodeError:
+            yield f"{path}:1: ascii: not UTF-8"
+            continue
+        yield from check_text(path, text, root)
+    if count == 0:
+        yield f"{root}:1: tree: no text files found"
+
+
+# ---- the checks checked: what must be found, what must not ----
+
+BAD = [
+    ("unsafe-place", "runtime/pager/table.rs", "fn f() {\n    // SAFETY: x\n    unsafe { g() }\n}\n"),
+    ("unsafe-place", "tests/model.rs", "unsafe fn f() {}\n"),
+    ("unsafe-place", "runtime/devices.rs", "unsafe fn f() {}\n"),
+    ("unsafe-reason", "runtime/device/host.rs", "fn f() {\n    unsafe { g() }\n}\n"),
+    ("unsafe-reason", "runtime/device/host.rs", "// SAFETY: for f only\nfn f() {\n    g();\n    unsafe { g() }\n}\n"),
+    ("unsafe-reason", "runtime/device/host.rs", 'fn f() {\n    g("SAFETY: no");\n    unsafe { g() }\n}\n'),
+    ("unsafe-reason", "runtime/store/mod.rs", "struct P;\nunsafe impl Send for P {}\n"),
+    ("pager-pure", "runtime/pager/mod.rs", "use crate::device::FrameId;\n"),
+    ("pager-pure", "runtime/pager/mod.rs", "use crate::{ids::PageId, store::Store};\n"),
+    ("pager-pure", "runtime/pager/mod.rs", "use super::store::Store;\n"),
+    ("pager-pure", "runtime/pager/policy/lru.rs", "fn f() { crate::observe::count(); }\n"),
+    ("pager-pure", "runtime/pager/table.rs", "use std::{sync::Arc, time::Instant};\n"),
+    ("pager-pure", "runtime/pager/table.rs", "fn f() { std::thread::yield_now(); }\n"),
+    ("pager-pure", "runtime/pager/table.rs", "use tokio::sync::Notify;\n"),
+    ("pager-pure", "runtime/pager/table.rs", "fn f() { libc::abort(); }\n"),
+    ("pager-pure", "runtime/pager/table.rs", "#[cfg(test)]\nmod tests { use std::fs; }\nuse std::fs;\n"),
+    ("words", "docs/a.md", "Look in /home/me/outcore.\n"),
+    ("words", "runtime/lib.rs", "fn f() { todo!() }\n"),
+    ("words", "runtime/lib.rs", "// FIXME later\n"),
+    ("words", "README.md", "A blazingly quick runtime.\n"),
+    ("words", "docs/a.md", "See http://10.0.0.7/x.\n"),
+    ("ascii", "runtime/lib.rs", "// a \u2014 b\n"),
+    ("ascii", "docs/a.md", "a\r\n"),
+    ("links", "docs/a.md", "See [b](b.md).\n"),
+    ("links", "docs/a.md", "See [a](a.md#nowhere).\n\n# Somewhere\n"),
+]
+GOOD = [
+    ("runtime/device/host.rs", "fn f() {\n    // SAFETY: g is pure; kept by h.\n    let x = h(\n        unsafe { g() },\n    );\n}\n"),
+    ("runtime/device/host.rs", "// SAFETY: only an address.\nunsafe impl Send for P {}\n"),
+    ("runtime/device/host.rs", "fn f() -> u8 {\n    unsafe {\n        // SAFETY: inside, on the next line.\n        g()\n    }\n}\n"),
+    ("runtime/pin.rs", "// SAFETY: pinned.\nlet s = unsafe { slice(p, n) };\n"),
+    ("runtime/lib.rs", "// unsafe { in a comment }\nconst S: &str = \"unsafe { x }\";\nconst R: &str = r#\"unsafe \" { y }\"#;\n"),
+    ("runtime/lib.rs", "fn f<'a>(x: &'a str) -> char { 'u' }\n/* /* unsafe */ { */\n"),
+    ("runtime/pager/mod.rs", "mod state;\npub use state::Word;\nuse super::ids::PageId;\nuse crate::{error::{Error, Result}, ids::*};\n"),
+    ("runtime/pager/table.rs", "//! [`Store`](crate::store::Store)\nuse std::{collections::BTreeMap, fmt};\nuse lru::LruCache;\n"),
+    ("runtime/pager/table.rs", "use super::state::Word;\n#[cfg(test)]\nmod tests {\n    use std::time::Instant;\n    use proptest::prelude::*;\n}\n"),
+    ("runtime/pager/table.rs", "#[cfg(all(test, loom))]\nmod loom_word { use loom::thread; use crate::store::Store; }\n"),
+    ("docs/a.md", "# Some `thing` here\n\n[up](#some-thing-here) [web](https://example.org/x) `[no](none.md)`\n"),
+    ("docs/a.md", "Bytes \u00d7 \u00b5s, 2\u00b2; http://127.0.0.1:8080/x; target/tmp/x\n"),
+]
+
+
+def self_test():
+    failures = []
+    for rule, path, text in BAD + [(None, *good) for good in GOOD]:
+        with tempfile.TemporaryDirectory() as root:
+            full = os.path.join(root, path)
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            with open(full, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            found = list(check(root))
+        if rule is None and found:
+            failures.append(f"good text refused: {path}: {text!r}: {found}")
+        if rule is not None and not any(f": {rule}: " in line for line in found):
+            failures.append(f"bad text passed: {rule}: {path}: {text!r}: found {found}")
+    with tempfile.TemporaryDirectory() as root:
+        if not list(check(root)):
+            failures.append("an empty tree passed")
+    for failure in failures:
+        print(failure)
+    print(f"check_tree self-test: {len(BAD) + len(GOOD) + 1 - len(failures)} passed, {len(failures)} failed")
+    return 1 if failures else 0
+
+
+def main(arguments):
+    if arguments == ["--self-test"]:
+        return self_test()
+    if arguments:
+        sys.exit(__doc__)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    findings = list(check(root))
+    for finding in findings:
+        print(finding)
+    print(f"check_tree: {len(findings)} finding(s)")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Formatting, lints, documentation and structure. Stops at the first failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\n== %s\n' "$1"; }
+
+say "structure"
+python3 scripts/check_tree.py
+say "shell scripts parse"
+for script in scripts/*.sh .ci/run; do
+    bash -n "$script"
+done
+if command -v shellcheck >/dev/null; then
+    shellcheck scripts/*.sh .ci/run
+fi
+say "Cargo.lock is up to date"
+cargo metadata --locked --format-version 1 >/dev/null
+say "format"
+cargo fmt --all --check
+say "clippy"
+cargo clippy --workspace --all-targets -- -D warnings
+say "clippy, features cli and strict"
+cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
+say "documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+# The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.
+if [ -f fuzz/Cargo.toml ]; then
+    say "fuzz targets"
+    cargo fmt --manifest-path fuzz/Cargo.toml --check
+    if command -v c++ >/dev/null; then
+        cargo clippy --manifest-path fuzz/Cargo.toml -- -D warnings
+    else
+        echo "SKIPPED: no C++ compiler, the fuzz targets were not compiled"
+    fi
+fi
+echo "lint: ok"

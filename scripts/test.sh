@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# All tests, or only the named steps: test.sh [STEP...]
+#
+# Every step runs even when an earlier one failed, so that one run shows everything; any failure fails the whole. Steps
+# print the test runners' own closing lines, and there is one line for each at the end. Without a terminal a step that
+# takes longer than STEP_SECONDS (1200) is stopped and has failed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+steps=(checker workspace doctests strict loom examples)
+target=${CARGO_TARGET_DIR:-target}
+
+# The structural checker can fail.
+step_checker() {
+    python3 scripts/check_tree.py --self-test
+}
+
+# Unit, integration and end-to-end tests of all members.
+step_workspace() {
+    cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
+}
+
+step_doctests() {
+    cargo test --workspace --doc --no-fail-fast
+}
+
+# The library again, with evicted ranges inaccessible.
+step_strict() {
+    cargo test -p outcore --features strict --lib --tests --no-fail-fast
+}
+
+# The page word under every schedule loom finds. A filter that matches nothing would pass, so the tests are counted.
+step_loom() {
+    if ! grep -rqE 'fn loom_' runtime; then
+        echo "no loom tests in this tree"
+        return
+    fi
+    mkdir -p "$target"
+    RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
+        CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
+        cargo test -p outcore --lib --release loom_ 2>&1 | tee "$target/loom.log"
+    if ! grep -qE '^test result: ok\. [1-9]' "$target/loom.log"; then
+        echo "loom: no test ran" >&2
+        return 1
+    fi
+}
+
+# Every example of the package, run in an empty directory. One that hangs has failed.
+step_examples() {
+    local names name dir binaries
+    names=$(cargo metadata --no-deps --format-version 1 | python3 -c '
+import json, sys
+for package in json.load(sys.stdin)["packages"]:
+    if package["name"] == "outcore":
+        print(*[target["name"] for target in package["targets"] if "example" in target["kind"]], sep="\n")')
+    if [ -z "$names" ]; then
+        echo "no examples in this tree"
+        return
+    fi
+    cargo build --examples
+    binaries=$(realpath "$target")/debug/examples
+    dir=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$dir'" EXIT
+    for name in $names; do
+        echo "-- example $name"
+        if ! (cd "$dir" && timeout --kill-after=10 "${EXAMPLE_SECONDS:-180}" "$binaries/$name"); then
+            echo "example $name failed" >&2
+            return 1
+        fi
+    done
+}
+
+if [ "${1:-}" = --step ]; then
+    "step_$2" </dev/null
+    exit
+fi
+for name in "$@"; do
+    if ! declare -F "step_$name" >/dev/null; then
+        echo "test.sh: no step '$name'; there are: ${steps[*]}" >&2
+        exit 2
+    fi
+done
+if [ $# -gt 0 ]; then
+    steps=("$@")
+fi
+
+# A step is a process of its own: in a function called under `||`, bash would not stop at a failing command.
+limit=()
+if [ ! -t 2 ]; then
+    limit=(timeout --kill-after=30 "${STEP_SECONDS:-1200}")
+fi
+
+results=()
+failed=0
+
+# The real model. Without a network the end-to-end tests skip and say so.
+printf '== model\n'
+if [ -x scripts/fetch_model.sh ] && scripts/fetch_model.sh </dev/null; then
+    results+=("ok      model for the end-to-end tests")
+else
+    echo "WARNING: no real model: the end-to-end tests will SKIP" >&2
+    results+=("SKIPPED the model could not be fetched: no test ran a real model")
+fi
+
+for name in "${steps[@]}"; do
+    printf '\n== %s\n' "$name"
+    begin=$SECONDS
+    status=0
+    "${limit[@]}" bash scripts/test.sh --step "$name" || status=$?
+    if [ "$status" -eq 0 ]; then
+        results+=("ok      $name, $((SECONDS - begin)) s")
+    else
+        results+=("FAILED  $name, $((SECONDS - begin)) s, status $status")
+        failed=1
+    fi
+done
+
+printf '\n== summary, %s s\n' "$SECONDS"
+printf '%s\n' "${results[@]}"
+if [ "$failed" -ne 0 ]; then
+    echo "make test: FAILED"
+    exit 1
+fi
+echo "make test: ok"
