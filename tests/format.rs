@@ -362,7 +362,7 @@ mod safetensors_headers {
         latin[10] = 0xff;
         refused(parse_st(&latin), ErrorKind::Format, &["not valid"]);
         let deep = format!("{{\"t\":{{\"extra\":{}{}}}}}", "[".repeat(100_000), "]".repeat(100_000));
-        refused(parse_st(&support::safetensors(&deep, 0)), ErrorKind::Format, &["recursion"]);
+        refused(parse_st(&support::safetensors(&deep, 0)), ErrorKind::Format, &["not valid"]);
         let meta = r#"{"__metadata__":{"a":1}}"#;
         refused(parse_st(&support::safetensors(meta, 0)), ErrorKind::Format, &["not valid"]);
     }
