@@ -87,6 +87,7 @@ else
 fi
 [ -n "$group" ] || skip "no memory cgroup can be made under $root"
 
+# shellcheck disable=SC2317,SC2329
 cleanup() {
     # A v1 group that still holds page cache can be removed; a group with processes left cannot.
     rmdir "$group" 2>/dev/null || echo "cgroup_run: left behind: $group" >&2

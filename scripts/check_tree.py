@@ -22,6 +22,7 @@ UNSAFE_ALLOWED = {
     "runtime/pin.rs": "pin guards turn a pinned page's address into a slice",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/kernels/": "the same",
+    "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "tests/helpers/": "system calls and raw buffers for the suites",
     "tests/device_suite.rs": "reads and writes device memory through raw addresses",
     "tests/store_suite.rs": "owns the raw buffers the store reads into",

@@ -21,6 +21,7 @@ shift 2
 
 work=$(mktemp -d)
 mounted=0
+# shellcheck disable=SC2317,SC2329
 cleanup() {
     if [ "$mounted" -eq 1 ]; then
         umount "$work/fs" || umount -l "$work/fs" || true

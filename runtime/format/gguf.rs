@@ -1,0 +1,876 @@
+//! GGUF headers, versions 2 and 3, little-endian.
+//!
+//! The format is specified in `docs/gguf.md` of the ggml repository and implemented in `ggml/src/gguf.cpp`. A file is
+//! magic, version, counts, key-values, tensor infos, padding to the alignment, data.
+//!
+//! What is held to be true of every header that parses:
+//! 1. Keys are unique; so are tensor names. Keys, names and string values are UTF-8.
+//! 2. Every tensor lies wholly inside the file, starts at a multiple of the alignment, and takes exactly the bytes that
+//!    its type and shape say.
+//! 3. Two tensors either share no byte or are *tied*: they have exactly the same range. ggml's own writer never ties,
+//!    but nothing in the format forbids it, and a page is happy to serve both. A partial overlap is always damage.
+//!
+//! Nothing in the file is trusted: a count or a length never causes an allocation larger than the bytes that are there
+//! to back it, nesting is limited to [`MAX_ARRAY_DEPTH`], a header to [`MAX_HEADER_BYTES`], and all arithmetic is
+//! checked.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{Damage, TensorHeader, damaged, quoted, sorted_by_name, unsupported};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// The first four bytes of every GGUF file.
+pub const MAGIC: [u8; 4] = *b"GGUF";
+/// Largest header that is read, in bytes: the limit that safetensors sets, and several times the largest tokenizer
+/// known.
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// Most tensors a file may declare: some ten times the largest known model.
+pub const MAX_TENSORS: u64 = 1 << 20;
+/// Most key-values a file may declare; real files have fewer than a hundred.
+pub const MAX_KEY_VALUES: u64 = 1 << 16;
+/// How deep arrays may nest; real files do not nest at all.
+pub const MAX_ARRAY_DEPTH: u32 = 4;
+/// Most dimensions of a tensor: `GGML_MAX_DIMS`.
+pub const MAX_DIMS: u32 = 4;
+/// Longest key or tensor name, in bytes; the specification's limit for keys.
+pub const MAX_NAME_BYTES: u64 = 65_535;
+/// What tensor data is aligned to unless `general.alignment` says otherwise, in bytes.
+pub const DEFAULT_ALIGNMENT: u32 = 32;
+
+/// A parsed GGUF header.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Gguf {
+    /// Format version: 2 or 3.
+    pub version: u32,
+    /// What every tensor's offset is a multiple of, counted from [`data_offset`](Self::data_offset), in bytes.
+    pub alignment: u32,
+    /// Where tensor data starts, in bytes from the start of the file.
+    pub data_offset: u64,
+    /// The tensors by offset, then by name; [`TensorHeader::file`] is 0.
+    pub tensors: Vec<TensorHeader>,
+    /// The key-values.
+    pub metadata: Metadata,
+}
+
+/// Parses a GGUF header from the first bytes of a file that is `file_len` bytes long.
+///
+/// `bytes` may end anywhere behind the header; tensor data is not looked at.
+///
+/// # Errors
+/// [`ErrorKind::Format`](crate::ErrorKind::Format) if the header is malformed, is not wholly in `bytes`, or exceeds a
+/// limit of this module; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for big-endian files, version 1,
+/// versions newer than 3, and withdrawn or unknown tensor types.
+pub fn parse(bytes: &[u8], file_len: u64) -> Result<Gguf> {
+    let scan = scan(bytes, file_len).map_err(|stop| stop.into_error(bytes.len() as u64, file_len))?;
+    let kept = bytes.get(..scan.values_end).unwrap_or_default().to_vec();
+    Ok(scan.finish(kept))
+}
+
+/// An array's element type and count.
+const ARRAY_HEAD_BYTES: usize = 12;
+
+/// How one attempt at a prefix of the file ended.
+pub(super) enum Attempt {
+    /// The whole header was there.
+    Done(Box<Gguf>),
+    /// The header goes on to at least this many bytes from the start of the file; the prefix is handed back.
+    NeedMore(Vec<u8>, u64),
+}
+
+/// Parses `prefix`, the first bytes of a file, or says how many more are needed. Keeps the buffer of a header that
+/// parses: its strings are not copied.
+pub(super) fn attempt(prefix: Vec<u8>, file_len: u64) -> Result<Attempt> {
+    match scan(&prefix, file_len) {
+        Ok(scan) => Ok(Attempt::Done(Box::new(scan.finish(prefix)))),
+        Err(Stop::NeedMore(n)) if n <= file_len.min(MAX_HEADER_BYTES) => Ok(Attempt::NeedMore(prefix, n)),
+        Err(stop) => Err(stop.into_error(prefix.len() as u64, file_len)),
+    }
+}
+
+/// Why a scan stopped early.
+enum Stop {
+    /// The bytes end before this offset, which the header reaches.
+    NeedMore(u64),
+    Bad(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(e: Error) -> Self {
+        Self::Bad(e)
+    }
+}
+
+impl Stop {
+    fn into_error(self, have: u64, file_len: u64) -> Error {
+        match self {
+            Self::Bad(e) => e,
+            Self::NeedMore(n) if n > file_len => damaged(
+                Damage::Truncated,
+                format!("the GGUF header reaches byte {n}, but the file ends at byte {file_len}"),
+            ),
+            Self::NeedMore(n) if n > MAX_HEADER_BYTES => damaged(
+                Damage::Malformed,
+                format!("the GGUF header reaches byte {n}; headers are read up to {MAX_HEADER_BYTES} bytes"),
+            ),
+            Self::NeedMore(n) => damaged(
+                Damage::Truncated,
+                format!("the GGUF header reaches byte {n}, but only {have} bytes of the file were given"),
+            ),
+        }
+    }
+}
+
+/// A header that parsed, before it is given the buffer it points into.
+struct Scan {
+    version: u32,
+    alignment: u32,
+    data_offset: u64,
+    tensors: Vec<TensorHeader>,
+    entries: Vec<Entry>,
+    values_end: usize,
+}
+
+impl Scan {
+    fn finish(self, mut buffer: Vec<u8>) -> Gguf {
+        buffer.truncate(self.values_end);
+        Gguf {
+            version: self.version,
+            alignment: self.alignment,
+            data_offset: self.data_offset,
+            tensors: self.tensors,
+            metadata: Metadata { buffer: buffer.into(), entries: self.entries },
+        }
+    }
+}
+
+fn scan(bytes: &[u8], file_len: u64) -> Result<Scan, Stop> {
+    // Bytes behind the file's end are not part of it, whatever the caller's buffer holds.
+    let visible = usize::try_from(file_len).unwrap_or(usize::MAX).min(bytes.len());
+    let mut r = Reader { bytes: bytes.get(..visible).unwrap_or_default(), pos: 0 };
+
+    if r.take(4)? != MAGIC {
+        return Err(damaged(Damage::Malformed, "the file does not start with \"GGUF\"").into());
+    }
+    let version = r.u32()?;
+    match version {
+        2 | 3 => {}
+        1 => {
+            return Err(unsupported("GGUF version 1 is not supported; versions 2 and 3 are")
+                .remedy("convert the model again with a current llama.cpp")
+                .into());
+        }
+        v if matches!(v.swap_bytes(), 1..=0xffff) && v > 0xffff => {
+            return Err(unsupported(format!("the GGUF file is big-endian (version {} reversed)", v.swap_bytes()))
+                .remedy("convert it with gguf_convert_endian.py of llama.cpp")
+                .into());
+        }
+        v => {
+            return Err(unsupported(format!("GGUF version {v} is not supported; versions 2 and 3 are"))
+                .remedy("the file is damaged, or newer than this version of outcore")
+                .into());
+        }
+    }
+    let tensor_count = limited(r.u64()?, MAX_TENSORS, "tensors")?;
+    let kv_count = limited(r.u64()?, MAX_KEY_VALUES, "key-values")?;
+
+    let entries = scan_key_values(&mut r, kv_count)?;
+    let values_end = r.pos;
+    let alignment = find_alignment(r.bytes, &entries)?;
+
+    // Every tensor info takes at least 24 bytes, so the count is checked before room is made for it.
+    r.expect_remaining(tensor_count.saturating_mul(24), file_len)?;
+    let mut tensors = Vec::with_capacity(usize::try_from(tensor_count).unwrap_or(0).min(r.remaining() / 24 + 1));
+    for index in 0..tensor_count {
+        tensors.push(scan_tensor(&mut r, index, alignment)?);
+    }
+    let data_offset = (r.pos as u64).next_multiple_of(u64::from(alignment));
+    place(&mut tensors, data_offset, file_len)?;
+    Ok(Scan { version, alignment, data_offset, tensors, entries, values_end })
+}
+
+fn limited(count: u64, limit: u64, what: &str) -> Result<u64> {
+    if count <= limit {
+        return Ok(count);
+    }
+    Err(damaged(Damage::Malformed, format!("the GGUF header declares {count} {what}; at most {limit} are accepted")))
+}
+
+fn scan_key_values(r: &mut Reader<'_>, count: u64) -> Result<Vec<Entry>, Stop> {
+    let mut entries = Vec::new();
+    for index in 0..count {
+        let (key, text) = r.name(|| format!("key {index}"))?;
+        let at = r.pos;
+        let tag = r.u32()?;
+        let kind = ValueType::from_id(tag)
+            .ok_or_else(|| damaged(Damage::Malformed, format!("key {}: {}", quoted(text), no_such_type(tag))))?;
+        let start = r.pos;
+        r.skip_value(kind, 0).map_err(|stop| match stop {
+            Stop::Bad(e) => Stop::Bad(e.context(format_args!("key {} at byte {at}", quoted(text)))),
+            more => more,
+        })?;
+        entries.push(Entry { key, kind, value: start..r.pos });
+    }
+    entries.sort_unstable_by(|a, b| slice(r.bytes, &a.key).cmp(slice(r.bytes, &b.key)));
+    for pair in entries.windows(2) {
+        if let [a, b] = pair
+            && slice(r.bytes, &a.key) == slice(r.bytes, &b.key)
+        {
+            let key = text(slice(r.bytes, &a.key));
+            return Err(damaged(Damage::Malformed, format!("key {} appears twice", quoted(key))).into());
+        }
+    }
+    Ok(entries)
+}
+
+fn no_such_type(tag: u32) -> String {
+    format!("value type {tag} does not exist; GGUF defines 0 to 12")
+}
+
+fn find_alignment(bytes: &[u8], entries: &[Entry]) -> Result<u32> {
+    let Some(value) = lookup(bytes, entries, "general.alignment") else {
+        return Ok(DEFAULT_ALIGNMENT);
+    };
+    match value {
+        Value::U32(n) if n.is_power_of_two() => Ok(n),
+        Value::U32(n) => {
+            Err(damaged(Damage::Malformed, format!("general.alignment is {n}; it must be a power of two")))
+        }
+        other => {
+            let found = other.value_type();
+            Err(damaged(Damage::Malformed, format!("general.alignment has type {found}; it must be u32")))
+        }
+    }
+}
+
+/// Reads one tensor info; `offset` is still counted from the start of the data.
+fn scan_tensor(r: &mut Reader<'_>, index: u64, alignment: u32) -> Result<TensorHeader, Stop> {
+    let (_, name) = r.name(|| format!("the name of tensor {index}"))?;
+    let bad = |what: String| damaged(Damage::Malformed, format!("tensor {}: {what}", quoted(name)));
+
+    let dims = r.u32()?;
+    if dims > MAX_DIMS {
+        return Err(bad(format!("it has {dims} dimensions; GGUF allows {MAX_DIMS}")).into());
+    }
+    let mut shape = Vec::with_capacity(dims as usize);
+    let mut elements: u64 = 1;
+    for _ in 0..dims {
+        let extent = r.u64()?;
+        elements = elements
+            .checked_mul(extent)
+            .filter(|&n| n <= i64::MAX as u64 && extent <= i64::MAX as u64)
+            .ok_or_else(|| bad(format!("its shape {shape:?} x {extent} has more than 2^63 - 1 elements")))?;
+        shape.push(extent);
+    }
+    let dtype = DType::from_ggml(r.u32()?).map_err(|e| e.context(format_args!("tensor {}", quoted(name))))?;
+    let row = shape.first().copied().unwrap_or(1);
+    if !row.is_multiple_of(dtype.block_elements()) {
+        let block = dtype.block_elements();
+        return Err(bad(format!("its rows of {row} elements are not whole {dtype} blocks of {block}")).into());
+    }
+    let len = dtype
+        .bytes_for(elements)
+        .ok_or_else(|| bad(format!("its {elements} elements of {dtype} take more than 2^64 bytes")))?;
+    let offset = r.u64()?;
+    if !offset.is_multiple_of(u64::from(alignment)) {
+        return Err(bad(format!("its offset {offset} is not a multiple of the alignment {alignment}")).into());
+    }
+    shape.reverse();
+    Ok(TensorHeader { name: name.to_owned(), dtype, shape, file: 0, offset, len })
+}
+
+/// Turns data offsets into file offsets, sorts the tensors by them, and checks bounds, overlap and names.
+fn place(tensors: &mut [TensorHeader], data_offset: u64, file_len: u64) -> Result<()> {
+    for t in tensors.iter_mut() {
+        let range = t.offset.checked_add(data_offset).and_then(|start| Some((start, start.checked_add(t.len)?)));
+        match range {
+            Some((start, end)) if end <= file_len => t.offset = start,
+            Some((start, end)) => {
+                return Err(damaged(
+                    Damage::Truncated,
+                    format!(
+                        "tensor {} takes bytes {start} to {end}, but the file ends at byte {file_len}",
+                        quoted(&t.name)
+                    ),
+                ));
+            }
+            None => {
+                return Err(damaged(
+                    Damage::Malformed,
+                    format!("tensor {}: its offset {} overflows 64 bits", quoted(&t.name), t.offset),
+                ));
+            }
+        }
+    }
+    tensors.sort_unstable_by(|a, b| (a.offset, a.len, &a.name).cmp(&(b.offset, b.len, &b.name)));
+    super::check_overlap(tensors)?;
+    sorted_by_name(tensors).map(drop)
+}
+
+/// One key-value: where its key and its value are in the buffer.
+#[derive(Clone, Debug)]
+struct Entry {
+    key: Range<usize>,
+    kind: ValueType,
+    value: Range<usize>,
+}
+
+/// The key-values of a GGUF file.
+///
+/// The bytes of the file are kept as they are and read on demand, so a tokenizer of hundreds of thousands of strings
+/// costs its size in the file and no allocation per string. Cheap to clone.
+#[derive(Clone)]
+pub struct Metadata {
+    buffer: Arc<[u8]>,
+    /// Sorted by key.
+    entries: Vec<Entry>,
+}
+
+impl Metadata {
+    /// How many keys there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is no key.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Every key with its value, by key.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, Value<'_>)> {
+        self.entries.iter().map(|e| (text(slice(&self.buffer, &e.key)), value_at(&self.buffer, e)))
+    }
+
+    /// The value of `key`.
+    pub fn get(&self, key: &str) -> Option<Value<'_>> {
+        lookup(&self.buffer, &self.entries, key)
+    }
+
+    /// The value of `key` if it is an integer that fits.
+    pub fn get_u64(&self, key: &str) -> Option<u64> {
+        self.get(key)?.as_u64()
+    }
+
+    /// The value of `key` if it is an integer that fits.
+    pub fn get_i64(&self, key: &str) -> Option<i64> {
+        self.get(key)?.as_i64()
+    }
+
+    /// The value of `key` if it is an integer that fits.
+    pub fn get_u32(&self, key: &str) -> Option<u32> {
+        self.get_u64(key)?.try_into().ok()
+    }
+
+    /// The value of `key` if it is a 32-bit or 64-bit float, rounded to 32 bits.
+    pub fn get_f32(&self, key: &str) -> Option<f32> {
+        self.get_f64(key).map(|x| x as f32)
+    }
+
+    /// The value of `key` if it is a 32-bit or 64-bit float.
+    pub fn get_f64(&self, key: &str) -> Option<f64> {
+        self.get(key)?.as_f64()
+    }
+
+    /// The value of `key` if it is a bool.
+    pub fn get_bool(&self, key: &str) -> Option<bool> {
+        match self.get(key)? {
+            Value::Bool(b) => Some(b),
+            _ => None,
+        }
+    }
+
+    /// The value of `key` if it is a string.
+    pub fn get_str(&self, key: &str) -> Option<&str> {
+        self.get(key)?.as_str()
+    }
+
+    /// The value of `key` if it is an array.
+    pub fn get_array(&self, key: &str) -> Option<Array<'_>> {
+        match self.get(key)? {
+            Value::Array(a) => Some(a),
+            _ => None,
+        }
+    }
+
+    /// The strings of `key` if it is an array of strings.
+    pub fn get_array_str(&self, key: &str) -> Option<impl Iterator<Item = &str>> {
+        let array = self.get_array(key).filter(|a| a.element_type() == ValueType::Str)?;
+        Some(array.into_iter().filter_map(|v| v.as_str()))
+    }
+
+    /// The numbers of `key` if it is an array of 32-bit floats.
+    pub fn get_array_f32(&self, key: &str) -> Option<impl Iterator<Item = f32>> {
+        let array = self.get_array(key).filter(|a| a.element_type() == ValueType::F32)?;
+        Some(array.into_iter().filter_map(|v| v.as_f64().map(|x| x as f32)))
+    }
+
+    /// The numbers of `key` if it is an array of integers; those that do not fit are left out, so compare the count
+    /// with [`Array::len`] where that matters.
+    pub fn get_array_i64(&self, key: &str) -> Option<impl Iterator<Item = i64>> {
+        let array = self.get_array(key).filter(|a| a.element_type().is_integer())?;
+        Some(array.into_iter().filter_map(|v| v.as_i64()))
+    }
+
+    fn required<'a, T>(&'a self, key: &str, what: &str, read: impl FnOnce(Value<'a>) -> Option<T>) -> Result<T> {
+        let Some(value) = self.get(key) else {
+            return Err(Error::new(
+                crate::ErrorKind::NotFound,
+                format!("the model's metadata has no key {}", quoted(key)),
+            ));
+        };
+        let found = value.value_type();
+        read(value).ok_or_else(|| {
+            damaged(Damage::Malformed, format!("metadata key {} is a {found} that is not {what}", quoted(key)))
+        })
+    }
+
+    /// As [`get_u64`](Self::get_u64).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no such key,
+    /// [`ErrorKind::Format`](crate::ErrorKind::Format) if its value is not such an integer.
+    pub fn require_u64(&self, key: &str) -> Result<u64> {
+        self.required(key, "an integer from 0 to 2^64 - 1", |v| v.as_u64())
+    }
+
+    /// As [`get_f32`](Self::get_f32).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no such key,
+    /// [`ErrorKind::Format`](crate::ErrorKind::Format) if its value is not a float.
+    pub fn require_f32(&self, key: &str) -> Result<f32> {
+        self.required(key, "a float", |v| v.as_f64()).map(|x| x as f32)
+    }
+
+    /// As [`get_str`](Self::get_str).
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no such key,
+    /// [`ErrorKind::Format`](crate::ErrorKind::Format) if its value is not a string.
+    pub fn require_str(&self, key: &str) -> Result<&str> {
+        self.required(key, "a string", |v| v.as_str())
+    }
+}
+
+impl fmt::Debug for Metadata {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.iter()).finish()
+    }
+}
+
+/// A value type of the GGUF metadata: `enum gguf_metadata_value_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ValueType {
+    /// Unsigned 8-bit integer.
+    U8,
+    /// Signed 8-bit integer.
+    I8,
+    /// Unsigned 16-bit integer.
+    U16,
+    /// Signed 16-bit integer.
+    I16,
+    /// Unsigned 32-bit integer.
+    U32,
+    /// Signed 32-bit integer.
+    I32,
+    /// 32-bit float.
+    F32,
+    /// A byte that is 0 or 1.
+    Bool,
+    /// A UTF-8 string.
+    Str,
+    /// An array of one type.
+    Array,
+    /// Unsigned 64-bit integer.
+    U64,
+    /// Signed 64-bit integer.
+    I64,
+    /// 64-bit float.
+    F64,
+}
+
+impl ValueType {
+    const BY_ID: [Self; 13] = [
+        Self::U8,
+        Self::I8,
+        Self::U16,
+        Self::I16,
+        Self::U32,
+        Self::I32,
+        Self::F32,
+        Self::Bool,
+        Self::Str,
+        Self::Array,
+        Self::U64,
+        Self::I64,
+        Self::F64,
+    ];
+
+    fn from_id(id: u32) -> Option<Self> {
+        Self::BY_ID.get(id as usize).copied()
+    }
+
+    /// Bytes a value takes; `None` for strings and arrays, which say it themselves.
+    const fn fixed_bytes(self) -> Option<u64> {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool => Some(1),
+            Self::U16 | Self::I16 => Some(2),
+            Self::U32 | Self::I32 | Self::F32 => Some(4),
+            Self::U64 | Self::I64 | Self::F64 => Some(8),
+            Self::Str | Self::Array => None,
+        }
+    }
+
+    /// Whether it is one of the eight integer types.
+    pub const fn is_integer(self) -> bool {
+        !matches!(self, Self::F32 | Self::F64 | Self::Bool | Self::Str | Self::Array)
+    }
+}
+
+impl fmt::Display for ValueType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::U8 => "u8",
+            Self::I8 => "i8",
+            Self::U16 => "u16",
+            Self::I16 => "i16",
+            Self::U32 => "u32",
+            Self::I32 => "i32",
+            Self::F32 => "f32",
+            Self::Bool => "bool",
+            Self::Str => "string",
+            Self::Array => "array",
+            Self::U64 => "u64",
+            Self::I64 => "i64",
+            Self::F64 => "f64",
+        })
+    }
+}
+
+/// A metadata value, borrowed from the header.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Value<'a> {
+    /// Unsigned 8-bit integer.
+    U8(u8),
+    /// Signed 8-bit integer.
+    I8(i8),
+    /// Unsigned 16-bit integer.
+    U16(u16),
+    /// Signed 16-bit integer.
+    I16(i16),
+    /// Unsigned 32-bit integer.
+    U32(u32),
+    /// Signed 32-bit integer.
+    I32(i32),
+    /// 32-bit float.
+    F32(f32),
+    /// A bool.
+    Bool(bool),
+    /// A string.
+    Str(&'a str),
+    /// An array.
+    Array(Array<'a>),
+    /// Unsigned 64-bit integer.
+    U64(u64),
+    /// Signed 64-bit integer.
+    I64(i64),
+    /// 64-bit float.
+    F64(f64),
+}
+
+impl<'a> Value<'a> {
+    /// Its type.
+    pub const fn value_type(self) -> ValueType {
+        match self {
+            Self::U8(_) => ValueType::U8,
+            Self::I8(_) => ValueType::I8,
+            Self::U16(_) => ValueType::U16,
+            Self::I16(_) => ValueType::I16,
+            Self::U32(_) => ValueType::U32,
+            Self::I32(_) => ValueType::I32,
+            Self::F32(_) => ValueType::F32,
+            Self::Bool(_) => ValueType::Bool,
+            Self::Str(_) => ValueType::Str,
+            Self::Array(_) => ValueType::Array,
+            Self::U64(_) => ValueType::U64,
+            Self::I64(_) => ValueType::I64,
+            Self::F64(_) => ValueType::F64,
+        }
+    }
+
+    /// It as an integer, if it is one and fits.
+    pub fn as_u64(self) -> Option<u64> {
+        match self {
+            Self::U64(n) => Some(n),
+            other => other.as_i64()?.try_into().ok(),
+        }
+    }
+
+    /// It as an integer, if it is one and fits.
+    pub fn as_i64(self) -> Option<i64> {
+        Some(match self {
+            Self::U8(n) => n.into(),
+            Self::I8(n) => n.into(),
+            Self::U16(n) => n.into(),
+            Self::I16(n) => n.into(),
+            Self::U32(n) => n.into(),
+            Self::I32(n) => n.into(),
+            Self::I64(n) => n,
+            Self::U64(n) => n.try_into().ok()?,
+            _ => return None,
+        })
+    }
+
+    /// It as a float, if it is one.
+    pub fn as_f64(self) -> Option<f64> {
+        match self {
+            Self::F32(x) => Some(x.into()),
+            Self::F64(x) => Some(x),
+            _ => None,
+        }
+    }
+
+    /// It as a string, if it is one.
+    pub fn as_str(self) -> Option<&'a str> {
+        match self {
+            Self::Str(s) => Some(s),
+            _ => None,
+        }
+    }
+}
+
+/// An array in the metadata, borrowed from the header and read as it is iterated.
+#[derive(Clone, Copy, PartialEq)]
+pub struct Array<'a> {
+    element: ValueType,
+    len: usize,
+    /// The elements, as in the file.
+    bytes: &'a [u8],
+}
+
+impl<'a> Array<'a> {
+    /// The type of its elements.
+    pub const fn element_type(&self) -> ValueType {
+        self.element
+    }
+
+    /// How many elements it has.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no element.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl<'a> IntoIterator for Array<'a> {
+    type Item = Value<'a>;
+    type IntoIter = ArrayIter<'a>;
+
+    fn into_iter(self) -> ArrayIter<'a> {
+        ArrayIter { element: self.element, left: self.len, reader: Reader { bytes: self.bytes, pos: 0 } }
+    }
+}
+
+impl fmt::Debug for Array<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        let mut list = f.debug_list();
+        list.entries(self.into_iter().take(SHOWN));
+        if self.len > SHOWN { list.finish_non_exhaustive() } else { list.finish() }
+    }
+}
+
+/// Iterates over the elements of an [`Array`].
+#[derive(Clone, Debug)]
+pub struct ArrayIter<'a> {
+    element: ValueType,
+    left: usize,
+    reader: Reader<'a>,
+}
+
+impl<'a> Iterator for ArrayIter<'a> {
+    type Item = Value<'a>;
+
+    fn next(&mut self) -> Option<Value<'a>> {
+        self.left = self.left.checked_sub(1)?;
+        // The bytes were checked when the header was parsed, so this reads what is there.
+        self.reader.value(self.element).ok()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (0, Some(self.left))
+    }
+}
+
+fn lookup<'a>(bytes: &'a [u8], entries: &[Entry], key: &str) -> Option<Value<'a>> {
+    let at = entries.binary_search_by(|e| slice(bytes, &e.key).cmp(key.as_bytes())).ok()?;
+    entries.get(at).map(|e| value_at(bytes, e))
+}
+
+/// The value of an entry, which was checked when the header was parsed; a long array is not walked again.
+fn value_at<'a>(bytes: &'a [u8], entry: &Entry) -> Value<'a> {
+    let mut r = Reader { bytes: slice(bytes, &entry.value), pos: 0 };
+    let value = if entry.kind == ValueType::Array {
+        r.array_head().map(|(element, len)| {
+            let bytes = r.bytes.get(r.pos..).unwrap_or_default();
+            Value::Array(Array { element, len: usize::try_from(len).unwrap_or(0), bytes })
+        })
+    } else {
+        r.value(entry.kind)
+    };
+    value.unwrap_or(Value::Str(""))
+}
+
+fn slice<'a>(bytes: &'a [u8], range: &Range<usize>) -> &'a [u8] {
+    bytes.get(range.clone()).unwrap_or_default()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap_or_default()
+}
+
+/// Reads little-endian values from a prefix of the file.
+#[derive(Clone, Debug)]
+struct Reader<'a> {
+    bytes: &'a [u8],
+    pos: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn remaining(&self) -> usize {
+        self.bytes.len().saturating_sub(self.pos)
+    }
+
+    fn take(&mut self, n: u64) -> Result<&'a [u8], Stop> {
+        let end = (self.pos as u64).saturating_add(n);
+        let taken = usize::try_from(end).ok().and_then(|end| self.bytes.get(self.pos..end));
+        let taken = taken.ok_or(Stop::NeedMore(end))?;
+        self.pos += taken.len();
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Stop> {
+        let taken = self.take(N as u64)?;
+        taken.try_into().map_err(|_| Stop::NeedMore(self.pos as u64))
+    }
+
+    fn u32(&mut self) -> Result<u32, Stop> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, Stop> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// Fails at once if `n` more bytes would pass the end of the file, rather than after parsing up to there.
+    fn expect_remaining(&self, n: u64, file_len: u64) -> Result<(), Stop> {
+        let end = (self.pos as u64).saturating_add(n);
+        if end > file_len { Err(Stop::NeedMore(end)) } else { Ok(()) }
+    }
+
+    /// A key or a tensor name.
+    fn name(&mut self, what: impl Fn() -> String) -> Result<(Range<usize>, &'a str), Stop> {
+        let len = self.u64()?;
+        if len > MAX_NAME_BYTES {
+            return Err(damaged(
+                Damage::Malformed,
+                format!("{} has {len} bytes; the limit is {MAX_NAME_BYTES}", what()),
+            )
+            .into());
+        }
+        let start = self.pos;
+        let raw = self.take(len)?;
+        let text = std::str::from_utf8(raw)
+            .map_err(|e| damaged(Damage::Malformed, format!("{} at byte {start} is not UTF-8", what())).caused_by(e))?;
+        Ok((start..self.pos, text))
+    }
+
+    fn string(&mut self) -> Result<&'a str, Stop> {
+        let len = self.u64()?;
+        let start = self.pos;
+        let raw = self.take(len)?;
+        std::str::from_utf8(raw).map_err(|e| {
+            damaged(Damage::Malformed, format!("the string at byte {start} is not UTF-8")).caused_by(e).into()
+        })
+    }
+
+    fn bool(&mut self) -> Result<bool, Stop> {
+        match self.array()? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            [other] => Err(damaged(Damage::Malformed, format!("a bool is {other}; it must be 0 or 1")).into()),
+        }
+    }
+
+    /// Checks the value at the cursor and moves behind it. `depth` counts the arrays around it.
+    fn skip_value(&mut self, kind: ValueType, depth: u32) -> Result<(), Stop> {
+        match (kind, kind.fixed_bytes()) {
+            (ValueType::Bool, _) => self.bool().map(drop),
+            (ValueType::Str, _) => self.string().map(drop),
+            (_, Some(n)) => self.take(n).map(drop),
+            (_, None) => {
+                if depth >= MAX_ARRAY_DEPTH {
+                    let what = format!("arrays are nested deeper than {MAX_ARRAY_DEPTH}");
+                    return Err(damaged(Damage::Malformed, what).into());
+                }
+                let (element, len) = self.array_head()?;
+                match element.fixed_bytes() {
+                    Some(1) if element == ValueType::Bool => {
+                        let bytes = self.take(len)?;
+                        match bytes.iter().find(|&&b| b > 1) {
+                            Some(b) => {
+                                let what = format!("a bool is {b}; it must be 0 or 1");
+                                Err(damaged(Damage::Malformed, what).into())
+                            }
+                            None => Ok(()),
+                        }
+                    }
+                    Some(size) => self.take(len.saturating_mul(size)).map(drop),
+                    None => (0..len).try_for_each(|_| self.skip_value(element, depth + 1)),
+                }
+            }
+        }
+    }
+
+    fn array_head(&mut self) -> Result<(ValueType, u64), Stop> {
+        let tag = self.u32()?;
+        let element = ValueType::from_id(tag).ok_or_else(|| damaged(Damage::Malformed, no_such_type(tag)))?;
+        Ok((element, self.u64()?))
+    }
+
+    /// The value at the cursor, which moves behind it.
+    fn value(&mut self, kind: ValueType) -> Result<Value<'a>, Stop> {
+        Ok(match kind {
+            ValueType::U8 => Value::U8(u8::from_le_bytes(self.array()?)),
+            ValueType::I8 => Value::I8(i8::from_le_bytes(self.array()?)),
+            ValueType::U16 => Value::U16(u16::from_le_bytes(self.array()?)),
+            ValueType::I16 => Value::I16(i16::from_le_bytes(self.array()?)),
+            ValueType::U32 => Value::U32(self.u32()?),
+            ValueType::I32 => Value::I32(i32::from_le_bytes(self.array()?)),
+            ValueType::F32 => Value::F32(f32::from_le_bytes(self.array()?)),
+            ValueType::Bool => Value::Bool(self.bool()?),
+            ValueType::Str => Value::Str(self.string()?),
+            ValueType::U64 => Value::U64(self.u64()?),
+            ValueType::I64 => Value::I64(i64::from_le_bytes(self.array()?)),
+            ValueType::F64 => Value::F64(f64::from_le_bytes(self.array()?)),
+            ValueType::Array => {
+                let (element, len) = self.clone().array_head()?;
+                let start = self.pos;
+                self.skip_value(ValueType::Array, 0)?;
+                let whole = self.bytes.get(start..self.pos).unwrap_or_default();
+                // The elements were just walked, so there are no more of them than bytes.
+                let len = usize::try_from(len).unwrap_or(0);
+                Value::Array(Array { element, len, bytes: whole.get(ARRAY_HEAD_BYTES..).unwrap_or_default() })
+            }
+        })
+    }
+}
