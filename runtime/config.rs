@@ -1,0 +1,225 @@
+//! How to open a runtime.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::device::LinkModel;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, PageSize};
+use crate::pager::PolicyKind;
+use crate::runtime::Runtime;
+use crate::store::{IoBackend, StoreOptions};
+
+/// When clean pages of model files are checked against the hash learned at their first read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Verify {
+    /// Never.
+    #[default]
+    Off,
+    /// At the first time a page is read again.
+    First,
+    /// Every time a page is read again.
+    Always,
+}
+
+impl FromStr for Verify {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "off" => Ok(Self::Off),
+            "first" => Ok(Self::First),
+            "always" => Ok(Self::Always),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("verify mode {text:?} does not exist"))
+                .remedy("choose off, first or always")),
+        }
+    }
+}
+
+impl fmt::Display for Verify {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Off => "off",
+            Self::First => "first",
+            Self::Always => "always",
+        })
+    }
+}
+
+/// How far ahead of use fills start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Lookahead {
+    /// Enough to keep a fast NVMe drive busy, at most a quarter of the device budget.
+    #[default]
+    Auto,
+    /// Never: pages come when they are wanted.
+    Off,
+    /// This much.
+    Bytes(Bytes),
+}
+
+impl Lookahead {
+    /// Covers 10 ms of a drive of 3 GB/s, and 16 pages of 2 MiB in flight.
+    const AUTO: Bytes = Bytes::mib(32);
+
+    pub(crate) fn pages(self, page_size: PageSize, frames: u32) -> u32 {
+        let wanted = match self {
+            Self::Off => return 0,
+            Self::Auto => page_size.pages_for(Self::AUTO.get()).max(2),
+            Self::Bytes(bytes) => page_size.pages_for(bytes.get()),
+        };
+        (wanted.min(u64::from(u32::MAX)) as u32).min((frames / 4).max(1))
+    }
+}
+
+impl FromStr for Lookahead {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            size => size.parse().map(Self::Bytes),
+        }
+    }
+}
+
+/// Opens a [`Runtime`]. Every setting has a default; the device budget's is 1 GiB.
+#[derive(Clone)]
+#[must_use]
+pub struct RuntimeBuilder {
+    pub(crate) device_budget: Bytes,
+    pub(crate) host_budget: Bytes,
+    pub(crate) page_size: PageSize,
+    pub(crate) policy: PolicyKind,
+    pub(crate) lookahead: Lookahead,
+    pub(crate) verify: Verify,
+    pub(crate) store: StoreOptions,
+    pub(crate) link: Option<LinkModel>,
+    pub(crate) staging: Option<Bytes>,
+    pub(crate) scratch_dir: Option<PathBuf>,
+    pub(crate) timeline: bool,
+    pub(crate) warm: bool,
+}
+
+impl fmt::Debug for RuntimeBuilder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RuntimeBuilder")
+            .field("device_budget", &self.device_budget)
+            .field("host_budget", &self.host_budget)
+            .field("page_size", &self.page_size)
+            .field("policy", &self.policy)
+            .field("lookahead", &self.lookahead)
+            .field("verify", &self.verify)
+            .finish_non_exhaustive()
+    }
+}
+
+impl RuntimeBuilder {
+    pub(crate) fn new() -> Self {
+        Self {
+            device_budget: Bytes::gib(1),
+            host_budget: Bytes::ZERO,
+            page_size: PageSize::DEFAULT,
+            policy: PolicyKind::default(),
+            lookahead: Lookahead::default(),
+            verify: Verify::default(),
+            store: StoreOptions::new(IoBackend::Auto),
+            link: None,
+            staging: None,
+            scratch_dir: None,
+            timeline: false,
+            warm: false,
+        }
+    }
+
+    /// Memory for pages in the device tier. Whole pages count; the rest is left.
+    pub fn device_budget(mut self, budget: Bytes) -> Self {
+        self.device_budget = budget;
+        self
+    }
+
+    /// Memory for pages in the host tier. Zero, the default, means that pages go between disk and device directly.
+    pub fn host_budget(mut self, budget: Bytes) -> Self {
+        self.host_budget = budget;
+        self
+    }
+
+    /// Bytes of a page.
+    pub fn page_size(mut self, size: PageSize) -> Self {
+        self.page_size = size;
+        self
+    }
+
+    /// Which page goes when a frame is needed.
+    pub fn policy(mut self, policy: PolicyKind) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// How far ahead of use fills start.
+    pub fn lookahead(mut self, lookahead: Lookahead) -> Self {
+        self.lookahead = lookahead;
+        self
+    }
+
+    /// When clean pages are checked.
+    pub fn verify(mut self, verify: Verify) -> Self {
+        self.verify = verify;
+        self
+    }
+
+    /// How files are read and written.
+    pub fn io(self, backend: IoBackend) -> Self {
+        self.store(StoreOptions::new(backend))
+    }
+
+    /// How files are read and written, in detail.
+    pub fn store(mut self, options: StoreOptions) -> Self {
+        self.store = options;
+        self
+    }
+
+    /// Puts a modelled link between host memory and the host device: fills and write backs then take the time the
+    /// model says, through staging buffers, as they would with a GPU.
+    pub fn link(mut self, link: LinkModel) -> Self {
+        self.link = Some(link);
+        self
+    }
+
+    /// Memory for staging buffers, where disk and device do not meet. Defaults to 16 pages, at most 64 MiB.
+    pub fn staging(mut self, staging: Bytes) -> Self {
+        self.staging = Some(staging);
+        self
+    }
+
+    /// Where the scratch file of read-write tensors is made. Defaults to the system's directory for temporary files.
+    pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.scratch_dir = Some(dir.into());
+        self
+    }
+
+    /// Keeps a timeline of reads, copies and stalls; see [`Runtime::take_timeline`].
+    pub fn timeline(mut self, keep: bool) -> Self {
+        self.timeline = keep;
+        self
+    }
+
+    /// Touches frames in the background before their first use.
+    pub fn warm(mut self, warm: bool) -> Self {
+        self.warm = warm;
+        self
+    }
+
+    /// Opens the runtime.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what the device and the
+    /// store say if they cannot be opened.
+    pub fn open(self) -> Result<Runtime> {
+        Runtime::open(self)
+    }
+}

@@ -1,0 +1,278 @@
+//! What happened: counters that are always on, and a timeline of spans that is kept on request.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::ids::Bytes;
+use crate::pager::WaitCause;
+
+/// Spans kept at most: 40 MiB of them, hours of a run; later ones are counted, not kept.
+const TIMELINE_MAX: usize = 1 << 20;
+
+/// One row of the timeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Lane {
+    /// Reads and writes of files.
+    Disk,
+    /// Copies between host and device memory.
+    Link,
+    /// The caller's compute, where the caller reports it.
+    Compute,
+    /// A caller waited for pages.
+    Stall,
+}
+
+/// Something that took time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Its row.
+    pub lane: Lane,
+    /// What it was: "read", "write", "fill", "write back", a stall's cause, or the caller's own word.
+    pub what: &'static str,
+    /// The page, as text, or the caller's detail. Empty if there is none.
+    pub detail: String,
+    /// Since the runtime was opened.
+    pub start: Duration,
+    /// How long it took.
+    pub duration: Duration,
+}
+
+/// A resource's busy time: the union of the spans in which it had work.
+#[derive(Debug, Default)]
+struct Busy {
+    state: Mutex<(u32, Option<Instant>, Duration)>,
+}
+
+impl Busy {
+    fn begin(&self, now: Instant) {
+        let mut state = self.state.lock();
+        if state.0 == 0 {
+            state.1 = Some(now);
+        }
+        state.0 += 1;
+    }
+    fn end(&self, now: Instant) {
+        let mut state = self.state.lock();
+        state.0 = state.0.saturating_sub(1);
+        if state.0 == 0 {
+            if let Some(since) = state.1.take() {
+                state.2 += now.saturating_duration_since(since);
+            }
+        }
+    }
+    fn total(&self, now: Instant) -> Duration {
+        let state = self.state.lock();
+        state.2 + state.1.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Observer {
+    opened: Instant,
+    keep_timeline: AtomicBool,
+    timeline: Mutex<Vec<Span>>,
+    dropped: AtomicU64,
+    disk_read: AtomicU64,
+    disk_written: AtomicU64,
+    link_in: AtomicU64,
+    link_out: AtomicU64,
+    disk_busy: Busy,
+    link_busy: Busy,
+    stalls: [Stall; CAUSES.len()],
+    peak_device: AtomicU64,
+    peak_host: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Stall {
+    count: AtomicU64,
+    nanos: AtomicU64,
+}
+
+const CAUSES: [WaitCause; 7] = [
+    WaitCause::Disk,
+    WaitCause::Host,
+    WaitCause::Zero,
+    WaitCause::LatePrefetch,
+    WaitCause::Frames,
+    WaitCause::WriteBack,
+    WaitCause::Guard,
+];
+
+/// The cause in words.
+pub(crate) fn cause_name(cause: WaitCause) -> &'static str {
+    match cause {
+        WaitCause::None => "none",
+        WaitCause::Disk => "disk fault",
+        WaitCause::Host => "host fault",
+        WaitCause::Zero => "zero fill",
+        WaitCause::LatePrefetch => "late prefetch",
+        WaitCause::Frames => "no free frame",
+        WaitCause::WriteBack => "write back of a victim",
+        WaitCause::Guard => "held by another guard",
+    }
+}
+
+/// Which resource an operation uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Resource {
+    DiskRead,
+    DiskWrite,
+    LinkIn,
+    LinkOut,
+}
+
+impl Observer {
+    pub(crate) fn new(keep_timeline: bool) -> Self {
+        Self {
+            opened: Instant::now(),
+            keep_timeline: AtomicBool::new(keep_timeline),
+            timeline: Mutex::new(Vec::new()),
+            dropped: AtomicU64::new(0),
+            disk_read: AtomicU64::new(0),
+            disk_written: AtomicU64::new(0),
+            link_in: AtomicU64::new(0),
+            link_out: AtomicU64::new(0),
+            disk_busy: Busy::default(),
+            link_busy: Busy::default(),
+            stalls: Default::default(),
+            peak_device: AtomicU64::new(0),
+            peak_host: AtomicU64::new(0),
+        }
+    }
+
+    fn busy(&self, resource: Resource) -> &Busy {
+        match resource {
+            Resource::DiskRead | Resource::DiskWrite => &self.disk_busy,
+            Resource::LinkIn | Resource::LinkOut => &self.link_busy,
+        }
+    }
+
+    pub(crate) fn begin(&self, resource: Resource) -> Instant {
+        let now = Instant::now();
+        self.busy(resource).begin(now);
+        now
+    }
+
+    /// An operation has ended; `bytes` were moved if it went well.
+    pub(crate) fn end(&self, resource: Resource, since: Instant, bytes: u64, detail: impl FnOnce() -> String) {
+        let now = Instant::now();
+        self.busy(resource).end(now);
+        let (counter, lane, what) = match resource {
+            Resource::DiskRead => (&self.disk_read, Lane::Disk, "read"),
+            Resource::DiskWrite => (&self.disk_written, Lane::Disk, "write"),
+            Resource::LinkIn => (&self.link_in, Lane::Link, "fill"),
+            Resource::LinkOut => (&self.link_out, Lane::Link, "write back"),
+        };
+        counter.fetch_add(bytes, Ordering::Relaxed);
+        self.span(lane, what, since, now, detail);
+    }
+
+    pub(crate) fn stall(&self, cause: WaitCause, since: Instant, detail: impl FnOnce() -> String) {
+        let now = Instant::now();
+        if let Some(at) = CAUSES.iter().position(|known| *known == cause) {
+            self.stalls[at].count.fetch_add(1, Ordering::Relaxed);
+            let nanos = now.saturating_duration_since(since).as_nanos() as u64;
+            self.stalls[at].nanos.fetch_add(nanos, Ordering::Relaxed);
+        }
+        self.span(Lane::Stall, cause_name(cause), since, now, detail);
+    }
+
+    pub(crate) fn span(
+        &self,
+        lane: Lane,
+        what: &'static str,
+        since: Instant,
+        until: Instant,
+        detail: impl FnOnce() -> String,
+    ) {
+        if !self.keep_timeline.load(Ordering::Relaxed) {
+            return;
+        }
+        let span = Span {
+            lane,
+            what,
+            detail: detail(),
+            start: since.saturating_duration_since(self.opened),
+            duration: until.saturating_duration_since(since),
+        };
+        let mut timeline = self.timeline.lock();
+        if timeline.len() < TIMELINE_MAX {
+            timeline.push(span);
+        } else {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn take_timeline(&self) -> Vec<Span> {
+        std::mem::take(&mut *self.timeline.lock())
+    }
+
+    pub(crate) fn in_use(&self, device: Bytes, host: Bytes) {
+        self.peak_device.fetch_max(device.get(), Ordering::Relaxed);
+        self.peak_host.fetch_max(host.get(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        let get = |counter: &AtomicU64| Bytes::new(counter.load(Ordering::Relaxed));
+        let now = Instant::now();
+        Traffic {
+            disk_read: get(&self.disk_read),
+            disk_written: get(&self.disk_written),
+            link_in: get(&self.link_in),
+            link_out: get(&self.link_out),
+            disk_busy: self.disk_busy.total(now),
+            link_busy: self.link_busy.total(now),
+            peak_device: get(&self.peak_device),
+            peak_host: get(&self.peak_host),
+        }
+    }
+
+    pub(crate) fn stalls(&self) -> Vec<StallStats> {
+        let stall = |(cause, stall): (&WaitCause, &Stall)| StallStats {
+            cause: *cause,
+            name: cause_name(*cause),
+            count: stall.count.load(Ordering::Relaxed),
+            time: Duration::from_nanos(stall.nanos.load(Ordering::Relaxed)),
+        };
+        CAUSES.iter().zip(&self.stalls).map(stall).collect()
+    }
+}
+
+/// Bytes moved and time spent moving them, since the runtime was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Traffic {
+    /// Bytes read from files.
+    pub disk_read: Bytes,
+    /// Bytes written to the scratch file.
+    pub disk_written: Bytes,
+    /// Bytes copied from host to device memory.
+    pub link_in: Bytes,
+    /// Bytes copied from device to host memory.
+    pub link_out: Bytes,
+    /// Time in which at least one read or write was under way.
+    pub disk_busy: Duration,
+    /// Time in which at least one copy was under way.
+    pub link_busy: Duration,
+    /// Most device memory in frames at one time.
+    pub peak_device: Bytes,
+    /// Most host-tier memory in frames at one time.
+    pub peak_host: Bytes,
+}
+
+/// Time callers waited, for one cause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StallStats {
+    /// The cause.
+    pub cause: WaitCause,
+    /// The cause in words.
+    pub name: &'static str,
+    /// How often.
+    pub count: u64,
+    /// How long in all.
+    pub time: Duration,
+}

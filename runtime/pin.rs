@@ -1,0 +1,458 @@
+//! Pins: guards that keep pages where they are and give access to their bytes.
+//!
+//! # Why the slices are sound
+//!
+//! A guard's pages are pinned in their words: no edge out of a resident state can be taken (see `pager::state`), so the
+//! frames stay behind their addresses, mapped, until the guard is dropped. A shared guard's pages cannot be locked by a
+//! writer, and no move writes to a resident page, so the bytes do not change. An exclusive guard's pages admit no
+//! other pin, and no move reads or writes them. The segment, and with it the reservation, is held by the guard.
+
+use std::fmt;
+use std::future::Future;
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{PageId, PageIndex, RequestId};
+use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
+use crate::segment::Segment;
+use crate::tensor::Tensor;
+use crate::transfer::Engine;
+use crate::transfer::ticket::Ticket;
+
+/// The pages of one request: almost always one run.
+#[derive(Clone, Debug)]
+enum Runs {
+    One(PageRun),
+    Many(Vec<PageRun>),
+}
+
+impl Runs {
+    fn as_slice(&self) -> &[PageRun] {
+        match self {
+            Self::One(run) => std::slice::from_ref(run),
+            Self::Many(runs) => runs,
+        }
+    }
+}
+
+/// Pins every page of `run` without the latch, or none.
+fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
+    let words = segment.words_of(run);
+    let mut first_uses = 0u32;
+    for (at, word) in words.iter().enumerate() {
+        match word.try_pin() {
+            TryPin::Hit => {}
+            TryPin::FirstUse => first_uses += 1,
+            TryPin::Busy => {
+                let wanted = words[..at].iter().fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted));
+                if wanted {
+                    engine.with(|pager, fx| pager.pump(fx));
+                }
+                return false;
+            }
+        }
+    }
+    for index in 0..run.count {
+        let page = PageId { segment: run.segment, index: PageIndex::new(run.first.get() + index) };
+        // Which of a run's pages was the first use does not matter to the order; that there was one does to the count.
+        let access = Access { page, first_use: index < first_uses };
+        if !engine.log.push(access) {
+            engine.with(|_, _| ());
+            let _ = engine.log.push(access);
+        }
+    }
+    if first_uses > 0 {
+        // A page filled ahead has been reached: the pager may look further.
+        engine.with(|pager, fx| pager.pump(fx));
+    }
+    true
+}
+
+/// A request under way.
+#[derive(Debug)]
+enum Progress {
+    Start,
+    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant },
+    Done,
+}
+
+mod sealed {
+    use super::{Result, Runs, Segment};
+    use std::sync::Arc;
+
+    /// What is to be pinned, and the guard it becomes.
+    pub trait Target: Unpin {
+        type Guard;
+        const EXCLUSIVE: bool;
+        fn check(&self) -> Result<()>;
+        fn segment(&self) -> Option<&Arc<Segment>>;
+        fn runs(&self) -> Runs;
+        fn guard(&self, runs: Runs) -> Self::Guard;
+        fn describe(&self) -> String;
+    }
+}
+use sealed::Target;
+
+/// A wish for pins: await it, or [`wait`](Self::wait) for it. Nothing happens before. Dropping it gives the wish up;
+/// what is in flight for it goes on as a prefetch.
+#[must_use = "nothing is pinned until this is awaited or waited for"]
+#[derive(Debug)]
+pub struct PinRequest<'a, T: Target> {
+    target: T,
+    runs: Option<Runs>,
+    progress: Progress,
+    marker: PhantomData<&'a ()>,
+}
+
+impl<T: Target> PinRequest<'_, T> {
+    pub(crate) fn new(target: T) -> Self {
+        Self { target, runs: None, progress: Progress::Start, marker: PhantomData }
+    }
+
+    /// Starts; the guard if everything was there.
+    fn start(&mut self) -> Result<Option<T::Guard>> {
+        self.target.check()?;
+        let runs = self.target.runs();
+        let Some(segment) = self.target.segment() else {
+            return Ok(Some(self.target.guard(runs)));
+        };
+        let engine = &segment.shared.engine;
+        if let (Runs::One(run), false) = (&runs, T::EXCLUSIVE) {
+            if try_pin_run(engine, segment, *run) {
+                return Ok(Some(self.target.guard(runs)));
+            }
+        }
+        let since = Instant::now();
+        match engine.submit(runs.as_slice(), T::EXCLUSIVE)? {
+            None => Ok(Some(self.target.guard(runs))),
+            Some((id, ticket)) => {
+                self.progress = Progress::Waiting { id, ticket, since };
+                self.runs = Some(runs);
+                Ok(None)
+            }
+        }
+    }
+
+    fn finish(&mut self, since: Instant, result: Result<WaitCause>) -> Result<T::Guard> {
+        self.progress = Progress::Done;
+        let cause = result?;
+        if let Some(segment) = self.target.segment() {
+            segment.shared.engine.observer.stall(cause, since, || self.target.describe());
+        }
+        let runs = self.runs.take().unwrap_or(Runs::Many(Vec::new()));
+        Ok(self.target.guard(runs))
+    }
+
+    /// Blocks until the pages are pinned.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together; the failure of a fill;
+    /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed).
+    pub fn wait(mut self) -> Result<T::Guard> {
+        if let Some(guard) = self.start()? {
+            return Ok(guard);
+        }
+        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+            return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
+        };
+        let (ticket, since) = (ticket.clone(), *since);
+        let result = ticket.wait();
+        self.finish(since, result)
+    }
+}
+
+impl<T: Target> Future for PinRequest<'_, T> {
+    type Output = Result<T::Guard>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Progress::Start = self.progress {
+            match self.start() {
+                Ok(Some(guard)) => {
+                    self.progress = Progress::Done;
+                    return Poll::Ready(Ok(guard));
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    self.progress = Progress::Done;
+                    return Poll::Ready(Err(error));
+                }
+            }
+        }
+        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+            return Poll::Ready(Err(Error::new(ErrorKind::InvalidArgument, "a pin request was polled after it ended")));
+        };
+        let (ticket, since) = (ticket.clone(), *since);
+        match ticket.poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(since, result)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl<T: Target> Drop for PinRequest<'_, T> {
+    fn drop(&mut self) {
+        let Progress::Waiting { id, ticket, .. } = &self.progress else { return };
+        let Some(segment) = self.target.segment() else { return };
+        // If the pins came after all, a guard takes them and gives them back.
+        if let Some(Ok(_)) = segment.shared.engine.cancel(*id, ticket) {
+            if let Some(runs) = self.runs.take() {
+                drop(self.target.guard(runs));
+            }
+        }
+    }
+}
+
+fn unpin(segment: &Segment, run: PageRun) {
+    let wanted = segment.words_of(run).iter().fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted));
+    if wanted {
+        segment.shared.engine.with(|pager, fx| pager.pump(fx));
+    }
+}
+
+/// Target of [`Runtime::pin`](crate::Runtime::pin).
+#[derive(Debug)]
+pub struct Shared<'a>(pub(crate) &'a Tensor);
+
+impl Target for Shared<'_> {
+    type Guard = PinGuard;
+    const EXCLUSIVE: bool = false;
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        (self.0.len > 0).then_some(&self.0.segment)
+    }
+    fn runs(&self) -> Runs {
+        Runs::One(self.0.run())
+    }
+    fn guard(&self, _: Runs) -> PinGuard {
+        PinGuard { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len }
+    }
+    fn describe(&self) -> String {
+        self.0.name().to_owned()
+    }
+}
+
+/// Forbids the eviction of a tensor's pages while it lives, and gives its bytes.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinGuard {
+    segment: Arc<Segment>,
+    offset: u64,
+    len: u64,
+}
+
+impl PinGuard {
+    /// The tensor's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        slice(&self.segment, self.offset, self.len)
+    }
+
+    /// The tensor's bytes as values.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if their address or number does not fit the type.
+    pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
+        bytemuck::try_cast_slice(self.bytes()).map_err(cast_error::<T>)
+    }
+}
+
+impl std::ops::Deref for PinGuard {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl Drop for PinGuard {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            unpin(&self.segment, self.segment.run(self.offset, self.len));
+        }
+    }
+}
+
+impl fmt::Debug for PinGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinGuard({:?}, {} bytes at {})", self.segment.id, self.len, self.offset)
+    }
+}
+
+fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
+    if len == 0 {
+        return &[];
+    }
+    let start = segment.base.offset(offset).get() as *const u8;
+    // SAFETY: the guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
+    // unchanged (module documentation); the range lies within one reservation, which the segment keeps.
+    unsafe { std::slice::from_raw_parts(start, len as usize) }
+}
+
+fn cast_error<T>(error: bytemuck::PodCastError) -> Error {
+    let message = format!("the tensor's bytes are not a slice of {}: {error}", std::any::type_name::<T>());
+    Error::new(ErrorKind::InvalidArgument, message).remedy("use bytes() and convert element by element")
+}
+
+/// Target of [`Runtime::pin_mut`](crate::Runtime::pin_mut).
+#[derive(Debug)]
+pub struct Exclusive<'a>(pub(crate) &'a Tensor);
+
+impl Target for Exclusive<'_> {
+    type Guard = PinGuardMut;
+    const EXCLUSIVE: bool = true;
+    fn check(&self) -> Result<()> {
+        if self.0.is_writable() {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, format!("{:?} belongs to a model file and is read-only", self.0))
+            .remedy("allocate a read-write tensor and copy into it"))
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        (self.0.len > 0).then_some(&self.0.segment)
+    }
+    fn runs(&self) -> Runs {
+        Runs::One(self.0.run())
+    }
+    fn guard(&self, _: Runs) -> PinGuardMut {
+        PinGuardMut { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len }
+    }
+    fn describe(&self) -> String {
+        self.0.name().to_owned()
+    }
+}
+
+/// The only guard of its pages: gives the tensor's bytes for writing. Its pages are dirty when it is dropped.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinGuardMut {
+    segment: Arc<Segment>,
+    offset: u64,
+    len: u64,
+}
+
+impl PinGuardMut {
+    /// The tensor's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        slice(&self.segment, self.offset, self.len)
+    }
+
+    /// The tensor's bytes, for writing.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        let start = self.segment.base.offset(self.offset).get() as *mut u8;
+        // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them, and
+        // `&mut self` makes this the only slice of it.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len as usize) }
+    }
+
+    /// The tensor's bytes as values, for writing.
+    ///
+    /// # Errors
+    /// As [`PinGuard::view`].
+    pub fn view_mut<T: AnyBitPattern + NoUninit>(&mut self) -> Result<&mut [T]> {
+        bytemuck::try_cast_slice_mut(self.bytes_mut()).map_err(cast_error::<T>)
+    }
+}
+
+impl Drop for PinGuardMut {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        let run = self.segment.run(self.offset, self.len);
+        for word in self.segment.words_of(run) {
+            let _ = word.unlock();
+        }
+        self.segment.shared.engine.with(|pager, fx| pager.unlocked(&[run], fx));
+    }
+}
+
+impl fmt::Debug for PinGuardMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinGuardMut({:?}, {} bytes at {})", self.segment.id, self.len, self.offset)
+    }
+}
+
+/// Target of [`Runtime::pin_set`](crate::Runtime::pin_set).
+#[derive(Debug)]
+pub struct SharedSet<'a>(pub(crate) &'a [Tensor]);
+
+impl Target for SharedSet<'_> {
+    type Guard = PinSet;
+    const EXCLUSIVE: bool = false;
+    fn check(&self) -> Result<()> {
+        let mut runtimes = self.0.iter().map(|tensor| Arc::as_ptr(&tensor.segment.shared));
+        let first = runtimes.next();
+        if runtimes.all(|other| Some(other) == first) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, "the tensors of a set belong to different runtimes")
+            .remedy("pin the tensors of each runtime as a set of its own"))
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        self.0.iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+    }
+    fn runs(&self) -> Runs {
+        let mut runs: Vec<PageRun> = self.0.iter().map(Tensor::run).collect();
+        PageRun::normalize(&mut runs);
+        match runs[..] {
+            [run] => Runs::One(run),
+            _ => Runs::Many(runs),
+        }
+    }
+    fn guard(&self, runs: Runs) -> PinSet {
+        let mut segments: Vec<Arc<Segment>> = self.0.iter().map(|tensor| tensor.segment.clone()).collect();
+        segments.sort_by_key(|segment| segment.id);
+        segments.dedup_by_key(|segment| segment.id);
+        PinSet { tensors: self.0.to_vec(), segments, runs }
+    }
+    fn describe(&self) -> String {
+        match self.0 {
+            [] => String::new(),
+            [one] => one.name().to_owned(),
+            [first, .., last] => format!("{} .. {}", first.name(), last.name()),
+        }
+    }
+}
+
+/// Forbids the eviction of a set of tensors, pinned as a unit.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinSet {
+    tensors: Vec<Tensor>,
+    segments: Vec<Arc<Segment>>,
+    runs: Runs,
+}
+
+impl PinSet {
+    /// How many tensors the set has.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The bytes of the `index`th tensor of the set.
+    pub fn bytes(&self, index: usize) -> Option<&[u8]> {
+        self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
+    }
+}
+
+impl Drop for PinSet {
+    fn drop(&mut self) {
+        for run in self.runs.as_slice() {
+            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
+                unpin(segment, *run);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for PinSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinSet({} tensors)", self.tensors.len())
+    }
+}

@@ -1,0 +1,546 @@
+//! The transfer engine: carries out what the pager decides.
+//!
+//! # Threads
+//!
+//! The engine has none of its own. Whoever changes the pager, a caller whose page is missing, the store's thread with a
+//! completed read, a stream's thread with a completed copy, carries out the effects after releasing the latch. Nothing
+//! here blocks: the store and the streams only queue.
+//!
+//! # Invariants
+//!
+//! 1. A move has at most one operation in flight; its id is the operation's token.
+//! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
+//!    returned to the pager only when the operation has been reported complete.
+//! 3. The latch is never held while the store, the device, a waker or the observer is called, except for
+//!    [`Device::protect`].
+
+pub(crate) mod ticket;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, RwLock};
+use twox_hash::XxHash3_64;
+
+use crate::config::Verify;
+use crate::device::{
+    Completion, Completions, Device, DeviceAddress, HostPointer, HostSlab, StreamId, StreamKind, StreamOp, Token,
+};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId};
+use crate::observe::{Observer, Resource};
+use crate::pager::{AccessLog, Effects, Move, Pager, Place, WaitCause};
+use crate::store::{IoKind, IoOp, Scratch, ScratchSlots, Store};
+
+use ticket::Ticket;
+
+/// Where a segment's pages live, for the engine.
+#[derive(Debug)]
+pub(crate) struct SegmentIo {
+    pub(crate) base: DeviceAddress,
+    pub(crate) pages: u32,
+    /// Bytes that exist; the last page may be short.
+    pub(crate) len: u64,
+    pub(crate) source: Source,
+}
+
+#[derive(Debug)]
+pub(crate) enum Source {
+    /// A model file, read in place.
+    File { file: FileId, path: PathBuf, learned: Option<LearnedHashes> },
+    /// Slots of the scratch file.
+    Scratch { slots: ScratchSlots },
+}
+
+/// A hash per page, learned when the page is first read. 0 is "not learned".
+#[derive(Debug)]
+pub(crate) struct LearnedHashes {
+    hashes: Vec<AtomicU64>,
+    /// Set once a page has been read again and found equal.
+    confirmed: Vec<AtomicU64>,
+    always: bool,
+}
+
+impl LearnedHashes {
+    pub(crate) fn new(verify: Verify, pages: u32) -> Option<Self> {
+        if verify == Verify::Off {
+            return None;
+        }
+        let zeros = |count: u32| (0..count).map(|_| AtomicU64::new(0)).collect();
+        Some(Self { hashes: zeros(pages), confirmed: zeros(pages.div_ceil(64)), always: verify == Verify::Always })
+    }
+
+    fn check(&self, page: PageIndex, bytes: &[u8]) -> Result<(), (u64, u64)> {
+        let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
+        if !self.always && self.confirmed[word].load(Ordering::Relaxed) & bit != 0 {
+            return Ok(());
+        }
+        let hash = XxHash3_64::oneshot(bytes).max(1);
+        match self.hashes[page.index()].compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => Ok(()),
+            Err(learned) if learned == hash => {
+                self.confirmed[word].fetch_or(bit, Ordering::Relaxed);
+                Ok(())
+            }
+            Err(learned) => Err((learned, hash)),
+        }
+    }
+}
+
+/// The operation of a move that is under way.
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    planned: Move,
+    stage: Stage,
+    since: Instant,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Reading,
+    Writing,
+    CopyingIn,
+    CopyingOut,
+    Zeroing,
+}
+
+impl Stage {
+    fn resource(self) -> Option<Resource> {
+        match self {
+            Self::Reading => Some(Resource::DiskRead),
+            Self::Writing => Some(Resource::DiskWrite),
+            Self::CopyingIn => Some(Resource::LinkIn),
+            Self::CopyingOut => Some(Resource::LinkOut),
+            Self::Zeroing => None,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Latched {
+    pager: Pager,
+    tickets: HashMap<RequestId, Arc<Ticket>>,
+}
+
+/// Receives completions for an engine that is made after the device and the store it needs.
+#[derive(Debug, Default)]
+pub(crate) struct Sink(OnceLock<Weak<Engine>>);
+
+impl Completions for Sink {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        // Without an engine nobody submitted anything that matters any more.
+        if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
+            engine.completed(done);
+        } else {
+            done.clear();
+        }
+    }
+}
+
+pub(crate) struct Parts {
+    pub(crate) pager: Pager,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) slab: HostSlab,
+    pub(crate) scratch: Mutex<Option<Arc<Scratch>>>,
+    pub(crate) observer: Observer,
+    pub(crate) sink: Arc<Sink>,
+}
+
+/// See the [module documentation](self).
+#[derive(Debug)]
+pub(crate) struct Engine {
+    latch: Mutex<Latched>,
+    idle: Condvar,
+    pub(crate) log: AccessLog,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) store: Arc<dyn Store>,
+    slab: HostSlab,
+    pub(crate) scratch: Mutex<Option<Arc<Scratch>>>,
+    fills: StreamId,
+    write_backs: StreamId,
+    in_flight: Mutex<HashMap<MoveId, InFlight>>,
+    segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
+    pub(crate) observer: Observer,
+    page_bytes: u64,
+}
+
+impl Engine {
+    pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
+        let Parts { pager, device, store, slab, scratch, observer, sink } = parts;
+        let engine = Arc::new(Self {
+            latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
+            idle: Condvar::new(),
+            log: AccessLog::new(),
+            fills: device.create_stream(StreamKind::Fill)?,
+            write_backs: device.create_stream(StreamKind::WriteBack)?,
+            page_bytes: device.page_size().bytes(),
+            device,
+            store,
+            slab,
+            scratch,
+            in_flight: Mutex::new(HashMap::new()),
+            segments: RwLock::new(Vec::new()),
+            observer,
+        });
+        let _ = sink.0.set(Arc::downgrade(&engine));
+        Ok(engine)
+    }
+
+    /// Changes the pager under the latch and carries out what follows.
+    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
+        let mut fx = Effects::default();
+        let mut latched = self.latch.lock();
+        latched.pager.record(&self.log);
+        let result = change(&mut latched.pager, &mut fx);
+        self.settle(latched, fx);
+        result
+    }
+
+    /// Submits a request; a ticket comes back if it has to wait.
+    pub(crate) fn submit(&self, runs: &[crate::pager::PageRun], exclusive: bool) -> Result<Option<(RequestId, Arc<Ticket>)>> {
+        let mut fx = Effects::default();
+        let mut latched = self.latch.lock();
+        latched.pager.record(&self.log);
+        let submitted = latched.pager.submit(runs, exclusive, &mut fx);
+        let ticket = match &submitted {
+            Ok(crate::pager::Submitted::Waiting(id)) => {
+                let ticket = Arc::new(Ticket::default());
+                latched.tickets.insert(*id, ticket.clone());
+                Some((*id, ticket))
+            }
+            _ => None,
+        };
+        self.settle(latched, fx);
+        submitted.map(|_| ticket)
+    }
+
+    /// Waits until the device tier is within its budget.
+    pub(crate) fn await_budget(&self) -> Result<()> {
+        let mut fx = Effects::default();
+        let mut latched = self.latch.lock();
+        let ticket = match latched.pager.await_budget(&mut fx) {
+            crate::pager::Submitted::Waiting(id) => {
+                let ticket = Arc::new(Ticket::default());
+                latched.tickets.insert(id, ticket.clone());
+                Some(ticket)
+            }
+            crate::pager::Submitted::Ready => None,
+        };
+        self.settle(latched, fx);
+        ticket.map_or(Ok(()), |ticket| ticket.wait().map(|_| ()))
+    }
+
+    /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
+    pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<WaitCause>> {
+        let mut fx = Effects::default();
+        let mut latched = self.latch.lock();
+        latched.pager.record(&self.log);
+        let outcome = if latched.tickets.remove(&id).is_some() {
+            latched.pager.cancel(id, &mut fx);
+            None
+        } else {
+            Some(())
+        };
+        self.settle(latched, fx);
+        // The ticket left the table under the latch, but its result is delivered after it.
+        outcome.map(|()| ticket.wait())
+    }
+
+    /// Releases the latch and carries out the effects.
+    fn settle(&self, mut latched: parking_lot::MutexGuard<'_, Latched>, mut fx: Effects) {
+        for frame in fx.protect.drain(..) {
+            // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
+            if let Err(error) = self.device.protect(frame) {
+                tracing::warn!(%error, ?frame, "protect a vacated frame");
+            }
+        }
+        let (in_use, _) = latched.pager.device_frames();
+        let (host, _) = latched.pager.host_frames();
+        let done: Vec<_> =
+            fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+        if latched.pager.is_idle() {
+            self.idle.notify_all();
+        }
+        drop(latched);
+        self.observer.in_use(
+            Bytes::new(u64::from(in_use) * self.page_bytes),
+            Bytes::new(u64::from(host) * self.page_bytes),
+        );
+        for (ticket, result) in done {
+            if let Some(ticket) = ticket {
+                ticket.fulfil(result);
+            }
+        }
+        let mut ended = Vec::new();
+        for planned in fx.moves.drain(..) {
+            if let Err(error) = self.start(planned) {
+                ended.push((planned.id, Err(error)));
+            }
+        }
+        for (id, priority) in fx.raised.drain(..) {
+            self.store.raise(Token(id.get()), priority);
+        }
+        for segment in fx.released.drain(..) {
+            self.release(segment);
+        }
+        let discarded: Vec<_> = fx.discard.drain(..).collect();
+        for frame in &discarded {
+            if let Err(error) = self.device.discard(*frame) {
+                tracing::warn!(%error, ?frame, "give a frame's memory back");
+            }
+        }
+        if !ended.is_empty() || !discarded.is_empty() {
+            self.with(|pager, fx| {
+                for frame in discarded {
+                    pager.discarded(frame, fx);
+                }
+                for (id, result) in ended {
+                    pager.complete(id, result, fx);
+                }
+            });
+        }
+    }
+
+    pub(crate) fn add_segment_io(&self, id: SegmentId, io: SegmentIo) {
+        let mut segments = self.segments.write();
+        if segments.len() <= id.index() {
+            segments.resize_with(id.index() + 1, || None);
+        }
+        segments[id.index()] = Some(Arc::new(io));
+    }
+
+    fn segment_io(&self, id: SegmentId) -> Result<Arc<SegmentIo>> {
+        let found = self.segments.read().get(id.index()).cloned().flatten();
+        found.ok_or_else(|| Error::new(ErrorKind::Internal, format!("{id:?} is not known to the transfer engine")))
+    }
+
+    fn release(&self, id: SegmentId) {
+        let Some(io) = self.segments.write().get_mut(id.index()).and_then(Option::take) else { return };
+        if let Source::File { file, .. } = &io.source {
+            self.store.remove_file(*file);
+        }
+        if let Err(error) = self.device.release(io.base, io.pages) {
+            tracing::warn!(%error, ?id, "release a segment's addresses");
+        }
+    }
+
+    fn address(&self, io: &SegmentIo, page: PageId) -> DeviceAddress {
+        io.base.offset(u64::from(page.index.0) * self.page_bytes)
+    }
+
+    /// Bytes of the page that exist.
+    fn valid(&self, io: &SegmentIo, page: PageId) -> u64 {
+        (io.len - (u64::from(page.index.0) * self.page_bytes).min(io.len)).min(self.page_bytes)
+    }
+
+    /// Submits the first operation of a move.
+    fn start(&self, planned: Move) -> Result<()> {
+        let io = self.segment_io(planned.page.segment)?;
+        let address = self.address(&io, planned.page);
+        if let Place::Device(frame) = planned.to {
+            self.device.map(frame, address)?;
+        }
+        match (planned.from, planned.to) {
+            (Place::Disk, Place::Device(_)) => {
+                let buffer = match planned.staging {
+                    Some(staging) => self.slab.staging(staging)?,
+                    None => device_pointer(address)?,
+                };
+                self.read_or_write(planned, Stage::Reading, &io, buffer)
+            }
+            (Place::Zero, _) => {
+                self.copy(planned, Stage::Zeroing, StreamOp::Zero { device: address, len: self.page_bytes });
+                Ok(())
+            }
+            (Place::Host(host), Place::Device(_)) => {
+                let host = self.slab.pointer(host)?;
+                self.copy(planned, Stage::CopyingIn, StreamOp::CopyIn { host, device: address, len: self.page_bytes });
+                Ok(())
+            }
+            (Place::Device(_), Place::Host(host)) => {
+                let host = self.slab.pointer(host)?;
+                self.copy(planned, Stage::CopyingOut, StreamOp::CopyOut { device: address, host, len: self.page_bytes });
+                Ok(())
+            }
+            (Place::Device(_), _) => match planned.staging {
+                Some(staging) => {
+                    let host = self.slab.staging(staging)?;
+                    let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
+                    self.copy(planned, Stage::CopyingOut, op);
+                    Ok(())
+                }
+                None => self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?),
+            },
+            (Place::Host(host), _) => {
+                let buffer = self.slab.pointer(host)?;
+                self.read_or_write(planned, Stage::Writing, &io, buffer)
+            }
+            (Place::Disk, _) => Err(Error::new(ErrorKind::Internal, format!("no way from {:?} to {:?}", planned.from, planned.to))),
+        }
+    }
+
+    fn enter(&self, planned: Move, stage: Stage) {
+        let since = stage.resource().map_or_else(Instant::now, |resource| self.observer.begin(resource));
+        self.in_flight.lock().insert(planned.id, InFlight { planned, stage, since });
+    }
+
+    fn copy(&self, planned: Move, stage: Stage, op: StreamOp) {
+        self.enter(planned, stage);
+        let stream = if stage == Stage::CopyingOut { self.write_backs } else { self.fills };
+        self.device.submit(stream, op, Some(Token(planned.id.get())));
+    }
+
+    fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
+        let valid = self.valid(io, planned.page);
+        let (file, offset) = match &io.source {
+            Source::File { file, .. } => (*file, u64::from(planned.page.index.0) * self.page_bytes),
+            Source::Scratch { slots } => (slots.file(), slots.offset(planned.page.index)?),
+        };
+        let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
+        let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
+        if let (Source::Scratch { slots }, IoKind::Write) = (&io.source, kind) {
+            // SAFETY: the page is WritingBack, or its host copy busy: nobody writes to these bytes until the write is
+            // reported complete (pager, invariant 5), and the buffer is one page long.
+            let bytes = unsafe { buffer.bytes(self.page_bytes) };
+            slots.record(planned.page.index, bytes);
+        }
+        self.enter(planned, stage);
+        self.store.submit(IoOp {
+            token: Token(planned.id.get()),
+            kind,
+            file,
+            offset,
+            buffer,
+            len: valid.next_multiple_of(4096) as u32,
+            valid: valid as u32,
+            priority: planned.priority,
+        });
+        Ok(())
+    }
+
+    fn completed(&self, done: &mut Vec<Completion>) {
+        let mut ended = Vec::with_capacity(done.len());
+        for Completion { token, result } in done.drain(..) {
+            let id = MoveId(token.0);
+            let Some(entry) = self.in_flight.lock().remove(&id) else { continue };
+            if let Some(resource) = entry.stage.resource() {
+                let bytes = if result.is_ok() { self.moved_bytes(&entry) } else { 0 };
+                self.observer.end(resource, entry.since, bytes, || format!("{:?}", entry.planned.page));
+            }
+            match result.and_then(|()| self.next_stage(&entry)) {
+                Ok(true) => {}
+                Ok(false) => ended.push((id, Ok(()))),
+                Err(error) => ended.push((id, Err(error.context(self.describe(entry.planned.page))))),
+            }
+        }
+        if !ended.is_empty() {
+            self.with(|pager, fx| {
+                for (id, result) in ended {
+                    pager.complete(id, result, fx);
+                }
+            });
+        }
+    }
+
+    fn moved_bytes(&self, entry: &InFlight) -> u64 {
+        match (entry.stage, self.segment_io(entry.planned.page.segment)) {
+            (Stage::Reading, Ok(io)) => self.valid(&io, entry.planned.page),
+            _ => self.page_bytes,
+        }
+    }
+
+    /// "page 7 of model.gguf".
+    fn describe(&self, page: PageId) -> String {
+        match self.segment_io(page.segment).as_deref() {
+            Ok(SegmentIo { source: Source::File { path, .. }, .. }) => {
+                format!("page {} of {}", page.index.0, path.display())
+            }
+            _ => format!("page {} of a read-write tensor", page.index.0),
+        }
+    }
+
+    /// Goes on with a move whose operation succeeded; `false` if that was the last.
+    fn next_stage(&self, entry: &InFlight) -> Result<bool> {
+        let planned = entry.planned;
+        let io = self.segment_io(planned.page.segment)?;
+        let address = self.address(&io, planned.page);
+        match entry.stage {
+            Stage::Reading => {
+                let buffer = match planned.staging {
+                    Some(staging) => self.slab.staging(staging)?,
+                    None => device_pointer(address)?,
+                };
+                self.check(&io, planned.page, buffer)?;
+                if planned.staging.is_none() {
+                    return Ok(false);
+                }
+                let op = StreamOp::CopyIn { host: buffer, device: address, len: self.page_bytes };
+                self.copy(planned, Stage::CopyingIn, op);
+                Ok(true)
+            }
+            Stage::CopyingOut if planned.to == Place::Disk => {
+                let Some(staging) = planned.staging else { return Ok(false) };
+                let buffer = self.slab.staging(staging)?;
+                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Compares what was read with what is known of it.
+    fn check(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) -> Result<()> {
+        match &io.source {
+            Source::File { learned: None, .. } => Ok(()),
+            Source::File { learned: Some(learned), path, .. } => {
+                // SAFETY: the read is complete and the page not yet published: this move owns the buffer, which holds
+                // at least the page's valid bytes.
+                let bytes = unsafe { buffer.bytes(self.valid(io, page)) };
+                learned.check(page.index, bytes).map_err(|(expected, found)| {
+                    let message = format!(
+                        "{} has other bytes than when it was first read (hash {expected:016x}, now {found:016x})",
+                        path.display()
+                    );
+                    Error::new(ErrorKind::Corrupt, message)
+                        .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
+                })
+            }
+            Source::Scratch { slots } => {
+                // SAFETY: as above; a scratch slot is one whole page.
+                let bytes = unsafe { buffer.bytes(self.page_bytes) };
+                slots.verify(page.index, bytes)
+            }
+        }
+    }
+
+    /// Stops admitting, waits for everything in flight, stops the threads.
+    pub(crate) fn shut_down(&self) -> Result<()> {
+        let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
+        self.with(|pager, fx| pager.close(&closed, fx));
+        let mut latched = self.latch.lock();
+        while !latched.pager.is_idle() {
+            self.idle.wait(&mut latched);
+        }
+        drop(latched);
+        let store = self.store.close();
+        let device = self.device.close();
+        store.and(device)
+    }
+
+    /// Errors that no call has reported: pages whose bytes were lost.
+    pub(crate) fn lost(&self) -> Vec<Error> {
+        self.with(|pager, _| pager.lost_pages().to_vec())
+            .into_iter()
+            .map(|(page, error)| error.context(format!("{} is lost", self.describe(page))))
+            .collect()
+    }
+}
+
+/// On a device whose frames the store can reach, an address is a pointer.
+fn device_pointer(address: DeviceAddress) -> Result<HostPointer> {
+    HostPointer::at(address).ok_or_else(|| Error::new(ErrorKind::Internal, "a segment at address 0"))
+}

@@ -1,0 +1,60 @@
+//! What a caller holds while its request waits: a place for the result, and who to wake.
+
+use std::task::{Poll, Waker};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::Result;
+use crate::pager::WaitCause;
+
+/// Filled once by the engine, taken once by the caller, from any thread or executor.
+#[derive(Debug, Default)]
+pub(crate) struct Ticket {
+    state: Mutex<State>,
+    ready: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    result: Option<Result<WaitCause>>,
+    waker: Option<Waker>,
+}
+
+impl Ticket {
+    pub(super) fn fulfil(&self, result: Result<WaitCause>) {
+        let mut state = self.state.lock();
+        state.result = Some(result);
+        let waker = state.waker.take();
+        drop(state);
+        self.ready.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    pub(crate) fn wait(&self) -> Result<WaitCause> {
+        let mut state = self.state.lock();
+        loop {
+            if let Some(result) = state.result.take() {
+                return result;
+            }
+            self.ready.wait(&mut state);
+        }
+    }
+
+    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<WaitCause>> {
+        let mut state = self.state.lock();
+        match state.result.take() {
+            Some(result) => Poll::Ready(result),
+            None => {
+                state.waker = Some(waker.clone());
+                Poll::Pending
+            }
+        }
+    }
+
+    /// The result, if it came before the caller lost interest.
+    pub(crate) fn try_take(&self) -> Option<Result<WaitCause>> {
+        self.state.lock().result.take()
+    }
+}
