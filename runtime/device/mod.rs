@@ -81,6 +81,21 @@ pub trait Completions: Send + Sync {
 #[derive(Clone, Copy, Debug)]
 pub struct HostPointer(pub(crate) NonNull<u8>);
 
+impl HostPointer {
+    /// The memory at `pointer`.
+    ///
+    /// # Safety
+    /// Whoever puts the pointer into an operation must keep the operation's whole range valid, and free of other
+    /// accesses that conflict with it, from submission until completion.
+    pub const unsafe fn new(pointer: NonNull<u8>) -> Self {
+        Self(pointer)
+    }
+    /// The raw pointer.
+    pub const fn as_ptr(self) -> *mut u8 {
+        self.0.as_ptr()
+    }
+}
+
 // SAFETY: a pointer is only an address; rule 5 of the device and store contracts says who keeps the memory alive and
 // unaliased while an operation uses it (the in-flight table).
 unsafe impl Send for HostPointer {}

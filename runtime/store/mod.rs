@@ -15,15 +15,45 @@
 //! 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
 //!    [`Closed`](crate::ErrorKind::Closed).
 
+//!
+//! # Inside
+//!
+//! `engine.rs` is the one [`Store`]: files, checks, the queue, the end of an operation. A backend is only the loop
+//! that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
+//! what may start, `operation.rs` what a result from the kernel means, `file.rs` how a file is opened and whether it
+//! changed.
+
+mod engine;
+mod file;
+mod operation;
+mod probe;
+mod queue;
+mod scratch;
+mod threads;
+mod uring;
+
 use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use crate::device::{HostPointer, Token};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
+pub use self::engine::StoreOptions;
+pub use self::file::{DirectIo, FileIdentity};
+pub use self::operation::{CallHook, Injected, IoCall};
+pub use self::probe::{
+    BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
+};
+pub use self::queue::QueueDepth;
+pub use self::scratch::{ScratchFile, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
+
+/// Offsets, lengths and buffers of operations are multiples of this many bytes: enough for O_DIRECT on every common
+/// file system and device.
+pub const IO_ALIGNMENT: u64 = 4096;
 
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,6 +67,37 @@ pub enum IoBackend {
     Threads,
     /// A pool of threads calling `pread`/`pwrite` through the page cache.
     Buffered,
+}
+
+impl IoBackend {
+    /// The backends there are, in the order in which `Auto` tries them.
+    pub const CHOICES: [Self; 3] = [Self::IoUring, Self::Threads, Self::Buffered];
+}
+
+impl fmt::Display for IoBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::IoUring => "io_uring",
+            Self::Threads => "threads",
+            Self::Buffered => "buffered",
+        })
+    }
+}
+
+impl FromStr for IoBackend {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "auto" => Ok(Self::Auto),
+            "io_uring" | "uring" => Ok(Self::IoUring),
+            "threads" => Ok(Self::Threads),
+            "buffered" => Ok(Self::Buffered),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("I/O backend {text:?} is not known"))
+                .remedy("choose auto, io_uring, threads or buffered")),
+        }
+    }
 }
 
 /// What an operation does.

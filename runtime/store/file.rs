@@ -1,0 +1,290 @@
+//! Files as a store holds them: opened for direct I/O where that works, and known by an identity.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::{FileUse, IO_ALIGNMENT};
+use crate::error::{Error, ErrorKind, Result};
+
+/// What tells one state of a file from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileIdentity {
+    /// The device the file is on.
+    pub device: u64,
+    /// The file's number on that device.
+    pub inode: u64,
+    /// Length in bytes.
+    pub size: u64,
+    /// Time of the last change of content: seconds since 1970.
+    pub modified_seconds: i64,
+    /// The rest of that time, in nanoseconds.
+    pub modified_nanoseconds: i64,
+}
+
+impl FileIdentity {
+    /// The identity of an open file now.
+    ///
+    /// # Errors
+    /// What `fstat` reports.
+    pub fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        Ok(Self {
+            device: meta.dev(),
+            inode: meta.ino(),
+            size: meta.size(),
+            modified_seconds: meta.mtime(),
+            modified_nanoseconds: meta.mtime_nsec(),
+        })
+    }
+
+    /// What differs in `now`, in words; `None` if nothing does.
+    pub fn difference(&self, now: &Self) -> Option<String> {
+        let mut changes = Vec::new();
+        if (self.device, self.inode) != (now.device, now.inode) {
+            changes.push(format!(
+                "it is another file (device:inode {}:{}, was {}:{})",
+                now.device, now.inode, self.device, self.inode
+            ));
+        }
+        if self.size != now.size {
+            changes.push(format!("its size went from {} to {} bytes", self.size, now.size));
+        }
+        let time = |of: &Self| (of.modified_seconds, of.modified_nanoseconds);
+        if time(self) != time(now) {
+            changes.push(format!(
+                "its modification time went from {}.{:09} to {}.{:09}",
+                self.modified_seconds, self.modified_nanoseconds, now.modified_seconds, now.modified_nanoseconds
+            ));
+        }
+        (!changes.is_empty()).then(|| changes.join(", "))
+    }
+}
+
+/// Whether files are opened with O_DIRECT.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DirectIo {
+    /// A file system that refuses O_DIRECT is an error.
+    Required,
+    /// A file on a file system that refuses O_DIRECT goes through the page cache.
+    Preferred,
+    /// All files go through the page cache.
+    Never,
+}
+
+/// A file in a store. Closed when the last operation that names it has ended.
+pub(super) struct OpenFile {
+    file: File,
+    path: PathBuf,
+    direct: bool,
+    writable: bool,
+    identity: Option<FileIdentity>,
+}
+
+impl OpenFile {
+    pub fn open(file: File, path: PathBuf, usage: FileUse, direct: DirectIo) -> Result<Self> {
+        let failed = |cause| Error::io(format!("open {}", path.display()), cause);
+        let kind = file.metadata().map_err(failed)?.file_type();
+        if !(kind.is_file() || kind.is_block_device()) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("{} is not a regular file", path.display()))
+                .remedy("give the path of a file, not of a directory, pipe or socket"));
+        }
+        let identity = match usage {
+            FileUse::Model => Some(FileIdentity::of(&file).map_err(failed)?),
+            FileUse::Scratch => None,
+        };
+        let writable = usage == FileUse::Scratch;
+        let direct_file = match direct {
+            DirectIo::Never => None,
+            DirectIo::Required | DirectIo::Preferred => match open_direct(&file, writable) {
+                Ok(direct_file) => Some(direct_file),
+                Err(cause) if direct == DirectIo::Required => return Err(direct_refused(&file, &path, cause)),
+                Err(cause) => {
+                    tracing::info!(
+                        path = %path.display(),
+                        filesystem = filesystem_name(&file),
+                        %cause,
+                        "no direct I/O for this file: going through the page cache"
+                    );
+                    None
+                }
+            },
+        };
+        Ok(match direct_file {
+            Some(file) => Self { file, path, direct: true, writable, identity },
+            None => {
+                // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
+                advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
+                Self { file, path, direct: false, writable, identity }
+            }
+        })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+    pub fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// An error if the file is no longer what it was when it was taken in. Always fine for a file without identity.
+    pub fn check_identity(&self) -> Result<()> {
+        let Some(then) = &self.identity else { return Ok(()) };
+        let now = FileIdentity::of(&self.file)
+            .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
+        match then.difference(&now) {
+            None => Ok(()),
+            Some(what) => Err(Error::new(
+                ErrorKind::ModelChanged,
+                format!("{} changed while it was open: {what}", self.path.display()),
+            )
+            .remedy("reopen the model")),
+        }
+    }
+
+    /// Gives up what the page cache holds of a range, so that buffered I/O does not take memory outside the budgets.
+    /// Dirty pages are sent on their way and dropped by a later call.
+    pub fn drop_cache(&self, offset: u64, len: u32) {
+        if !self.direct {
+            advise(&self.file, offset, u64::from(len), libc::POSIX_FADV_DONTNEED);
+        }
+    }
+}
+
+impl fmt::Debug for OpenFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OpenFile").field("path", &self.path).field("direct", &self.direct).finish_non_exhaustive()
+    }
+}
+
+fn advise(file: &File, offset: u64, len: u64, advice: libc::c_int) {
+    // SAFETY: the descriptor is open for as long as `file` is borrowed; the call touches no memory of ours.
+    // It is advice: a refusal changes nothing but the size of the page cache.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
+}
+
+/// Opens the same file again with O_DIRECT, and reads once to see that the file system means it.
+pub(super) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
+    // Through /proc, because the path may name another file by now, or none.
+    let reopened = OpenOptions::new()
+        .read(true)
+        .write(writable)
+        .custom_flags(libc::O_DIRECT)
+        .open(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let direct = match reopened {
+        Ok(direct) => direct,
+        Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => return Err(cause),
+        // No /proc, or a descriptor to a file that may not be opened anew: change the flags of the one we have.
+        Err(_) => {
+            let ours = file.try_clone()?;
+            set_direct(&ours)?;
+            ours
+        }
+    };
+    let mut page = AlignedPage([0; IO_ALIGNMENT as usize]);
+    loop {
+        // SAFETY: `page` is valid for IO_ALIGNMENT bytes and outlives the call, which blocks.
+        let got = unsafe { libc::pread(direct.as_raw_fd(), page.0.as_mut_ptr().cast(), page.0.len(), 0) };
+        if got >= 0 {
+            return Ok(direct);
+        }
+        let cause = io::Error::last_os_error();
+        if cause.kind() != io::ErrorKind::Interrupted {
+            return Err(cause);
+        }
+    }
+}
+
+#[repr(C, align(4096))]
+struct AlignedPage([u8; IO_ALIGNMENT as usize]);
+
+fn set_direct(file: &File) -> io::Result<()> {
+    // SAFETY: F_GETFL on an open descriptor touches no memory of ours.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: F_SETFL on an open descriptor touches no memory of ours.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_DIRECT) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+fn direct_refused(file: &File, path: &Path, cause: io::Error) -> Error {
+    if cause.raw_os_error() != Some(libc::EINVAL) {
+        return Error::io(format!("open {} for direct I/O", path.display()), cause);
+    }
+    Error::new(
+        ErrorKind::Unsupported,
+        format!("the file system of {} ({}) does not support O_DIRECT", path.display(), filesystem_name(file)),
+    )
+    .remedy("use --io buffered, or move the file to a file system such as ext4 or xfs")
+    .caused_by(cause)
+}
+
+/// `"ext4"`, or the magic number of a file system we have no name for.
+pub(super) fn filesystem_name(file: &File) -> String {
+    // SAFETY: statfs is plain data, for which all zero bytes is a value.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open, and `stat` is valid for writing.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+        return "unknown".into();
+    }
+    let name = match stat.f_type as u64 {
+        0xEF53 => "ext4",
+        0x5846_5342 => "xfs",
+        0x9123_683E => "btrfs",
+        0x0102_1994 => "tmpfs",
+        0x794C_7630 => "overlayfs",
+        0x6969 => "nfs",
+        0x6573_5546 => "fuse",
+        0x2FC1_2FC1 => "zfs",
+        0xF2F5_2010 => "f2fs",
+        0x0102_1997 => "9p",
+        0x9FA0 => "proc",
+        0x0BD0_0BD0 => "lustre",
+        0xFF53_4D42 | 0xFE53_4D42 => "smb",
+        magic => return format!("type {magic:#x}"),
+    };
+    name.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn difference_names_each_change() {
+        let then = FileIdentity { device: 1, inode: 2, size: 30, modified_seconds: 4, modified_nanoseconds: 5 };
+        assert_eq!(then.difference(&then), None);
+        let shorter = FileIdentity { size: 29, ..then };
+        assert_eq!(then.difference(&shorter).unwrap(), "its size went from 30 to 29 bytes");
+        let all = FileIdentity { inode: 3, size: 29, modified_nanoseconds: 6, ..then };
+        assert_eq!(then.difference(&all).unwrap().matches(", ").count(), 2);
+    }
+
+    #[test]
+    fn refusal_of_direct_io_is_an_error_only_where_required() {
+        let open = |direct| {
+            let path = PathBuf::from("/proc/version");
+            OpenFile::open(File::open(&path).unwrap(), path, FileUse::Model, direct)
+        };
+        let error = open(DirectIo::Required).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        let text = error.to_string();
+        assert!(text.contains("/proc/version") && text.contains("proc)") && text.contains("--io buffered"), "{text}");
+        assert!(!open(DirectIo::Preferred).unwrap().is_direct());
+        assert!(!open(DirectIo::Never).unwrap().is_direct());
+    }
+}

@@ -1,0 +1,209 @@
+//! One operation from submission to completion: what to ask the kernel next, and what its answer means.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use super::file::OpenFile;
+use super::{IO_ALIGNMENT, IoKind, IoOp};
+use crate::device::{HostPointer, Token};
+use crate::error::{Error, ErrorKind, Result};
+
+/// EINTR and EAGAIN in a row after which an operation fails: a kernel that has answered "not now" this often will
+/// not change its mind, and a loop without an end would look like a hang.
+const MAX_REPEATS: u32 = 10_000;
+
+/// One call into the kernel on behalf of an operation.
+#[derive(Clone, Copy, Debug)]
+pub struct IoCall {
+    /// The operation.
+    pub token: Token,
+    /// Read or write.
+    pub kind: IoKind,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes asked for.
+    pub len: u32,
+}
+
+/// What a [`CallHook`] makes of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Injected {
+    /// The call goes to the kernel.
+    Nothing,
+    /// The call fails with this `errno` and never reaches the kernel.
+    Errno(i32),
+    /// The call goes to the kernel, and at most this many bytes of what it transfers are reported.
+    Short(u32),
+}
+
+/// Sees every call before the kernel does, and can make it fail: for tests of what is above and below it. The hook runs
+/// on the store's own threads; while it blocks, that thread serves nothing else.
+pub trait CallHook: Send + Sync {
+    /// Called just before `call`.
+    fn before(&self, call: &IoCall) -> Injected;
+}
+
+/// An operation the store has accepted. Holds its file open.
+pub(super) struct Active {
+    pub op: IoOp,
+    pub file: Arc<OpenFile>,
+    /// Bytes transferred so far, counted from `op.offset`.
+    done: u32,
+    repeats: u32,
+    /// Most bytes to believe of the next answer, from an injected short transfer.
+    believe: u32,
+}
+
+/// What remains of an operation, as one call.
+pub(super) struct Remainder {
+    pub offset: u64,
+    pub buffer: HostPointer,
+    pub len: u32,
+}
+
+impl Active {
+    /// Checks what can be checked without the disk.
+    pub fn accept(op: IoOp, file: Arc<OpenFile>) -> Result<Self, Box<(Token, Error)>> {
+        let path = file.path().display();
+        let refuse = |why: String, remedy: &str| {
+            let what = format!("{} {} bytes at offset {} of {path}: {why}", Verb(op.kind), op.len, op.offset);
+            Err(Box::new((op.token, Error::new(ErrorKind::InvalidArgument, what).remedy(remedy))))
+        };
+        let address = op.buffer.as_ptr().addr() as u64;
+        if !(op.offset | u64::from(op.len) | address).is_multiple_of(IO_ALIGNMENT) {
+            return refuse(
+                format!("offset, length and buffer must be multiples of {IO_ALIGNMENT}"),
+                "align the operation",
+            );
+        }
+        if op.len == 0 || op.valid == 0 || op.valid > op.len {
+            return refuse(
+                format!("{} valid bytes do not fit the length", op.valid),
+                "ask for at least 1 and at most as many valid bytes as the buffer holds",
+            );
+        }
+        if op.offset.checked_add(u64::from(op.len)).is_none_or(|end| end > i64::MAX as u64) {
+            return refuse("the range ends past the largest file offset".into(), "stay below 2^63 bytes");
+        }
+        if op.kind == IoKind::Write && !file.is_writable() {
+            return refuse("the file was opened to be read only".into(), "write to the scratch file");
+        }
+        Ok(Self { op, file, done: 0, repeats: 0, believe: u32::MAX })
+    }
+
+    /// Asks the hook about the next call. `Some` is an answer that takes the kernel's place.
+    pub fn consult(&mut self, hook: Option<&dyn CallHook>) -> Option<i32> {
+        let hook = hook?;
+        let rest = self.remainder();
+        let call = IoCall { token: self.op.token, kind: self.op.kind, offset: rest.offset, len: rest.len };
+        match hook.before(&call) {
+            Injected::Nothing => None,
+            Injected::Errno(errno) => Some(-errno),
+            Injected::Short(len) => {
+                self.believe = len;
+                None
+            }
+        }
+    }
+
+    /// The next call. It starts where the last one stopped, rounded down to what direct I/O can start at: a few bytes
+    /// come twice, and are the same.
+    pub fn remainder(&self) -> Remainder {
+        let skip = self.restart();
+        // SAFETY: `skip` is at most `op.len`, and whoever submitted the operation vouched for that many bytes.
+        let buffer = unsafe { self.op.buffer.0.add(skip as usize) };
+        Remainder { offset: self.op.offset + u64::from(skip), buffer: HostPointer(buffer), len: self.op.len - skip }
+    }
+
+    fn restart(&self) -> u32 {
+        if self.file.is_direct() { self.done - self.done % IO_ALIGNMENT as u32 } else { self.done }
+    }
+
+    /// Takes the answer to a call: a byte count, or a negated `errno`. `None` means that another call is needed.
+    pub fn advance(&mut self, answer: i32) -> Option<Result<()>> {
+        let believe = std::mem::replace(&mut self.believe, u32::MAX);
+        if answer < 0 {
+            let errno = -answer;
+            if matches!(errno, libc::EINTR | libc::EAGAIN) && self.repeats < MAX_REPEATS {
+                self.repeats += 1;
+                return None;
+            }
+            return Some(self.finish(Err(self.failure(errno))));
+        }
+        let reached = self.restart().saturating_add((answer as u32).min(believe));
+        let progress = reached > self.done;
+        self.done = self.done.max(reached);
+        let target = match self.op.kind {
+            IoKind::Read => self.op.valid,
+            IoKind::Write => self.op.len,
+        };
+        if self.done >= target {
+            Some(self.finish(Ok(())))
+        } else if progress {
+            self.repeats = 0;
+            None
+        } else {
+            Some(self.finish(Err(self.ended_early(target))))
+        }
+    }
+
+    /// Whatever the transfer came to, a changed file is the more important news.
+    fn finish(&self, outcome: Result<()>) -> Result<()> {
+        self.file.drop_cache(self.op.offset, self.op.len);
+        if self.op.kind == IoKind::Read {
+            self.file.check_identity()?;
+        }
+        outcome
+    }
+
+    fn describe(&self) -> String {
+        format!("{} {} bytes at offset {} of {}", Verb(self.op.kind), self.op.valid, self.op.offset, self.path())
+    }
+
+    fn path(&self) -> std::path::Display<'_> {
+        self.file.path().display()
+    }
+
+    fn failure(&self, errno: i32) -> Error {
+        let cause = io::Error::from_raw_os_error(errno);
+        if errno == libc::EFAULT {
+            return Error::new(ErrorKind::Internal, format!("{}: the buffer is not mapped", self.describe()))
+                .remedy("report this as a bug")
+                .caused_by(cause);
+        }
+        let error = Error::io(format!("{} ({} bytes came)", self.describe(), self.done), cause);
+        match errno {
+            libc::EIO => error.remedy("check the disk: the kernel log says more"),
+            libc::ENOSPC | libc::EDQUOT => error.remedy("free space, or put the scratch file on another disk"),
+            _ => error,
+        }
+    }
+
+    fn ended_early(&self, target: u32) -> Error {
+        let what = format!("{}: only {} of {target} bytes came", self.describe(), self.done);
+        match self.op.kind {
+            IoKind::Read => Error::new(ErrorKind::Io, format!("{what}: end of file"))
+                .remedy("the file is shorter than its header says: check that it was copied whole"),
+            IoKind::Write => Error::new(ErrorKind::Io, format!("{what}: the disk takes no more"))
+                .remedy("check the file-size limit (ulimit -f) and the space of the file system"),
+        }
+    }
+}
+
+impl fmt::Debug for Active {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Active").field("op", &self.op).field("done", &self.done).finish_non_exhaustive()
+    }
+}
+
+struct Verb(IoKind);
+
+impl fmt::Display for Verb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.0 {
+            IoKind::Read => "read",
+            IoKind::Write => "write",
+        })
+    }
+}

@@ -1,0 +1,378 @@
+//! What works here, and how fast: opening a store by probing, and measuring a file through the store that will serve it.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::file::{filesystem_name, open_direct};
+use super::{
+    Completion, Completions, FileUse, IO_ALIGNMENT, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, StoreOptions,
+    uring,
+};
+use crate::device::{HostPointer, Token};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, FileId};
+
+/// Opens a store that reports to `sink`. `Auto` tries io_uring, threads and buffered in this order, and files on file
+/// systems without O_DIRECT go through the page cache; a backend asked for by name is used or refused.
+///
+/// # Errors
+/// As [`StoreOptions::open`].
+pub fn open_store(backend: IoBackend, sink: Arc<dyn Completions>) -> Result<Arc<dyn Store>> {
+    StoreOptions::new(backend).open(sink)
+}
+
+/// Whether a backend works here.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct BackendProbe {
+    /// The backend (never `Auto`).
+    pub backend: IoBackend,
+    /// Why it cannot be used, if it cannot.
+    pub usable: Result<()>,
+}
+
+impl fmt::Display for BackendProbe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.usable {
+            Ok(()) => write!(f, "{}: works", self.backend),
+            Err(error) => write!(f, "{}: {error}", self.backend),
+        }
+    }
+}
+
+/// Tries a backend without opening a file. `Auto` is answered by the first that works, or else by the last that does
+/// not.
+pub fn probe_backend(backend: IoBackend) -> BackendProbe {
+    match backend {
+        IoBackend::Auto => {
+            let mut probes = IoBackend::CHOICES.into_iter().map(probe_backend);
+            probes.find(|probe| probe.usable.is_ok()).unwrap_or_else(|| try_threads(IoBackend::Buffered))
+        }
+        IoBackend::IoUring => BackendProbe { backend, usable: uring::try_set_up() },
+        IoBackend::Threads | IoBackend::Buffered => try_threads(backend),
+    }
+}
+
+fn try_threads(backend: IoBackend) -> BackendProbe {
+    let (sink, _) = mpsc::channel();
+    let opened = StoreOptions::new(backend).depth(QueueDepth::ONE).open(Arc::new(ToChannel(sink)));
+    BackendProbe { backend, usable: opened.and_then(|store| store.close()) }
+}
+
+/// What a file's file system and disk do with it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FileProbe {
+    /// The file.
+    pub path: PathBuf,
+    /// Its length.
+    pub size: Bytes,
+    /// The name of its file system, such as `"ext4"`.
+    pub filesystem: String,
+    /// Whether it can be opened with O_DIRECT; if not, why.
+    pub direct: Result<()>,
+    /// What memory and file offsets must be aligned to for O_DIRECT, where the kernel tells (Linux 6.1 on).
+    pub alignment: Option<DirectAlignment>,
+    /// The backend that measured.
+    pub backend: IoBackend,
+    /// The time to read one aligned 4 KiB from a random place with nothing else in flight.
+    pub page_latency: Option<Latency>,
+    /// Read bandwidth by block size and depth.
+    pub points: Vec<ReadPoint>,
+}
+
+/// What O_DIRECT asks of a file's reads and writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirectAlignment {
+    /// Memory addresses are multiples of this.
+    pub memory: Bytes,
+    /// File offsets and lengths are multiples of this.
+    pub offset: Bytes,
+}
+
+/// A distribution of times, by the two numbers that matter.
+#[derive(Clone, Copy, Debug)]
+pub struct Latency {
+    /// Half took at most this long.
+    pub median: Duration,
+    /// Of a hundred, ninety-nine took at most this long.
+    pub p99: Duration,
+    /// How many were measured.
+    pub samples: u32,
+}
+
+impl Latency {
+    /// The distribution of `times`, which is sorted by it; `None` if there are none.
+    pub fn of(times: &mut [Duration]) -> Option<Self> {
+        times.sort_unstable();
+        let at = |percent: usize| times.get((times.len() * percent / 100).min(times.len().saturating_sub(1))).copied();
+        Some(Self { median: at(50)?, p99: at(99)?, samples: u32::try_from(times.len()).unwrap_or(u32::MAX) })
+    }
+}
+
+/// How fast a file was read with one block size and depth.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct ReadPoint {
+    /// Bytes of a read.
+    pub block: Bytes,
+    /// Reads in flight at once.
+    pub depth: QueueDepth,
+    /// Bytes read in all.
+    pub bytes: Bytes,
+    /// The time it took.
+    pub elapsed: Duration,
+    /// Processor time the whole process spent meanwhile.
+    pub cpu: Duration,
+}
+
+impl ReadPoint {
+    /// Bytes per second.
+    pub fn bytes_per_second(&self) -> f64 {
+        self.bytes.get() as f64 / self.elapsed.as_secs_f64().max(1e-9)
+    }
+}
+
+impl fmt::Display for ReadPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rate = Bytes::new(self.bytes_per_second() as u64);
+        let share = 100.0 * self.cpu.as_secs_f64() / self.elapsed.as_secs_f64().max(1e-9);
+        write!(f, "{:>9} x {:>2}: {rate}/s, {share:.1} % CPU", self.block.to_string(), self.depth)
+    }
+}
+
+/// The most a point reads.
+const MOST_PER_POINT: u64 = 512 << 20;
+/// Reads timed for the latency of a page.
+const LATENCY_SAMPLES: u64 = 200;
+
+/// Measures how a file is read: what O_DIRECT needs, the latency of a page, and bandwidth at each of `blocks` with each
+/// of `depths`, reading at most `budget` bytes (and at most 512 MiB) per point through the backend named. Blocks are
+/// rounded up to 4 KiB. A file too small for a block is not measured with it.
+///
+/// # Errors
+/// What opening the file or the store reports, and the first failed read.
+pub fn probe_file(
+    path: &Path,
+    backend: IoBackend,
+    blocks: &[Bytes],
+    depths: &[QueueDepth],
+    budget: Bytes,
+) -> Result<FileProbe> {
+    let open = || File::open(path).map_err(|cause| Error::io(format!("open {}", path.display()), cause));
+    let file = open()?;
+    let size = file.metadata().map_err(|cause| Error::io(format!("open {}", path.display()), cause))?.len();
+    let direct = open_direct(&file, false).map(drop).map_err(|cause| {
+        Error::new(ErrorKind::Unsupported, format!("{} cannot be opened with O_DIRECT", path.display()))
+            .caused_by(cause)
+    });
+    let mut probe = FileProbe {
+        path: path.into(),
+        size: Bytes::new(size),
+        filesystem: filesystem_name(&file),
+        direct,
+        alignment: direct_alignment(&file),
+        backend,
+        page_latency: None,
+        points: Vec::new(),
+    };
+    let mut times = Vec::new();
+    let mut reader = Reader::open(path, open()?, backend, QueueDepth::ONE, Bytes::new(IO_ALIGNMENT))?;
+    probe.backend = reader.store.backend();
+    for n in 0..LATENCY_SAMPLES.min(size / IO_ALIGNMENT) {
+        let start = Instant::now();
+        reader.read_blocks(n, 1, size / IO_ALIGNMENT)?;
+        times.push(start.elapsed());
+    }
+    probe.page_latency = Latency::of(&mut times);
+    drop(reader);
+    let mut first = 0;
+    for &block in blocks {
+        let block = block.get().clamp(1, MOST_PER_POINT).next_multiple_of(IO_ALIGNMENT);
+        let in_file = size / block;
+        let count = (budget.get().min(MOST_PER_POINT) / block).min(in_file);
+        if count == 0 {
+            continue;
+        }
+        for &depth in depths {
+            let mut reader = Reader::open(path, open()?, backend, depth, Bytes::new(block))?;
+            let (start, cpu) = (Instant::now(), process_cpu());
+            reader.read_blocks(first, count, in_file)?;
+            let (elapsed, cpu) = (start.elapsed(), process_cpu().saturating_sub(cpu));
+            first += count;
+            let (block, bytes) = (Bytes::new(block), Bytes::new(count * block));
+            probe.points.push(ReadPoint { block, depth, bytes, elapsed, cpu });
+        }
+    }
+    Ok(probe)
+}
+
+/// `STATX_DIOALIGN` of a file.
+fn direct_alignment(file: &File) -> Option<DirectAlignment> {
+    // SAFETY: statx is plain data, for which all zero bytes is a value.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    let (fd, mask) = (file.as_raw_fd(), libc::STATX_DIOALIGN);
+    // SAFETY: the descriptor is open, the path is an empty C string, and `stat` is valid for writing.
+    if unsafe { libc::statx(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, mask, &raw mut stat) } != 0 {
+        return None;
+    }
+    (stat.stx_mask & mask != 0 && stat.stx_dio_offset_align != 0).then(|| DirectAlignment {
+        memory: Bytes::new(stat.stx_dio_mem_align.into()),
+        offset: Bytes::new(stat.stx_dio_offset_align.into()),
+    })
+}
+
+fn process_cpu() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is valid for writing.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.clamp(0, 999_999_999) as u32)
+}
+
+/// Reports into a channel. A receiver that is gone does not want to know.
+struct ToChannel(mpsc::Sender<Completion>);
+
+impl Completions for ToChannel {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        for completion in done.drain(..) {
+            drop(self.0.send(completion));
+        }
+    }
+}
+
+/// Reads blocks of a file, `depth` at a time, each into its own part of one buffer.
+struct Reader {
+    // Before the buffer: dropping a store waits for what is in flight.
+    store: Arc<dyn Store>,
+    buffer: Buffer,
+    file: FileId,
+    block: u32,
+    depth: QueueDepth,
+    ended: mpsc::Receiver<Completion>,
+}
+
+impl Reader {
+    fn open(path: &Path, file: File, backend: IoBackend, depth: QueueDepth, block: Bytes) -> Result<Self> {
+        let (sink, ended) = mpsc::channel();
+        let store = StoreOptions::new(backend).depth(depth).open(Arc::new(ToChannel(sink)))?;
+        let file = store.add_file(file, path.into(), FileUse::Model)?;
+        let buffer = Buffer::new(block.get() as usize * depth.get() as usize)?;
+        store.register_memory(buffer.at(0), buffer.layout.size() as u64);
+        Ok(Self { store, buffer, file, block: block.get() as u32, depth, ended })
+    }
+
+    /// Reads `count` blocks of the `in_file` there are, spread over the file: a run from `first` on, in strides that
+    /// visit every block before any comes again.
+    fn read_blocks(&mut self, first: u64, count: u64, in_file: u64) -> Result<()> {
+        let stride = (in_file / 2 + 1..).find(|&s| gcd(s, in_file) == 1).unwrap_or(1);
+        let mut submitted = 0;
+        let mut free: Vec<u64> = (0..u64::from(self.depth.get())).collect();
+        let mut in_flight = 0u64;
+        let mut outcome = Ok(());
+        while in_flight > 0 || (submitted < count && outcome.is_ok()) {
+            while submitted < count && outcome.is_ok() {
+                let Some(part) = free.pop() else { break };
+                let index = ((first + submitted) as u128 * stride as u128 % in_file as u128) as u64;
+                self.store.submit(IoOp {
+                    token: Token(part),
+                    kind: IoKind::Read,
+                    file: self.file,
+                    offset: index * u64::from(self.block),
+                    buffer: self.buffer.at(part as usize * self.block as usize),
+                    len: self.block,
+                    valid: self.block,
+                    priority: Priority::Prefetch,
+                });
+                submitted += 1;
+                in_flight += 1;
+            }
+            let Ok(completion) = self.ended.recv() else {
+                return Err(Error::new(ErrorKind::Internal, "the store reports no more").remedy("report this as a bug"));
+            };
+            in_flight -= 1;
+            free.push(completion.token.0);
+            outcome = outcome.and(completion.result);
+        }
+        outcome
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// Aligned memory.
+struct Buffer {
+    memory: NonNull<u8>,
+    layout: Layout,
+}
+
+impl Buffer {
+    fn new(len: usize) -> Result<Self> {
+        let layout = Layout::from_size_align(len, IO_ALIGNMENT as usize)
+            .ok()
+            .filter(|layout| layout.size() > 0)
+            .ok_or_else(|| {
+                Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
+                    .remedy("measure with smaller blocks or a smaller depth")
+            })?;
+        // SAFETY: the layout's size is not zero.
+        let memory = unsafe { alloc_zeroed(layout) };
+        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        // Zeroed memory is not there until it is touched, and touching it must not be part of a measurement.
+        for page in (0..len).step_by(IO_ALIGNMENT as usize) {
+            // SAFETY: `page` is inside the allocation, which nobody else has yet.
+            unsafe { memory.add(page).write_volatile(0) };
+        }
+        Ok(Self { memory, layout })
+    }
+
+    fn at(&self, offset: usize) -> HostPointer {
+        debug_assert!(offset < self.layout.size());
+        // SAFETY: `offset` is inside the allocation: the reader numbers its parts below the depth.
+        HostPointer(unsafe { self.memory.add(offset) })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout. The store is dropped first and has waited for all operations.
+        unsafe { dealloc(self.memory.as_ptr(), self.layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latency_of_few_samples() {
+        let ms = |n: u64| Duration::from_millis(n);
+        assert!(Latency::of(&mut []).is_none());
+        let one = Latency::of(&mut [ms(3)]).unwrap();
+        assert_eq!((one.median, one.p99, one.samples), (ms(3), ms(3), 1));
+        let three = Latency::of(&mut [ms(9), ms(1), ms(2)]).unwrap();
+        assert_eq!((three.median, three.p99), (ms(2), ms(9)));
+    }
+
+    #[test]
+    fn backends_are_named_as_they_are_parsed() {
+        for backend in IoBackend::CHOICES.into_iter().chain([IoBackend::Auto]) {
+            assert_eq!(backend.to_string().parse::<IoBackend>().unwrap(), backend);
+        }
+        assert_eq!("URING".parse::<IoBackend>().unwrap(), IoBackend::IoUring);
+        assert!("mmap".parse::<IoBackend>().is_err());
+    }
+
+    #[test]
+    fn something_works_here() {
+        assert!(probe_backend(IoBackend::Auto).usable.is_ok());
+        assert!(probe_backend(IoBackend::Buffered).usable.is_ok());
+    }
+}

@@ -1,0 +1,269 @@
+//! Which waiting operation may start next.
+//!
+//! # Invariants
+//!
+//! 1. Operations start in priority order, oldest first within a priority.
+//! 2. At most `total` operations are started at once. Of those at most `background` are not demand, so that a demand
+//!    operation always finds room.
+//! 3. For [`DEMAND_WINDOW`] after a demand operation was submitted, at most `beside_demand` others are started at once:
+//!    what the disk already has cannot be taken back, so it must be little while somebody waits.
+//! 4. A limit is never zero, so whenever operations wait, at least one is started, and its end is the occasion to look
+//!    again: no timer is needed when the window has passed.
+//!
+//! The queue is pure: no lock, no clock, no I/O.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use super::Priority;
+use crate::device::Token;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Started operations of all kinds.
+const TOTAL_DEPTH: u32 = 16;
+/// Of the total, what only demand may use.
+const DEMAND_RESERVE: u32 = 8;
+/// Started operations that are not demand, while demand is recent.
+const BACKGROUND_DEPTH: u32 = 2;
+/// How long after the last demand operation others are held back.
+const DEMAND_WINDOW: Duration = Duration::from_millis(250);
+const PRIORITIES: usize = 5;
+
+/// How many operations the kernel may have at once: 1 to 1024.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct QueueDepth(u32);
+
+impl QueueDepth {
+    /// The depth used unless another is asked for.
+    pub const DEFAULT: Self = Self(TOTAL_DEPTH);
+
+    /// One at a time.
+    pub const ONE: Self = Self(1);
+
+    /// A depth of `n`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if `n` is not from 1 to 1024.
+    pub fn new(n: u32) -> Result<Self> {
+        if (1..=1024).contains(&n) {
+            return Ok(Self(n));
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, format!("queue depth {n} is not usable"))
+            .remedy("choose a depth from 1 to 1024"))
+    }
+
+    /// The depth as a number.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Display for QueueDepth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    pub total: u32,
+    pub background: u32,
+    pub beside_demand: u32,
+}
+
+impl Limits {
+    /// The limits in which `depth` operations of any one kind may be started.
+    pub fn of_depth(depth: QueueDepth) -> Self {
+        if depth == QueueDepth::DEFAULT {
+            return Self {
+                total: TOTAL_DEPTH,
+                background: TOTAL_DEPTH - DEMAND_RESERVE,
+                beside_demand: BACKGROUND_DEPTH,
+            };
+        }
+        Self { total: depth.get(), background: depth.get(), beside_demand: BACKGROUND_DEPTH.min(depth.get()) }
+    }
+}
+
+/// What a started operation counts against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lane {
+    Demand,
+    Other,
+}
+
+#[derive(Debug)]
+pub(super) struct Queue<T> {
+    limits: Limits,
+    waiting: [BTreeMap<u64, (Token, T)>; PRIORITIES],
+    places: HashMap<Token, (Priority, u64)>,
+    submitted: u64,
+    started_demand: u32,
+    started_other: u32,
+    last_demand: Option<Instant>,
+}
+
+impl<T> Queue<T> {
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            waiting: Default::default(),
+            places: HashMap::new(),
+            submitted: 0,
+            started_demand: 0,
+            started_other: 0,
+            last_demand: None,
+        }
+    }
+
+    pub fn push(&mut self, token: Token, priority: Priority, item: T, now: Instant) {
+        self.note_demand(priority, now);
+        let place = self.submitted;
+        self.submitted += 1;
+        self.waiting[priority as usize].insert(place, (token, item));
+        self.places.insert(token, (priority, place));
+    }
+
+    /// Makes a waiting operation at least as urgent as `priority`; it keeps its age.
+    pub fn raise(&mut self, token: Token, priority: Priority, now: Instant) {
+        self.note_demand(priority, now);
+        let Some(&(from, place)) = self.places.get(&token) else { return };
+        if priority >= from {
+            return;
+        }
+        if let Some(item) = self.waiting[from as usize].remove(&place) {
+            self.waiting[priority as usize].insert(place, item);
+            self.places.insert(token, (priority, place));
+        }
+    }
+
+    /// The next operation, if one may start; it then counts as started.
+    pub fn pop(&mut self, now: Instant) -> Option<(T, Lane)> {
+        let class = self.startable(now)?;
+        let (place, (token, item)) = self.waiting[class].pop_first()?;
+        if self.places.get(&token).is_some_and(|&(_, p)| p == place) {
+            self.places.remove(&token);
+        }
+        let lane = if class == Priority::Demand as usize { Lane::Demand } else { Lane::Other };
+        *self.started(lane) += 1;
+        Some((item, lane))
+    }
+
+    /// Whether [`pop`](Self::pop) would give an operation.
+    pub fn has_startable(&self, now: Instant) -> bool {
+        self.startable(now).is_some()
+    }
+
+    /// A started operation has ended.
+    pub fn finished(&mut self, lane: Lane) {
+        let count = self.started(lane);
+        debug_assert!(*count > 0, "an operation ended that never started");
+        *count = count.saturating_sub(1);
+    }
+
+    /// Whether nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.iter().all(BTreeMap::is_empty)
+    }
+
+    fn started(&mut self, lane: Lane) -> &mut u32 {
+        match lane {
+            Lane::Demand => &mut self.started_demand,
+            Lane::Other => &mut self.started_other,
+        }
+    }
+
+    fn startable(&self, now: Instant) -> Option<usize> {
+        if self.started_demand + self.started_other >= self.limits.total {
+            return None;
+        }
+        let class = self.waiting.iter().position(|class| !class.is_empty())?;
+        if class == Priority::Demand as usize {
+            return Some(class);
+        }
+        let demand_is_recent = self.last_demand.is_some_and(|t| now.saturating_duration_since(t) < DEMAND_WINDOW);
+        let limit = if demand_is_recent { self.limits.beside_demand } else { self.limits.background };
+        (self.started_other < limit).then_some(class)
+    }
+
+    fn note_demand(&mut self, priority: Priority, now: Instant) {
+        if priority == Priority::Demand {
+            self.last_demand = Some(now);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { total: 4, background: 3, beside_demand: 1 };
+
+    fn queue(ops: &[(u64, Priority)], now: Instant) -> Queue<u64> {
+        let mut queue = Queue::new(LIMITS);
+        for &(n, priority) in ops {
+            queue.push(Token(n), priority, n, now);
+        }
+        queue
+    }
+
+    #[test]
+    fn starts_by_priority_then_age() {
+        let now = Instant::now();
+        let ops =
+            [(1, Priority::Background), (2, Priority::Prefetch), (3, Priority::WriteBack), (4, Priority::Prefetch)];
+        let mut queue = queue(&ops, now);
+        let mut order = Vec::new();
+        while let Some((n, lane)) = queue.pop(now) {
+            order.push(n);
+            queue.finished(lane);
+        }
+        assert_eq!(order, [3, 2, 4, 1]);
+        assert!(queue.is_empty());
+    }
+
+    #[test]
+    fn raise_moves_up_keeps_age_and_never_down() {
+        let now = Instant::now();
+        let ops = [(1, Priority::Prefetch), (2, Priority::Background), (3, Priority::Prefetch)];
+        let mut queue = queue(&ops, now);
+        queue.raise(Token(2), Priority::Prefetch, now);
+        queue.raise(Token(1), Priority::Background, now);
+        queue.raise(Token(99), Priority::Demand, now - 2 * DEMAND_WINDOW);
+        let order: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
+        assert_eq!(order, [1, 2, 3]);
+    }
+
+    #[test]
+    fn background_leaves_room_for_demand() {
+        let now = Instant::now();
+        let mut queue = queue(&[1, 2, 3, 4, 5].map(|n| (n, Priority::Prefetch)), now);
+        for _ in 0..3 {
+            assert!(matches!(queue.pop(now), Some((_, Lane::Other))));
+        }
+        assert!(!queue.has_startable(now));
+        queue.push(Token(9), Priority::Demand, 9, now);
+        assert_eq!(queue.pop(now), Some((9, Lane::Demand)));
+        assert_eq!(queue.pop(now), None);
+    }
+
+    #[test]
+    fn recent_demand_holds_others_back_until_the_window_has_passed() {
+        let now = Instant::now();
+        let mut queue = queue(&[(1, Priority::Prefetch), (2, Priority::Prefetch), (3, Priority::Demand)], now);
+        assert_eq!(queue.pop(now), Some((3, Lane::Demand)));
+        assert_eq!(queue.pop(now), Some((1, Lane::Other)));
+        assert_eq!(queue.pop(now), None);
+        queue.finished(Lane::Demand);
+        assert_eq!(queue.pop(now), None);
+        assert_eq!(queue.pop(now + DEMAND_WINDOW), Some((2, Lane::Other)));
+    }
+
+    #[test]
+    fn limits_are_never_zero() {
+        let limits = Limits::of_depth(QueueDepth::new(1).unwrap());
+        assert_eq!((limits.total, limits.background, limits.beside_demand), (1, 1, 1));
+        assert!(QueueDepth::new(0).is_err());
+    }
+}

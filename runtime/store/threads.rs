@@ -1,0 +1,121 @@
+//! A pool of threads that call `pread` and `pwrite`: where io_uring is not to be had.
+//!
+//! A thread takes an operation off the queue and stays with it until it has ended. Whoever finds more to start than it
+//! can serve wakes one other; so a submission wakes one thread and a burst as many as may work.
+
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use parking_lot::Condvar;
+
+use super::engine::{Driver, Shared, Started};
+use super::operation::Active;
+use super::queue::Lane;
+use super::{Completion, IoKind, QueueDepth};
+use crate::error::{Error, ErrorKind, Result};
+
+#[derive(Debug)]
+struct Threads {
+    work: Arc<Condvar>,
+}
+
+impl Driver for Threads {
+    fn wake(&self) {
+        self.work.notify_one();
+    }
+}
+
+/// Starts as many threads as operations may be started at once.
+pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
+    let work = Arc::new(Condvar::new());
+    let mut handles = Vec::new();
+    for n in 0..depth.get() {
+        let (shared, work) = (Arc::clone(&shared), Arc::clone(&work));
+        match thread::Builder::new().name(format!("outcore-io-{n}")).spawn(move || serve(&shared, &work)) {
+            Ok(handle) => handles.push(handle),
+            // Fewer threads than asked for still serve the whole queue.
+            Err(cause) if n > 0 => {
+                tracing::info!(started = n, wanted = %depth, %cause, "fewer I/O threads than wanted");
+                break;
+            }
+            Err(cause) => {
+                return Err(Error::new(ErrorKind::Unsupported, "the system starts no thread for I/O")
+                    .remedy("raise the limit on threads (ulimit -u)")
+                    .caused_by(cause));
+            }
+        }
+    }
+    Ok(Started { driver: Box::new(Threads { work }), handles })
+}
+
+fn serve(shared: &Shared, work: &Condvar) {
+    let mut done: Vec<Completion> = Vec::new();
+    let mut ended: Option<Lane> = None;
+    loop {
+        let mut state = shared.state.lock();
+        if let Some(lane) = ended.take() {
+            state.queue.finished(lane);
+        }
+        let next = loop {
+            if !state.refused.is_empty() {
+                done.append(&mut state.refused);
+                break None;
+            }
+            if let Some(next) = state.queue.pop(Instant::now()) {
+                break Some(next);
+            }
+            if state.closing && state.queue.is_empty() {
+                state.stopped = true;
+                drop(state);
+                work.notify_all();
+                return;
+            }
+            work.wait(&mut state);
+        };
+        let more = state.queue.has_startable(Instant::now());
+        drop(state);
+        if more {
+            work.notify_one();
+        }
+        if let Some((active, lane)) = next {
+            done.push(run(active, shared));
+            ended = Some(lane);
+        }
+        shared.deliver(&mut done);
+    }
+}
+
+fn run(mut active: Active, shared: &Shared) -> Completion {
+    loop {
+        let answer = match active.consult(shared.hook.as_deref()) {
+            Some(injected) => injected,
+            None => call(&active),
+        };
+        if let Some(result) = active.advance(answer) {
+            return Completion { token: active.op.token, result };
+        }
+        if answer == -libc::EAGAIN {
+            thread::yield_now();
+        }
+    }
+}
+
+/// One call into the kernel: a byte count, or a negated `errno`.
+fn call(active: &Active) -> i32 {
+    let rest = active.remainder();
+    let (fd, address) = (active.file.fd(), rest.buffer.as_ptr().cast());
+    let (len, offset) = (rest.len as usize, rest.offset as libc::off_t);
+    let answer = match active.op.kind {
+        // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the
+        // store contract); `active` holds the file open.
+        IoKind::Read => unsafe { libc::pread(fd, address, len, offset) },
+        // SAFETY: as for the read.
+        IoKind::Write => unsafe { libc::pwrite(fd, address, len, offset) },
+    };
+    if answer >= 0 {
+        return i32::try_from(answer).unwrap_or(i32::MAX);
+    }
+    -io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}

@@ -1,0 +1,551 @@
+//! io_uring: one ring, one thread that owns it.
+//!
+//! Submitters put operations into the shared queue and write an eventfd whose read is armed in the ring, so that the
+//! thread has one place to wait. Everything the kernel is told comes from that thread, which is what SINGLE_ISSUER and
+//! DEFER_TASKRUN ask for.
+//!
+//! # Invariants
+//!
+//! 1. Memory the kernel may touch is named by `Ring::in_flight` (operations) or is `Ring::wake_word`. Nothing leaves
+//!    the table before its completion was reaped.
+//! 2. The thread leaves only when the table is empty and no read of the eventfd is armed; only then is the ring closed.
+//! 3. Registered files and buffers are an advantage, never a need: every refusal leaves plain operations.
+//!
+//! # Failure
+//!
+//! If the kernel refuses to take submissions for good, the thread keeps trying: operations in flight still own their
+//! memory, and nobody may be told otherwise.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::mem;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+use parking_lot::Mutex;
+use slab::Slab;
+
+use super::engine::{Driver, Shared, Started};
+use super::file::OpenFile;
+use super::operation::Active;
+use super::queue::Lane;
+use super::{Completion, IoKind, QueueDepth};
+use crate::device::HostPointer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, FileId};
+
+/// Room in the table of registered files; more files than this use plain descriptors.
+const FIXED_FILES: u32 = 1024;
+/// Room in the table of registered buffers: the most the kernel has.
+const FIXED_BUFFERS: u32 = 1 << 14;
+/// Memory is registered in pieces of this size. The kernel takes up to 1 GiB, at some 0.25 s; operations wait behind
+/// it, and behind a piece they wait as long as for a few pages.
+const PIECE: u64 = 64 << 20;
+/// `user_data` of the eventfd's read.
+const WAKE: u64 = u64::MAX;
+/// Pause before trying again after the kernel has refused submissions.
+const BACK_OFF: Duration = Duration::from_millis(1);
+
+/// Starts the ring's thread.
+pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
+    let bell = Arc::new(Bell::new()?);
+    let requests = Arc::new(Mutex::new(Vec::new()));
+    let (report, started) = mpsc::channel();
+    let driver = Uring { bell: Arc::clone(&bell), requests: Arc::clone(&requests) };
+    let handle = thread::Builder::new()
+        .name("outcore-io-ring".into())
+        .spawn(move || match set_up(depth) {
+            // The ring must be made by the thread that will own it.
+            Ok(ring) => {
+                let mut ring = Ring::new(ring, shared, bell, requests);
+                let listened = report.send(Ok(())).is_ok();
+                drop(report);
+                if listened {
+                    ring.run();
+                }
+            }
+            // A caller that is gone needs no answer.
+            Err(error) => drop(report.send(Err(error))),
+        })
+        .map_err(|cause| {
+            Error::new(ErrorKind::Unsupported, "the system starts no thread for io_uring")
+                .remedy("raise the limit on threads (ulimit -u)")
+                .caused_by(cause)
+        })?;
+    match started.recv() {
+        Ok(Ok(())) => Ok(Started { driver: Box::new(driver), handles: vec![handle] }),
+        Ok(Err(error)) => Err(error),
+        Err(_) => {
+            Err(Error::new(ErrorKind::Internal, "the io_uring thread died at start").remedy("report this as a bug"))
+        }
+    }
+}
+
+/// Whether io_uring works here: sets up a ring as [`start`] would, and closes it.
+pub(super) fn try_set_up() -> Result<()> {
+    set_up(QueueDepth::DEFAULT).map(drop)
+}
+
+/// A ring on which every operation we need has been seen to work.
+fn set_up(depth: QueueDepth) -> Result<IoUring> {
+    // Operations, the eventfd's read, and room for what is submitted again within a batch.
+    let entries = (depth.get() + 8).next_power_of_two();
+    let mut ring = match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
+        Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
+        other => other,
+    }
+    .map_err(|cause| refused("set up a ring", cause))?;
+    let mut probe = Probe::new();
+    ring.submitter().register_probe(&mut probe).map_err(|cause| refused("ask for its operations", cause))?;
+    let needed = [
+        ("READ", opcode::Read::CODE),
+        ("WRITE", opcode::Write::CODE),
+        ("READ_FIXED", opcode::ReadFixed::CODE),
+        ("WRITE_FIXED", opcode::WriteFixed::CODE),
+    ];
+    if let Some((name, _)) = needed.iter().find(|(_, code)| !probe.is_supported(*code)) {
+        return Err(Error::new(ErrorKind::Unsupported, format!("this kernel's io_uring has no {name}"))
+            .remedy("use --io threads, or a kernel from 5.6 on"));
+    }
+    let nop = opcode::Nop::new().build();
+    // SAFETY: a NOP names no memory.
+    unsafe { ring.submission().push(&nop) }
+        .map_err(|cause| refused("queue a NOP", io::Error::other(cause.to_string())))?;
+    loop {
+        match ring.submit_and_wait(1) {
+            Ok(_) => break,
+            Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
+            Err(cause) => return Err(refused("run a NOP", cause)),
+        }
+    }
+    let answer = ring.completion().next().map(|cqe| cqe.result());
+    match answer {
+        Some(answer) if answer >= 0 => Ok(ring),
+        answer => Err(refused("run a NOP", io::Error::from_raw_os_error(answer.map_or(libc::EIO, |a| -a)))),
+    }
+}
+
+fn refused(what: &str, cause: io::Error) -> Error {
+    let errno = cause.raw_os_error();
+    let error = match errno {
+        // The kernel could not read memory we own: nothing here can be relied upon.
+        Some(libc::EFAULT) => Error::new(ErrorKind::Internal, format!("io_uring could not {what}"))
+            .remedy("memory may be corrupt: do not go on"),
+        Some(libc::ENOMEM) => Error::new(ErrorKind::OutOfMemory, format!("io_uring could not {what}"))
+            .remedy("raise the limit on locked memory (ulimit -l), or use --io threads"),
+        Some(libc::EPERM | libc::EACCES) => Error::new(ErrorKind::Unsupported, format!("io_uring could not {what}"))
+            .remedy("allow it (sysctl kernel.io_uring_disabled=0, seccomp profile), or use --io threads"),
+        _ => Error::new(ErrorKind::Unsupported, format!("io_uring could not {what}"))
+            .remedy("use --io threads, or a kernel with io_uring"),
+    };
+    error.caused_by(cause)
+}
+
+/// An eventfd that wakes the ring's thread, and at most one write of it at a time.
+#[derive(Debug)]
+struct Bell {
+    eventfd: File,
+    rung: AtomicBool,
+}
+
+impl Bell {
+    fn new() -> Result<Self> {
+        // SAFETY: eventfd touches no memory of ours.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(refused("create an eventfd", io::Error::last_os_error()));
+        }
+        // SAFETY: `fd` is a new descriptor that nothing else owns.
+        let eventfd = unsafe { File::from_raw_fd(fd) };
+        Ok(Self { eventfd, rung: AtomicBool::new(false) })
+    }
+
+    fn ring(&self) {
+        // AcqRel pairs with `quiet`: whoever finds the bell rung knows that the thread will look again after it.
+        if self.rung.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Err(cause) = (&self.eventfd).write_all(&1u64.to_ne_bytes()) {
+            tracing::error!(%cause, "cannot wake the io_uring thread");
+            self.rung.store(false, Ordering::Release);
+        }
+    }
+
+    fn quiet(&self) {
+        self.rung.swap(false, Ordering::AcqRel);
+    }
+}
+
+enum Request {
+    AddFile(FileId, Arc<OpenFile>),
+    RemoveFile(FileId),
+    Memory(HostPointer, u64),
+}
+
+/// The submitters' end.
+struct Uring {
+    bell: Arc<Bell>,
+    requests: Arc<Mutex<Vec<Request>>>,
+}
+
+impl Uring {
+    fn request(&self, request: Request) {
+        self.requests.lock().push(request);
+        self.bell.ring();
+    }
+}
+
+impl std::fmt::Debug for Uring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Uring").finish_non_exhaustive()
+    }
+}
+
+impl Driver for Uring {
+    fn wake(&self) {
+        self.bell.ring();
+    }
+    fn file_added(&self, id: FileId, file: &Arc<OpenFile>) {
+        self.request(Request::AddFile(id, Arc::clone(file)));
+    }
+    fn file_removed(&self, id: FileId) {
+        self.request(Request::RemoveFile(id));
+    }
+    fn memory_offered(&self, base: HostPointer, len: u64) {
+        self.request(Request::Memory(base, len));
+    }
+}
+
+/// Registered memory: `len` bytes from `base` are buffer `index` of the ring.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    base: u64,
+    len: u64,
+    index: u16,
+}
+
+/// An operation the kernel has.
+struct InFlight {
+    active: Active,
+    lane: Lane,
+}
+
+/// The thread's end: the ring and all that belongs to it.
+struct Ring {
+    ring: IoUring,
+    shared: Arc<Shared>,
+    bell: Arc<Bell>,
+    requests: Arc<Mutex<Vec<Request>>>,
+    in_flight: Slab<InFlight>,
+    /// Where the kernel puts the eventfd's count.
+    wake_word: Box<u64>,
+    armed: bool,
+    fixed_files: Option<FixedFiles>,
+    /// Sorted by address; disjoint.
+    pieces: Vec<Piece>,
+    /// Memory that still has to be registered; `None` when the kernel has no table for it or has refused.
+    offered: Option<Vec<(u64, u64)>>,
+    done: Vec<Completion>,
+    ended: Vec<Lane>,
+    starting: Vec<(Active, Lane)>,
+    answers: Vec<(u64, i32)>,
+    complained: bool,
+}
+
+#[derive(Default)]
+struct FixedFiles {
+    slots: HashMap<FileId, u32>,
+    free: Vec<u32>,
+    next: u32,
+}
+
+impl Ring {
+    fn new(ring: IoUring, shared: Arc<Shared>, bell: Arc<Bell>, requests: Arc<Mutex<Vec<Request>>>) -> Self {
+        let submitter = ring.submitter();
+        let fixed_files = submitter.register_files_sparse(FIXED_FILES).is_ok().then(FixedFiles::default);
+        let offered = submitter.register_buffers_sparse(FIXED_BUFFERS).is_ok().then(Vec::new);
+        if fixed_files.is_none() || offered.is_none() {
+            tracing::info!(
+                files = fixed_files.is_some(),
+                buffers = offered.is_some(),
+                "this kernel registers not all of what was offered: some CPU more, nothing else"
+            );
+        }
+        Self {
+            ring,
+            shared,
+            bell,
+            requests,
+            in_flight: Slab::new(),
+            wake_word: Box::new(0),
+            armed: false,
+            fixed_files,
+            pieces: Vec::new(),
+            offered,
+            done: Vec::new(),
+            ended: Vec::new(),
+            starting: Vec::new(),
+            answers: Vec::new(),
+            complained: false,
+        }
+    }
+
+    fn run(&mut self) {
+        while self.admit() {
+            for (active, lane) in mem::take(&mut self.starting) {
+                let key = self.in_flight.insert(InFlight { active, lane });
+                self.issue(key);
+            }
+            self.settle();
+            if !self.done.is_empty() {
+                // The kernel gets its next work before the sink takes its time.
+                self.enter(0);
+                let mut done = mem::take(&mut self.done);
+                self.shared.deliver(&mut done);
+                self.done = done;
+                continue;
+            }
+            let registered = self.register_piece();
+            self.enter(if registered { 0 } else { 1 });
+            self.reap();
+            self.settle();
+        }
+    }
+
+    /// Takes what is new. False when the store is closed and nothing is left.
+    fn admit(&mut self) -> bool {
+        let requests = mem::take(&mut *self.requests.lock());
+        for request in requests {
+            match request {
+                Request::AddFile(id, file) => self.add_file(id, &file),
+                Request::RemoveFile(id) => self.remove_file(id),
+                Request::Memory(base, len) => {
+                    if let Some(offered) = &mut self.offered {
+                        offered.push((base.as_ptr().addr() as u64, len));
+                    }
+                }
+            }
+        }
+        let now = Instant::now();
+        let mut state = self.shared.state.lock();
+        for lane in self.ended.drain(..) {
+            state.queue.finished(lane);
+        }
+        self.done.append(&mut state.refused);
+        while let Some(next) = state.queue.pop(now) {
+            self.starting.push(next);
+        }
+        if state.closing {
+            let idle = self.starting.is_empty() && self.done.is_empty() && self.in_flight.is_empty();
+            if idle && !self.armed && state.queue.is_empty() {
+                state.stopped = true;
+                return false;
+            }
+        } else if !self.armed {
+            drop(state);
+            self.arm();
+        }
+        true
+    }
+
+    fn arm(&mut self) {
+        let word: *mut u64 = &raw mut *self.wake_word;
+        let entry = opcode::Read::new(types::Fd(self.bell.eventfd.as_raw_fd()), word.cast(), 8).build().user_data(WAKE);
+        self.armed = true;
+        self.push(&entry);
+    }
+
+    /// Hands the next call of an operation to the kernel, or to the hook.
+    fn issue(&mut self, key: usize) {
+        let Some(InFlight { active, .. }) = self.in_flight.get_mut(key) else { return };
+        if let Some(answer) = active.consult(self.shared.hook.as_deref()) {
+            self.answers.push((key as u64, answer));
+            return;
+        }
+        let rest = active.remainder();
+        let (address, len, offset) = (rest.buffer.as_ptr(), rest.len, rest.offset);
+        let piece = piece_of(&self.pieces, address.addr() as u64, u64::from(len));
+        let slot = self.fixed_files.as_ref().and_then(|files| files.slots.get(&active.op.file).copied());
+        macro_rules! entry {
+            ($fd:expr) => {
+                match (active.op.kind, piece) {
+                    (IoKind::Read, Some(i)) => opcode::ReadFixed::new($fd, address, len, i).offset(offset).build(),
+                    (IoKind::Read, None) => opcode::Read::new($fd, address, len).offset(offset).build(),
+                    (IoKind::Write, Some(i)) => opcode::WriteFixed::new($fd, address, len, i).offset(offset).build(),
+                    (IoKind::Write, None) => opcode::Write::new($fd, address, len).offset(offset).build(),
+                }
+            };
+        }
+        let entry = match slot {
+            Some(slot) => entry!(types::Fixed(slot)),
+            None => entry!(types::Fd(active.file.fd())),
+        };
+        // Through the page cache an operation copies or even waits within the submission; the kernel's workers can do
+        // that beside this thread.
+        let flags = if active.file.is_direct() { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
+        self.push(&entry.flags(flags).user_data(key as u64));
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        loop {
+            // SAFETY: the entry names memory of an operation in `in_flight`, which the submitter keeps valid until
+            // completion (rule 3 of the store contract), or `wake_word`; the thread keeps both until the completion is
+            // reaped (invariants 1 and 2).
+            if unsafe { self.ring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            self.enter(0);
+        }
+    }
+
+    /// Submits what is queued and waits for `want` completions.
+    fn enter(&mut self, want: usize) {
+        match self.ring.submit_and_wait(want) {
+            Ok(_) => {}
+            Err(cause) => match cause.raw_os_error() {
+                // Nothing is lost: what was not taken is still queued, and the caller comes again.
+                Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => {}
+                _ => {
+                    if !mem::replace(&mut self.complained, true) {
+                        tracing::error!(%cause, "io_uring takes no submissions; trying on");
+                    }
+                    thread::sleep(BACK_OFF);
+                }
+            },
+        }
+    }
+
+    /// Collects completions from the kernel.
+    fn reap(&mut self) {
+        let mut woken = false;
+        for cqe in self.ring.completion() {
+            match cqe.user_data() {
+                WAKE => woken = true,
+                key => self.answers.push((key, cqe.result())),
+            }
+        }
+        if woken {
+            self.armed = false;
+            self.bell.quiet();
+        }
+    }
+
+    /// Works off the answers, until each is a completion or a new call.
+    fn settle(&mut self) {
+        while let Some((key, answer)) = self.answers.pop() {
+            let key = key as usize;
+            let Some(InFlight { active, lane }) = self.in_flight.get_mut(key) else { continue };
+            let lane = *lane;
+            match active.advance(answer) {
+                None => self.issue(key),
+                Some(result) => {
+                    let token = active.op.token;
+                    self.in_flight.remove(key);
+                    self.ended.push(lane);
+                    self.done.push(Completion { token, result });
+                }
+            }
+        }
+    }
+
+    fn add_file(&mut self, id: FileId, file: &OpenFile) {
+        let Some(files) = &mut self.fixed_files else { return };
+        let slot = match files.free.pop() {
+            Some(slot) => slot,
+            None if files.next < FIXED_FILES => {
+                files.next += 1;
+                files.next - 1
+            }
+            None => return,
+        };
+        match self.ring.submitter().register_files_update(slot, &[file.fd()]) {
+            Ok(_) => {
+                files.slots.insert(id, slot);
+            }
+            Err(_) => files.free.push(slot),
+        }
+    }
+
+    /// The kernel keeps the file for operations it has; those that come later use the descriptor they hold.
+    fn remove_file(&mut self, id: FileId) {
+        let Some(files) = &mut self.fixed_files else { return };
+        if let Some(slot) = files.slots.remove(&id)
+            && self.ring.submitter().register_files_update(slot, &[-1]).is_ok()
+        {
+            files.free.push(slot);
+        }
+    }
+
+    /// Registers the next piece of what was offered. True if there was one.
+    fn register_piece(&mut self) -> bool {
+        let Some(offered) = &mut self.offered else { return false };
+        let Some((base, len)) = offered.last_mut() else { return false };
+        let piece = Piece { base: *base, len: PIECE.min(*len), index: self.pieces.len() as u16 };
+        *base += piece.len;
+        *len -= piece.len;
+        if *len == 0 {
+            offered.pop();
+        }
+        if piece.len == 0 {
+            return true;
+        }
+        let vector = libc::iovec { iov_base: piece.base as *mut libc::c_void, iov_len: piece.len as usize };
+        // SAFETY: whoever offered the memory keeps it mapped, at the same physical pages, until the store has closed
+        // (contract of `register_memory`).
+        let answer = unsafe { self.ring.submitter().register_buffers_update(u32::from(piece.index), &[vector], None) };
+        match answer {
+            Ok(()) => {
+                let at = self.pieces.partition_point(|p| p.base < piece.base);
+                self.pieces.insert(at, piece);
+            }
+            Err(cause) => {
+                tracing::info!(
+                    registered = %Bytes::new(self.pieces.iter().map(|p| p.len).sum()),
+                    %cause,
+                    "the rest of the memory stays unregistered: some CPU more, nothing else"
+                );
+                self.offered = None;
+            }
+        }
+        true
+    }
+}
+
+/// The registered buffer that holds the whole range.
+fn piece_of(pieces: &[Piece], address: u64, len: u64) -> Option<u16> {
+    let after = pieces.partition_point(|piece| piece.base <= address);
+    let piece = pieces.get(after.checked_sub(1)?)?;
+    (address - piece.base + len <= piece.len).then_some(piece.index)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_registered_only_if_one_piece_holds_it() {
+        let pieces = [Piece { base: 100, len: 50, index: 7 }, Piece { base: 150, len: 10, index: 8 }];
+        assert_eq!(piece_of(&pieces, 100, 50), Some(7));
+        assert_eq!(piece_of(&pieces, 149, 1), Some(7));
+        assert_eq!(piece_of(&pieces, 149, 2), None);
+        assert_eq!(piece_of(&pieces, 150, 10), Some(8));
+        assert_eq!(piece_of(&pieces, 99, 1), None);
+        assert_eq!(piece_of(&pieces, 160, 1), None);
+        assert_eq!(piece_of(&[], 100, 1), None);
+    }
+
+    #[test]
+    fn refusals_say_what_to_do() {
+        let kind = |errno| refused("set up a ring", io::Error::from_raw_os_error(errno)).kind();
+        assert_eq!(kind(libc::EPERM), ErrorKind::Unsupported);
+        assert_eq!(kind(libc::ENOSYS), ErrorKind::Unsupported);
+        assert_eq!(kind(libc::ENOMEM), ErrorKind::OutOfMemory);
+        assert_eq!(kind(libc::EFAULT), ErrorKind::Internal);
+        assert!(refused("x", io::Error::from_raw_os_error(libc::EPERM)).advice().is_some());
+    }
+}
