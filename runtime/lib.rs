@@ -5,6 +5,7 @@ mod dtype;
 mod error;
 pub mod format;
 mod ids;
+pub mod machine;
 pub mod store;
 
 pub use dtype::DType;
