@@ -7,19 +7,28 @@
 //! # Contract (every device passes `tests/device_suite.rs`)
 //!
 //! 1. `map(frame, address)` puts `frame` behind `address`; the bytes the frame held travel with it. Afterwards the
-//!    address the frame was behind before holds nothing and any access there faults. The caller guarantees that no
+//!    address the frame was behind before holds nothing and any access there faults. A frame that was behind
+//!    `address` keeps its memory but is behind no address until it is mapped again. The caller guarantees that no
 //!    operation in flight touches either address.
 //! 2. `protect(frame)` makes the frame's address inaccessible until the next `map` of that frame; a device for which
 //!    this costs time may do nothing unless it was built `strict`.
-//! 3. `discard(frame)` gives the frame's physical memory back to the system; its bytes are lost, and a later `map`
-//!    brings an arbitrary but readable content.
+//! 3. `discard(frame)` gives the frame's physical memory back to the system; its bytes are lost, any access to its
+//!    address faults, and a later `map` brings an arbitrary but readable content.
 //! 4. `submit` never blocks on the device. Operations of one stream run in submission order; two streams are ordered
 //!    only by events. An operation with a token reports to the device's [`Completions`] exactly once.
 //! 5. Memory named by a submitted operation is borrowed until its completion is reported; dropping a waiter elsewhere
 //!    changes nothing.
-//! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready".
+//! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready". An
+//!    operation that fails reports to its token; one without a token fails every later event of its stream.
 //! 7. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
-//!    [`ErrorKind::Closed`](crate::ErrorKind::Closed).
+//!    [`ErrorKind::Closed`](crate::ErrorKind::Closed), not on the caller's stack. Mappings stay until the device is
+//!    dropped.
+
+mod host;
+mod link;
+mod slab;
+mod stream;
+mod sys;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -27,6 +36,10 @@ use std::task::Poll;
 
 use crate::error::Result;
 use crate::ids::{FrameId, PageSize};
+
+pub use host::{HostDevice, HostDeviceConfig};
+pub use link::{Direction, LinkModel, LinkSchedule};
+pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
 
 /// A device address. On the host device it is an ordinary pointer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -89,6 +102,17 @@ impl HostPointer {
     /// accesses that conflict with it, from submission until completion.
     pub const unsafe fn new(pointer: NonNull<u8>) -> Self {
         Self(pointer)
+    }
+    /// The memory of a page on a device whose frames the store can reach; `None` for address 0.
+    pub(crate) fn of_page(address: DeviceAddress) -> Option<Self> {
+        NonNull::new(std::ptr::with_exposed_provenance_mut(address.get() as usize)).map(Self)
+    }
+    /// The hash of the first `len` bytes. Only for memory that belongs to a move whose operation is complete or not
+    /// yet submitted: the pager lets nobody else touch it, and it is at least a page long.
+    pub(crate) fn checksum(self, len: u64) -> u64 {
+        // SAFETY: the constructor's promise covers the range, and the caller's move owns it (above), so nobody writes.
+        let bytes = unsafe { std::slice::from_raw_parts(self.0.as_ptr(), len as usize) };
+        twox_hash::XxHash3_64::oneshot(bytes)
     }
     /// The raw pointer.
     pub const fn as_ptr(self) -> *mut u8 {
@@ -166,7 +190,7 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// Reserves a contiguous address range of `pages` pages, aligned to the page size, inaccessible until mapped.
     fn reserve(&self, pages: u32) -> Result<DeviceAddress>;
-    /// Gives a range back. No frame may be behind it: frames there are first discarded by the caller.
+    /// Gives a range back. Frames still behind it are free: they move away and keep their memory.
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
 
     /// How many frames exist: ids `0..count`. Creating frames commits no memory; mapping and filling them does.

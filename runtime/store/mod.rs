@@ -50,6 +50,7 @@ pub use self::probe::{
 pub use self::queue::QueueDepth;
 pub use self::scratch::{ScratchFile, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
+pub use crate::pager::Priority;
 
 /// Offsets, lengths and buffers of operations are multiples of this many bytes: enough for O_DIRECT on every common
 /// file system and device.
@@ -107,21 +108,6 @@ pub enum IoKind {
     Read,
     /// Memory to file.
     Write,
-}
-
-/// How urgent an operation is; the smallest goes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Priority {
-    /// Somebody waits for the page.
-    Demand,
-    /// A write-back somebody waits for.
-    WriteBack,
-    /// The plan will want the page.
-    Prefetch,
-    /// Somebody may want the page.
-    Speculation,
-    /// Nobody waits.
-    Background,
 }
 
 /// What a file is opened for.

@@ -23,7 +23,6 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, RwLock};
-use twox_hash::XxHash3_64;
 
 use crate::config::Verify;
 use crate::device::{
@@ -33,7 +32,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId};
 use crate::observe::{Observer, Resource};
 use crate::pager::{AccessLog, Effects, Move, Pager, Place, WaitCause};
-use crate::store::{IoKind, IoOp, Scratch, ScratchSlots, Store};
+use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
 
@@ -52,7 +51,7 @@ pub(crate) enum Source {
     /// A model file, read in place.
     File { file: FileId, path: PathBuf, learned: Option<LearnedHashes> },
     /// Slots of the scratch file.
-    Scratch { slots: ScratchSlots },
+    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun },
 }
 
 /// A hash per page, learned when the page is first read. 0 is "not learned".
@@ -73,12 +72,12 @@ impl LearnedHashes {
         Some(Self { hashes: zeros(pages), confirmed: zeros(pages.div_ceil(64)), always: verify == Verify::Always })
     }
 
-    fn check(&self, page: PageIndex, bytes: &[u8]) -> Result<(), (u64, u64)> {
+    fn check(&self, page: PageIndex, hash: impl FnOnce() -> u64) -> Result<(), (u64, u64)> {
         let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
         if !self.always && self.confirmed[word].load(Ordering::Relaxed) & bit != 0 {
             return Ok(());
         }
-        let hash = XxHash3_64::oneshot(bytes).max(1);
+        let hash = hash().max(1);
         match self.hashes[page.index()].compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => Ok(()),
             Err(learned) if learned == hash => {
@@ -145,7 +144,6 @@ pub(crate) struct Parts {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) slab: HostSlab,
-    pub(crate) scratch: Mutex<Option<Arc<Scratch>>>,
     pub(crate) observer: Observer,
     pub(crate) sink: Arc<Sink>,
 }
@@ -159,7 +157,6 @@ pub(crate) struct Engine {
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
     slab: HostSlab,
-    pub(crate) scratch: Mutex<Option<Arc<Scratch>>>,
     fills: StreamId,
     write_backs: StreamId,
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
@@ -170,7 +167,7 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { pager, device, store, slab, scratch, observer, sink } = parts;
+        let Parts { pager, device, store, slab, observer, sink } = parts;
         let engine = Arc::new(Self {
             latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
@@ -181,7 +178,6 @@ impl Engine {
             device,
             store,
             slab,
-            scratch,
             in_flight: Mutex::new(HashMap::new()),
             segments: RwLock::new(Vec::new()),
             observer,
@@ -201,7 +197,11 @@ impl Engine {
     }
 
     /// Submits a request; a ticket comes back if it has to wait.
-    pub(crate) fn submit(&self, runs: &[crate::pager::PageRun], exclusive: bool) -> Result<Option<(RequestId, Arc<Ticket>)>> {
+    pub(crate) fn submit(
+        &self,
+        runs: &[crate::pager::PageRun],
+        exclusive: bool,
+    ) -> Result<Option<(RequestId, Arc<Ticket>)>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -260,16 +260,13 @@ impl Engine {
         }
         let (in_use, _) = latched.pager.device_frames();
         let (host, _) = latched.pager.host_frames();
-        let done: Vec<_> =
-            fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+        let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
         if latched.pager.is_idle() {
             self.idle.notify_all();
         }
         drop(latched);
-        self.observer.in_use(
-            Bytes::new(u64::from(in_use) * self.page_bytes),
-            Bytes::new(u64::from(host) * self.page_bytes),
-        );
+        self.observer
+            .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
         for (ticket, result) in done {
             if let Some(ticket) = ticket {
                 ticket.fulfil(result);
@@ -347,7 +344,7 @@ impl Engine {
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
                 let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging)?,
+                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
                     None => device_pointer(address)?,
                 };
                 self.read_or_write(planned, Stage::Reading, &io, buffer)
@@ -357,18 +354,22 @@ impl Engine {
                 Ok(())
             }
             (Place::Host(host), Place::Device(_)) => {
-                let host = self.slab.pointer(host)?;
+                let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
                 self.copy(planned, Stage::CopyingIn, StreamOp::CopyIn { host, device: address, len: self.page_bytes });
                 Ok(())
             }
             (Place::Device(_), Place::Host(host)) => {
-                let host = self.slab.pointer(host)?;
-                self.copy(planned, Stage::CopyingOut, StreamOp::CopyOut { device: address, host, len: self.page_bytes });
+                let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
+                self.copy(
+                    planned,
+                    Stage::CopyingOut,
+                    StreamOp::CopyOut { device: address, host, len: self.page_bytes },
+                );
                 Ok(())
             }
             (Place::Device(_), _) => match planned.staging {
                 Some(staging) => {
-                    let host = self.slab.staging(staging)?;
+                    let host = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                     let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
                     self.copy(planned, Stage::CopyingOut, op);
                     Ok(())
@@ -376,10 +377,12 @@ impl Engine {
                 None => self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?),
             },
             (Place::Host(host), _) => {
-                let buffer = self.slab.pointer(host)?;
+                let buffer = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
                 self.read_or_write(planned, Stage::Writing, &io, buffer)
             }
-            (Place::Disk, _) => Err(Error::new(ErrorKind::Internal, format!("no way from {:?} to {:?}", planned.from, planned.to))),
+            (Place::Disk, _) => {
+                Err(Error::new(ErrorKind::Internal, format!("no way from {:?} to {:?}", planned.from, planned.to)))
+            }
         }
     }
 
@@ -398,15 +401,13 @@ impl Engine {
         let valid = self.valid(io, planned.page);
         let (file, offset) = match &io.source {
             Source::File { file, .. } => (*file, u64::from(planned.page.index.0) * self.page_bytes),
-            Source::Scratch { slots } => (slots.file(), slots.offset(planned.page.index)?),
+            Source::Scratch { file, scratch, slots } => (*file, scratch.offset_of(slot(slots, planned.page.index)?)),
         };
         let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
-        if let (Source::Scratch { slots }, IoKind::Write) = (&io.source, kind) {
-            // SAFETY: the page is WritingBack, or its host copy busy: nobody writes to these bytes until the write is
-            // reported complete (pager, invariant 5), and the buffer is one page long.
-            let bytes = unsafe { buffer.bytes(self.page_bytes) };
-            slots.record(planned.page.index, bytes);
+        if let (Source::Scratch { scratch, slots, .. }, IoKind::Write) = (&io.source, kind) {
+            // The page is WritingBack, or its host copy busy: its bytes do not change until the write is complete.
+            scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
         }
         self.enter(planned, stage);
         self.store.submit(IoOp {
@@ -415,7 +416,7 @@ impl Engine {
             file,
             offset,
             buffer,
-            len: valid.next_multiple_of(4096) as u32,
+            len: valid.next_multiple_of(IO_ALIGNMENT) as u32,
             valid: valid as u32,
             priority: planned.priority,
         });
@@ -471,7 +472,7 @@ impl Engine {
         match entry.stage {
             Stage::Reading => {
                 let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging)?,
+                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
                     None => device_pointer(address)?,
                 };
                 self.check(&io, planned.page, buffer)?;
@@ -484,7 +485,7 @@ impl Engine {
             }
             Stage::CopyingOut if planned.to == Place::Disk => {
                 let Some(staging) = planned.staging else { return Ok(false) };
-                let buffer = self.slab.staging(staging)?;
+                let buffer = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                 self.read_or_write(planned, Stage::Writing, &io, buffer)?;
                 Ok(true)
             }
@@ -497,10 +498,8 @@ impl Engine {
         match &io.source {
             Source::File { learned: None, .. } => Ok(()),
             Source::File { learned: Some(learned), path, .. } => {
-                // SAFETY: the read is complete and the page not yet published: this move owns the buffer, which holds
-                // at least the page's valid bytes.
-                let bytes = unsafe { buffer.bytes(self.valid(io, page)) };
-                learned.check(page.index, bytes).map_err(|(expected, found)| {
+                let hash = || buffer.checksum(self.valid(io, page));
+                learned.check(page.index, hash).map_err(|(expected, found)| {
                     let message = format!(
                         "{} has other bytes than when it was first read (hash {expected:016x}, now {found:016x})",
                         path.display()
@@ -509,10 +508,8 @@ impl Engine {
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
                 })
             }
-            Source::Scratch { slots } => {
-                // SAFETY: as above; a scratch slot is one whole page.
-                let bytes = unsafe { buffer.bytes(self.page_bytes) };
-                slots.verify(page.index, bytes)
+            Source::Scratch { scratch, slots, .. } => {
+                scratch.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes))
             }
         }
     }
@@ -540,7 +537,17 @@ impl Engine {
     }
 }
 
+fn slot(slots: &SlotRun, page: PageIndex) -> Result<SlotIndex> {
+    slots.slot(u64::from(page.get())).ok_or_else(|| {
+        Error::new(ErrorKind::Internal, format!("no scratch slot for {page:?} of {}", slots.slot_count()))
+    })
+}
+
+fn missing_frame(what: impl std::fmt::Debug) -> Error {
+    Error::new(ErrorKind::Internal, format!("{what:?} does not exist in the host slab"))
+}
+
 /// On a device whose frames the store can reach, an address is a pointer.
 fn device_pointer(address: DeviceAddress) -> Result<HostPointer> {
-    HostPointer::at(address).ok_or_else(|| Error::new(ErrorKind::Internal, "a segment at address 0"))
+    HostPointer::of_page(address).ok_or_else(|| Error::new(ErrorKind::Internal, "a segment at address 0"))
 }

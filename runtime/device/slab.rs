@@ -1,0 +1,339 @@
+//! The host tier's memory: frames and staging buffers, mapped once and locked in the background.
+//!
+//! # Invariants
+//!
+//! 1. Frames and staging buffers are two ranges, so that cache pressure can never take a staging buffer.
+//! 2. Addresses stay for the slab's life, up to its frame limit. The memory of frame `i` is there while
+//!    `i < frame_count`.
+//! 3. The locker works on one slice at a time, under the lock that [`HostSlab::shrink`] and [`HostSlab::grow`] take.
+//!    Lookups of addresses take no lock.
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::HostPointer;
+use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
+
+/// The locker locks this much at a time; [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this.
+const LOCK_SLICE_BYTES: u64 = 64 << 20;
+
+/// What a slab is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct HostSlabConfig {
+    /// Bytes of a frame and of a staging buffer.
+    pub page_size: PageSize,
+    /// Host frames at first.
+    pub frames: u32,
+    /// Host frames the slab can grow to. Reserves addresses, not memory; a value below `frames` means `frames`.
+    pub frames_max: u32,
+    /// Staging buffers.
+    pub staging: u32,
+    /// Locks the memory in the background, staging buffers first.
+    pub lock: bool,
+}
+
+/// A range of host memory, for registration with a store or a GPU driver.
+#[derive(Clone, Copy, Debug)]
+pub struct SlabRegion {
+    /// The first byte.
+    pub base: HostPointer,
+    /// Its length.
+    pub len: Bytes,
+}
+
+type LockFn = fn(u64, u64) -> io::Result<()>;
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Bytes locked from the start of the staging region, and of the frame region.
+    staging: u64,
+    frames: u64,
+    refused: bool,
+}
+
+#[derive(Debug)]
+struct Slab {
+    page_size: PageSize,
+    frames_max: u32,
+    staging_count: u32,
+    frames: Region,
+    staging: Region,
+    frame_count: AtomicU32,
+    progress: Mutex<Progress>,
+    /// Bytes locked; written under `progress`.
+    locked: AtomicU64,
+    stopping: AtomicBool,
+    lock_fn: LockFn,
+}
+
+/// The host tier's memory. See the module's invariants in `runtime/device/slab.rs`.
+#[derive(Debug)]
+pub struct HostSlab {
+    slab: Arc<Slab>,
+    lock: bool,
+    locker: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Slab {
+    fn bytes(&self, pages: u32) -> u64 {
+        u64::from(pages) * self.page_size.bytes()
+    }
+
+    /// The next slice to lock: which progress it advances, its address and its length.
+    fn next_slice<'a>(&self, progress: &'a mut Progress) -> Option<(&'a mut u64, u64, u64)> {
+        let (base, done, total) = if progress.staging < self.staging.len() {
+            (self.staging.base(), &mut progress.staging, self.staging.len())
+        } else {
+            let total = self.bytes(self.frame_count.load(Ordering::Relaxed));
+            (self.frames.base(), &mut progress.frames, total)
+        };
+        let len = LOCK_SLICE_BYTES.min(total.saturating_sub(*done));
+        let address = base + *done;
+        (len > 0).then_some((done, address, len))
+    }
+
+    fn lock_in_slices(&self) {
+        while !self.stopping.load(Ordering::Relaxed) {
+            let mut progress = self.progress.lock();
+            if progress.refused {
+                return;
+            }
+            let Some((done, address, len)) = self.next_slice(&mut progress) else { return };
+            match (self.lock_fn)(address, len) {
+                Ok(()) => {
+                    *done += len;
+                    self.locked.fetch_add(len, Ordering::Relaxed);
+                }
+                Err(cause) => {
+                    progress.refused = true;
+                    tracing::warn!(
+                        %cause,
+                        locked_bytes = self.locked.load(Ordering::Relaxed),
+                        "the host tier goes on unlocked: RLIMIT_MEMLOCK does not allow more locked memory; raise it \
+                         (`ulimit -l`) or grant CAP_IPC_LOCK"
+                    );
+                }
+            }
+            // Whoever grows or shrinks the slab goes between two slices.
+            MutexGuard::unlock_fair(progress);
+        }
+    }
+}
+
+impl HostSlab {
+    /// Maps a slab. Memory is committed as it is locked or first used.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
+    pub fn new(config: HostSlabConfig) -> Result<Self> {
+        Self::with_lock_fn(config, sys::lock)
+    }
+
+    fn with_lock_fn(config: HostSlabConfig, lock_fn: LockFn) -> Result<Self> {
+        let page = config.page_size;
+        let align = page.bytes().max(HUGE_PAGE_BYTES);
+        let frames_max = config.frames_max.max(config.frames);
+        let staging = Region::reserve(u64::from(config.staging) * page.bytes(), align, "the staging buffers")?;
+        let frames = Region::reserve(u64::from(frames_max) * page.bytes(), align, "the host tier")?;
+        let slab = Slab {
+            page_size: page,
+            frames_max,
+            staging_count: config.staging,
+            frames,
+            staging,
+            frame_count: AtomicU32::new(0),
+            progress: Mutex::default(),
+            locked: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            lock_fn,
+        };
+        if slab.staging.len() > 0 {
+            // SAFETY: the region is new, ours, and known to nobody.
+            unsafe { sys::commit(slab.staging.base(), slab.staging.len(), true) }
+                .map_err(|e| Error::io("map the staging buffers", e))?;
+        }
+        let slab = Self { slab: Arc::new(slab), lock: config.lock, locker: Mutex::default() };
+        slab.grow(config.frames)?;
+        slab.start_locker();
+        Ok(slab)
+    }
+
+    fn start_locker(&self) {
+        if !self.lock {
+            return;
+        }
+        let mut locker = self.locker.lock();
+        if let Some(previous) = locker.take() {
+            let _ = previous.join();
+        }
+        let slab = Arc::clone(&self.slab);
+        match thread::Builder::new().name("slab-lock".into()).spawn(move || slab.lock_in_slices()) {
+            Ok(thread) => *locker = Some(thread),
+            Err(cause) => tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked"),
+        }
+    }
+
+    /// Bytes of a frame and of a staging buffer.
+    pub fn page_size(&self) -> PageSize {
+        self.slab.page_size
+    }
+
+    /// How many host frames there are: ids `0..count`.
+    pub fn frame_count(&self) -> u32 {
+        self.slab.frame_count.load(Ordering::Acquire)
+    }
+
+    /// How many staging buffers there are: ids `0..count`.
+    pub fn staging_count(&self) -> u32 {
+        self.slab.staging_count
+    }
+
+    /// The memory of a host frame, or `None` if there is no such frame.
+    pub fn pointer(&self, frame: HostFrameId) -> Option<HostPointer> {
+        (frame.get() < self.frame_count()).then(|| at(&self.slab.frames, self.slab.bytes(frame.get())))
+    }
+
+    /// The memory of a staging buffer, or `None` if there is no such buffer.
+    pub fn staging(&self, staging: StagingId) -> Option<HostPointer> {
+        (staging.get() < self.slab.staging_count).then(|| at(&self.slab.staging, self.slab.bytes(staging.get())))
+    }
+
+    /// The memory as it is now, staging buffers first, for registration. Empty ranges are left out.
+    pub fn regions(&self) -> Vec<SlabRegion> {
+        let frames = self.slab.bytes(self.frame_count());
+        [(&self.slab.staging, self.slab.staging.len()), (&self.slab.frames, frames)]
+            .into_iter()
+            .filter(|(_, len)| *len > 0)
+            .map(|(region, len)| SlabRegion { base: at(region, 0), len: Bytes::new(len) })
+            .collect()
+    }
+
+    /// How much is locked so far; it grows in the background.
+    pub fn locked_bytes(&self) -> Bytes {
+        Bytes::new(self.slab.locked.load(Ordering::Relaxed))
+    }
+
+    /// Waits until everything is locked, or locking was refused.
+    pub fn wait_locked(&self) {
+        let thread = self.locker.lock().take();
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that locks the host tier panicked");
+        }
+    }
+
+    /// Makes frames `0..count` exist; never fewer than there are.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if `count` is above the slab's frame limit; [`ErrorKind::OutOfMemory`] if the
+    /// kernel refuses.
+    pub fn grow(&self, count: u32) -> Result<()> {
+        let slab = &self.slab;
+        if count > slab.frames_max {
+            let message = format!("the host tier cannot grow to {count} frames: its limit is {}", slab.frames_max);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("open it with a larger limit"));
+        }
+        {
+            let _progress = slab.progress.lock();
+            let from = slab.frame_count.load(Ordering::Relaxed);
+            if count <= from {
+                return Ok(());
+            }
+            let (base, len) = (slab.frames.base() + slab.bytes(from), slab.bytes(count - from));
+            // SAFETY: the range is in our region, and frames from `from` on do not exist yet, so nobody uses them.
+            unsafe { sys::commit(base, len, true) }.map_err(|e| Error::io("map the host tier", e))?;
+            slab.frame_count.store(count, Ordering::Release);
+        }
+        self.start_locker();
+        Ok(())
+    }
+
+    /// Gives the memory of all frames from `count` on back to the system.
+    ///
+    /// # Safety
+    /// No operation in flight uses those frames, no pointer to them is used afterwards, and they are not registered
+    /// with a store or a GPU driver: registration holds the physical pages, which would then neither be given back
+    /// nor be the ones behind the addresses after a later [`grow`](Self::grow).
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`] if the kernel refuses.
+    pub unsafe fn shrink(&self, count: u32) -> Result<()> {
+        let slab = &self.slab;
+        let mut progress = slab.progress.lock();
+        let from = slab.frame_count.load(Ordering::Relaxed);
+        if count >= from {
+            return Ok(());
+        }
+        let kept = slab.bytes(count);
+        // SAFETY: the range is in our region, and the caller says that nobody uses it.
+        unsafe { sys::vacate(slab.frames.base() + kept, slab.bytes(from - count)) }
+            .map_err(|e| Error::io("give memory of the host tier back", e))?;
+        slab.frame_count.store(count, Ordering::Release);
+        let unlocked = progress.frames.saturating_sub(kept);
+        progress.frames -= unlocked;
+        slab.locked.fetch_sub(unlocked, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn at(region: &Region, offset: u64) -> HostPointer {
+    let address = std::ptr::with_exposed_provenance_mut(region.base() as usize + offset as usize);
+    // SAFETY: the slab keeps the region until the last operation on it is complete; the pager gives each frame and
+    // staging buffer to one move at a time.
+    unsafe { HostPointer::new(NonNull::new(address).unwrap_or(NonNull::dangling())) }
+}
+
+impl Drop for HostSlab {
+    fn drop(&mut self) {
+        self.slab.stopping.store(true, Ordering::Relaxed);
+        self.wait_locked();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(frames: u32, staging: u32) -> HostSlabConfig {
+        HostSlabConfig {
+            page_size: PageSize::new(Bytes::kib(64)).unwrap(),
+            frames,
+            frames_max: 64,
+            staging,
+            lock: true,
+        }
+    }
+
+    #[test]
+    fn a_refused_lock_leaves_the_memory_usable() {
+        let refuse: LockFn = |_, _| Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        let slab = HostSlab::with_lock_fn(config(4, 2), refuse).unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::ZERO);
+        let frame = slab.pointer(HostFrameId::new(3)).unwrap();
+        // SAFETY: the frame is the slab's and used by this test alone.
+        unsafe { frame.as_ptr().write_bytes(7, 64 << 10) };
+        slab.grow(8).unwrap();
+        assert!(slab.slab.progress.lock().refused);
+    }
+
+    #[test]
+    fn locking_covers_both_regions_and_follows_growth_and_shrinking() {
+        let slab = HostSlab::with_lock_fn(config(4, 2), |_, _| Ok(())).unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
+        slab.grow(10).unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(12 * 64));
+        // SAFETY: nothing uses the frames.
+        unsafe { slab.shrink(1) }.unwrap();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(3 * 64));
+        assert!(slab.pointer(HostFrameId::new(1)).is_none());
+    }
+}

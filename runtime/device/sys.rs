@@ -1,0 +1,220 @@
+//! Address space: the handful of memory calls the host device and the host tier are made of.
+//!
+//! # Invariants
+//!
+//! 1. A [`Region`] owns its range for life: nothing else in the process is ever placed there, because every change
+//!    inside it replaces a mapping in one call and never leaves a hole.
+//! 2. A committed range is changed only as the unit it was committed as, so the kernel always sees it inside one
+//!    mapping, as `mremap` wants.
+
+use std::ffi::c_void;
+use std::io;
+use std::ptr;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
+
+/// Bytes of a huge page on the machines where this matters; elsewhere only an alignment.
+pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+const RESERVE_FLAGS: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
+fn size(len: u64) -> io::Result<usize> {
+    usize::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+fn pointer(address: u64) -> *mut c_void {
+    ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The kernel's own page size.
+pub(super) fn system_page_bytes() -> u64 {
+    // SAFETY: sysconf has no preconditions.
+    let n = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(n).unwrap_or(4096)
+}
+
+/// A reserved address range; unmapped on drop.
+#[derive(Debug)]
+pub(super) struct Region {
+    base: u64,
+    len: u64,
+}
+
+impl Region {
+    /// Reserves `len` bytes of inaccessible address space at a multiple of `align`, for `what`.
+    pub(super) fn reserve(len: u64, align: u64, what: &str) -> Result<Self> {
+        if len == 0 {
+            return Ok(Self { base: align, len: 0 });
+        }
+        let refuse = |cause: io::Error| {
+            Error::new(ErrorKind::OutOfMemory, format!("cannot reserve {} of addresses for {what}", Bytes::new(len)))
+                .remedy("raise the address-space limit (ulimit -v), or use fewer or smaller segments")
+                .caused_by(cause)
+        };
+        let too_large = || refuse(io::Error::from_raw_os_error(libc::ENOMEM));
+        let padded = len.checked_add(align).ok_or_else(too_large)?;
+        let padded_size = size(padded).map_err(refuse)?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let start = unsafe { libc::mmap(ptr::null_mut(), padded_size, libc::PROT_NONE, RESERVE_FLAGS, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(refuse(io::Error::last_os_error()));
+        }
+        let start = start.expose_provenance() as u64;
+        let mut whole = Self { base: start, len: padded };
+        let base = start.checked_next_multiple_of(align).ok_or_else(too_large)?;
+        whole.trim_front(base - start);
+        whole.trim_back(padded - (base - start) - len);
+        Ok(whole)
+    }
+
+    fn trim_front(&mut self, bytes: u64) {
+        drop(Self { base: self.base, len: bytes });
+        self.base += bytes;
+        self.len -= bytes;
+    }
+
+    fn trim_back(&mut self, bytes: u64) {
+        self.len -= bytes;
+        drop(Self { base: self.base + self.len, len: bytes });
+    }
+
+    pub(super) fn base(&self) -> u64 {
+        self.base
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        // SAFETY: the region owns this range (invariant 1), and its owner drops it only when nothing points inside.
+        let result = unsafe { libc::munmap(pointer(self.base), self.len as usize) };
+        if result != 0 {
+            let cause = io::Error::last_os_error();
+            tracing::error!(bytes = self.len, %cause, "cannot give an address range back");
+        }
+    }
+}
+
+/// Puts fresh zeroed memory at `address`, replacing what was there. Nothing is committed until it is touched.
+///
+/// # Safety
+/// The range lies in a [`Region`] of the caller's, and nobody uses what is behind it.
+pub(super) unsafe fn commit(address: u64, len: u64, huge: bool) -> io::Result<()> {
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = RESERVE_FLAGS | libc::MAP_FIXED;
+    // SAFETY: the caller owns the range and nobody uses it.
+    let got = unsafe { libc::mmap(pointer(address), size(len)?, prot, flags, -1, 0) };
+    if got == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+    // A kernel without huge pages refuses the advice, which then changes nothing.
+    // SAFETY: advice about a range the caller owns; it changes no content.
+    let _ = unsafe { libc::madvise(pointer(address), size(len)?, advice) };
+    Ok(())
+}
+
+/// Gives the memory of a range back and makes the range inaccessible. The range merges with the inaccessible ranges
+/// beside it, which keeps the number of mappings down.
+///
+/// # Safety
+/// As for [`commit`].
+pub(super) unsafe fn vacate(address: u64, len: u64) -> io::Result<()> {
+    let flags = RESERVE_FLAGS | libc::MAP_FIXED;
+    // SAFETY: the caller owns the range and nobody uses it.
+    let got = unsafe { libc::mmap(pointer(address), size(len)?, libc::PROT_NONE, flags, -1, 0) };
+    if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Makes a committed range accessible or not; its content stays.
+///
+/// # Safety
+/// The range lies in a [`Region`] of the caller's; when it becomes inaccessible nobody uses it.
+pub(super) unsafe fn set_access(address: u64, len: u64, accessible: bool) -> io::Result<()> {
+    let prot = if accessible { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_NONE };
+    // SAFETY: the caller owns the range.
+    check(unsafe { libc::mprotect(pointer(address), size(len)?, prot) })
+}
+
+/// Moves the memory behind `from` to `to`, replacing what was there, and leaves `from` inaccessible.
+///
+/// # Safety
+/// Both ranges lie in [`Region`]s of the caller's, `from` was committed as one unit, and nobody uses either.
+pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
+    let len_size = size(len)?;
+    // MREMAP_DONTUNMAP keeps the source range mapped: otherwise another thread's mmap could land in the hole before
+    // it is reserved again.
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    // SAFETY: the caller owns both ranges and nobody uses them.
+    let got = unsafe { libc::mremap(pointer(from), len_size, len_size, flags, pointer(to)) };
+    if got == libc::MAP_FAILED {
+        let cause = io::Error::last_os_error();
+        // The kernel may have unmapped the target before it failed; take the hole back unless it is still ours.
+        let reserve = RESERVE_FLAGS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: NOREPLACE changes nothing that is mapped.
+        let _ = unsafe { libc::mmap(pointer(to), len_size, libc::PROT_NONE, reserve, -1, 0) };
+        return Err(cause);
+    }
+    // A fresh mapping rather than mprotect: the mapping left behind carries the moved one's offset and could never
+    // merge with its neighbours.
+    // SAFETY: as for the move; the source holds nothing any more.
+    unsafe { vacate(from, len) }
+}
+
+/// Whether this kernel can move a mapping and keep its place reserved.
+pub(super) fn probe_relocate() -> Result<()> {
+    let page = system_page_bytes();
+    let region = Region::reserve(2 * page, page, "a probe")?;
+    // SAFETY: the region is ours and nobody else knows its addresses.
+    let moved = unsafe { commit(region.base(), page, false) }
+        // SAFETY: as above.
+        .and_then(|()| unsafe { relocate(region.base(), region.base() + page, page) });
+    moved.map_err(|cause| {
+        Error::new(ErrorKind::Unsupported, "this kernel cannot move memory with mremap(MREMAP_DONTUNMAP)")
+            .remedy("the host device needs Linux 5.7 or newer, outside sandboxes that replace the kernel (gVisor)")
+            .caused_by(cause)
+    })
+}
+
+/// Brings the memory of a committed range in, without changing its content. On kernels without `MADV_POPULATE_WRITE`
+/// (before 5.14) it writes zeros, and so needs a range that holds nothing yet.
+///
+/// # Safety
+/// The range is committed, stays where it is during the call, and is used by nobody else.
+pub(super) unsafe fn populate(address: u64, len: u64) -> io::Result<()> {
+    // SAFETY: the range is committed; populating changes no content.
+    let populated = check(unsafe { libc::madvise(pointer(address), size(len)?, libc::MADV_POPULATE_WRITE) });
+    match populated {
+        Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => {
+            for offset in (0..len).step_by(system_page_bytes() as usize) {
+                // SAFETY: inside the committed range, which the caller alone uses.
+                unsafe { pointer(address + offset).cast::<u8>().write_volatile(0) };
+            }
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// Locks a committed range in memory.
+pub(super) fn lock(address: u64, len: u64) -> io::Result<()> {
+    // SAFETY: locking changes no content, and an unmapped range is refused.
+    check(unsafe { libc::mlock(pointer(address), size(len)?) })
+}
+
+/// Lets timers of the calling thread fire on time instead of up to 50 us late.
+pub(super) fn exact_timers() {
+    // SAFETY: sets a scheduling property of the calling thread only.
+    let _ = unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+}

@@ -1,0 +1,457 @@
+//! The facade: open, allocate, pin, prefetch, plan, look, close.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::config::{RuntimeBuilder, Verify};
+use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{self, ModelHeader};
+use crate::ids::{Bytes, FileId, PageSize, SegmentId};
+use crate::observe::{Lane, Observer, Span, StallStats, Traffic};
+use crate::pager::policy::opt::Optimum;
+use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
+use crate::pin::{Exclusive, PinRequest, Shared as SharedPin, SharedSet};
+use crate::segment::Segment;
+use crate::store::{FileUse, IoBackend, ScratchFile, Store};
+use crate::tensor::Tensor;
+use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source};
+
+/// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) engine: Arc<Engine>,
+    page_size: PageSize,
+    verify: Verify,
+    scratch_dir: std::path::PathBuf,
+    scratch: Mutex<Option<(ScratchFile, FileId)>>,
+    host_budget: Bytes,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Err(error) = self.engine.shut_down() {
+            tracing::warn!(%error, "close the runtime");
+        }
+    }
+}
+
+/// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    shared: Arc<Shared>,
+}
+
+/// A model file, or several, opened in place.
+#[derive(Clone, Debug)]
+pub struct Model {
+    header: Arc<ModelHeader>,
+    tensors: Arc<HashMap<String, Tensor>>,
+}
+
+impl Model {
+    /// What the headers say.
+    pub fn header(&self) -> &ModelHeader {
+        &self.header
+    }
+
+    /// A tensor by name.
+    ///
+    /// # Errors
+    /// [`NotFound`](ErrorKind::NotFound) if the model has no tensor of that name.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        match self.tensors.get(name) {
+            Some(tensor) => Ok(tensor.clone()),
+            // The header's error knows similar names.
+            None => Err(self
+                .header
+                .tensor(name)
+                .err()
+                .unwrap_or_else(|| Error::new(ErrorKind::NotFound, format!("the model has no tensor {name:?}")))),
+        }
+    }
+
+    /// Whether the model has a tensor of that name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+}
+
+/// Counters of a runtime since it was opened.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Uses, hits, faults, fills, evictions.
+    pub pager: PagerStats,
+    /// The best any policy could have done on the same uses with the same frames, every page coming on demand.
+    pub optimum: Optimum,
+    /// Bytes and busy time by link.
+    pub traffic: Traffic,
+    /// Waiting, by cause.
+    pub stalls: Vec<StallStats>,
+    /// The policy.
+    pub policy: &'static str,
+    /// Whether it is following a plan, declared or recognised.
+    pub planned: bool,
+    /// The I/O backend in use.
+    pub io: IoBackend,
+    /// Bytes of a page.
+    pub page_size: PageSize,
+    /// Device memory in frames now, and the budget.
+    pub device: (Bytes, Bytes),
+    /// Host-tier memory in frames now, and the budget.
+    pub host: (Bytes, Bytes),
+}
+
+impl Stats {
+    /// Hits over uses; 0 where there were none.
+    pub fn hit_ratio(&self) -> f64 {
+        if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
+    }
+
+    /// Time callers waited, for any cause.
+    pub fn stall_time(&self) -> Duration {
+        self.stalls.iter().map(|stall| stall.time).sum()
+    }
+}
+
+/// Where a segment's pages are.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct SegmentView {
+    /// The segment.
+    pub id: SegmentId,
+    /// Its pages, in order.
+    pub pages: Vec<PageView>,
+}
+
+impl Runtime {
+    /// Settings, each with a default.
+    pub fn builder() -> RuntimeBuilder {
+        RuntimeBuilder::new()
+    }
+
+    pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
+        let page_size = config.page_size;
+        let page_bytes = page_size.bytes();
+        let frames = frames_of("device", config.device_budget, page_size)?;
+        let host_frames = frames_of("host", config.host_budget, page_size)?;
+        if frames == 0 {
+            return Err(Error::new(
+                ErrorKind::BudgetTooSmall,
+                format!("a device budget of {} holds no page of {}", config.device_budget, Bytes::new(page_bytes)),
+            )
+            .remedy(format!("give at least {}, or choose smaller pages", Bytes::new(page_bytes))));
+        }
+        let sink = Arc::new(Sink::default());
+        let device: Arc<dyn Device> = Arc::new(HostDevice::new(
+            HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
+            sink.clone(),
+        )?);
+        let direct_io = device.direct_io();
+        let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
+        let slab = HostSlab::new(HostSlabConfig {
+            page_size,
+            frames: host_frames,
+            frames_max: host_frames,
+            staging,
+            lock: host_frames + staging > 0,
+        })?;
+        let store: Arc<dyn Store> = config.store.open(sink.clone())?;
+        for region in slab.regions() {
+            store.register_memory(region.base, region.len.get());
+        }
+        let pager_config = PagerConfig {
+            frames,
+            host_frames,
+            staging,
+            direct_io,
+            lookahead: config.lookahead.pages(page_size, frames),
+            page_bytes,
+        };
+        let engine = Engine::new(Parts {
+            pager: Pager::new(pager_config, config.policy.build()),
+            device,
+            store,
+            slab,
+            observer: Observer::new(config.timeline),
+            sink,
+        })?;
+        Ok(Self {
+            shared: Arc::new(Shared {
+                engine,
+                page_size,
+                verify: config.verify,
+                scratch_dir: config.scratch_dir.unwrap_or_else(std::env::temp_dir),
+                scratch: Mutex::new(None),
+                host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
+            }),
+        })
+    }
+
+    fn engine(&self) -> &Engine {
+        &self.shared.engine
+    }
+
+    /// Opens a model: a GGUF or safetensors file, one file of a split model, an `index.json`, or a folder with one of
+    /// them. Reads headers only.
+    ///
+    /// # Errors
+    /// As [`format::open`]; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
+        let header = format::open(path.as_ref())?;
+        let mut segments = Vec::with_capacity(header.files.len());
+        for file in &header.files {
+            let handle =
+                File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
+            let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
+            let path = file.path.clone();
+            segments.push(self.add_segment(Backing::File, file.len, |pages| Source::File {
+                file: id,
+                path,
+                learned: LearnedHashes::new(self.shared.verify, pages),
+            })?);
+        }
+        let mut tensors = HashMap::with_capacity(header.tensors.len());
+        for tensor in &header.tensors {
+            let segment = segments.get(tensor.file as usize).ok_or_else(|| {
+                Error::new(ErrorKind::Internal, format!("tensor {:?} is in a file that is not open", tensor.name))
+            })?;
+            let handle =
+                Tensor::new(segment.clone(), tensor.offset, tensor.len, tensor.dtype, &tensor.shape, &tensor.name);
+            tensors.insert(tensor.name.clone(), handle);
+        }
+        Ok(Model { header: Arc::new(header), tensors: Arc::new(tensors) })
+    }
+
+    /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
+    /// file, in which its room is reserved now.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
+    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it.
+    pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
+        let elements = shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
+        let bytes = elements.and_then(|n| dtype.bytes_for(n)).filter(|n| *n <= i64::MAX as u64).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, format!("a tensor of {dtype} {shape:?} has no size in bytes"))
+                .remedy("choose extents whose product is a whole number of blocks and fits in memory addresses")
+        })?;
+        if bytes == 0 {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("a tensor of {dtype} {shape:?} has no elements"),
+            )
+            .remedy("choose extents of at least 1"));
+        }
+        let (scratch, file) = self.scratch()?;
+        let slots = scratch.reserve(Bytes::new(bytes))?;
+        let segment = self.add_segment(Backing::ReadWrite, bytes, |_| Source::Scratch { file, scratch, slots })?;
+        Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
+    }
+
+    fn scratch(&self) -> Result<(ScratchFile, FileId)> {
+        let mut scratch = self.shared.scratch.lock();
+        if let Some((file, id)) = &*scratch {
+            return Ok((file.clone(), *id));
+        }
+        let file = ScratchFile::create(&self.shared.scratch_dir, self.shared.page_size, false)?;
+        let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
+        *scratch = Some((file.clone(), id));
+        Ok((file, id))
+    }
+
+    fn add_segment(&self, backing: Backing, len: u64, source: impl FnOnce(u32) -> Source) -> Result<Arc<Segment>> {
+        let page_size = self.shared.page_size;
+        let pages = u32::try_from(page_size.pages_for(len).max(1)).map_err(|_| {
+            Error::new(
+                ErrorKind::InvalidArgument,
+                format!("{} is too large for pages of {page_size:?}", Bytes::new(len)),
+            )
+            .remedy("choose larger pages")
+        })?;
+        let engine = self.engine();
+        let base: DeviceAddress = engine.device.reserve(pages)?;
+        let source = source(pages);
+        let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
+        engine.add_segment_io(id, SegmentIo { base, pages, len, source });
+        Ok(Arc::new(Segment { id, base, len, page_size, backing, words, shared: self.shared.clone() }))
+    }
+
+    /// Pins a tensor's pages for reading.
+    pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
+        PinRequest::new(SharedPin(tensor))
+    }
+
+    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for.
+    pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, Exclusive<'a>> {
+        PinRequest::new(Exclusive(tensor))
+    }
+
+    /// Pins several tensors' pages for reading, as a unit: all or none, so that two callers that need sets can never
+    /// hold half each.
+    pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, SharedSet<'a>> {
+        PinRequest::new(SharedSet(tensors))
+    }
+
+    /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
+    /// ranges.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit.
+    pub fn waves(&self, tensors: &[Tensor], pages: u32) -> Result<Vec<Vec<Tensor>>> {
+        let mut waves: Vec<Vec<Tensor>> = Vec::new();
+        let mut used = 0u64;
+        for tensor in tensors {
+            let mut parts = Vec::new();
+            if tensor.page_count() <= u64::from(pages) {
+                parts.push(tensor.clone());
+            } else {
+                let step = tensor.rows_within(pages)?;
+                let rows = tensor.shape().first().copied().unwrap_or(0);
+                for start in (0..rows).step_by(step as usize) {
+                    parts.push(tensor.rows(start..(start + step).min(rows))?);
+                }
+            }
+            for part in parts {
+                let count = part.page_count();
+                match waves.last_mut() {
+                    Some(wave) if used + count <= u64::from(pages) => wave.push(part),
+                    _ => {
+                        waves.push(vec![part]);
+                        used = 0;
+                    }
+                }
+                used += count;
+            }
+        }
+        Ok(waves)
+    }
+
+    /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
+    pub fn prefetch(&self, tensor: &Tensor) {
+        let run = tensor.run();
+        self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+    }
+
+    /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
+    /// plan. A policy that follows no plans ignores it.
+    pub fn plan(&self, order: &[Tensor], cyclic: bool) {
+        let runs: Vec<_> = order.iter().map(Tensor::run).collect();
+        self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
+    }
+
+    /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.
+    /// Returns how many pages it set in motion.
+    pub fn evict(&self, tensor: &Tensor) -> u32 {
+        let run = tensor.run();
+        self.engine().with(|pager, fx| pager.evict(run.pages(), fx))
+    }
+
+    /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
+    /// Returns how much it was.
+    pub fn trim(&self, bytes: Bytes) -> Bytes {
+        let page = self.shared.page_size;
+        let count = page.pages_for(bytes.get()).min(u64::from(u32::MAX)) as u32;
+        let frames = self.engine().with(|pager, fx| pager.trim(count, fx));
+        Bytes::new(u64::from(frames) * page.bytes())
+    }
+
+    /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back;
+    /// it waits for guards that are in the way.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
+    /// with the new budget end with that error too. What the device says if frames cannot be made.
+    pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
+        let frames = frames_of("device", budget, self.shared.page_size)?;
+        if frames == 0 {
+            return Err(Error::new(ErrorKind::BudgetTooSmall, format!("a device budget of {budget} holds no page"))
+                .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
+        }
+        let engine = self.engine();
+        // Frames exist on the device before the pager may hand them out.
+        let most = engine.device.frame_count().max(frames);
+        engine.device.grow_frames(most)?;
+        engine.with(|pager, fx| pager.set_frames(frames, fx));
+        engine.await_budget()
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Stats {
+        let engine = self.engine();
+        let page = self.shared.page_size.bytes();
+        let (pager, optimum, (policy, planned), device, host) = engine.with(|pager, _| {
+            let (in_use, budget) = pager.device_frames();
+            (pager.stats(), pager.optimal_hits(budget), pager.policy_state(), (in_use, budget), pager.host_frames())
+        });
+        let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
+        Stats {
+            pager,
+            optimum,
+            traffic: engine.observer.traffic(),
+            stalls: engine.observer.stalls(),
+            policy,
+            planned,
+            io: engine.store.backend(),
+            page_size: self.shared.page_size,
+            device: (bytes(device.0), bytes(device.1)),
+            host: (bytes(host.0), self.shared.host_budget),
+        }
+    }
+
+    /// Where a tensor's segment's pages are.
+    pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
+        let id = tensor.segment.id;
+        SegmentView { id, pages: self.engine().with(|pager, _| pager.view(id)) }
+    }
+
+    /// The spans kept since the last call, if the runtime was opened with a timeline.
+    pub fn take_timeline(&self) -> Vec<Span> {
+        self.engine().observer.take_timeline()
+    }
+
+    /// Adds a span of the caller's own work to the timeline.
+    pub fn add_span(&self, lane: Lane, what: &'static str, start: Instant, end: Instant) {
+        self.engine().observer.span(lane, what, start, end, String::new);
+    }
+
+    /// Errors no call has reported: pages of read-write tensors whose bytes were lost.
+    pub fn health(&self) -> Vec<Error> {
+        self.engine().lost()
+    }
+
+    /// Stops: waiting requests end with [`Closed`](ErrorKind::Closed), what is in flight is finished, threads end.
+    /// Guards stay valid until they are dropped.
+    ///
+    /// # Errors
+    /// The first error that no call has reported.
+    pub fn close(self) -> Result<()> {
+        let lost = self.health();
+        self.engine().shut_down()?;
+        lost.into_iter().next().map_or(Ok(()), Err)
+    }
+}
+
+fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
+    u32::try_from(budget.get() / page.bytes()).map_err(|_| {
+        Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
+            .remedy("choose larger pages")
+    })
+}
+
+fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
+    const DEFAULT_PAGES: u64 = 16;
+    const DEFAULT_BYTES: Bytes = Bytes::mib(64);
+    let pages = match asked {
+        Some(bytes) => bytes.get() / page.bytes(),
+        None => DEFAULT_PAGES.min(DEFAULT_BYTES.get() / page.bytes()),
+    };
+    // Two: one for a demand, one for whatever else is under way.
+    pages.clamp(2, u64::from(u32::MAX)) as u32
+}

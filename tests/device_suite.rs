@@ -1,0 +1,597 @@
+//! The device contract, as a suite over `dyn Device`. A device joins by a module at the end of this file.
+//!
+//! Whether an address faults is asked of the kernel (`write(2)` from it gives EFAULT), which checks the same page
+//! tables as an access does; one test checks in a child process that an access really ends in SIGSEGV.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::fs;
+use std::io::{PipeReader, PipeWriter, pipe};
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::task::Poll;
+
+use outcore::device::{
+    Completion, Completions, Device, DeviceAddress, EventId, HostDevice, HostDeviceConfig, HostPointer, HostSlab,
+    HostSlabConfig, LinkModel, StreamId, StreamKind, StreamOp, Token,
+};
+use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result, StagingId};
+
+/// Collects completions.
+#[derive(Default)]
+struct Sink {
+    ended: Mutex<HashMap<Token, Result<()>>>,
+    more: Condvar,
+}
+
+impl Completions for Sink {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        let mut ended = self.ended.lock().unwrap();
+        for Completion { token, result } in done.drain(..) {
+            assert!(ended.insert(token, result).is_none(), "{token:?} was reported twice");
+        }
+        self.more.notify_all();
+    }
+}
+
+impl Sink {
+    fn take(&self, token: u64) -> Result<()> {
+        let mut ended = self.ended.lock().unwrap();
+        loop {
+            if let Some(result) = ended.remove(&Token(token)) {
+                return result;
+            }
+            ended = self.more.wait(ended).unwrap();
+        }
+    }
+}
+
+/// A closure that holds a stream until its sender is used or dropped.
+fn gate() -> (Sender<()>, StreamOp) {
+    let (open, closed): (Sender<()>, Receiver<()>) = channel();
+    let call = StreamOp::Call(Box::new(move || {
+        let _ = closed.recv();
+    }));
+    (open, call)
+}
+
+/// Asks the kernel whether a byte can be read.
+struct Probe {
+    read: PipeReader,
+    write: PipeWriter,
+}
+
+impl Probe {
+    fn new() -> Self {
+        let (read, write) = pipe().unwrap();
+        Self { read, write }
+    }
+
+    fn readable(&self, address: u64) -> bool {
+        let mut byte = 0_u8;
+        // SAFETY: the kernel checks the address and answers EFAULT if it cannot be read.
+        let wrote = unsafe { libc::write(self.write.as_raw_fd(), address as *const c_void, 1) };
+        if wrote == 1 {
+            // SAFETY: one byte of room; the byte just written is there.
+            unsafe { libc::read(self.read.as_raw_fd(), (&raw mut byte).cast(), 1) };
+        }
+        wrote == 1
+    }
+}
+
+struct Rig {
+    device: Box<dyn Device>,
+    sink: Arc<Sink>,
+    probe: Probe,
+}
+
+type Make = fn(page: Bytes, frames: u32, sink: Arc<Sink>) -> Box<dyn Device>;
+
+impl Rig {
+    fn new(make: Make, page: Bytes, frames: u32) -> Self {
+        let sink = Arc::new(Sink::default());
+        Self { device: make(page, frames, Arc::clone(&sink)), sink, probe: Probe::new() }
+    }
+
+    fn page(&self, base: DeviceAddress, index: u64) -> DeviceAddress {
+        base.offset(index * self.device.page_size().bytes())
+    }
+
+    fn len(&self) -> u64 {
+        self.device.page_size().bytes()
+    }
+
+    /// Fills a mapped page through a stream.
+    fn write(&self, stream: StreamId, token: u64, at: DeviceAddress, byte: u8) {
+        let mut bytes = vec![byte; self.len() as usize];
+        let op = StreamOp::CopyIn { host: host(&mut bytes), device: at, len: self.len() };
+        self.device.submit(stream, op, Some(Token(token)));
+        self.sink.take(token).unwrap();
+    }
+
+    /// Reads a mapped page through a stream.
+    fn read(&self, stream: StreamId, token: u64, at: DeviceAddress) -> Vec<u8> {
+        let mut bytes = vec![0xEE; self.len() as usize];
+        let op = StreamOp::CopyOut { device: at, host: host(&mut bytes), len: self.len() };
+        self.device.submit(stream, op, Some(Token(token)));
+        self.sink.take(token).unwrap();
+        bytes
+    }
+}
+
+fn host(bytes: &mut [u8]) -> HostPointer {
+    HostPointer::new(NonNull::new(bytes.as_mut_ptr()).unwrap())
+}
+
+/// A small deterministic generator (SplitMix64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z ^ (z >> 31)) % n
+    }
+}
+
+const SMALL: Bytes = Bytes::kib(64);
+
+fn bytes_travel_with_the_frame(make: Make) {
+    for page in [Bytes::kib(4), SMALL, Bytes::mib(2)] {
+        let rig = Rig::new(make, page, 2);
+        let base = rig.device.reserve(8).unwrap();
+        assert_eq!(base.get() % rig.len(), 0);
+        let stream = rig.device.create_stream(StreamKind::Fill).unwrap();
+        let (first, second) = (FrameId::new(0), FrameId::new(1));
+        rig.device.map(first, rig.page(base, 1)).unwrap();
+        rig.write(stream, 1, rig.page(base, 1), 0xA1);
+        rig.device.map(second, rig.page(base, 4)).unwrap();
+        rig.write(stream, 2, rig.page(base, 4), 0xB2);
+        rig.device.map(first, rig.page(base, 5)).unwrap();
+        assert!(!rig.probe.readable(rig.page(base, 1).get()), "the vacated page must fault");
+        assert!(rig.read(stream, 3, rig.page(base, 5)).iter().all(|&b| b == 0xA1));
+        assert!(rig.read(stream, 4, rig.page(base, 4)).iter().all(|&b| b == 0xB2));
+        // A frame that is pushed out keeps its bytes and comes back with them.
+        rig.device.map(second, rig.page(base, 5)).unwrap();
+        assert!(rig.read(stream, 5, rig.page(base, 5)).iter().all(|&b| b == 0xB2));
+        assert!(!rig.probe.readable(rig.page(base, 4).get()));
+        rig.device.map(first, rig.page(base, 0)).unwrap();
+        assert!(rig.read(stream, 6, rig.page(base, 0)).iter().all(|&b| b == 0xA1));
+        // Mapping a frame to where it is changes nothing.
+        rig.device.map(first, rig.page(base, 0)).unwrap();
+        assert!(rig.read(stream, 7, rig.page(base, 0)).iter().all(|&b| b == 0xA1));
+    }
+}
+
+fn protect_is_immediate_when_strict(make: Make) {
+    let rig = Rig::new(make, SMALL, 1);
+    let base = rig.device.reserve(2).unwrap();
+    let stream = rig.device.create_stream(StreamKind::Fill).unwrap();
+    let frame = FrameId::new(0);
+    rig.device.map(frame, base).unwrap();
+    rig.write(stream, 1, base, 0x77);
+    rig.device.protect(frame).unwrap();
+    assert_eq!(rig.probe.readable(base.get()), !cfg!(feature = "strict"));
+    rig.device.map(frame, base).unwrap();
+    assert!(rig.read(stream, 2, base).iter().all(|&b| b == 0x77), "protection keeps the bytes");
+    rig.device.protect(frame).unwrap();
+    rig.device.map(frame, rig.page(base, 1)).unwrap();
+    assert!(rig.read(stream, 3, rig.page(base, 1)).iter().all(|&b| b == 0x77));
+}
+
+/// Random maps, discards and protections against an oracle: which byte each frame holds, and which frame each page.
+fn random_cycles_agree_with_an_oracle(make: Make) {
+    const PAGES: u64 = 40;
+    const FRAMES: u32 = 12;
+    let rig = Rig::new(make, Bytes::kib(4), FRAMES);
+    let bases = [rig.device.reserve(PAGES as u32 / 2).unwrap(), rig.device.reserve(PAGES as u32 / 2).unwrap()];
+    let address = |page: u64| rig.page(bases[(page % 2) as usize], page / 2);
+    let mut random = Random(7);
+    let mut frame_at: Vec<Option<u32>> = vec![None; PAGES as usize];
+    let mut byte_of: Vec<Option<u8>> = vec![None; FRAMES as usize];
+    for step in 0..4_000_u64 {
+        let (frame, page) = (random.below(FRAMES.into()) as u32, random.below(PAGES));
+        let old = frame_at.iter().position(|&f| f == Some(frame));
+        match random.below(10) {
+            0 => {
+                rig.device.discard(FrameId::new(frame)).unwrap();
+                byte_of[frame as usize] = None;
+                old.into_iter().for_each(|page| frame_at[page] = None);
+            }
+            1 => rig.device.protect(FrameId::new(frame)).unwrap(),
+            _ => {
+                rig.device.map(FrameId::new(frame), address(page)).unwrap();
+                old.into_iter().for_each(|page| frame_at[page] = None);
+                frame_at[page as usize] = Some(frame);
+                // SAFETY: the frame was just mapped there and no operation is in flight.
+                let bytes =
+                    unsafe { std::slice::from_raw_parts_mut(address(page).get() as *mut u8, rig.len() as usize) };
+                if let Some(byte) = byte_of[frame as usize] {
+                    assert!(bytes.iter().all(|&b| b == byte), "step {step}: frame {frame} lost its bytes");
+                }
+                bytes.fill(step as u8);
+                byte_of[frame as usize] = Some(step as u8);
+            }
+        }
+        for page in 0..PAGES {
+            let readable = rig.probe.readable(address(page).get());
+            match frame_at[page as usize] {
+                None => assert!(!readable, "step {step}: page {page} holds nothing and must fault"),
+                Some(_) => assert!(readable || cfg!(feature = "strict"), "step {step}: page {page} must be readable"),
+            }
+        }
+    }
+}
+
+fn threads_map_different_frames_at_once(make: Make) {
+    const FRAMES: u32 = 8;
+    let rig = Rig::new(make, SMALL, 2 * FRAMES);
+    let bases = [rig.device.reserve(32).unwrap(), rig.device.reserve(32).unwrap()];
+    std::thread::scope(|scope| {
+        for (thread, base) in bases.into_iter().enumerate() {
+            let rig = &rig;
+            scope.spawn(move || {
+                let mut random = Random(thread as u64);
+                for step in 0..3_000_u64 {
+                    let frame = FrameId::new(thread as u32 * FRAMES + random.below(FRAMES.into()) as u32);
+                    let at = rig.page(base, random.below(32));
+                    rig.device.map(frame, at).unwrap();
+                    let word = at.get() as *mut u64;
+                    // SAFETY: this thread alone maps its frames and uses its range.
+                    unsafe { word.write_volatile(step) };
+                    // SAFETY: as above.
+                    assert_eq!(unsafe { word.read_volatile() }, step);
+                }
+            });
+        }
+    });
+}
+
+fn copies_zeroes_and_events(make: Make) {
+    let rig = Rig::new(make, SMALL, 2);
+    let device = &rig.device;
+    let base = device.reserve(2).unwrap();
+    let (fill, back) =
+        (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::WriteBack).unwrap());
+    device.map(FrameId::new(0), base).unwrap();
+    device.map(FrameId::new(1), rig.page(base, 1)).unwrap();
+    // Across both pages, at odd places.
+    let mut source: Vec<u8> = (0..100_001_u32).map(|i| i as u8).collect();
+    let mut target = vec![0_u8; source.len()];
+    let at = base.offset(7);
+    let len = source.len() as u64;
+    let (open, hold) = gate();
+    device.submit(fill, hold, None);
+    device.submit(fill, StreamOp::CopyIn { host: host(&mut source), device: at, len }, Some(Token(1)));
+    device.submit(fill, StreamOp::Zero { device: at.offset(10), len: 5 }, None);
+    let filled = device.record(fill).unwrap();
+    device.wait(back, filled).unwrap();
+    device.submit(back, StreamOp::CopyOut { device: at, host: host(&mut target), len }, Some(Token(2)));
+    assert_eq!(device.poll(filled).unwrap(), Poll::Pending);
+    assert_eq!(device.poll(device.record(back).unwrap()).unwrap(), Poll::Pending, "the other stream waits");
+    drop(open);
+    rig.sink.take(2).unwrap();
+    rig.sink.take(1).unwrap();
+    assert_eq!(device.poll(filled).unwrap(), Poll::Ready(()));
+    source[10..15].fill(0);
+    assert_eq!(source, target);
+}
+
+fn streams_keep_order_within_and_by_events_only_across(make: Make) {
+    let rig = Rig::new(make, SMALL, 0);
+    let device = &rig.device;
+    let streams: Vec<_> = (0..3).map(|_| device.create_stream(StreamKind::Compute).unwrap()).collect();
+    let log: Arc<Mutex<Vec<u64>>> = Arc::default();
+    let note = |n: u64| {
+        let log = Arc::clone(&log);
+        StreamOp::Call(Box::new(move || log.lock().unwrap().push(n)))
+    };
+    let (open, hold) = gate();
+    device.submit(streams[0], hold, None);
+    for n in 0..100 {
+        device.submit(streams[0], note(n), None);
+    }
+    let event = device.record(streams[0]).unwrap();
+    device.submit(streams[0], note(1_000), None);
+    device.wait(streams[1], event).unwrap();
+    device.submit(streams[1], note(2_000), Some(Token(1)));
+    // A stream without an event is not held up by the others.
+    device.submit(streams[2], note(3_000), Some(Token(2)));
+    rig.sink.take(2).unwrap();
+    assert_eq!(*log.lock().unwrap(), [3_000]);
+    drop(open);
+    rig.sink.take(1).unwrap();
+    device.close().unwrap();
+    let log = log.lock().unwrap();
+    let place = |n: u64| log.iter().position(|&m| m == n).unwrap();
+    assert!((0..99).all(|n| place(n) < place(n + 1)) && place(99) < place(1_000) && place(99) < place(2_000));
+}
+
+fn failures_are_never_not_ready(make: Make) {
+    let rig = Rig::new(make, SMALL, 1);
+    let device = &rig.device;
+    let base = device.reserve(1).unwrap();
+    let stream = device.create_stream(StreamKind::Compute).unwrap();
+    let before = device.record(stream).unwrap();
+    assert_eq!(device.poll(before).unwrap(), Poll::Ready(()), "an empty stream is ready");
+    device.submit(stream, StreamOp::Call(Box::new(|| panic!("told"))), Some(Token(1)));
+    let error = rig.sink.take(1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Internal);
+    assert!(error.to_string().contains("told"), "{error}");
+    device.submit(stream, StreamOp::Zero { device: base, len: 1 }, Some(Token(2)));
+    assert_eq!(rig.sink.take(2).unwrap_err().kind(), ErrorKind::InvalidArgument, "nothing is mapped there");
+    // With a token somebody was told; without one, later events say it.
+    device.submit(stream, StreamOp::Call(Box::new(|| panic!("untold"))), None);
+    let after = device.record(stream).unwrap();
+    device.submit(stream, StreamOp::Call(Box::new(|| ())), Some(Token(3)));
+    rig.sink.take(3).unwrap();
+    assert_eq!(device.poll(before).unwrap(), Poll::Ready(()));
+    assert_eq!(device.poll(after).unwrap_err().kind(), ErrorKind::Internal);
+    assert_eq!(device.close().unwrap_err().kind(), ErrorKind::Internal);
+}
+
+fn close_finishes_what_was_submitted(make: Make) {
+    let rig = Rig::new(make, SMALL, 4);
+    let device = &rig.device;
+    let base = device.reserve(4).unwrap();
+    let stream = device.create_stream(StreamKind::Fill).unwrap();
+    let mut sources: Vec<Vec<u8>> = (0..4).map(|n| vec![n as u8 + 1; rig.len() as usize]).collect();
+    let (open, hold) = gate();
+    device.submit(stream, hold, None);
+    for (n, source) in sources.iter_mut().enumerate() {
+        let at = rig.page(base, n as u64);
+        device.map(FrameId::new(n as u32), at).unwrap();
+        device.submit(
+            stream,
+            StreamOp::CopyIn { host: host(source), device: at, len: rig.len() },
+            Some(Token(n as u64)),
+        );
+    }
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| device.close());
+        drop(open);
+        closing.join().unwrap().unwrap();
+    });
+    for n in 0..4 {
+        let reported = rig.sink.ended.lock().unwrap().remove(&Token(n));
+        reported.expect("close reports before it returns").unwrap();
+        // SAFETY: mappings stay until the device is dropped, and nothing is in flight.
+        assert_eq!(unsafe { *(rig.page(base, n).get() as *const u8) }, n as u8 + 1);
+    }
+    device.submit(stream, StreamOp::Zero { device: base, len: 1 }, Some(Token(9)));
+    assert_eq!(rig.sink.take(9).unwrap_err().kind(), ErrorKind::Closed);
+    assert_eq!(device.create_stream(StreamKind::Fill).unwrap_err().kind(), ErrorKind::Closed);
+    device.close().unwrap();
+}
+
+fn wrong_arguments_are_refused(make: Make) {
+    let rig = Rig::new(make, SMALL, 1);
+    let device = &rig.device;
+    let base = device.reserve(3).unwrap();
+    let kind = |result: Result<()>| result.unwrap_err().kind();
+    let frame = FrameId::new(0);
+    assert_eq!(kind(device.map(FrameId::new(1), base)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(device.map(frame, base.offset(1))), ErrorKind::InvalidArgument);
+    assert_eq!(kind(device.discard(FrameId::new(9))), ErrorKind::InvalidArgument);
+    assert_eq!(kind(device.reserve(0).map(drop)), ErrorKind::InvalidArgument);
+    device.map(frame, base).unwrap();
+    assert_eq!(kind(device.release(base, 3)), ErrorKind::InvalidArgument, "a frame is behind it");
+    device.discard(frame).unwrap();
+    assert_eq!(kind(device.release(base, 2)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(device.release(rig.page(base, 1), 2)), ErrorKind::InvalidArgument);
+    device.release(base, 3).unwrap();
+    assert_eq!(kind(device.map(frame, base)), ErrorKind::InvalidArgument);
+    device.grow_frames(4).unwrap();
+    device.grow_frames(2).unwrap();
+    assert_eq!(device.frame_count(), 4);
+    let base = device.reserve(1).unwrap();
+    device.map(FrameId::new(3), base).unwrap();
+}
+
+macro_rules! suite {
+    ($make:expr, $($test:ident)*) => {
+        $(#[test] fn $test() { super::$test($make); })*
+    };
+    ($make:expr) => {
+        suite!($make,
+            bytes_travel_with_the_frame protect_is_immediate_when_strict random_cycles_agree_with_an_oracle
+            threads_map_different_frames_at_once copies_zeroes_and_events
+            streams_keep_order_within_and_by_events_only_across failures_are_never_not_ready
+            close_finishes_what_was_submitted wrong_arguments_are_refused);
+    };
+}
+
+fn host_device(page: Bytes, frames: u32, link: Option<LinkModel>, warm: bool, sink: Arc<Sink>) -> HostDevice {
+    let page_size = PageSize::new(page).unwrap();
+    HostDevice::new(HostDeviceConfig { page_size, frames, link, warm }, sink).unwrap()
+}
+
+mod host_plain {
+    suite!(|page, frames, sink| Box::new(super::host_device(page, frames, None, false, sink)));
+}
+
+mod host_warmed {
+    suite!(|page, frames, sink| Box::new(super::host_device(page, frames, None, true, sink)));
+}
+
+mod host_behind_a_link {
+    use super::{Bytes, LinkModel};
+
+    suite!(|page, frames, sink| {
+        let link = LinkModel::new(Bytes::gib(4), std::time::Duration::from_micros(5), false).unwrap();
+        let device = super::host_device(page, frames, Some(link), false, sink);
+        assert!(!super::Device::direct_io(&device), "the store must not pass the link by");
+        Box::new(device)
+    });
+}
+
+// What only the host device promises.
+
+fn mappings() -> usize {
+    fs::read_to_string("/proc/self/maps").unwrap().lines().count()
+}
+
+/// Sum of a field of `smaps` over the mappings that overlap a range, in bytes.
+fn smaps(field: &str, base: u64, len: u64) -> u64 {
+    let mut inside = false;
+    let mut sum = 0;
+    for line in fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+        let range = line.split_once(' ').and_then(|(range, _)| range.split_once('-'));
+        if let Some((from, to)) = range
+            && let (Ok(from), Ok(to)) = (u64::from_str_radix(from, 16), u64::from_str_radix(to, 16))
+        {
+            inside = from < base + len && base < to;
+        } else if inside && let Some(value) = line.strip_prefix(field) {
+            sum += value.trim_start_matches(':').trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024;
+        }
+    }
+    sum
+}
+
+#[test]
+fn mappings_stay_bounded_after_many_random_maps() {
+    const FRAMES: u32 = 256;
+    let device = host_device(Bytes::kib(4), FRAMES, None, false, Arc::default());
+    let base = device.reserve(4096).unwrap();
+    let before = mappings();
+    let mut random = Random(3);
+    for _ in 0..100_000 {
+        let frame = FrameId::new(random.below(FRAMES.into()) as u32);
+        let at = base.offset(random.below(4096) * 4096);
+        device.map(frame, at).unwrap();
+        // SAFETY: just mapped; pages that were touched are what keeps mappings apart.
+        unsafe { (at.get() as *mut u8).write_volatile(1) };
+    }
+    let grown = mappings().saturating_sub(before);
+    // Other tests of this process map memory at the same time.
+    assert!(grown <= 2 * FRAMES as usize + 400, "{grown} mappings for {FRAMES} frames");
+}
+
+#[test]
+fn discard_gives_the_memory_back() {
+    let device = host_device(Bytes::mib(2), 8, None, false, Arc::default());
+    let base = device.reserve(8).unwrap();
+    let len = 8 * device.page_size().bytes();
+    for n in 0..8 {
+        let at = base.offset(n * device.page_size().bytes());
+        device.map(FrameId::new(n as u32), at).unwrap();
+        // SAFETY: just mapped.
+        unsafe { (at.get() as *mut u8).write_bytes(1, device.page_size().bytes() as usize) };
+    }
+    assert_eq!(smaps("Rss", base.get(), len), len);
+    for n in 0..8 {
+        device.discard(FrameId::new(n)).unwrap();
+    }
+    assert_eq!(smaps("Rss", base.get(), len), 0);
+    device.release(base, 8).unwrap();
+}
+
+#[test]
+fn huge_pages_survive_the_move() {
+    let device = host_device(Bytes::mib(2), 1, None, false, Arc::default());
+    let base = device.reserve(4).unwrap();
+    let len = device.page_size().bytes();
+    device.map(FrameId::new(0), base).unwrap();
+    // SAFETY: just mapped.
+    unsafe { (base.get() as *mut u8).write_bytes(1, len as usize) };
+    if smaps("AnonHugePages", base.get(), len) == 0 {
+        eprintln!("SKIPPED huge_pages_survive_the_move: the kernel gave no huge page");
+        return;
+    }
+    let moved = base.offset(3 * len);
+    device.map(FrameId::new(0), moved).unwrap();
+    assert_eq!(smaps("AnonHugePages", moved.get(), len), len);
+}
+
+#[test]
+fn vacated_addresses_end_in_sigsegv() {
+    use std::os::unix::process::ExitStatusExt;
+    const CHILD: &str = "OUTCORE_TEST_TOUCH_VACATED";
+    if std::env::var_os(CHILD).is_some() {
+        let device = host_device(SMALL, 1, None, false, Arc::default());
+        let base = device.reserve(2).unwrap();
+        device.map(FrameId::new(0), base).unwrap();
+        device.map(FrameId::new(0), base.offset(SMALL.get())).unwrap();
+        // SAFETY: not safe at all: this is the access that must end the process.
+        unsafe { (base.get() as *mut u8).write_volatile(1) };
+        std::process::exit(0);
+    }
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "vacated_addresses_end_in_sigsegv"])
+        .env(CHILD, "1")
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    assert_eq!(status.signal(), Some(libc::SIGSEGV));
+}
+
+#[test]
+fn too_many_mappings_are_refused_with_a_remedy() {
+    let limit: u64 = fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap();
+    let Ok(frames) = u32::try_from(limit) else {
+        eprintln!("SKIPPED too_many_mappings_are_refused_with_a_remedy: vm.max_map_count is {limit}");
+        return;
+    };
+    let config = HostDeviceConfig { frames, warm: false, ..HostDeviceConfig::default() };
+    let error = HostDevice::new(config, Arc::new(Sink::default())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    let advice = error.advice().unwrap();
+    assert!(advice.contains("vm.max_map_count=") && advice.contains("pages of"), "{error}");
+}
+
+#[test]
+fn dropping_the_device_finishes_and_ends_its_streams() {
+    let sink = Arc::new(Sink::default());
+    let device = host_device(SMALL, 0, None, true, Arc::clone(&sink));
+    let stream = device.create_stream(StreamKind::Compute).unwrap();
+    let event: EventId = device.record(stream).unwrap();
+    device.wait(stream, event).unwrap();
+    device.submit(stream, StreamOp::Call(Box::new(|| ())), Some(Token(1)));
+    drop(device);
+    assert!(sink.ended.lock().unwrap().contains_key(&Token(1)));
+    assert_eq!(Arc::strong_count(&sink), 1, "the streams are gone");
+}
+
+#[test]
+fn slab_keeps_frames_and_staging_apart() {
+    let page_size = PageSize::new(SMALL).unwrap();
+    let slab = HostSlab::new(HostSlabConfig { page_size, frames: 5, frames_max: 9, staging: 3, lock: true }).unwrap();
+    slab.wait_locked();
+    let frames = (0..5).map(|n| slab.pointer(HostFrameId::new(n)).unwrap());
+    let buffers = (0..3).map(|n| slab.staging(StagingId::new(n)).unwrap());
+    let all: Vec<_> = frames.chain(buffers).collect();
+    for (n, at) in all.iter().enumerate() {
+        assert_eq!(at.as_ptr() as u64 % SMALL.get(), 0);
+        // SAFETY: the slab's memory, used by this test alone.
+        unsafe { at.as_ptr().write_bytes(n as u8, SMALL.get() as usize) };
+    }
+    for (n, at) in all.iter().enumerate() {
+        // SAFETY: as above.
+        let bytes = unsafe { std::slice::from_raw_parts(at.as_ptr(), SMALL.get() as usize) };
+        assert!(bytes.iter().all(|&b| b == n as u8), "buffer {n} overlaps another");
+    }
+    assert!(slab.pointer(HostFrameId::new(5)).is_none() && slab.staging(StagingId::new(3)).is_none());
+    assert_eq!(slab.regions().iter().map(|r| r.len.get()).collect::<Vec<_>>(), [3 * SMALL.get(), 5 * SMALL.get()]);
+    assert_eq!(slab.grow(10).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    slab.grow(9).unwrap();
+    assert!(slab.pointer(HostFrameId::new(8)).is_some());
+    // SAFETY: nothing uses the frames, and none was registered.
+    unsafe { slab.shrink(2) }.unwrap();
+    let third = all[2].as_ptr() as u64;
+    assert!(!Probe::new().readable(third));
+    assert_eq!(slab.frame_count(), 2);
+}
+
+#[test]
+fn an_empty_slab_is_legal() {
+    let config = HostSlabConfig { page_size: PageSize::DEFAULT, frames: 0, frames_max: 0, staging: 0, lock: true };
+    let slab = HostSlab::new(config).unwrap();
+    slab.wait_locked();
+    assert!(slab.regions().is_empty() && slab.pointer(HostFrameId::new(0)).is_none());
+    assert_eq!(slab.locked_bytes(), Bytes::ZERO);
+}
