@@ -7,6 +7,8 @@
 //! writer, and no move writes to a resident page, so the bytes do not change. An exclusive guard's pages admit no
 //! other pin, and no move reads or writes them. The segment, and with it the reservation, is held by the guard.
 
+#![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
+
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;

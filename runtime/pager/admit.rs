@@ -134,7 +134,7 @@ impl Pager {
         self.shrinking.push(id);
         self.pump(fx);
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
-            fx.done.swap_remove(at);
+            let _ = fx.done.swap_remove(at);
             return Submitted::Ready;
         }
         Submitted::Waiting(id)

@@ -53,8 +53,4 @@ impl Ticket {
         }
     }
 
-    /// The result, if it came before the caller lost interest.
-    pub(crate) fn try_take(&self) -> Option<Result<WaitCause>> {
-        self.state.lock().result.take()
-    }
 }

@@ -1,0 +1,131 @@
+//! The promise: whatever the budget, policy, page size, backend and tiers, the bytes are the file's.
+
+mod common;
+
+use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
+
+fn kib(n: u64) -> PageSize {
+    PageSize::new(Bytes::kib(n)).unwrap()
+}
+
+/// Passes over every tensor in order, forwards and backwards, comparing every byte.
+#[test]
+fn every_byte_is_the_files_for_every_setting() {
+    let lengths: Vec<usize> = (0..60).map(|n| 1000 + n * 997 % 90_000).collect();
+    let file = common::synthetic(&lengths);
+    for policy in PolicyKind::ALL {
+        for io in IoBackend::CHOICES {
+            for (page, device, host) in [(4, 1, 0), (16, 10, 4), (64, 3, 0), (64, 3, 2), (256, 2, 8)] {
+                let runtime = Runtime::builder()
+                    .policy(policy)
+                    .io(io)
+                    .page_size(kib(page))
+                    .device_budget(Bytes::kib(page * device.max(90_000 / 1024 / page + 2)))
+                    .host_budget(Bytes::kib(page * host))
+                    .verify(Verify::Always)
+                    .open()
+                    .unwrap();
+                let model = runtime.open_model(&file.path).unwrap();
+                for pass in 0..4 {
+                    for n in 0..lengths.len() {
+                        let n = if pass == 2 { lengths.len() - 1 - n } else { n };
+                        let tensor = model.tensor(&format!("t{n}")).unwrap();
+                        let guard = runtime.pin(&tensor).wait().unwrap();
+                        let header = model.header().tensor(&format!("t{n}")).unwrap();
+                        let expected = &file.bytes[header.offset as usize..][..lengths[n]];
+                        assert!(guard.bytes() == expected, "{policy} {io} {page} KiB: tensor {n} differs");
+                    }
+                }
+                let stats = runtime.stats();
+                assert!(stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+                drop(model);
+                runtime.close().unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn the_real_model_streams_through_a_tenth_of_its_size() {
+    let Some(path) = common::real_model() else { return };
+    let bytes = std::fs::read(&path).unwrap();
+    for policy in PolicyKind::ALL {
+        let runtime = Runtime::builder()
+            .policy(policy)
+            .page_size(kib(256))
+            .device_budget(Bytes::mib(10))
+            .lookahead(Lookahead::Auto)
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&path).unwrap();
+        for _ in 0..3 {
+            for header in &model.header().tensors {
+                let tensor = model.tensor(&header.name).unwrap();
+                let step = tensor.rows_within(8).unwrap();
+                let rows = tensor.shape()[0];
+                let row = header.len / rows;
+                for start in (0..rows).step_by(step as usize) {
+                    let end = (start + step).min(rows);
+                    let part = tensor.rows(start..end).unwrap();
+                    let guard = runtime.pin(&part).wait().unwrap();
+                    let from = (header.offset + start * row) as usize;
+                    assert!(guard.bytes() == &bytes[from..from + ((end - start) * row) as usize], "{}", header.name);
+                }
+            }
+        }
+        let stats = runtime.stats();
+        eprintln!(
+            "{policy}: hit ratio {:.3}, best {:.3}, {:?}",
+            stats.hit_ratio(),
+            stats.optimum.ratio(),
+            stats.traffic
+        );
+        drop(model);
+        runtime.close().unwrap();
+    }
+}
+
+#[test]
+fn a_read_write_tensor_larger_than_memory_keeps_what_was_written() {
+    for (host, io) in [(0, IoBackend::Auto), (3, IoBackend::Threads), (40, IoBackend::Buffered)] {
+        let runtime = Runtime::builder()
+            .page_size(kib(64))
+            .device_budget(Bytes::kib(64 * 6))
+            .host_budget(Bytes::kib(64 * host))
+            .io(io)
+            .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+            .open()
+            .unwrap();
+        let rows = 40u64;
+        let tensor = runtime.alloc(outcore::DType::U32, &[rows, 16 * 1024]).unwrap();
+        for pass in 0..3u32 {
+            for row in 0..rows {
+                let part = tensor.rows(row..row + 1).unwrap();
+                let mut guard = runtime.pin_mut(&part).wait().unwrap();
+                let values = guard.view_mut::<u32>().unwrap();
+                let before = if pass == 0 { 0 } else { (pass - 1) * 1000 + row as u32 };
+                assert!(values.iter().all(|v| *v == before), "pass {pass} row {row}: {} for {before}", values[0]);
+                values.fill(pass * 1000 + row as u32);
+            }
+        }
+        for row in (0..rows).rev() {
+            let part = tensor.rows(row..row + 1).unwrap();
+            let guard = runtime.pin(&part).wait().unwrap();
+            assert!(guard.view::<u32>().unwrap().iter().all(|v| *v == 2000 + row as u32));
+        }
+        drop(tensor);
+        runtime.close().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn pins_are_futures() {
+    let file = common::synthetic(&[100_000, 50_000]);
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let (a, b) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
+    let both = [a, b];
+    let set = runtime.pin_set(&both).await.unwrap();
+    assert_eq!(set.bytes(0).unwrap().len(), 100_000);
+    assert_eq!(set.bytes(1).unwrap(), &file.bytes[file.bytes.len() - 50_000..]);
+}
