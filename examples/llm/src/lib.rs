@@ -1,6 +1,7 @@
 //! Llama-family models over paged weights.
 #![warn(missing_docs)]
 
+mod chat;
 mod config;
 mod dtype;
 mod error;
@@ -9,8 +10,10 @@ pub mod kernels;
 mod model;
 mod pool;
 mod sampler;
+mod tokenizer;
 mod weights;
 
+pub use chat::{ChatTemplate, Message};
 pub use config::{Arch, Config, RopePairs};
 pub use dtype::WeightType;
 pub use error::{Error, Result};
@@ -18,4 +21,5 @@ pub use files::{Container, ModelFiles};
 pub use model::{KvType, Model, Options, PassTime, Session};
 pub use pool::Pool;
 pub use sampler::{Sampler, argmax};
+pub use tokenizer::{TextStream, Tokenizer};
 pub use weights::{PlainWeights, Rows, Step, TensorId, WeightInfo, Weights};
