@@ -1,0 +1,87 @@
+//! Chat templates: how a list of messages becomes a prompt.
+
+use minijinja::{Environment, Error as JinjaError, ErrorKind, Value, context};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::Value as Json;
+
+use crate::error::{Error, Result};
+use crate::files::{Container, ModelFiles, read_json};
+use crate::tokenizer::Tokenizer;
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+impl Message {
+    /// A turn of `role`.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// A model's own template, in the Jinja dialect that Hugging Face tokenizers use.
+#[derive(Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    bos: String,
+    eos: String,
+}
+
+const NAME: &str = "chat";
+
+impl ChatTemplate {
+    /// The template that `files` carry (GGUF metadata, `chat_template.jinja` or `tokenizer_config.json`), if any.
+    pub fn load(files: &ModelFiles, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let source = match files.container() {
+            Container::Gguf => {
+                files.metadata().get("tokenizer.chat_template").and_then(Json::as_str).map(str::to_owned)
+            }
+            Container::Safetensors => {
+                let alone = files.folder().join("chat_template.jinja");
+                let config = files.folder().join("tokenizer_config.json");
+                if alone.is_file() {
+                    let what = || format!("cannot read {}", alone.display());
+                    Some(std::fs::read_to_string(&alone).map_err(|e| Error::io(what(), e))?)
+                } else if config.is_file() {
+                    read_json(&config)?.get("chat_template").and_then(Json::as_str).map(str::to_owned)
+                } else {
+                    None
+                }
+            }
+        };
+        let text = |id: Option<u32>| id.and_then(|id| tokenizer.token(id)).unwrap_or_default().to_owned();
+        source.map(|s| Self::new(s, text(tokenizer.bos()), text(tokenizer.eos().first().copied()))).transpose()
+    }
+
+    /// A template from its source and the texts of the begin and end tokens.
+    pub fn new(source: String, bos: String, eos: String) -> Result<Self> {
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> Result<Value, JinjaError> {
+            Err(JinjaError::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_template_owned(NAME, source).map_err(|e| Error::format("chat template", e))?;
+        Ok(Self { environment, bos, eos })
+    }
+
+    /// The prompt for `messages`, with the opening of the assistant's turn where `open_turn` is set.
+    pub fn render(&self, messages: &[Message], open_turn: bool) -> Result<String> {
+        let template = self.environment.get_template(NAME).map_err(|e| Error::format("chat template", e))?;
+        let messages: Vec<Value> = messages.iter().map(|m| context! { role => m.role, content => m.content }).collect();
+        template
+            .render(context! {
+                messages,
+                add_generation_prompt => open_turn,
+                bos_token => self.bos,
+                eos_token => self.eos,
+            })
+            .map_err(|e| Error::format("chat template", e))
+    }
+}

@@ -1,0 +1,798 @@
+//! Dot products of stored weight rows with activations: the only arithmetic whose cost grows with the model.
+//!
+//! Weights are used where they lie, in the file's own format. Quantised weights meet activations quantised to 8 bits in
+//! blocks of 32 with a scale each (finer than ggml's blocks of 256 for K-quants); plain weights meet `f32` activations.
+//!
+//! Invariants:
+//! 1. The result for one row and one activation vector depends on nothing else: not on how many rows or vectors are
+//!    computed together, not on the thread, not on the rows' address. Tiling and batching therefore never change a bit.
+//! 2. A kernel reads only the slices it is given; vector loads go through fixed-size array references.
+//! 3. A vectorised kernel runs only after the processor was seen to have every feature it is compiled for.
+//!
+//! Formats: `ggml-common.h` and `ggml-quants.c` of llama.cpp.
+
+use std::sync::OnceLock;
+
+use candle_core::quantized::k_quants::{self, GgmlType};
+use half::{bf16, f16};
+
+use crate::dtype::WeightType;
+
+/// Elements in one block of quantised activations.
+pub const BLOCK: usize = 32;
+
+/// Thirty-two activations: `value[i] = scale * q[i]`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(8))]
+pub struct Q8Block {
+    /// The scale.
+    pub scale: f32,
+    /// `scale` times the sum of `q`, which formats with a minimum or an offset need.
+    pub sum: f32,
+    /// The values, in -127..=127.
+    pub q: [i8; BLOCK],
+}
+
+/// Which instructions the kernels use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Level {
+    /// Portable Rust, one element at a time: the oracle, and what other processors run.
+    Scalar,
+    /// AVX2, FMA, F16C.
+    Avx2,
+    /// The same with AVX-512 VNNI on 256-bit registers.
+    Vnni,
+}
+
+impl Level {
+    /// The best level this processor has.
+    pub fn detect() -> Self {
+        static BEST: OnceLock<Level> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            #[cfg(target_arch = "x86_64")]
+            {
+                let avx2 = is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c");
+                let vnni = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vl");
+                if avx2 && vnni {
+                    return Level::Vnni;
+                }
+                if avx2 {
+                    return Level::Avx2;
+                }
+            }
+            Level::Scalar
+        })
+    }
+
+    /// `self`, or the best level this processor has where that is less.
+    fn clamped(self) -> Self {
+        self.min(Self::detect())
+    }
+}
+
+/// How activations must be prepared for a weight type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ActKind {
+    /// As `f32`.
+    Plain,
+    /// As [`Q8Block`]s.
+    Q8,
+}
+
+/// What `dtype`'s kernels multiply with.
+pub fn act_kind(dtype: WeightType) -> ActKind {
+    use WeightType::{BF16, F16, F32, Q2_K, Q3_K, Q5_0, Q5_1};
+    match dtype {
+        F32 | F16 | BF16 | Q5_0 | Q5_1 | Q2_K | Q3_K => ActKind::Plain,
+        _ => ActKind::Q8,
+    }
+}
+
+/// Quantises `x` (a multiple of 32 elements) to `out`, one block for 32 elements: `scale = max|x| / 127`.
+pub fn quantise(x: &[f32], out: &mut [Q8Block]) {
+    let (chunks, _) = x.as_chunks::<BLOCK>();
+    for (chunk, block) in chunks.iter().zip(out) {
+        let peak = chunk.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let scale = peak / 127.0;
+        let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+        let mut total = 0i32;
+        for (q, v) in block.q.iter_mut().zip(chunk) {
+            // Adding and subtracting 1.5 * 2^23 rounds to nearest even, and vectorises where `round` does not.
+            let rounded = (v * inverse + 12_582_912.0) - 12_582_912.0;
+            *q = rounded as i8;
+            total += i32::from(*q);
+        }
+        block.scale = scale;
+        block.sum = scale * total as f32;
+    }
+}
+
+/// Activations for a block of rows: `m` vectors of `k` elements each, in the form the weight type wants.
+#[derive(Clone, Copy, Debug)]
+pub enum Acts<'a> {
+    /// `m * k` numbers.
+    Plain(&'a [f32]),
+    /// `m * k / 32` blocks.
+    Q8(&'a [Q8Block]),
+}
+
+/// `out[r * m + j] = dot(row r, vector j)` for the `rows.len() / row_bytes` rows in `rows`.
+///
+/// `k` is the length of a row and of a vector, in elements; `acts` holds `m` vectors in the form [`act_kind`] asks for.
+pub fn rows_dot(level: Level, dtype: WeightType, k: usize, rows: &[u8], acts: Acts<'_>, m: usize, out: &mut [f32]) {
+    let row_bytes = k / dtype.block_elements() * dtype.block_bytes();
+    if row_bytes == 0 || m == 0 {
+        out.fill(0.0);
+        return;
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        use WeightType::{BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0};
+        let job = x86::Rows { k, row_bytes, rows, m };
+        // SAFETY: `clamped` returns a level only after its features were detected (invariant 3).
+        unsafe {
+            match (level.clamped(), acts, dtype) {
+                (Level::Vnni, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
+                    return x86::vnni::rows(dtype, job, a, out);
+                }
+                (Level::Avx2, Acts::Q8(a), Q4_0 | Q4_1 | Q8_0 | Q4_K | Q5_K | Q6_K) => {
+                    return x86::avx2::rows(dtype, job, a, out);
+                }
+                (Level::Vnni | Level::Avx2, Acts::Plain(a), F32 | F16 | BF16) => {
+                    return x86::dense_rows(dtype, job, a, out);
+                }
+                _ => {}
+            }
+        }
+    }
+    let mut weights = vec![0f32; k];
+    let level = level.clamped();
+    for (row, out) in rows.chunks_exact(row_bytes).zip(out.chunks_exact_mut(m)) {
+        dequantise(dtype, row, &mut weights);
+        for (j, out) in out.iter_mut().enumerate() {
+            *out = match acts {
+                Acts::Plain(a) => dot(level, &weights, &a[j * k..(j + 1) * k]),
+                Acts::Q8(a) => scalar_dot(&weights, &a[j * (k / BLOCK)..(j + 1) * (k / BLOCK)]),
+            };
+        }
+    }
+}
+
+fn scalar_dot(weights: &[f32], acts: &[Q8Block]) -> f32 {
+    let (blocks, _) = weights.as_chunks::<BLOCK>();
+    let mut total = 0f32;
+    for (w, a) in blocks.iter().zip(acts) {
+        let inner: f32 = w.iter().zip(&a.q).map(|(w, q)| w * f32::from(*q)).sum();
+        total += a.scale * inner;
+    }
+    total
+}
+
+/// The dot product of two vectors of numbers.
+pub fn dot(level: Level, a: &[f32], b: &[f32]) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::dot_f32(a, b) };
+    }
+    let _ = level;
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// The dot product of numbers with half-precision numbers.
+pub fn dot_f16(level: Level, a: &[f32], b: &[f16]) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::dot_f16(a, b) };
+    }
+    let _ = level;
+    a.iter().zip(b).map(|(a, b)| a * b.to_f32()).sum()
+}
+
+/// `y += a * x`.
+pub fn axpy(level: Level, a: f32, x: &[f32], y: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::axpy_f32(a, x, y) };
+    }
+    let _ = level;
+    y.iter_mut().zip(x).for_each(|(y, x)| *y += a * x);
+}
+
+/// `y += a * x` with half-precision `x`.
+pub fn axpy_f16(level: Level, a: f32, x: &[f16], y: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if level.clamped() >= Level::Avx2 {
+        // SAFETY: the features were detected (invariant 3).
+        return unsafe { x86::axpy_f16(a, x, y) };
+    }
+    let _ = level;
+    y.iter_mut().zip(x).for_each(|(y, x)| *y += a * x.to_f32());
+}
+
+fn half_at(bytes: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
+}
+
+/// The scale and the minimum of sub-block `j` (0..8) of a Q4_K or Q5_K block, from its 12 packed bytes.
+fn scale_min(j: usize, s: &[u8]) -> (u8, u8) {
+    if j < 4 {
+        (s[j] & 63, s[j + 4] & 63)
+    } else {
+        ((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4), (s[j + 4] >> 4) | ((s[j] >> 6) << 4))
+    }
+}
+
+/// Writes the values of a row (or of any whole number of blocks) to `out`.
+pub fn dequantise(dtype: WeightType, row: &[u8], out: &mut [f32]) {
+    let elements = dtype.block_elements();
+    let blocks = row.chunks_exact(dtype.block_bytes()).zip(out.chunks_exact_mut(elements));
+    match dtype {
+        WeightType::F32 => blocks.for_each(|(b, o)| o[0] = f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
+        WeightType::F16 => blocks.for_each(|(b, o)| o[0] = half_at(b, 0)),
+        WeightType::BF16 => blocks.for_each(|(b, o)| o[0] = bf16::from_le_bytes([b[0], b[1]]).to_f32()),
+        WeightType::Q4_0 => blocks.for_each(|(b, o)| {
+            let d = half_at(b, 0);
+            for i in 0..16 {
+                o[i] = d * (f32::from(b[2 + i] & 15) - 8.0);
+                o[i + 16] = d * (f32::from(b[2 + i] >> 4) - 8.0);
+            }
+        }),
+        WeightType::Q4_1 => blocks.for_each(|(b, o)| {
+            let (d, min) = (half_at(b, 0), half_at(b, 2));
+            for i in 0..16 {
+                o[i] = d * f32::from(b[4 + i] & 15) + min;
+                o[i + 16] = d * f32::from(b[4 + i] >> 4) + min;
+            }
+        }),
+        WeightType::Q8_0 => blocks.for_each(|(b, o)| {
+            let d = half_at(b, 0);
+            o.iter_mut().zip(&b[2..]).for_each(|(o, q)| *o = d * f32::from(*q as i8));
+        }),
+        WeightType::Q4_K | WeightType::Q5_K => blocks.for_each(|(b, o)| {
+            let (d, dmin, scales) = (half_at(b, 0), half_at(b, 2), &b[4..16]);
+            let (high, low) = if dtype == WeightType::Q5_K { (Some(&b[16..48]), &b[48..]) } else { (None, &b[16..]) };
+            for (j, o) in o.chunks_exact_mut(BLOCK).enumerate() {
+                let (scale, min) = scale_min(j, scales);
+                for (i, o) in o.iter_mut().enumerate() {
+                    let nibble = (low[j / 2 * BLOCK + i] >> (j % 2 * 4)) & 15;
+                    let fifth = high.map_or(0, |h| (h[i] >> j & 1) << 4);
+                    *o = d * f32::from(scale) * f32::from(nibble | fifth) - dmin * f32::from(min);
+                }
+            }
+        }),
+        WeightType::Q6_K => blocks.for_each(|(b, o)| {
+            let d = half_at(b, 208);
+            for (t, o) in o.chunks_exact_mut(BLOCK).enumerate() {
+                let (half, quarter) = (t / 4, t % 4);
+                let low = &b[half * 64 + quarter % 2 * BLOCK..];
+                let high = &b[128 + half * BLOCK..];
+                for (i, o) in o.iter_mut().enumerate() {
+                    let nibble = (low[i] >> (quarter / 2 * 4)) & 15;
+                    let q = i16::from(nibble | ((high[i] >> (quarter * 2) & 3) << 4)) - 32;
+                    *o = d * f32::from(b[192 + 2 * t + i / 16] as i8) * f32::from(q);
+                }
+            }
+        }),
+        WeightType::Q5_0 => by_candle::<k_quants::BlockQ5_0>(row, out),
+        WeightType::Q5_1 => by_candle::<k_quants::BlockQ5_1>(row, out),
+        WeightType::Q2_K => by_candle::<k_quants::BlockQ2K>(row, out),
+        WeightType::Q3_K => by_candle::<k_quants::BlockQ3K>(row, out),
+    }
+}
+
+/// Dequantises with candle, for the formats that have no kernel here. Blocks are copied one by one, since the row's
+/// address need not have the alignment candle's types ask for.
+fn by_candle<T: GgmlType>(row: &[u8], out: &mut [f32]) {
+    let mut block = T::zeros();
+    for (bytes, out) in row.chunks_exact(size_of::<T>()).zip(out.chunks_exact_mut(T::BLCK_SIZE)) {
+        // SAFETY: `bytes` has exactly the size of `T`, a repr(C) struct of integers for which every bit pattern is
+        // valid; source and destination are distinct allocations.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), (&raw mut block).cast::<u8>(), size_of::<T>()) };
+        T::to_float(std::slice::from_ref(&block), out);
+    }
+}
+
+/// Quantises `values` (a whole number of blocks) to `dtype`, appending to `out`. Q4_K and Q6_K by candle.
+pub fn encode(dtype: WeightType, values: &[f32], out: &mut Vec<u8>) {
+    fn through<T: GgmlType>(values: &[f32], out: &mut Vec<u8>) {
+        let mut blocks = vec![T::zeros(); values.len() / T::BLCK_SIZE];
+        T::from_float(values, &mut blocks);
+        // SAFETY: the blocks are repr(C) structs without padding (candle asserts their sizes), read as plain bytes.
+        let bytes = unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<u8>(), size_of_val(&blocks[..])) };
+        out.extend_from_slice(bytes);
+    }
+    match dtype {
+        WeightType::F32 => values.iter().for_each(|v| out.extend_from_slice(&v.to_le_bytes())),
+        WeightType::F16 => values.iter().for_each(|v| out.extend_from_slice(&f16::from_f32(*v).to_le_bytes())),
+        WeightType::BF16 => values.iter().for_each(|v| out.extend_from_slice(&bf16::from_f32(*v).to_le_bytes())),
+        WeightType::Q4_0 => through::<k_quants::BlockQ4_0>(values, out),
+        WeightType::Q4_1 => through::<k_quants::BlockQ4_1>(values, out),
+        WeightType::Q5_0 => through::<k_quants::BlockQ5_0>(values, out),
+        WeightType::Q5_1 => through::<k_quants::BlockQ5_1>(values, out),
+        WeightType::Q8_0 => through::<k_quants::BlockQ8_0>(values, out),
+        WeightType::Q2_K => through::<k_quants::BlockQ2K>(values, out),
+        WeightType::Q3_K => through::<k_quants::BlockQ3K>(values, out),
+        WeightType::Q4_K => through::<k_quants::BlockQ4K>(values, out),
+        WeightType::Q5_K => through::<k_quants::BlockQ5K>(values, out),
+        WeightType::Q6_K => through::<k_quants::BlockQ6K>(values, out),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    //! The same kernels compiled twice, for AVX2 and for VNNI; they differ in the 8-bit dot product alone.
+    //!
+    //! A kernel is generic over `R` rows and `M` vectors computed together: rows share the loads of activations, and
+    //! vectors share the unpacking of weights. Each (row, vector) pair has an accumulator of its own (invariant 1).
+
+    use std::arch::x86_64::*;
+
+    use super::{BLOCK, Q8Block, WeightType, f16, scale_min};
+
+    /// A block of rows to be multiplied with `m` vectors of `k` elements.
+    #[derive(Clone, Copy)]
+    pub struct Rows<'a> {
+        pub k: usize,
+        pub row_bytes: usize,
+        pub rows: &'a [u8],
+        pub m: usize,
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn load16(bytes: &[u8; 16]) -> __m128i {
+        // SAFETY: the reference covers the 16 bytes; the load needs no alignment.
+        unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn load32<T: Byte>(bytes: &[T; 32]) -> __m256i {
+        // SAFETY: the reference covers the 32 bytes; the load needs no alignment.
+        unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn load_ps(values: &[f32; 8]) -> __m256 {
+        // SAFETY: the reference covers the 32 bytes; the load needs no alignment.
+        unsafe { _mm256_loadu_ps(values.as_ptr()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn store_ps(values: &mut [f32; 8], x: __m256) {
+        // SAFETY: the reference covers the 32 bytes; the store needs no alignment.
+        unsafe { _mm256_storeu_ps(values.as_mut_ptr(), x) }
+    }
+
+    pub trait Byte: Copy {}
+    impl Byte for u8 {}
+    impl Byte for i8 {}
+
+    /// `N` bytes of `b` from `at`. Callers pass constant ranges, so the check disappears.
+    #[inline(always)]
+    fn part<const N: usize>(b: &[u8], at: usize) -> &[u8; N] {
+        match b[at..].first_chunk::<N>() {
+            Some(part) => part,
+            None => &[0; N],
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn sum_ps(x: __m256) -> f32 {
+        let four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+    }
+
+    /// Two half-precision numbers.
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    fn halves(bytes: &[u8; 4]) -> (f32, f32) {
+        let both = _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from_le_bytes(*bytes)));
+        (_mm_cvtss_f32(both), _mm_cvtss_f32(_mm_movehdup_ps(both)))
+    }
+
+    /// Sixteen bytes as 32 nibbles: first the low ones, then the high ones.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn nibbles(bytes: &[u8; 16]) -> __m256i {
+        let low = load16(bytes);
+        let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
+        _mm256_and_si256(both, _mm256_set1_epi8(15))
+    }
+
+    macro_rules! kernels {
+        ($module:ident, $features:literal, $dot:expr) => {
+            pub mod $module {
+                use super::*;
+
+                /// Eight sums of four products each: unsigned bytes `u` times signed bytes `s`.
+                #[inline]
+                #[target_feature(enable = $features)]
+                fn dot_us(u: __m256i, s: __m256i) -> __m256i {
+                    $dot(u, s)
+                }
+
+                /// Eight sums of four products of signed bytes each.
+                #[inline]
+                #[target_feature(enable = $features)]
+                fn dot_ss(magnitude: __m256i, w: __m256i, s: __m256i) -> __m256i {
+                    dot_us(magnitude, _mm256_sign_epi8(s, w))
+                }
+
+                /// Multiplies all rows with all vectors, four of a kind at a time.
+                #[target_feature(enable = $features)]
+                pub fn rows(dtype: WeightType, job: Rows<'_>, acts: &[Q8Block], out: &mut [f32]) {
+                    match dtype {
+                        WeightType::Q4_0 => drive(job, acts, out, q4_0::<4, 1>, q4_0::<1, 1>, q4_0::<1, 4>),
+                        WeightType::Q4_1 => drive(job, acts, out, q4_1::<4, 1>, q4_1::<1, 1>, q4_1::<1, 4>),
+                        WeightType::Q8_0 => drive(job, acts, out, q8_0::<4, 1>, q8_0::<1, 1>, q8_0::<1, 4>),
+                        WeightType::Q4_K => {
+                            drive(job, acts, out, q45_k::<2, 1, false>, q45_k::<1, 1, false>, q45_k::<1, 4, false>)
+                        }
+                        WeightType::Q5_K => {
+                            drive(job, acts, out, q45_k::<2, 1, true>, q45_k::<1, 1, true>, q45_k::<1, 4, true>)
+                        }
+                        _ => drive(job, acts, out, q6_k::<2, 1>, q6_k::<1, 1>, q6_k::<1, 4>),
+                    }
+                }
+
+                #[inline]
+                #[target_feature(enable = $features)]
+                fn drive<const R: usize>(
+                    job: Rows<'_>,
+                    acts: &[Q8Block],
+                    out: &mut [f32],
+                    many_rows: unsafe fn([&[u8]; R], [&[Q8Block]; 1]) -> [[f32; 1]; R],
+                    one: unsafe fn([&[u8]; 1], [&[Q8Block]; 1]) -> [[f32; 1]; 1],
+                    many_acts: unsafe fn([&[u8]; 1], [&[Q8Block]; 4]) -> [[f32; 4]; 1],
+                ) {
+                    let Rows { k, row_bytes, rows, m } = job;
+                    let nb = k / BLOCK;
+                    let act = |j: usize| &acts[j * nb..(j + 1) * nb];
+                    if m == 1 {
+                        let groups = rows.chunks(row_bytes * R).zip(out.chunks_mut(R));
+                        for (group, out) in groups {
+                            if group.len() == row_bytes * R {
+                                let rows = std::array::from_fn(|r| &group[r * row_bytes..(r + 1) * row_bytes]);
+                                // SAFETY: this function has the same target features as the kernel.
+                                let sums = unsafe { many_rows(rows, [act(0)]) };
+                                out.iter_mut().zip(sums).for_each(|(o, [s])| *o = s);
+                            } else {
+                                for (row, out) in group.chunks_exact(row_bytes).zip(out) {
+                                    // SAFETY: as above.
+                                    let [[sum]] = unsafe { one([row], [act(0)]) };
+                                    *out = sum;
+                                }
+                            }
+                        }
+                        return;
+                    }
+                    for (row, out) in rows.chunks_exact(row_bytes).zip(out.chunks_exact_mut(m)) {
+                        for (i, out) in out.chunks_mut(4).enumerate() {
+                            if let Some(out) = out.as_mut_array_of_four() {
+                                // SAFETY: as above.
+                                let [sums] = unsafe { many_acts([row], std::array::from_fn(|j| act(4 * i + j))) };
+                                *out = sums;
+                            } else {
+                                for (j, out) in out.iter_mut().enumerate() {
+                                    // SAFETY: as above.
+                                    let [[sum]] = unsafe { one([row], [act(4 * i + j)]) };
+                                    *out = sum;
+                                }
+                            }
+                        }
+                    }
+                }
+
+                #[target_feature(enable = $features)]
+                fn q4_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<18>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    let mut low = [[0f32; M]; R];
+                    for b in 0..acts[0].len() {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
+                            let w = nibbles(part(block, 2));
+                            for j in 0..M {
+                                let y = &acts[j][b];
+                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
+                                low[r][j] += d * y.sum;
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) - 8.0 * low[r][j]))
+                }
+
+                #[target_feature(enable = $features)]
+                fn q4_1<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<20>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    let mut low = [[0f32; M]; R];
+                    for b in 0..acts[0].len() {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, min) = halves(part(block, 0));
+                            let w = nibbles(part(block, 4));
+                            for j in 0..M {
+                                let y = &acts[j][b];
+                                let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
+                                low[r][j] += min * y.sum;
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) + low[r][j]))
+                }
+
+                #[target_feature(enable = $features)]
+                fn q8_0<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<34>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    for b in 0..acts[0].len() {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, _) = halves(&[block[0], block[1], 0, 0]);
+                            let w = load32(part::<32>(block, 2));
+                            let magnitude = _mm256_abs_epi8(w);
+                            for j in 0..M {
+                                let y = &acts[j][b];
+                                let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(&y.q)));
+                                acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(d * y.scale), p, acc[r][j]);
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
+                }
+
+                #[target_feature(enable = $features)]
+                fn q45_k<const R: usize, const M: usize, const FIVE: bool>(
+                    rows: [&[u8]; R],
+                    acts: [&[Q8Block]; M],
+                ) -> [[f32; M]; R] {
+                    let size = if FIVE { 176 } else { 144 };
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    let mut low = [[0f32; M]; R];
+                    for b in 0..acts[0].len() / 8 {
+                        for r in 0..R {
+                            let block = &rows[r][b * size..(b + 1) * size];
+                            let (d, dmin) = halves(part(block, 0));
+                            let high = if FIVE { load32(part::<32>(block, 16)) } else { _mm256_setzero_si256() };
+                            let quants = if FIVE { 48 } else { 16 };
+                            for t in 0..4 {
+                                let bytes = load32(part::<32>(block, quants + t * 32));
+                                for side in 0..2 {
+                                    let sub = 2 * t + side;
+                                    let shifted = if side == 0 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
+                                    let mut w = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
+                                    if FIVE {
+                                        let bit = _mm256_set1_epi8((1u8 << sub) as i8);
+                                        let set = _mm256_cmpeq_epi8(_mm256_and_si256(high, bit), bit);
+                                        w = _mm256_or_si256(w, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+                                    }
+                                    let (scale, min) = scale_min(sub, &block[4..16]);
+                                    let (scale, min) = (d * f32::from(scale), dmin * f32::from(min));
+                                    for j in 0..M {
+                                        let y = &acts[j][b * 8 + sub];
+                                        let p = _mm256_cvtepi32_ps(dot_us(w, load32(&y.q)));
+                                        acc[r][j] = _mm256_fmadd_ps(_mm256_set1_ps(scale * y.scale), p, acc[r][j]);
+                                        low[r][j] += min * y.sum;
+                                    }
+                                }
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j]) - low[r][j]))
+                }
+
+                #[target_feature(enable = $features)]
+                fn q6_k<const R: usize, const M: usize>(rows: [&[u8]; R], acts: [&[Q8Block]; M]) -> [[f32; M]; R] {
+                    let rows = rows.map(|r| r.as_chunks::<210>().0);
+                    let mut acc = [[_mm256_setzero_ps(); M]; R];
+                    for b in 0..acts[0].len() / 8 {
+                        for r in 0..R {
+                            let block = &rows[r][b];
+                            let (d, _) = halves(&[block[208], block[209], 0, 0]);
+                            for half in 0..2 {
+                                let high = load32(part::<32>(block, 128 + half * 32));
+                                let first = load32(part::<32>(block, half * 64));
+                                let second = load32(part::<32>(block, half * 64 + 32));
+                                for quarter in 0..4 {
+                                    let t = half * 4 + quarter;
+                                    let bytes = if quarter % 2 == 0 { first } else { second };
+                                    let bytes = if quarter < 2 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
+                                    let nibble = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+                                    let two = match quarter {
+                                        0 => _mm256_slli_epi16::<4>(high),
+                                        1 => _mm256_slli_epi16::<2>(high),
+                                        2 => high,
+                                        _ => _mm256_srli_epi16::<2>(high),
+                                    };
+                                    let two = _mm256_and_si256(two, _mm256_set1_epi8(0x30));
+                                    let w = _mm256_sub_epi8(_mm256_or_si256(nibble, two), _mm256_set1_epi8(32));
+                                    let magnitude = _mm256_abs_epi8(w);
+                                    let scale = |i: usize| d * f32::from(block[192 + 2 * t + i] as i8);
+                                    let scales = _mm256_set_m128(_mm_set1_ps(scale(1)), _mm_set1_ps(scale(0)));
+                                    for j in 0..M {
+                                        let y = &acts[j][b * 8 + t];
+                                        let p = _mm256_cvtepi32_ps(dot_ss(magnitude, w, load32(&y.q)));
+                                        let scales = _mm256_mul_ps(scales, _mm256_set1_ps(y.scale));
+                                        acc[r][j] = _mm256_fmadd_ps(scales, p, acc[r][j]);
+                                    }
+                                }
+                            }
+                        }
+                    }
+                    std::array::from_fn(|r| std::array::from_fn(|j| sum_ps(acc[r][j])))
+                }
+            }
+        };
+    }
+
+    /// Multiplies rows of plain numbers with vectors of `f32`.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub fn dense_rows(dtype: WeightType, job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
+        match dtype {
+            WeightType::F32 => dense::<4, 0>(job, acts, out),
+            WeightType::F16 => dense::<2, 1>(job, acts, out),
+            _ => dense::<2, 2>(job, acts, out),
+        }
+    }
+
+    /// Eight stored numbers from the start of `bytes`.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn widen<const KIND: u8>(bytes: &[u8]) -> __m256 {
+        match KIND {
+            0 => _mm256_castsi256_ps(load32(part::<32>(bytes, 0))),
+            1 => _mm256_cvtph_ps(load16(part(bytes, 0))),
+            _ => _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(load16(part(bytes, 0))))),
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn dense<const SIZE: usize, const KIND: u8>(job: Rows<'_>, acts: &[f32], out: &mut [f32]) {
+        let Rows { k, row_bytes, rows, m } = job;
+        for (row, out) in rows.chunks_exact(row_bytes).zip(out.chunks_exact_mut(m)) {
+            for (i, out) in out.chunks_mut(4).enumerate() {
+                let act = |j: usize| &acts[(4 * i + j) * k..(4 * i + j + 1) * k];
+                if let Some(out) = out.as_mut_array_of_four() {
+                    *out = dense_row::<SIZE, KIND, 4>(row, std::array::from_fn(act));
+                } else {
+                    for (j, out) in out.iter_mut().enumerate() {
+                        [*out] = dense_row::<SIZE, KIND, 1>(row, [act(j)]);
+                    }
+                }
+            }
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn dense_row<const SIZE: usize, const KIND: u8, const M: usize>(row: &[u8], acts: [&[f32]; M]) -> [f32; M] {
+        let k = row.len() / SIZE;
+        let acts = acts.map(|a| &a[..k]);
+        // Four accumulators, because one would wait for its own last addition.
+        let mut acc = [[_mm256_setzero_ps(); 4]; M];
+        let mut at = 0;
+        while at + 32 <= k {
+            for lane in 0..4 {
+                let i = at + 8 * lane;
+                let w = widen::<KIND>(&row[i * SIZE..(i + 8) * SIZE]);
+                for j in 0..M {
+                    acc[j][lane] = _mm256_fmadd_ps(w, eight(&acts[j][i..i + 8]), acc[j][lane]);
+                }
+            }
+            at += 32;
+        }
+        let mut tail = [0f32; M];
+        let mut weights = [0f32; 32];
+        super::dequantise(kind::<KIND>(), &row[at * SIZE..], &mut weights[..k - at]);
+        for j in 0..M {
+            tail[j] = weights.iter().zip(&acts[j][at..]).map(|(w, x)| w * x).sum();
+        }
+        std::array::from_fn(|j| {
+            let [a, b, c, d] = acc[j];
+            sum_ps(_mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d))) + tail[j]
+        })
+    }
+
+    const fn kind<const KIND: u8>() -> WeightType {
+        match KIND {
+            0 => WeightType::F32,
+            1 => WeightType::F16,
+            _ => WeightType::BF16,
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn eight(values: &[f32]) -> __m256 {
+        match values.first_chunk::<8>() {
+            Some(values) => load_ps(values),
+            None => _mm256_setzero_ps(),
+        }
+    }
+
+    trait AsFour {
+        fn as_mut_array_of_four(&mut self) -> Option<&mut [f32; 4]>;
+    }
+
+    impl AsFour for [f32] {
+        #[inline(always)]
+        fn as_mut_array_of_four(&mut self) -> Option<&mut [f32; 4]> {
+            self.try_into().ok()
+        }
+    }
+
+    kernels!(avx2, "avx2,fma,f16c", |u, s| _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+    kernels!(vnni, "avx2,fma,f16c,avx512vnni,avx512vl", |u, s| _mm256_dpbusd_epi32(_mm256_setzero_si256(), u, s));
+
+    #[target_feature(enable = "avx2,fma")]
+    pub fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
+        let mut acc = [_mm256_setzero_ps(); 2];
+        let (wide_a, tail_a) = a.as_chunks::<16>();
+        let (wide_b, tail_b) = b.as_chunks::<16>();
+        for (a, b) in wide_a.iter().zip(wide_b) {
+            acc[0] = _mm256_fmadd_ps(eight(&a[..8]), eight(&b[..8]), acc[0]);
+            acc[1] = _mm256_fmadd_ps(eight(&a[8..]), eight(&b[8..]), acc[1]);
+        }
+        let tail: f32 = tail_a.iter().zip(tail_b).map(|(a, b)| a * b).sum();
+        sum_ps(_mm256_add_ps(acc[0], acc[1])) + tail
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    fn widen_f16(values: &[f16; 8]) -> __m256 {
+        // SAFETY: the reference covers the 16 bytes; the load needs no alignment.
+        _mm256_cvtph_ps(unsafe { _mm_loadu_si128(values.as_ptr().cast()) })
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub fn dot_f16(a: &[f32], b: &[f16]) -> f32 {
+        let mut acc = _mm256_setzero_ps();
+        let (wide_a, tail_a) = a.as_chunks::<8>();
+        let (wide_b, tail_b) = b.as_chunks::<8>();
+        for (a, b) in wide_a.iter().zip(wide_b) {
+            acc = _mm256_fmadd_ps(load_ps(a), widen_f16(b), acc);
+        }
+        let tail: f32 = tail_a.iter().zip(tail_b).map(|(a, b)| a * b.to_f32()).sum();
+        sum_ps(acc) + tail
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub fn axpy_f32(a: f32, x: &[f32], y: &mut [f32]) {
+        let scale = _mm256_set1_ps(a);
+        let (wide_x, tail_x) = x.as_chunks::<8>();
+        let (wide_y, tail_y) = y.as_chunks_mut::<8>();
+        for (x, y) in wide_x.iter().zip(wide_y) {
+            let sum = _mm256_fmadd_ps(scale, load_ps(x), load_ps(y));
+            store_ps(y, sum);
+        }
+        tail_y.iter_mut().zip(tail_x).for_each(|(y, x)| *y += a * x);
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub fn axpy_f16(a: f32, x: &[f16], y: &mut [f32]) {
+        let scale = _mm256_set1_ps(a);
+        let (wide_x, tail_x) = x.as_chunks::<8>();
+        let (wide_y, tail_y) = y.as_chunks_mut::<8>();
+        for (x, y) in wide_x.iter().zip(wide_y) {
+            let sum = _mm256_fmadd_ps(scale, widen_f16(x), load_ps(y));
+            store_ps(y, sum);
+        }
+        tail_y.iter_mut().zip(tail_x).for_each(|(y, x)| *y += a * x.to_f32());
+    }
+}

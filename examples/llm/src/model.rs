@@ -1,0 +1,632 @@
+//! The forward pass of a Llama-family transformer over weights that somebody else makes resident.
+//!
+//! A pass uses each weight once, in a fixed order that is declared beforehand ([`Weights::will_use`]), whatever the
+//! number of tokens: a prompt of a thousand tokens costs as many bytes as one generated token. Matrices larger than
+//! what may be held at once are used in tiles of rows; the kernels' first invariant makes that invisible in the result.
+//!
+//! Formulas: Touvron et al., Llama (2023); Su et al., RoFormer (2021); Ainslie et al., grouped-query attention (2023);
+//! Qwen2 and Qwen3 technical reports for biases and per-head norms.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use half::f16;
+
+use crate::config::{Config, RopePairs};
+use crate::dtype::WeightType;
+use crate::error::{Error, Result};
+use crate::files::{Container, ModelFiles};
+use crate::kernels::{self, ActKind, Acts, Level, Q8Block};
+use crate::pool::Pool;
+use crate::weights::{Step, TensorId, WeightInfo, Weights};
+
+/// Fewest stored bytes worth handing to another thread.
+const CHUNK_BYTES: u64 = 8 << 10;
+
+/// How the cache of keys and values stores its elements.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvType {
+    /// Four bytes an element.
+    #[default]
+    F32,
+    /// Two bytes an element.
+    F16,
+}
+
+/// How a model computes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Threads that compute; 0 means one a core.
+    pub threads: usize,
+    /// Instructions to use; `None` means the best this processor has.
+    pub level: Option<Level>,
+}
+
+/// A matrix with an optional bias.
+#[derive(Clone, Debug)]
+struct Linear {
+    weight: WeightInfo,
+    bias: Option<WeightInfo>,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    attn_norm: WeightInfo,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    q_norm: Option<WeightInfo>,
+    k_norm: Option<WeightInfo>,
+    o: Linear,
+    ffn_norm: WeightInfo,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+/// A model ready to run. Shared by any number of sessions.
+pub struct Model {
+    config: Config,
+    weights: Arc<dyn Weights>,
+    pool: Pool,
+    level: Level,
+    embedding: WeightInfo,
+    layers: Vec<Layer>,
+    norm: WeightInfo,
+    output: WeightInfo,
+    frequencies: Vec<f32>,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Model").field("config", &self.config).field("level", &self.level).finish_non_exhaustive()
+    }
+}
+
+/// Finds tensors by their GGUF names, whatever the container calls them.
+struct Names<'a> {
+    files: &'a ModelFiles,
+}
+
+impl Names<'_> {
+    fn translate(&self, gguf: &str) -> String {
+        if self.files.container() == Container::Gguf {
+            return gguf.to_owned();
+        }
+        let (head, rest) = match gguf.strip_prefix("blk.").and_then(|r| r.split_once('.')) {
+            Some((layer, rest)) => (format!("model.layers.{layer}."), rest),
+            None => (String::new(), gguf),
+        };
+        let (stem, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
+        let stem = match stem {
+            "token_embd" => "model.embed_tokens",
+            "output_norm" => "model.norm",
+            "output" => "lm_head",
+            "attn_norm" => "input_layernorm",
+            "ffn_norm" => "post_attention_layernorm",
+            "attn_q" => "self_attn.q_proj",
+            "attn_k" => "self_attn.k_proj",
+            "attn_v" => "self_attn.v_proj",
+            "attn_output" => "self_attn.o_proj",
+            "attn_q_norm" => "self_attn.q_norm",
+            "attn_k_norm" => "self_attn.k_norm",
+            "ffn_gate" => "mlp.gate_proj",
+            "ffn_up" => "mlp.up_proj",
+            "ffn_down" => "mlp.down_proj",
+            other => other,
+        };
+        format!("{head}{stem}.{kind}")
+    }
+
+    fn optional(&self, gguf: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
+        let Some(info) = self.files.tensor(&self.translate(gguf)) else { return Ok(None) };
+        if (info.rows, info.cols) != (rows as u64, cols as u64) {
+            return Err(Error::Shape {
+                name: info.name.clone(),
+                rows: info.rows,
+                cols: info.cols,
+                want_rows: rows as u64,
+                want_cols: cols as u64,
+            });
+        }
+        Ok(Some(info.clone()))
+    }
+
+    fn need(&self, gguf: &str, rows: usize, cols: usize) -> Result<WeightInfo> {
+        self.optional(gguf, rows, cols)?.ok_or_else(|| Error::MissingTensor(self.translate(gguf)))
+    }
+
+    fn linear(&self, stem: &str, rows: usize, cols: usize) -> Result<Linear> {
+        let weight = self.need(&format!("{stem}.weight"), rows, cols)?;
+        Ok(Linear { weight, bias: self.optional(&format!("{stem}.bias"), 1, rows)? })
+    }
+
+    fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
+        let name = |stem: &str| format!("blk.{i}.{stem}");
+        let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        Ok(Layer {
+            attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
+            q: self.linear(&name("attn_q"), q_dim, c.dim)?,
+            k: self.linear(&name("attn_k"), kv_dim, c.dim)?,
+            v: self.linear(&name("attn_v"), kv_dim, c.dim)?,
+            q_norm: self.optional(&name("attn_q_norm.weight"), 1, c.head_dim)?,
+            k_norm: self.optional(&name("attn_k_norm.weight"), 1, c.head_dim)?,
+            o: self.linear(&name("attn_output"), c.dim, q_dim)?,
+            ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
+            gate: self.linear(&name("ffn_gate"), c.ffn_dim, c.dim)?,
+            up: self.linear(&name("ffn_up"), c.ffn_dim, c.dim)?,
+            down: self.linear(&name("ffn_down"), c.dim, c.ffn_dim)?,
+        })
+    }
+}
+
+impl Model {
+    /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of Llama 3 GGUF files.
+    pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
+        let config = Config::new(files)?;
+        let names = Names { files };
+        let embedding = names.need("token_embd.weight", config.vocab, config.dim)?;
+        let output = names.optional("output.weight", config.vocab, config.dim)?.unwrap_or_else(|| embedding.clone());
+        let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
+        let mut model = Self {
+            layers: (0..config.layers).map(|i| names.layer(i, &config)).collect::<Result<_>>()?,
+            norm: names.need("output_norm.weight", 1, config.dim)?,
+            frequencies: config.rope_frequencies.clone(),
+            level: options.level.unwrap_or_else(Level::detect),
+            config,
+            weights,
+            pool,
+            embedding,
+            output,
+        };
+        if model.config.rope_factors_tensor {
+            let info = names.need("rope_freqs.weight", 1, model.frequencies.len())?;
+            model.weights.will_use(&[(info.id, 0..1)]);
+            let factors = model.vector(&info)?;
+            model.frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= factor);
+        }
+        Ok(model)
+    }
+
+    /// Sizes and constants.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Whoever makes the weights resident.
+    pub fn weights(&self) -> &Arc<dyn Weights> {
+        &self.weights
+    }
+
+    /// Threads that compute.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the output.
+    pub fn pass_order(&self, tokens: &[u32]) -> Vec<Step> {
+        let mut order = Vec::with_capacity(self.layers.len() * 12 + tokens.len() + 2);
+        let mut wanted = tokens.to_vec();
+        wanted.sort_unstable();
+        wanted.dedup();
+        order.extend(wanted.into_iter().map(|t| (self.embedding.id, u64::from(t)..u64::from(t) + 1)));
+        let vector = |order: &mut Vec<Step>, info: &Option<WeightInfo>| {
+            order.extend(info.iter().map(|info| (info.id, 0..1)));
+        };
+        let linear = |order: &mut Vec<Step>, linear: &Linear| {
+            order.extend(self.tiles(&linear.weight).map(|rows| (linear.weight.id, rows)));
+            vector(order, &linear.bias);
+        };
+        for layer in &self.layers {
+            order.push((layer.attn_norm.id, 0..1));
+            linear(&mut order, &layer.q);
+            linear(&mut order, &layer.k);
+            linear(&mut order, &layer.v);
+            vector(&mut order, &layer.q_norm);
+            vector(&mut order, &layer.k_norm);
+            linear(&mut order, &layer.o);
+            order.push((layer.ffn_norm.id, 0..1));
+            linear(&mut order, &layer.gate);
+            linear(&mut order, &layer.up);
+            linear(&mut order, &layer.down);
+        }
+        order.push((self.norm.id, 0..1));
+        order.extend(self.tiles(&self.output).map(|rows| (self.output.id, rows)));
+        order
+    }
+
+    fn tiles(&self, info: &WeightInfo) -> impl Iterator<Item = Range<u64>> + use<> {
+        let (rows, step) = (info.rows, self.weights.tile_rows(info.id).max(1));
+        (0..rows.div_ceil(step)).map(move |i| i * step..rows.min((i + 1) * step))
+    }
+
+    /// The bytes of `rows`, after checking that there are as many as there should be.
+    fn rows(&self, info: &WeightInfo, rows: Range<u64>) -> Result<crate::weights::Rows<'_>> {
+        let want = (rows.end - rows.start) * info.row_bytes;
+        let bytes = self.weights.rows(info.id, rows)?;
+        if bytes.len() as u64 != want {
+            return Err(Error::Invalid(format!("{} bytes of {:?} arrived, not {want}", bytes.len(), info.name)));
+        }
+        Ok(bytes)
+    }
+
+    /// A vector's values.
+    fn vector(&self, info: &WeightInfo) -> Result<Vec<f32>> {
+        let bytes = self.rows(info, 0..1)?;
+        let mut out = vec![0f32; info.cols as usize];
+        kernels::dequantise(info.dtype, &bytes, &mut out);
+        Ok(out)
+    }
+
+    /// The embeddings of `tokens`: `[tokens x dim]`.
+    fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
+        let dim = self.config.dim;
+        let mut out = vec![0f32; tokens.len() * dim];
+        let mut by_token: Vec<(u32, usize)> = tokens.iter().copied().zip(0..).collect();
+        by_token.sort_unstable();
+        for same in by_token.chunk_by(|a, b| a.0 == b.0) {
+            let (token, first) = same[0];
+            let bytes = self.rows(&self.embedding, u64::from(token)..u64::from(token) + 1)?;
+            kernels::dequantise(self.embedding.dtype, &bytes, &mut out[first * dim..(first + 1) * dim]);
+            for (_, place) in &same[1..] {
+                out.copy_within(first * dim..(first + 1) * dim, place * dim);
+            }
+        }
+        Ok(out)
+    }
+
+    /// `x W^T + b`: `[m x rows]`.
+    fn linear(&self, linear: &Linear, x: &mut Input<'_>) -> Result<Vec<f32>> {
+        let mut out = self.matmul(&linear.weight, x)?;
+        if let Some(bias) = &linear.bias {
+            let bias = self.vector(bias)?;
+            for row in out.chunks_exact_mut(bias.len()) {
+                row.iter_mut().zip(&bias).for_each(|(o, b)| *o += b);
+            }
+        }
+        Ok(out)
+    }
+
+    fn matmul(&self, w: &WeightInfo, x: &mut Input<'_>) -> Result<Vec<f32>> {
+        let (k, n, m) = (w.cols as usize, w.rows as usize, x.m);
+        let acts = x.prepare(w.dtype, self);
+        let mut out = vec![0f32; m * n];
+        let mut transposed = vec![0f32; if m > 1 { n * m } else { 0 }];
+        let each = w.rows.div_ceil(self.pool.threads() as u64 * 4);
+        let least = (CHUNK_BYTES / w.row_bytes.max(1) / m as u64).max(1);
+        // A multiple of four keeps the kernels' groups of rows whole.
+        let chunk = each.max(least).next_multiple_of(4) as usize;
+        for tile in self.tiles(w) {
+            let bytes = self.rows(w, tile.clone())?;
+            let bytes: &[u8] = &bytes;
+            let (start, end) = (tile.start as usize * m, tile.end as usize * m);
+            let target = if m > 1 { &mut transposed[start..end] } else { &mut out[start..end] };
+            let stride = chunk * w.row_bytes as usize;
+            self.pool.run_chunks(target, chunk * m, |i, out| {
+                let rows = &bytes[i * stride..bytes.len().min((i + 1) * stride)];
+                kernels::rows_dot(self.level, w.dtype, k, rows, acts, m, out);
+            });
+        }
+        if m > 1 {
+            self.pool.run_chunks(&mut out, n, |j, row| {
+                row.iter_mut().zip(transposed[j..].iter().step_by(m)).for_each(|(o, t)| *o = *t);
+            });
+        }
+        Ok(out)
+    }
+
+    /// `x / rms(x) * weight` for each vector of `weight.len()` elements.
+    fn rms_norm(&self, x: &[f32], weight: &[f32], out: &mut [f32]) {
+        let n = weight.len();
+        for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
+            let mean = kernels::dot(self.level, x, x) / n as f32;
+            let scale = 1.0 / (mean + self.config.norm_eps).sqrt();
+            out.iter_mut().zip(x).zip(weight).for_each(|((o, x), w)| *o = x * scale * w);
+        }
+    }
+
+    /// Normalises each head in place where the model has such a norm.
+    fn norm_heads(&self, x: &mut [f32], norm: &Option<WeightInfo>) -> Result<()> {
+        if let Some(norm) = norm {
+            let weight = self.vector(norm)?;
+            let copy = x.to_vec();
+            self.rms_norm(&copy, &weight, x);
+        }
+        Ok(())
+    }
+}
+
+/// Activations entering a matrix: `m` vectors, quantised once however many matrices use them.
+struct Input<'a> {
+    x: &'a [f32],
+    m: usize,
+    q8: Vec<Q8Block>,
+}
+
+impl<'a> Input<'a> {
+    fn new(x: &'a [f32], m: usize) -> Self {
+        Self { x, m, q8: Vec::new() }
+    }
+
+    fn prepare(&mut self, dtype: WeightType, model: &Model) -> Acts<'_> {
+        if kernels::act_kind(dtype) == ActKind::Plain {
+            return Acts::Plain(self.x);
+        }
+        if self.q8.is_empty() {
+            self.q8 = vec![Q8Block { scale: 0.0, sum: 0.0, q: [0; kernels::BLOCK] }; self.x.len() / kernels::BLOCK];
+            let per = 128;
+            model.pool.run_chunks(&mut self.q8, per, |i, out| {
+                let from = i * per * kernels::BLOCK;
+                kernels::quantise(&self.x[from..from + out.len() * kernels::BLOCK], out);
+            });
+        }
+        Acts::Q8(&self.q8)
+    }
+}
+
+/// Keys and values of one layer: `[kv_head][position][head_dim]`.
+enum Cache {
+    F32 { keys: Vec<f32>, values: Vec<f32> },
+    F16 { keys: Vec<f16>, values: Vec<f16> },
+}
+
+impl Cache {
+    fn new(kind: KvType, elements: usize) -> Self {
+        match kind {
+            KvType::F32 => Self::F32 { keys: vec![0.0; elements], values: vec![0.0; elements] },
+            KvType::F16 => Self::F16 { keys: vec![f16::ZERO; elements], values: vec![f16::ZERO; elements] },
+        }
+    }
+
+    fn store(&mut self, at: usize, k: &[f32], v: &[f32]) {
+        match self {
+            Self::F32 { keys, values } => {
+                keys[at..at + k.len()].copy_from_slice(k);
+                values[at..at + v.len()].copy_from_slice(v);
+            }
+            Self::F16 { keys, values } => {
+                keys[at..at + k.len()].iter_mut().zip(k).for_each(|(c, x)| *c = f16::from_f32(*x));
+                values[at..at + v.len()].iter_mut().zip(v).for_each(|(c, x)| *c = f16::from_f32(*x));
+            }
+        }
+    }
+
+    /// `softmax(q K^T * scale) V` over `len` positions from element `base`.
+    fn attend(&self, level: Level, base: usize, len: usize, scale: f32, q: &[f32], out: &mut [f32]) {
+        let hd = q.len();
+        let at = |p: usize| base + p * hd..base + (p + 1) * hd;
+        let mut scores = vec![0f32; len];
+        let mut peak = f32::NEG_INFINITY;
+        for (p, score) in scores.iter_mut().enumerate() {
+            *score = scale
+                * match self {
+                    Self::F32 { keys, .. } => kernels::dot(level, q, &keys[at(p)]),
+                    Self::F16 { keys, .. } => kernels::dot_f16(level, q, &keys[at(p)]),
+                };
+            peak = peak.max(*score);
+        }
+        let mut total = 0f32;
+        for score in &mut scores {
+            *score = (*score - peak).exp();
+            total += *score;
+        }
+        out.fill(0.0);
+        for (p, score) in scores.iter().enumerate() {
+            let share = score / total;
+            match self {
+                Self::F32 { values, .. } => kernels::axpy(level, share, &values[at(p)], out),
+                Self::F16 { values, .. } => kernels::axpy_f16(level, share, &values[at(p)], out),
+            }
+        }
+    }
+}
+
+/// What one pass took.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PassTime {
+    /// From start to end.
+    pub total: Duration,
+    /// Of that, waiting for weights to become resident.
+    pub waited: Duration,
+}
+
+/// One sequence of tokens being read or written: positions, keys and values.
+pub struct Session {
+    model: Arc<Model>,
+    caches: Vec<Cache>,
+    capacity: usize,
+    len: usize,
+    last: PassTime,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session").field("len", &self.len).field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less).
+    pub fn new(model: Arc<Model>, capacity: usize, kv: KvType) -> Result<Self> {
+        let c = model.config();
+        let capacity = capacity.min(c.context);
+        let elements = [c.kv_heads, capacity, c.head_dim].iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+        let elements = elements.ok_or_else(|| Error::Invalid(format!("a context of {capacity} is too large")))?;
+        let caches = (0..c.layers).map(|_| Cache::new(kv, elements)).collect();
+        Ok(Self { model, caches, capacity, len: 0, last: PassTime::default() })
+    }
+
+    /// Tokens read so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token was read yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+
+    /// What the last pass took.
+    pub fn last_pass(&self) -> PassTime {
+        self.last
+    }
+
+    /// Forgets everything after the first `len` tokens.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Reads `tokens` in one pass over the weights; returns the logits after the last one (`vocab` numbers).
+    ///
+    /// After an error the session is as it was before the call.
+    pub fn forward(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        self.pass(tokens, false)
+    }
+
+    /// Like [`Session::forward`], with the logits after every token: `[tokens x vocab]`.
+    pub fn forward_all(&mut self, tokens: &[u32]) -> Result<Vec<f32>> {
+        self.pass(tokens, true)
+    }
+
+    fn pass(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
+        let started = Instant::now();
+        let model = Arc::clone(&self.model);
+        let (c, m) = (&model.config, tokens.len());
+        if m == 0 {
+            return Err(Error::Invalid("a pass needs at least one token".into()));
+        }
+        if m > self.capacity - self.len {
+            return Err(Error::Invalid(format!(
+                "{m} more tokens do not fit: the session holds {} of {}",
+                self.len, self.capacity
+            )));
+        }
+        if let Some(token) = tokens.iter().find(|t| **t as usize >= c.vocab) {
+            return Err(Error::Invalid(format!("token {token} is outside the vocabulary of {}", c.vocab)));
+        }
+        let waited = model.weights.waited();
+        model.weights.will_use(&model.pass_order(tokens));
+        let turns = Turns::new(&model.frequencies, self.len, m);
+        let mut x = model.embed(tokens)?;
+        let mut normed = vec![0f32; x.len()];
+        for (layer, cache) in model.layers.iter().zip(&mut self.caches) {
+            model.rms_norm(&x, &model.vector(&layer.attn_norm)?, &mut normed);
+            let mut input = Input::new(&normed, m);
+            let mut q = model.linear(&layer.q, &mut input)?;
+            let mut k = model.linear(&layer.k, &mut input)?;
+            let v = model.linear(&layer.v, &mut input)?;
+            model.norm_heads(&mut q, &layer.q_norm)?;
+            model.norm_heads(&mut k, &layer.k_norm)?;
+            turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
+            turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
+            let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
+            let out = model.linear(&layer.o, &mut Input::new(&mixed, m))?;
+            add(&mut x, &out);
+
+            model.rms_norm(&x, &model.vector(&layer.ffn_norm)?, &mut normed);
+            let mut input = Input::new(&normed, m);
+            let mut gate = model.linear(&layer.gate, &mut input)?;
+            let up = model.linear(&layer.up, &mut input)?;
+            let per = 1024;
+            model.pool.run_chunks(&mut gate, per, |i, gate| {
+                let up = &up[i * per..i * per + gate.len()];
+                gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+            });
+            let out = model.linear(&layer.down, &mut Input::new(&gate, m))?;
+            add(&mut x, &out);
+        }
+        let (from, count) = if all { (0, m) } else { ((m - 1) * c.dim, 1) };
+        let norm = model.vector(&model.norm)?;
+        model.rms_norm(&x[from..], &norm, &mut normed[from..]);
+        let logits = model.matmul(&model.output, &mut Input::new(&normed[from..], count))?;
+        self.len += m;
+        self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
+        Ok(logits)
+    }
+}
+
+fn add(x: &mut [f32], y: &[f32]) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+/// Stores the new keys and values, then attends: `[m x heads * head_dim]`.
+#[expect(clippy::too_many_arguments, reason = "the operands of one formula")]
+fn attention(
+    model: &Model,
+    cache: &mut Cache,
+    capacity: usize,
+    past: usize,
+    m: usize,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+) -> Vec<f32> {
+    let c = &model.config;
+    let hd = c.head_dim;
+    for t in 0..m {
+        for h in 0..c.kv_heads {
+            let at = (t * c.kv_heads + h) * hd;
+            cache.store((h * capacity + past + t) * hd, &k[at..at + hd], &v[at..at + hd]);
+        }
+    }
+    let cache = &*cache;
+    let (group, scale) = (c.heads / c.kv_heads, 1.0 / (hd as f32).sqrt());
+    let mut out = vec![0f32; m * c.heads * hd];
+    model.pool.run_chunks(&mut out, hd, |i, out| {
+        let (t, h) = (i / c.heads, i % c.heads);
+        let base = h / group * capacity * hd;
+        cache.attend(model.level, base, past + t + 1, scale, &q[i * hd..(i + 1) * hd], out);
+    });
+    out
+}
+
+/// Sines and cosines for the positions of one pass: `[positions x pairs]`.
+struct Turns {
+    pairs: usize,
+    table: Vec<(f32, f32)>,
+}
+
+impl Turns {
+    fn new(frequencies: &[f32], first: usize, count: usize) -> Self {
+        let angle = |p: usize, f: f32| (p as f32 * f).sin_cos();
+        let table = (first..first + count).flat_map(|p| frequencies.iter().map(move |f| angle(p, *f))).collect();
+        Self { pairs: frequencies.len(), table }
+    }
+
+    /// Turns every head of every position; elements beyond the turned pairs stay as they are.
+    fn apply(&self, x: &mut [f32], heads: usize, head_dim: usize, pairs: RopePairs) {
+        for (t, x) in x.chunks_exact_mut(heads * head_dim).enumerate() {
+            let turns = &self.table[t * self.pairs..(t + 1) * self.pairs];
+            for head in x.chunks_exact_mut(head_dim) {
+                for (i, (sin, cos)) in turns.iter().enumerate() {
+                    let (a, b) = match pairs {
+                        RopePairs::Adjacent => (2 * i, 2 * i + 1),
+                        RopePairs::Halves => (i, i + self.pairs),
+                    };
+                    let (x, y) = (head[a], head[b]);
+                    head[a] = x * cos - y * sin;
+                    head[b] = x * sin + y * cos;
+                }
+            }
+        }
+    }
+}
+
+/// The tensor that holds the embeddings, for callers that keep it resident.
+impl Model {
+    /// The tensor whose rows are the embeddings; the output matrix too where they are tied.
+    pub fn embedding(&self) -> TensorId {
+        self.embedding.id
+    }
+}

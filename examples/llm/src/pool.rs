@@ -1,0 +1,192 @@
+//! A small persistent thread pool for operations that take a tenth of a millisecond.
+//!
+//! One caller hands out one operation at a time, split into chunks that threads claim with an atomic counter. Workers
+//! spin briefly before they sleep, because a token consists of some hundred operations with microseconds between them
+//! and waking a sleeping thread costs as much as a small matrix.
+//!
+//! Invariants: (1) a worker runs a job's closure only between the job's publication and its own sign-off; (2) the
+//! caller does not return before every worker has signed off; (3) each chunk index is claimed once.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Spins before a worker sleeps: some 30 microseconds.
+const SPINS: u32 = 4_000;
+
+/// One published operation. The pointer is valid until every worker has signed off (invariant 2).
+#[derive(Clone, Copy)]
+struct Job {
+    work: *const (dyn Fn(usize) + Sync),
+    chunks: usize,
+}
+
+// SAFETY: the closure behind the pointer is Sync, and `Pool::run` keeps it alive while any worker can see the job.
+unsafe impl Send for Job {}
+
+struct Shared {
+    /// Number of the newest job; read without the lock while spinning.
+    generation: AtomicUsize,
+    next_chunk: AtomicUsize,
+    signed_off: AtomicUsize,
+    failed: AtomicBool,
+    stop: AtomicBool,
+    job: Mutex<Option<Job>>,
+    wake: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Option<Job>> {
+        self.job.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work_on(&self, job: Job) {
+        // SAFETY: the caller of `run` waits for this thread's sign-off, which comes after this call (invariant 2).
+        let work = unsafe { &*job.work };
+        loop {
+            let chunk = self.next_chunk.fetch_add(1, Ordering::Relaxed);
+            if chunk >= job.chunks {
+                return;
+            }
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(chunk))).is_err() {
+                self.failed.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn worker(&self) {
+        let mut seen = 0;
+        loop {
+            let mut spins = 0;
+            while self.generation.load(Ordering::Acquire) == seen && spins < SPINS {
+                std::hint::spin_loop();
+                spins += 1;
+            }
+            let mut slot = self.lock();
+            while self.generation.load(Ordering::Relaxed) == seen && !self.stop.load(Ordering::Relaxed) {
+                slot = self.wake.wait(slot).unwrap_or_else(PoisonError::into_inner);
+            }
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            seen = self.generation.load(Ordering::Relaxed);
+            let job = *slot;
+            drop(slot);
+            if let Some(job) = job {
+                self.work_on(job);
+            }
+            self.signed_off.fetch_add(1, Ordering::Release);
+        }
+    }
+}
+
+/// Threads that share the rows of one matrix, or the heads of one attention, among them.
+///
+/// Which thread computes a chunk never influences its bits: a chunk is computed by one thread from start to end.
+pub struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    one_caller: Mutex<()>,
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("threads", &self.threads()).finish()
+    }
+}
+
+impl Pool {
+    /// A pool in which `threads` threads work, the caller being one of them; 0 means one a core.
+    pub fn new(threads: usize) -> std::io::Result<Self> {
+        let threads = match threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            n => n,
+        };
+        let shared = Arc::new(Shared {
+            generation: AtomicUsize::new(0),
+            next_chunk: AtomicUsize::new(0),
+            signed_off: AtomicUsize::new(0),
+            failed: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            job: Mutex::new(None),
+            wake: Condvar::new(),
+        });
+        let mut pool = Self { shared, workers: Vec::new(), one_caller: Mutex::new(()) };
+        for index in 1..threads {
+            let shared = Arc::clone(&pool.shared);
+            let thread = std::thread::Builder::new().name(format!("llm-{index}")).spawn(move || shared.worker())?;
+            pool.workers.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// How many threads work, the caller included.
+    pub fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `work(0) .. work(chunks - 1)`, each once, on the pool's threads; returns when all have ended.
+    ///
+    /// # Panics
+    /// When `work` panicked.
+    pub fn run(&self, chunks: usize, work: &(dyn Fn(usize) + Sync)) {
+        if chunks <= 1 || self.workers.is_empty() {
+            (0..chunks).for_each(work);
+            return;
+        }
+        let _turn = self.one_caller.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = &*self.shared;
+        // SAFETY: only the lifetime is erased; this function returns after every worker has signed off (invariant 2).
+        let work: &'static (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
+        let job = Job { work, chunks };
+        {
+            let mut slot = shared.lock();
+            *slot = Some(job);
+            shared.next_chunk.store(0, Ordering::Relaxed);
+            shared.signed_off.store(0, Ordering::Relaxed);
+            shared.generation.fetch_add(1, Ordering::Release);
+        }
+        shared.wake.notify_all();
+        shared.work_on(job);
+        let mut spins = 0u32;
+        while shared.signed_off.load(Ordering::Acquire) < self.workers.len() {
+            spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        *shared.lock() = None;
+        assert!(!shared.failed.swap(false, Ordering::Relaxed), "a pool thread panicked");
+    }
+
+    /// Calls `work(i, chunk)` for the consecutive chunks of `chunk_len` elements of `out` (the last may be shorter).
+    pub fn run_chunks<T: Send>(&self, out: &mut [T], chunk_len: usize, work: impl Fn(usize, &mut [T]) + Sync) {
+        struct Base<T>(*mut T);
+        // SAFETY: the pointer is used to make disjoint slices only, each by the one thread that claimed its index.
+        unsafe impl<T: Send> Sync for Base<T> {}
+        let chunk_len = chunk_len.max(1);
+        let (len, base) = (out.len(), Base(out.as_mut_ptr()));
+        let base = &base;
+        self.run(len.div_ceil(chunk_len), &|i| {
+            let start = i * chunk_len;
+            let end = len.min(start + chunk_len);
+            // SAFETY: start < end <= len, indices are claimed once (invariant 3), so slices never overlap, and `out`
+            // stays mutably borrowed until `run` returns.
+            let chunk = unsafe { std::slice::from_raw_parts_mut(base.0.add(start), end - start) };
+            work(i, chunk);
+        });
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        {
+            let _slot = self.shared.lock();
+            self.shared.stop.store(true, Ordering::Relaxed);
+        }
+        self.shared.generation.fetch_add(1, Ordering::Release);
+        self.shared.wake.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker catches panics of its work, so there is nothing to learn from its result.
+            drop(worker.join());
+        }
+    }
+}

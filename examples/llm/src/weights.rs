@@ -1,0 +1,146 @@
+//! The seam between a model and whoever makes its bytes resident.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::{Deref, Range};
+use std::time::Duration;
+
+use crate::dtype::WeightType;
+use crate::error::{Error, Result};
+use crate::files::ModelFiles;
+
+/// A tensor of an open model: an index into [`ModelFiles::tensors`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TensorId(pub u32);
+
+/// What a model file says about one tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightInfo {
+    /// Its number.
+    pub id: TensorId,
+    /// Its name in the file.
+    pub name: String,
+    /// How its elements are stored.
+    pub dtype: WeightType,
+    /// Outer extent; 1 for a vector.
+    pub rows: u64,
+    /// Inner extent, contiguous.
+    pub cols: u64,
+    /// Index of its file in [`ModelFiles::paths`].
+    pub file: u32,
+    /// First byte, from the start of the file.
+    pub offset: u64,
+    /// Bytes of one row.
+    pub row_bytes: u64,
+}
+
+impl WeightInfo {
+    /// Where rows `rows` lie in the file, or an error naming the tensor where it has no such rows.
+    pub fn byte_range(&self, rows: &Range<u64>) -> Result<Range<u64>> {
+        if rows.start > rows.end || rows.end > self.rows {
+            return Err(Error::Invalid(format!("tensor {:?} has {} rows, not {rows:?}", self.name, self.rows)));
+        }
+        Ok(self.offset + rows.start * self.row_bytes..self.offset + rows.end * self.row_bytes)
+    }
+}
+
+/// Bytes of consecutive rows, resident for as long as this lives.
+pub struct Rows<'a>(Box<dyn Deref<Target = [u8]> + Send + Sync + 'a>);
+
+impl<'a> Rows<'a> {
+    /// Wraps whatever keeps the bytes where they are, such as a page pin.
+    pub fn new(guard: impl Deref<Target = [u8]> + Send + Sync + 'a) -> Self {
+        Self(Box::new(guard))
+    }
+}
+
+impl Deref for Rows<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Rows<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Rows({} bytes)", self.len())
+    }
+}
+
+/// One step of a pass: these rows of this tensor.
+pub type Step = (TensorId, Range<u64>);
+
+/// Gives a model the bytes of its weights, and decides what is resident.
+///
+/// Contract: between two calls of [`Weights::will_use`] the model asks for the declared steps in the declared order, one
+/// at a time, each once, and drops a guard before it asks for the next. The bytes of a row are the file's bytes.
+pub trait Weights: Send + Sync {
+    /// The bytes of rows `rows` of `tensor`. Blocks until they are resident.
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>>;
+
+    /// How many rows of `tensor` may be held at once, at least 1. Must not change while the model is open.
+    fn tile_rows(&self, tensor: TensorId) -> u64;
+
+    /// Declares the order in which a pass that starts now will use the weights.
+    fn will_use(&self, order: &[Step]);
+
+    /// How long callers of [`Weights::rows`] have waited for bytes, since the weights were opened.
+    fn waited(&self) -> Duration {
+        Duration::ZERO
+    }
+}
+
+/// A whole model in ordinary memory: the baseline that paged weights are compared with.
+#[derive(Debug)]
+pub struct PlainWeights {
+    files: Vec<Vec<u8>>,
+    tensors: Vec<WeightInfo>,
+    tile_bytes: u64,
+}
+
+impl PlainWeights {
+    /// Reads every file of `model` into memory.
+    pub fn read(model: &ModelFiles) -> Result<Self> {
+        let mut files = Vec::with_capacity(model.paths().len());
+        for path in model.paths() {
+            let mut bytes = Vec::new();
+            let what = || format!("cannot read {}", path.display());
+            let mut file = File::open(path).map_err(|e| Error::io(what(), e))?;
+            let len = file.seek(SeekFrom::End(0)).map_err(|e| Error::io(what(), e))?;
+            file.rewind().map_err(|e| Error::io(what(), e))?;
+            let len = usize::try_from(len).map_err(|_| Error::Invalid(format!("{} is too large", path.display())))?;
+            bytes.try_reserve_exact(len).map_err(|e| Error::format(what(), e))?;
+            file.read_to_end(&mut bytes).map_err(|e| Error::io(what(), e))?;
+            files.push(bytes);
+        }
+        Ok(Self { files, tensors: model.tensors().to_vec(), tile_bytes: u64::MAX })
+    }
+
+    /// Limits how many bytes are held at once, as a paged model would, to the whole rows that fit (at least one).
+    #[must_use]
+    pub fn with_tile_bytes(mut self, bytes: u64) -> Self {
+        self.tile_bytes = bytes;
+        self
+    }
+
+    fn info(&self, tensor: TensorId) -> Result<&WeightInfo> {
+        self.tensors.get(tensor.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", tensor.0)))
+    }
+}
+
+impl Weights for PlainWeights {
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
+        let info = self.info(tensor)?;
+        let range = info.byte_range(&rows)?;
+        let bytes = self.files.get(info.file as usize).and_then(|f| f.get(range.start as usize..range.end as usize));
+        bytes.map(Rows::new).ok_or_else(|| Error::format(&*info.name, "its bytes lie beyond the end of the file"))
+    }
+
+    fn tile_rows(&self, tensor: TensorId) -> u64 {
+        self.info(tensor).map_or(1, |info| (self.tile_bytes / info.row_bytes.max(1)).clamp(1, info.rows.max(1)))
+    }
+
+    fn will_use(&self, _order: &[Step]) {}
+}
