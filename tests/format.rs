@@ -377,7 +377,8 @@ mod indices {
     fn an_index_is_read() {
         let index = safetensors::parse_index(&rich_index()).unwrap();
         assert_eq!(index.shards, ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"]);
-        assert_eq!(index.tensors, [("a".to_owned(), 0), ("b".to_owned(), 0), ("z".to_owned(), 1)]);
+        assert_eq!(index.tensors, [("b".to_owned(), 0), ("a".to_owned(), 0), ("z".to_owned(), 1)]);
+        assert_eq!((index.shard_of("z"), index.shard_of("y")), (Some(1), None));
         let late = safetensors::parse_index(br#"{"weight_map":{"a":"z.st","b":"a.st"}}"#).unwrap();
         assert_eq!(late.tensors, [("a".to_owned(), 1), ("b".to_owned(), 0)]);
     }

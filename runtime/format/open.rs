@@ -343,23 +343,19 @@ fn open_index(opened: &HeaderFile) -> Result<ModelHeader> {
         return Err(damaged(Damage::Malformed, what));
     }
     let index = safetensors::parse_index(&opened.prefix(opened.len)?).map_err(in_file(path))?;
-    let mut missing = vec![0u64; index.shards.len()];
+    let mut wanted = vec![0u64; index.shards.len()];
     for (_, shard) in &index.tensors {
-        if let Some(n) = missing.get_mut(*shard as usize) {
+        if let Some(n) = wanted.get_mut(*shard as usize) {
             *n += 1;
         }
     }
-    let shard_of = |name: &str| {
-        let at = index.tensors.binary_search_by(|(other, _)| other.as_str().cmp(name)).ok()?;
-        index.tensors.get(at).map(|(_, shard)| *shard)
-    };
     let folder = path.parent().unwrap_or(Path::new(""));
     open_shards(
         path,
         index.shards.iter().map(|shard| folder.join(shard)),
-        |shard, name| shard_of(name) == Some(shard),
+        |shard, name| index.shard_of(name) == Some(shard),
         |shard, kept| {
-            if missing.get(shard as usize) == Some(&(kept.len() as u64)) {
+            if wanted.get(shard as usize) == Some(&(kept.len() as u64)) {
                 return Ok(());
             }
             let have: std::collections::HashSet<&str> = kept.iter().map(|t| t.name.as_str()).collect();
