@@ -564,6 +564,24 @@ mod files {
     }
 
     #[test]
+    fn many_shards_keep_their_order() {
+        let folder = Folder::new();
+        let name = |n: usize| format!("m-{n:05}-of-00040.safetensors");
+        for n in 1..=40 {
+            folder.put(&name(n), shard(&format!("t{n}")));
+        }
+        let model = format::open(folder.path()).unwrap();
+        for n in 1..=40 {
+            assert_eq!(model.tensor(&format!("t{n}")).unwrap().file, n as u32 - 1);
+            assert!(model.files[n - 1].path.ends_with(name(n)));
+        }
+        for n in [39, 17] {
+            fs::remove_file(folder.path().join(name(n))).unwrap();
+            refused(format::open(folder.path()), ErrorKind::NotFound, &[&format!("file {n} of 40")]);
+        }
+    }
+
+    #[test]
     fn symbolic_links_are_followed() {
         let (folder, cache) = (Folder::new(), Folder::new());
         let blob = cache.put("blob", shard("a"));
