@@ -1,5 +1,7 @@
 //! Promise: no input kept for the fuzzer, seed or former failure, makes a parser panic.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod support;
 
 use std::fs;

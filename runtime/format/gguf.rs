@@ -18,7 +18,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Damage, TensorHeader, damaged, quoted, sorted_by_name, unsupported};
+use super::{Damage, TensorHeader, damaged, quoted, unique_names, unsupported};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -307,7 +307,7 @@ fn place(tensors: &mut [TensorHeader], data_offset: u64, file_len: u64) -> Resul
     }
     tensors.sort_unstable_by(|a, b| (a.offset, a.len, &a.name).cmp(&(b.offset, b.len, &b.name)));
     super::check_overlap(tensors)?;
-    sorted_by_name(tensors).map(drop)
+    unique_names(tensors).map(drop)
 }
 
 /// One key-value: where its key and its value are in the buffer.

@@ -11,10 +11,11 @@
 //! 4. Two tensors of a file share no byte, or (GGUF only) exactly the same bytes: tied tensors. Safetensors forbids
 //!    sharing, so there it is an error.
 
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+
+use twox_hash::XxHash3_64;
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -89,8 +90,8 @@ pub struct ModelHeader {
     pub tensors: Vec<TensorHeader>,
     /// What else the headers say.
     pub metadata: Metadata,
-    /// Indices into `tensors`, by name.
-    by_name: Vec<u32>,
+    /// Finds `tensors` by name.
+    by_name: NameIndex,
 }
 
 impl ModelHeader {
@@ -109,7 +110,7 @@ impl ModelHeader {
                 return Err(damaged(Damage::Malformed, what));
             }
         }
-        let by_name = sorted_by_name(&tensors)?;
+        let by_name = unique_names(&tensors)?;
         Ok(Self { files, tensors, metadata, by_name })
     }
 
@@ -118,20 +119,12 @@ impl ModelHeader {
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none; the message offers the closest name there is.
     pub fn tensor(&self, name: &str) -> Result<&TensorHeader> {
-        let name_of = |i: &u32| self.tensors.get(*i as usize).map_or("", |t| t.name.as_str());
-        let near = match self.by_name.binary_search_by(|i| name_of(i).cmp(name)) {
-            Ok(at) => {
-                let found = self.by_name.get(at).and_then(|&i| self.tensors.get(i as usize));
-                if let Some(t) = found.filter(|t| t.name == name) {
-                    return Ok(t);
-                }
-                at
-            }
-            Err(at) => at,
-        };
-        let common = |other: &str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
-        let around = [near.checked_sub(1), Some(near)].into_iter().flatten();
-        let closest = around.filter_map(|at| self.by_name.get(at)).map(name_of).max_by_key(|other| common(other));
+        let found = self.by_name.find(name, |at| self.tensors.get(at).map_or("", |t| t.name.as_str()));
+        if let Some(t) = found.and_then(|at| self.tensors.get(at)) {
+            return Ok(t);
+        }
+        let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+        let closest = self.tensors.iter().map(|t| t.name.as_str()).max_by_key(common);
         let error = Error::new(ErrorKind::NotFound, format!("the model has no tensor {}", quoted(name)));
         Err(match closest {
             Some(other) => error.remedy(format!("the closest name is {}", quoted(other))),
@@ -188,21 +181,45 @@ fn quoted(name: &str) -> impl fmt::Display + '_ {
     Quoted(name)
 }
 
-/// Indices of `tensors` by name; fails if a name appears twice.
-fn sorted_by_name(tensors: &[TensorHeader]) -> Result<Vec<u32>> {
+/// Finds names in a list that somebody else keeps: their positions, sorted by hash.
+///
+/// Model names share long prefixes, so that comparing hashes is several times cheaper than comparing names. Names that
+/// are made to collide are told apart by themselves and cost what sorting by name would.
+#[derive(Clone, Debug)]
+struct NameIndex(Vec<(u64, u32)>);
+
+impl NameIndex {
+    /// Indexes names 0 to `count`; `Err` is the position of a name that is there twice.
+    fn new<'a>(count: u32, name: impl Fn(usize) -> &'a str) -> Result<Self, usize> {
+        let name = |at: u32| name(at as usize);
+        let mut order: Vec<_> = (0..count).map(|at| (XxHash3_64::oneshot(name(at).as_bytes()), at)).collect();
+        order.sort_unstable_by(|a, b| a.0.cmp(&b.0).then_with(|| name(a.1).cmp(name(b.1))));
+        for pair in order.windows(2) {
+            if let [a, b] = pair
+                && a.0 == b.0
+                && name(a.1) == name(b.1)
+            {
+                return Err(a.1 as usize);
+            }
+        }
+        Ok(Self(order))
+    }
+
+    /// The position of `wanted`.
+    fn find<'a>(&self, wanted: &str, name: impl Fn(usize) -> &'a str) -> Option<usize> {
+        let key = (XxHash3_64::oneshot(wanted.as_bytes()), wanted);
+        let at = self.0.binary_search_by(|&(hash, at)| hash.cmp(&key.0).then_with(|| name(at as usize).cmp(key.1)));
+        self.0.get(at.ok()?).map(|&(_, at)| at as usize)
+    }
+}
+
+/// Indexes tensors by name; fails if a name appears twice.
+fn unique_names(tensors: &[TensorHeader]) -> Result<NameIndex> {
     let count = u32::try_from(tensors.len())
         .map_err(|_| damaged(Damage::Malformed, format!("the model has {} tensors", tensors.len())))?;
-    let name = |i: u32| tensors.get(i as usize).map_or("", |t| t.name.as_str());
-    let mut order: Vec<u32> = (0..count).collect();
-    order.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
-    for pair in order.windows(2) {
-        if let &[a, b] = pair
-            && name(a).cmp(name(b)) == Ordering::Equal
-        {
-            return Err(damaged(Damage::Malformed, format!("tensor {} appears twice", quoted(name(a)))));
-        }
-    }
-    Ok(order)
+    let name = |at: usize| tensors.get(at).map_or("", |t| t.name.as_str());
+    NameIndex::new(count, name)
+        .map_err(|at| damaged(Damage::Malformed, format!("tensor {} appears twice", quoted(name(at)))))
 }
 
 /// Checks that tensors of one file, sorted by offset and length, share no byte or exactly the same bytes.

@@ -11,6 +11,7 @@ use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use super::gguf::{self, Gguf};
 use super::safetensors::{self, Safetensors};
@@ -21,6 +22,10 @@ use crate::error::{Error, ErrorKind, Result};
 const FIRST_READ: u64 = 2 << 20;
 /// What is looked at to tell formats apart, in bytes.
 const SNIFF: u64 = 64;
+/// Most threads that share the shards of a model.
+const MAX_THREADS: usize = 8;
+/// Fewest shards for which starting another thread pays.
+const MIN_SHARDS_A_THREAD: usize = 8;
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
 /// Reads the headers of the model at `path`.
@@ -331,7 +336,7 @@ fn open_safetensors(opened: HeaderFile) -> Result<ModelHeader> {
         return open_index(&HeaderFile::open(&index)?);
     }
     let shards: Vec<_> = (1..=name.count).map(|n| name.sibling(&path, n)).collect();
-    open_shards(&path, shards.into_iter(), |_, _| true, |_, _| Ok(()))
+    open_shards(&path, &shards, |_, _| true, |_, _| Ok(()))
 }
 
 fn open_index(opened: &HeaderFile) -> Result<ModelHeader> {
@@ -343,23 +348,19 @@ fn open_index(opened: &HeaderFile) -> Result<ModelHeader> {
         return Err(damaged(Damage::Malformed, what));
     }
     let index = safetensors::parse_index(&opened.prefix(opened.len)?).map_err(in_file(path))?;
-    let mut missing = vec![0u64; index.shards.len()];
+    let mut wanted = vec![0u64; index.shards.len()];
     for (_, shard) in &index.tensors {
-        if let Some(n) = missing.get_mut(*shard as usize) {
+        if let Some(n) = wanted.get_mut(*shard as usize) {
             *n += 1;
         }
     }
-    let shard_of = |name: &str| {
-        let at = index.tensors.binary_search_by(|(other, _)| other.as_str().cmp(name)).ok()?;
-        index.tensors.get(at).map(|(_, shard)| *shard)
-    };
     let folder = path.parent().unwrap_or(Path::new(""));
     open_shards(
         path,
-        index.shards.iter().map(|shard| folder.join(shard)),
-        |shard, name| shard_of(name) == Some(shard),
+        &index.shards.iter().map(|shard| folder.join(shard)).collect::<Vec<_>>(),
+        |shard, name| index.shard_of(name) == Some(shard),
         |shard, kept| {
-            if missing.get(shard as usize) == Some(&(kept.len() as u64)) {
+            if wanted.get(shard as usize) == Some(&(kept.len() as u64)) {
                 return Ok(());
             }
             let have: std::collections::HashSet<&str> = kept.iter().map(|t| t.name.as_str()).collect();
@@ -378,26 +379,49 @@ fn open_index(opened: &HeaderFile) -> Result<ModelHeader> {
 }
 
 /// Opens safetensors shards as one model. `keep` decides by shard and name which tensors belong to it; `check` sees what
-/// was kept of each shard.
+/// was kept of each shard. Headers of large models take tens of milliseconds to parse, so threads share the shards.
 fn open_shards(
     path: &Path,
-    shards: impl ExactSizeIterator<Item = PathBuf>,
-    keep: impl Fn(u32, &str) -> bool,
-    check: impl Fn(u32, &[super::TensorHeader]) -> Result<()>,
+    shards: &[PathBuf],
+    keep: impl Fn(u32, &str) -> bool + Sync,
+    check: impl Fn(u32, &[super::TensorHeader]) -> Result<()> + Sync,
 ) -> Result<ModelHeader> {
-    let count = shards.len();
-    let (mut files, mut tensors, mut metadata) = (Vec::new(), Vec::new(), BTreeMap::new());
-    for (shard, shard_path) in (0u32..).zip(shards) {
-        let file = open_shard(&shard_path, shard as usize + 1, count)?;
+    let read = |shard: u32, shard_path: &Path| {
+        let file = open_shard(shard_path, shard as usize + 1, shards.len())?;
         file.expect_kind(Kind::Safetensors)?;
         let mut header = file.safetensors()?;
         header.tensors.retain(|t| keep(shard, &t.name));
         check(shard, &header.tensors)?;
-        tensors.extend(header.tensors.into_iter().map(|t| super::TensorHeader { file: shard, ..t }));
+        header.tensors.iter_mut().for_each(|t| t.file = shard);
+        Ok((file.model_file(), header))
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS);
+    let share = shards.len().div_ceil(threads).max(MIN_SHARDS_A_THREAD);
+    let numbered: Vec<_> = (0u32..).zip(shards).collect();
+    let read_all =
+        &|share: &[(u32, &PathBuf)]| share.iter().map(|(n, path)| read(*n, path)).collect::<Result<Vec<_>>>();
+    let mut shares = numbered.chunks(share);
+    let own = shares.next().unwrap_or_default();
+    // The error of the first shard that has one is reported, as if they had been read in order.
+    let headers = thread::scope(|scope| {
+        // Where no thread is to be had, this one reads the share.
+        let start = |share| thread::Builder::new().spawn_scoped(scope, move || read_all(share)).ok();
+        let others: Vec<_> = shares.map(|share| (share, start(share))).collect();
+        let mut headers = read_all(own)?;
+        for (share, other) in others {
+            let lost = |_| Error::new(ErrorKind::Internal, format!("{}: a header's reader panicked", path.display()));
+            headers.extend(other.map_or_else(|| read_all(share), |other| other.join().map_err(lost)?)?);
+        }
+        Ok::<_, Error>(headers)
+    })?;
+
+    let (mut files, mut tensors, mut metadata) = (Vec::new(), Vec::new(), BTreeMap::new());
+    for (file, header) in headers {
+        files.push(file);
+        tensors.extend(header.tensors);
         for (key, value) in header.metadata {
             metadata.entry(key).or_insert(value);
         }
-        files.push(file.model_file());
     }
     ModelHeader::new(files, tensors, Metadata::Safetensors(metadata)).map_err(in_file(path))
 }

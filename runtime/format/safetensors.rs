@@ -18,7 +18,7 @@ use std::path::{Component, Path};
 use serde::Deserialize;
 use serde::de::{self, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{Damage, TensorHeader, damaged, quoted, sorted_by_name};
+use super::{Damage, NameIndex, TensorHeader, damaged, quoted, unique_names};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -42,13 +42,23 @@ pub struct Safetensors {
 }
 
 /// The index of a sharded model: which file holds which tensor.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Index {
     /// The shards, sorted: paths that stay inside the index's folder, relative to it.
     pub shards: Vec<String>,
-    /// Tensor names, sorted, each with its position in [`shards`](Self::shards).
+    /// Tensor names in the index's order, each with the position of its shard in [`shards`](Self::shards).
     pub tensors: Vec<(String, u32)>,
+    /// Finds `tensors` by name.
+    by_name: NameIndex,
+}
+
+impl Index {
+    /// The position in [`shards`](Self::shards) of the file that holds `tensor`.
+    pub fn shard_of(&self, tensor: &str) -> Option<u32> {
+        let at = self.by_name.find(tensor, |at| self.tensors.get(at).map_or("", |(name, _)| name.as_str()))?;
+        self.tensors.get(at).map(|(_, shard)| *shard)
+    }
 }
 
 /// How long the JSON header of a file of `file_len` bytes is, from the file's first bytes.
@@ -101,7 +111,7 @@ pub fn parse(bytes: &[u8], file_len: u64) -> Result<Safetensors> {
         tensors.push(check_tensor(name, entry, data_offset)?);
     }
     tensors.sort_unstable_by(|a, b| (a.offset, a.len, &a.name).cmp(&(b.offset, b.len, &b.name)));
-    sorted_by_name(&tensors)?;
+    unique_names(&tensors)?;
     check_cover(&tensors, data_offset, file_len)?;
     Ok(Safetensors { data_offset, tensors, metadata })
 }
@@ -178,15 +188,11 @@ pub fn parse_index(bytes: &[u8]) -> Result<Index> {
     for (_, shard) in &mut tensors {
         *shard = renumbered.get(*shard as usize).copied().unwrap_or(0);
     }
-    tensors.sort_unstable();
-    for pair in tensors.windows(2) {
-        if let [(a, _), (b, _)] = pair
-            && a == b
-        {
-            return Err(damaged(Damage::Malformed, format!("the index names tensor {} twice", quoted(a))));
-        }
-    }
-    Ok(Index { shards: shards.into_keys().collect(), tensors })
+    let name = |at: usize| tensors.get(at).map_or("", |(name, _): &(String, u32)| name.as_str());
+    let by_name = u32::try_from(tensors.len()).map_or(Err(0), |count| NameIndex::new(count, name));
+    let by_name = by_name
+        .map_err(|at| damaged(Damage::Malformed, format!("the index names tensor {} twice", quoted(name(at)))))?;
+    Ok(Index { shards: shards.into_keys().collect(), tensors, by_name })
 }
 
 /// A shard is opened by a name that somebody else wrote, so it must not lead out of the model's folder. Symbolic links
@@ -328,13 +334,16 @@ impl<'de> Deserialize<'de> for RawWeightMap {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawWeightMap, A::Error> {
                 let mut tensors = Vec::new();
                 let mut shards: BTreeMap<String, u32> = BTreeMap::new();
+                // Neighbours are mostly in one file: a comparison saves the look-up.
+                let mut last = (String::new(), None);
                 while let Some((tensor, file)) = map.next_entry::<String, String>()? {
-                    let shard = match shards.get(&file) {
-                        Some(&shard) => shard,
-                        None => {
+                    let shard = match last {
+                        (ref same, Some(shard)) if *same == file => shard,
+                        _ => {
                             let next = u32::try_from(shards.len()).map_err(de::Error::custom)?;
-                            shards.insert(file, next);
-                            next
+                            let shard = *shards.entry(file.clone()).or_insert(next);
+                            last = (file, Some(shard));
+                            shard
                         }
                     };
                     tensors.push((tensor, shard));
