@@ -271,7 +271,7 @@ mod tests {
         let shorter = FileIdentity { size: 29, ..then };
         assert_eq!(then.difference(&shorter).unwrap(), "its size went from 30 to 29 bytes");
         let all = FileIdentity { inode: 3, size: 29, modified_nanoseconds: 6, ..then };
-        assert_eq!(then.difference(&all).unwrap().matches(", ").count(), 2);
+        assert_eq!(then.difference(&all).unwrap().matches(", its ").count(), 2);
     }
 
     #[test]
