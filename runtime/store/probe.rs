@@ -149,8 +149,9 @@ impl fmt::Display for ReadPoint {
 
 /// The most a point reads.
 const MOST_PER_POINT: u64 = 512 << 20;
-/// Reads timed for the latency of a page.
+/// Reads timed for the latency of a page, and how long that may take: a disk that turns needs 8 ms for one.
 const LATENCY_SAMPLES: u64 = 200;
+const LATENCY_TIME: Duration = Duration::from_millis(300);
 
 /// Measures how a file is read: what O_DIRECT needs, the latency of a page, and bandwidth at each of `blocks` with each
 /// of `depths`, reading at most `budget` bytes (and at most 512 MiB) per point through the backend named. Blocks are
@@ -185,8 +186,12 @@ pub fn probe_file(
     let mut times = Vec::new();
     let mut reader = Reader::open(path, open()?, backend, QueueDepth::ONE, Bytes::new(IO_ALIGNMENT))?;
     probe.backend = reader.store.backend();
+    let begin = Instant::now();
     for n in 0..LATENCY_SAMPLES.min(size / IO_ALIGNMENT) {
         let start = Instant::now();
+        if start.duration_since(begin) > LATENCY_TIME {
+            break;
+        }
         reader.read_blocks(n, 1, size / IO_ALIGNMENT)?;
         times.push(start.elapsed());
     }
