@@ -405,6 +405,16 @@ impl Runtime {
         }
     }
 
+    /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
+    pub fn traffic(&self) -> Traffic {
+        self.engine().observer.traffic()
+    }
+
+    /// Whether the policy is following a plan, declared or recognised.
+    pub fn is_planned(&self) -> bool {
+        self.engine().with(|pager, _| pager.policy_state().1)
+    }
+
     /// Where a tensor's segment's pages are.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
         let id = tensor.segment.id;
