@@ -371,7 +371,10 @@ impl Pager {
             // The copy stays, dirty: nothing is lost, and the next victim search may try again.
             Err(_) => entry.failures = entry.failures.saturating_add(1),
         }
-        self.host.entered(page);
+        // While the page is on its way up, a move may be reading this copy: `filled` enters it again.
+        if self.word(page).load().state != State::Filling {
+            self.host.entered(page);
+        }
     }
 
     /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.
