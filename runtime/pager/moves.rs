@@ -336,6 +336,7 @@ impl Pager {
         }
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
+            self.policy.removed(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
         } else if evict {
