@@ -213,6 +213,7 @@ impl Pager {
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
             let _ = self.word(page).fill_err();
+            self.policy.removed(page);
             self.entry(page).set_frame(None);
             self.frames.give(frame);
             fx.protect.push(frame);
