@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::state::{PageWord, State};
 use super::{Backing, PageView};
-use crate::ids::{FrameId, HostFrameId};
+use crate::ids::{FrameId, HostFrameId, PageIndex};
 
 const NONE: u32 = u32::MAX;
 
@@ -94,6 +94,11 @@ impl SegmentTable {
             in_flight: 0,
             dying: false,
         }
+    }
+
+    /// Whether the segment lives and has this page, and nothing of it is resident or on its way.
+    pub(super) fn fillable(&self, index: PageIndex) -> bool {
+        !self.dying && self.words.get(index.index()).is_some_and(|word| word.load().state == State::Empty)
     }
 
     pub(super) fn views(&self) -> Vec<PageView> {
