@@ -285,6 +285,10 @@ impl Pager {
             match self.word(page).try_pin() {
                 TryPin::Hit | TryPin::FirstUse => {
                     pinned.push(page);
+                    if self.entry(page).evict_after() && !self.spare(page) {
+                        blocked = Some(WaitCause::WriteBack);
+                        break;
+                    }
                     continue;
                 }
                 TryPin::Busy => {}
@@ -350,6 +354,18 @@ impl Pager {
             self.all_ready(id, key, fx);
         }
         true
+    }
+
+    /// A victim that is being written back is wanted by an admission: it stays, unless its frame is promised. Were it
+    /// left in transit, the admission could count on a frame that its own pin holds.
+    fn spare(&mut self, page: PageId) -> bool {
+        let may = self.can_rescue();
+        if may {
+            self.transit -= 1;
+            self.entry(page).set_evict_after(false);
+            self.policy.inserted(page);
+        }
+        may
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.

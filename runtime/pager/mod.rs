@@ -421,6 +421,8 @@ impl Pager {
             self.give_up(id);
             self.finish(id, Err(error.clone()), fx);
         }
+        // A running fill may have waited for a pin that was just given up.
+        self.pump(fx);
     }
 
     /// Does everything that has become possible.

@@ -213,6 +213,7 @@ impl Pager {
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
             let _ = self.word(page).fill_err();
+            self.policy.removed(page);
             self.entry(page).set_frame(None);
             self.frames.give(frame);
             fx.protect.push(frame);
@@ -336,6 +337,7 @@ impl Pager {
         }
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
+            self.policy.removed(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
         } else if evict {
@@ -371,7 +373,10 @@ impl Pager {
             // The copy stays, dirty: nothing is lost, and the next victim search may try again.
             Err(_) => entry.failures = entry.failures.saturating_add(1),
         }
-        self.host.entered(page);
+        // While the page is on its way up, a move may be reading this copy: `filled` enters it again.
+        if self.word(page).load().state != State::Filling {
+            self.host.entered(page);
+        }
     }
 
     /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.

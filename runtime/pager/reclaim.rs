@@ -22,7 +22,7 @@ impl Pager {
         let victim = policy.victim(want, &mut |page: PageId| {
             let table = &segments[page.segment.index()];
             let word = &table.words[page.index.index()];
-            if table.entries[page.index.index()].copying_out() {
+            if table.entries[page.index.index()].held_back() {
                 return Take::Skip;
             }
             if want == Want::Reserve && word.load().state == State::Clean {
@@ -47,7 +47,7 @@ impl Pager {
 
     /// Evicts this page if nothing forbids it.
     pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
-        if self.entry(page).copying_out() {
+        if self.entry(page).held_back() {
             return false;
         }
         let word = self.word(page);

@@ -68,7 +68,7 @@ pub trait Policy: Send + fmt::Debug {
     fn accessed(&mut self, page: PageId);
     /// A page is resident in the device tier.
     fn inserted(&mut self, page: PageId);
-    /// A page is leaving the device tier.
+    /// A page is leaving the device tier, or its fill has failed.
     fn removed(&mut self, page: PageId);
     /// A segment is gone.
     fn forget(&mut self, segment: SegmentId);

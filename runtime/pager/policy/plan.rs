@@ -215,6 +215,7 @@ impl Active {
     /// Takes in a use of a page the plan names.
     fn advance(&mut self, index: u32) {
         let n = self.len();
+        self.ahead.remove(&index);
         if self.last_used == Some(index) {
             return;
         }
@@ -242,7 +243,6 @@ impl Active {
             }
         }
         self.last_used = Some(index);
-        self.ahead.remove(&index);
         if self.filed[index as usize] != NOT_FILED {
             let next = self.next_use(index, self.cursor);
             self.file(index, next);
@@ -410,7 +410,8 @@ impl Policy for PlanPolicy {
                 plan.unfile(index);
                 plan.ahead.remove(&index);
                 if next < plan.scan {
-                    plan.scan = plan.cursor;
+                    // All from the cursor up to here is resident but this page.
+                    plan.scan = next.max(plan.cursor);
                 }
             }
         }
@@ -493,6 +494,10 @@ impl Policy for PlanPolicy {
         if let Some(plan) = &mut self.plan {
             if let Some(index) = plan.number.get(&page).copied() {
                 plan.ahead.insert(index);
+                if plan.order[(plan.scan % plan.len()) as usize] == index {
+                    // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
+                    plan.scan += 1;
+                }
             }
         }
     }
