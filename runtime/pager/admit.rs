@@ -50,6 +50,17 @@ impl Pager {
         self.requests.get(key).filter(|request| u64::from(request.serial) == id.0 >> 32).map(|_| key)
     }
 
+    pub(super) fn request_runs(&self, id: RequestId) -> Option<&[PageRun]> {
+        self.request_key(id).map(|key| self.requests[key].runs.as_slice())
+    }
+
+    /// Every live request: its stage as a number, what it waits for, whether it writes.
+    pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
+        self.requests
+            .iter()
+            .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.exclusive))
+    }
+
     fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let request =

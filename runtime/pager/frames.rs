@@ -75,6 +75,19 @@ impl DeviceFrames {
             Leaving::Memory => self.free.insert(0, frame),
         }
     }
+    pub(super) fn owner(&self, frame: FrameId) -> Option<PageId> {
+        self.owners.get(frame.index()).copied().flatten()
+    }
+    /// Each frame is exactly one of free, owned, being discarded, retired.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let discarding = self.discarding.iter().map(|(frame, _)| frame);
+        let mut seen: Vec<FrameId> = self.free.iter().chain(&self.retired).chain(discarding).copied().collect();
+        let owned = (0..self.owners.len()).filter(|frame| self.owners[*frame].is_some());
+        seen.extend(owned.map(|frame| FrameId(frame as u32)));
+        seen.sort_unstable();
+        let all: Vec<FrameId> = (0..self.owners.len() as u32).map(FrameId).collect();
+        if seen == all { Ok(()) } else { Err(format!("frames are not in one place each: {self:?}")) }
+    }
     /// Brings frames back until the target is met; returns how many frames must exist in all.
     pub(super) fn grow(&mut self) -> u32 {
         while self.active() < self.target {
@@ -123,6 +136,12 @@ impl HostFrames {
     pub(super) fn left(&mut self, page: PageId) {
         self.order.pop(&page);
     }
+    pub(super) fn ordered(&self, page: PageId) -> bool {
+        self.order.contains(&page)
+    }
+    pub(super) fn order_for_check(&self) -> (&[HostFrameId], Vec<PageId>) {
+        (&self.free, self.order.iter().map(|(page, ())| *page).collect())
+    }
     /// The first page in leaving order that `fits`.
     pub(super) fn victim(&self, mut fits: impl FnMut(PageId) -> bool) -> Option<PageId> {
         self.order.iter().rev().map(|(page, ())| *page).find(|page| fits(*page))
@@ -162,6 +181,17 @@ impl StagingRing {
             self.wait(id, priority);
         }
         true
+    }
+    /// Each buffer is free or held by one of `held` moves.
+    pub(super) fn check(&self, held: u32) -> Result<(), String> {
+        let mut free = self.free.clone();
+        free.sort_unstable();
+        free.dedup();
+        let conserved = free.len() == self.free.len() && free.len() as u32 + held == self.total;
+        if conserved { Ok(()) } else { Err(format!("{held} staging buffers held: {self:?}")) }
+    }
+    pub(super) fn waiting_for_check(&self) -> (&[StagingId], Vec<(Priority, u32)>) {
+        (&self.free, self.waiting.iter().map(|((priority, _), id)| (*priority, id.0 as u32)).collect())
     }
     /// The next move that may have a buffer now.
     pub(super) fn next(&mut self) -> Option<(MoveId, StagingId)> {

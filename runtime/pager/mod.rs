@@ -23,6 +23,7 @@
 
 mod access;
 mod admit;
+mod check;
 mod frames;
 mod lookahead;
 mod moves;
