@@ -231,10 +231,15 @@ impl Pager {
         for id in self.upgrading.clone() {
             let Some(key) = self.request_key(id) else { continue };
             let pages: Vec<PageId> = self.requests[key].pages().collect();
+            if pages.iter().any(|page| self.entry(*page).copying_out()) {
+                // The copy of a victim that was rescued still reads the frame.
+                continue;
+            }
+            let clean: Vec<bool> = pages.iter().map(|page| self.word(*page).load().state == State::Clean).collect();
             let locked = pages.iter().take_while(|page| self.word(**page).lock() == Claim::Won).count();
             if locked < pages.len() {
-                for page in &pages[..locked] {
-                    let _ = self.word(*page).unlock_to_shared();
+                for (page, clean) in pages[..locked].iter().zip(clean) {
+                    let _ = self.word(*page).unlock_to_shared(clean);
                 }
                 self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
                 continue;
