@@ -138,7 +138,7 @@ impl Pager {
 
     /// Waits until the device tier is within its budget.
     pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
-        if self.frames.active() <= self.frames.target {
+        if self.frames.existing() <= self.frames.target {
             return Submitted::Ready;
         }
         let id = self.add_request(Vec::new(), false, Stage::Shrinking);
