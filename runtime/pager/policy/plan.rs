@@ -507,6 +507,10 @@ impl Policy for PlanPolicy {
         plan.number.get(&page).is_none_or(|index| plan.keep[*index as usize] != Keep::Streamed)
     }
 
+    fn tracked(&self) -> Vec<PageId> {
+        self.recency.pages().collect()
+    }
+
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
         let Some(plan) = &self.plan else { return true };
         let class = |page: PageId| plan.number.get(&page).map(|index| plan.keep[*index as usize]);
