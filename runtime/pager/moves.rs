@@ -118,11 +118,11 @@ impl Pager {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
             }
-            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0) {
-                if let Some(frame) = self.frames.take(page) {
-                    self.awaiting.pop_front();
-                    self.start_fill(page, frame, fx);
-                }
+            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
+                && let Some(frame) = self.frames.take(page)
+            {
+                self.awaiting.pop_front();
+                self.start_fill(page, frame, fx);
             }
         }
     }

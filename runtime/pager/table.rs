@@ -74,6 +74,7 @@ impl Entry {
 
 #[derive(Debug)]
 pub(super) struct SegmentTable {
+    pub(super) backing: Backing,
     pub(super) words: Arc<[PageWord]>,
     pub(super) entries: Vec<Entry>,
     /// Moves that name a page of this segment.
@@ -87,6 +88,7 @@ impl SegmentTable {
         let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0 };
         entry.set_on_disk(backing == Backing::File);
         Self {
+            backing,
             words: (0..pages).map(|_| PageWord::default()).collect(),
             entries: vec![entry; pages as usize],
             in_flight: 0,
