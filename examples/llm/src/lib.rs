@@ -10,6 +10,7 @@ pub mod kernels;
 mod model;
 mod pool;
 mod sampler;
+pub mod synthetic;
 mod tokenizer;
 mod weights;
 
