@@ -1,5 +1,7 @@
 //! Small synthetic models of every architecture: both containers agree, and nothing but the weights decides the result.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,7 @@
 //! The real SmolLM2-135M-Instruct, where `scripts/fetch_model.sh` has put it.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
