@@ -280,7 +280,7 @@ impl Runtime {
         let source = source(pages);
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
         engine.add_segment_io(id, SegmentIo { base, pages, len, source });
-        Ok(Arc::new(Segment { id, base, len, page_size, backing, words, shared: self.shared.clone() }))
+        Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
     /// Pins a tensor's pages for reading.
@@ -403,6 +403,16 @@ impl Runtime {
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
         }
+    }
+
+    /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
+    pub fn traffic(&self) -> Traffic {
+        self.engine().observer.traffic()
+    }
+
+    /// Whether the policy is following a plan, declared or recognised.
+    pub fn is_planned(&self) -> bool {
+        self.engine().with(|pager, _| pager.policy_state().1)
     }
 
     /// Where a tensor's segment's pages are.

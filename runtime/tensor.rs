@@ -60,9 +60,22 @@ impl Tensor {
         self.segment.run(self.offset, self.len)
     }
 
+    /// The same bytes with other extents.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the number of elements differs.
+    pub fn reshape(&self, shape: &[u64]) -> Result<Self> {
+        let count = |shape: &[u64]| shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
+        if count(shape) != count(&self.shape) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} cannot be seen as {shape:?}"))
+                .remedy("choose extents with the same product"));
+        }
+        Ok(Self { shape: shape.into(), ..self.clone() })
+    }
+
     fn row_bytes(&self) -> Result<u64> {
         match self.shape.first() {
-            Some(rows) if *rows > 0 && self.len % rows == 0 => Ok(self.len / rows),
+            Some(rows) if *rows > 0 && self.len.is_multiple_of(*rows) => Ok(self.len / rows),
             _ => Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} has no rows that can be addressed"))
                 .remedy("pin it as a whole")),
         }

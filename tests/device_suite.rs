@@ -3,6 +3,8 @@
 //! Whether an address faults is asked of the kernel (`write(2)` from it gives EFAULT), which checks the same page
 //! tables as an access does; one test checks in a child process that an access really ends in SIGSEGV.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests, outside #[test] functions")]
+
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fs;
@@ -122,7 +124,8 @@ impl Rig {
 }
 
 fn host(bytes: &mut [u8]) -> HostPointer {
-    HostPointer::new(NonNull::new(bytes.as_mut_ptr()).unwrap())
+    // SAFETY: every test keeps its buffers until the operations on them are complete.
+    unsafe { HostPointer::new(NonNull::new(bytes.as_mut_ptr()).unwrap()) }
 }
 
 /// A small deterministic generator (SplitMix64).

@@ -99,11 +99,11 @@ mod tests {
     #[test]
     fn directions_are_independent_only_on_a_duplex_link() {
         let mut duplex = schedule(true);
-        duplex.admit(0 * US, Direction::In, 8_000);
-        assert_eq!(duplex.admit(0 * US, Direction::Out, 8_000), 10 * US);
+        duplex.admit(Duration::ZERO, Direction::In, 8_000);
+        assert_eq!(duplex.admit(Duration::ZERO, Direction::Out, 8_000), 10 * US);
         let mut shared = schedule(false);
-        shared.admit(0 * US, Direction::In, 8_000);
-        assert_eq!(shared.admit(0 * US, Direction::Out, 8_000), 20 * US);
+        shared.admit(Duration::ZERO, Direction::In, 8_000);
+        assert_eq!(shared.admit(Duration::ZERO, Direction::Out, 8_000), 20 * US);
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Filling pages before they are used: by hints, and by what the policy's plan says comes next.
 
 use super::policy::Want;
-use super::state::State;
 use super::{Effects, PageRun, Pager, Priority};
 use crate::ids::PageId;
 
@@ -12,7 +11,7 @@ impl Pager {
     /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped where no frame can be had.
     pub fn prefetch(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
-            if self.hints.len() < HINTS_MAX && self.word(page).load().state == State::Empty {
+            if self.hints.len() < HINTS_MAX && self.fillable(page) {
                 self.hints.push_back(page);
             }
         }
@@ -28,8 +27,7 @@ impl Pager {
             if self.prefetching >= self.config.lookahead.max(1) {
                 return;
             }
-            let empty = self.word(page).load().state == State::Empty;
-            if empty && !self.fill_ahead(page, Want::Hint, fx) {
+            if self.fillable(page) && !self.fill_ahead(page, Want::Hint, fx) {
                 self.hints.clear();
                 break;
             }
@@ -38,8 +36,7 @@ impl Pager {
         while self.prefetching < self.config.lookahead {
             let Self { policy, segments, .. } = self;
             let next = policy.next_fill(&|page: PageId| {
-                let table = segments.get(page.segment.index());
-                table.is_none_or(|table| table.words[page.index.index()].load().state != State::Empty)
+                !segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
             });
             let Some(page) = next else { return };
             if !self.fill_ahead(page, Want::Planned(page), fx) {
@@ -47,6 +44,11 @@ impl Pager {
             }
             self.policy.filling(page);
         }
+    }
+
+    /// Whether this page can be filled: what is suggested or planned may name segments that are gone.
+    fn fillable(&self, page: PageId) -> bool {
+        self.segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
     }
 
     fn fill_ahead(&mut self, page: PageId, want: Want, fx: &mut Effects) -> bool {

@@ -23,6 +23,7 @@
 
 mod access;
 mod admit;
+mod check;
 mod frames;
 mod lookahead;
 mod moves;
@@ -421,6 +422,8 @@ impl Pager {
             self.give_up(id);
             self.finish(id, Err(error.clone()), fx);
         }
+        // A running fill may have waited for a pin that was just given up.
+        self.pump(fx);
     }
 
     /// Does everything that has become possible.
@@ -433,6 +436,8 @@ impl Pager {
             self.keep_reserve(fx);
             self.look_ahead(fx);
         }
+        // An admission that failed may have made frames free for nothing.
+        self.serve_awaiting(fx);
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -12,12 +12,12 @@ const WRITE_BACK_ATTEMPTS: u8 = 3;
 /// A move in flight, or waiting for its staging buffer.
 #[derive(Debug)]
 pub(super) struct MoveRecord {
-    page: PageId,
-    from: Place,
-    to: Place,
-    priority: Priority,
-    staging: Option<StagingId>,
-    started: bool,
+    pub(super) page: PageId,
+    pub(super) from: Place,
+    pub(super) to: Place,
+    pub(super) priority: Priority,
+    pub(super) staging: Option<StagingId>,
+    pub(super) started: bool,
     serial: u32,
 }
 
@@ -118,11 +118,11 @@ impl Pager {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
             }
-            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0) {
-                if let Some(frame) = self.frames.take(page) {
-                    self.awaiting.pop_front();
-                    self.start_fill(page, frame, fx);
-                }
+            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
+                && let Some(frame) = self.frames.take(page)
+            {
+                self.awaiting.pop_front();
+                self.start_fill(page, frame, fx);
             }
         }
     }
@@ -213,6 +213,7 @@ impl Pager {
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
             let _ = self.word(page).fill_err();
+            self.policy.removed(page);
             self.entry(page).set_frame(None);
             self.frames.give(frame);
             fx.protect.push(frame);
@@ -336,6 +337,7 @@ impl Pager {
         }
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
+            self.policy.removed(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
         } else if evict {
@@ -371,7 +373,10 @@ impl Pager {
             // The copy stays, dirty: nothing is lost, and the next victim search may try again.
             Err(_) => entry.failures = entry.failures.saturating_add(1),
         }
-        self.host.entered(page);
+        // While the page is on its way up, a move may be reading this copy: `filled` enters it again.
+        if self.word(page).load().state != State::Filling {
+            self.host.entered(page);
+        }
     }
 
     /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::state::{PageWord, State};
 use super::{Backing, PageView};
-use crate::ids::{FrameId, HostFrameId};
+use crate::ids::{FrameId, HostFrameId, PageIndex};
 
 const NONE: u32 = u32::MAX;
 
@@ -59,6 +59,10 @@ impl Entry {
     pub(super) fn host(&self) -> Option<HostFrameId> {
         (self.host != NONE).then_some(HostFrameId(self.host))
     }
+    /// A move still touches this page's frame, or would write old bytes over what its write back writes: it must stay.
+    pub(super) fn held_back(&self) -> bool {
+        self.copying_out() || self.host_stale()
+    }
     pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
         self.host = host.map_or(NONE, |f| f.0);
     }
@@ -90,6 +94,11 @@ impl SegmentTable {
             in_flight: 0,
             dying: false,
         }
+    }
+
+    /// Whether the segment lives and has this page, and nothing of it is resident or on its way.
+    pub(super) fn fillable(&self, index: PageIndex) -> bool {
+        !self.dying && self.words.get(index.index()).is_some_and(|word| word.load().state == State::Empty)
     }
 
     pub(super) fn views(&self) -> Vec<PageView> {

@@ -52,5 +52,4 @@ impl Ticket {
             }
         }
     }
-
 }

@@ -21,7 +21,26 @@ pub enum Arch {
 }
 
 impl Arch {
-    fn parse(name: &str) -> Result<Self> {
+    /// GGUF's name of the architecture, which `config.json` uses as `model_type` too.
+    pub fn gguf_name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+
+    /// The class that Hugging Face transformers runs it with.
+    pub(crate) fn hf_class(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    /// The architecture that GGUF or `config.json` call `name`; the error lists what is supported.
+    pub fn parse(name: &str) -> Result<Self> {
         match name {
             "llama" | "mistral" => Ok(Self::Llama),
             "qwen2" => Ok(Self::Qwen2),
@@ -95,8 +114,7 @@ impl Config {
         let key = |suffix: &str| format!("{name}.{suffix}");
         let dim = meta.size(&key("embedding_length"))?;
         let heads = meta.size(&key("attention.head_count"))?;
-        let head_dim =
-            meta.optional_size(&key("attention.key_length"))?.unwrap_or(if heads > 0 { dim / heads } else { 0 });
+        let head_dim = meta.optional_size(&key("attention.key_length"))?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
         if meta.optional_size(&key("attention.value_length"))?.is_some_and(|v| v != head_dim) {
             return Err(Error::Unsupported("heads whose keys and values differ in length are not supported".into()));
         }
@@ -148,7 +166,7 @@ impl Config {
         }
         let dim = meta.size("hidden_size")?;
         let heads = meta.size("num_attention_heads")?;
-        let head_dim = meta.optional_size("head_dim")?.unwrap_or(if heads > 0 { dim / heads } else { 0 });
+        let head_dim = meta.optional_size("head_dim")?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
         let scaling = map.get("rope_scaling").or_else(|| map.get("rope_parameters")).and_then(Value::as_object);
         let base = meta
             .optional_number("rope_theta")

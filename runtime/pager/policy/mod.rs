@@ -68,7 +68,7 @@ pub trait Policy: Send + fmt::Debug {
     fn accessed(&mut self, page: PageId);
     /// A page is resident in the device tier.
     fn inserted(&mut self, page: PageId);
-    /// A page is leaving the device tier.
+    /// A page is leaving the device tier, or its fill has failed.
     fn removed(&mut self, page: PageId);
     /// A segment is gone.
     fn forget(&mut self, segment: SegmentId);
@@ -84,6 +84,9 @@ pub trait Policy: Send + fmt::Debug {
     fn filling(&mut self, page: PageId);
     /// Whether a page that leaves the device tier should be kept in the host tier.
     fn worth_host(&self, page: PageId) -> bool;
+    /// The pages it was told are resident, first to leave first where it keeps one order. For checks.
+    #[doc(hidden)]
+    fn tracked(&self) -> Vec<PageId>;
     /// Whether the host tier may drop its copy of `candidate` in favour of `incoming`.
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool;
 }

@@ -1,0 +1,78 @@
+//! The options of `generate`.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
+
+/// Runs a Llama-family model whose weights may exceed the memory it is given.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub struct Args {
+    /// A .gguf file (any one of a split model), a folder with safetensors files and config.json, or
+    /// hf:owner/repo[:file].
+    #[arg(long)]
+    pub model: String,
+    /// The prompt.
+    #[arg(long, conflicts_with = "prompt_tokens", required_unless_present = "prompt_tokens")]
+    pub prompt: Option<String>,
+    /// The prompt as token ids, separated by commas.
+    #[arg(long, value_delimiter = ',')]
+    pub prompt_tokens: Option<Vec<u32>>,
+    /// Most tokens to generate.
+    #[arg(long, default_value_t = 128)]
+    pub tokens: usize,
+    /// Where pages are computed on.
+    #[arg(long, value_enum, default_value_t = DeviceName::Host)]
+    pub device: DeviceName,
+    /// Most memory the whole process may take; the budgets are what is left of it. Default: the limit of the control
+    /// group or the machine, less headroom.
+    #[arg(long)]
+    pub memory: Option<Bytes>,
+    /// Memory for pages in the device tier. Default: what --memory leaves.
+    #[arg(long)]
+    pub device_budget: Option<Bytes>,
+    /// Memory for pages in the host tier.
+    #[arg(long, default_value = "0")]
+    pub host_budget: Bytes,
+    /// Bytes of a page: a power of two. Default: 2MiB, less where the device budget is small.
+    #[arg(long)]
+    pub page_size: Option<Bytes>,
+    /// Which page goes when a frame is needed: lru or plan.
+    #[arg(long, default_value = "plan")]
+    pub policy: PolicyKind,
+    /// How far ahead of use pages are filled: auto, off, or a size.
+    #[arg(long, default_value = "auto")]
+    pub prefetch: Lookahead,
+    /// How files are read: auto, io_uring, threads or buffered.
+    #[arg(long, default_value = "auto")]
+    pub io: IoBackend,
+    /// When pages read again are compared with what was first read: off, first or always.
+    #[arg(long, default_value = "off")]
+    pub verify: Verify,
+    /// Randomness of the choice of tokens; 0 always takes the likeliest.
+    #[arg(long, default_value_t = 0.0)]
+    pub temperature: f32,
+    /// Seed of that randomness.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Puts the prompt into the model's chat template as a user's message.
+    #[arg(long)]
+    pub chat: bool,
+    /// Prints one JSON object as the last line.
+    #[arg(long)]
+    pub json: bool,
+    /// Writes a timeline that chrome://tracing and Perfetto show.
+    #[arg(long)]
+    pub timeline: Option<PathBuf>,
+    /// Threads that compute; 0 means one a core.
+    #[arg(long, default_value_t = 0)]
+    pub threads: usize,
+}
+
+/// A device of this build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceName {
+    /// The host's memory and processor.
+    Host,
+}

@@ -1,0 +1,84 @@
+//! How much memory there is, and how it is divided.
+
+use outcore::machine::{MemoryLimit, ProcessMemory};
+use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
+use outcore_llm::Config;
+
+/// Left to the rest of the system where nothing limits the process but the machine: an eighth, at most this.
+const HEADROOM_MAX: Bytes = Bytes::gib(2);
+/// What the process grows by after the budgets are set, beyond keys, values and activations: thread stacks, page
+/// tables, the page table of the pager, allocator slack.
+const OWN_GROWTH: Bytes = Bytes::mib(12);
+/// Frames below which pages get smaller, so that there is something to stream through.
+const FRAMES_MIN: u64 = 32;
+
+/// What the pages get.
+#[derive(Clone, Copy, Debug)]
+pub struct Budgets {
+    pub device: Bytes,
+    pub host: Bytes,
+    pub page_size: PageSize,
+}
+
+/// What the options say.
+#[derive(Clone, Copy, Debug)]
+pub struct Wishes {
+    pub memory: Option<Bytes>,
+    pub device: Option<Bytes>,
+    pub host: Bytes,
+    pub page_size: Option<Bytes>,
+}
+
+/// Bytes that keys, values and the activations of one pass of `pass` tokens take.
+pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
+    let kv = 2 * config.layers * config.kv_heads * config.head_dim * context * size_of::<f32>();
+    // Of a pass, the widest vectors live at once: x, its norm, q, k, v, gate, up, and the quantised copy of one.
+    let wide = 3 * config.dim + 2 * config.heads * config.head_dim + 3 * config.ffn_dim;
+    Bytes::new((kv + pass * wide * size_of::<f32>() + 2 * config.vocab * size_of::<f32>()) as u64)
+}
+
+/// Divides the memory. `model` is the size of the model's files; `working` what computing takes.
+///
+/// # Errors
+/// `BudgetTooSmall` if `--memory` leaves no room for pages.
+pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
+    let device = match (wishes.device, wishes.memory) {
+        (Some(device), _) => device,
+        (None, memory) => {
+            let cap = match memory {
+                Some(memory) => memory,
+                None => default_cap()?,
+            };
+            let taken = ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host;
+            let left = cap.saturating_sub(taken);
+            if left < Bytes::mib(1) {
+                return Err(Error::new(
+                    ErrorKind::BudgetTooSmall,
+                    format!("{cap} of memory leaves no room for pages: the process itself takes {taken}"),
+                )
+                .remedy(format!("give at least {}, or a shorter prompt and fewer tokens", taken + Bytes::mib(8))));
+            }
+            // More than the model's pages is of no use.
+            left.min(model + Bytes::mib(8))
+        }
+    };
+    let page_size = match wishes.page_size {
+        Some(size) => PageSize::new(size)?,
+        None => default_page(device)?,
+    };
+    Ok(Budgets { device, host: wishes.host, page_size })
+}
+
+fn default_cap() -> Result<Bytes> {
+    let limit = MemoryLimit::detect()?;
+    let used_by_others = limit.usage.saturating_sub(ProcessMemory::now()?.resident);
+    let free = limit.limit.saturating_sub(used_by_others);
+    let headroom = Bytes::new(free.get() / 8).min(HEADROOM_MAX);
+    Ok(free.saturating_sub(headroom))
+}
+
+fn default_page(device: Bytes) -> Result<PageSize> {
+    let fitting = (device.get() / FRAMES_MIN).max(1);
+    let size = (1u64 << fitting.ilog2()).clamp(64 << 10, PageSize::DEFAULT.bytes());
+    PageSize::new(Bytes::new(size))
+}

@@ -1,0 +1,221 @@
+//! `generate`: runs a model, in less memory than its weights take if need be.
+
+mod args;
+mod budget;
+mod progress;
+mod report;
+mod source;
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use outcore::machine::ProcessMemory;
+use outcore::{Bytes, Lane, Runtime};
+use outcore_llm::{
+    ChatTemplate, Config, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, Result, Sampler, Session,
+    Tokenizer,
+};
+
+use args::{Args, DeviceName};
+use budget::Wishes;
+use progress::Progress;
+use report::Run;
+
+/// What a shell reports for a program that SIGINT ended.
+const INTERRUPTED: u8 = 130;
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()))
+        .with_writer(std::io::stderr)
+        .init();
+    let args = Args::parse();
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = stop.clone();
+    if let Err(error) = ctrlc::set_handler(move || flag.store(true, Ordering::Relaxed)) {
+        tracing::warn!(%error, "an interrupt will end the program without a summary");
+    }
+    match run(&args, &stop) {
+        Ok(run) => {
+            eprint!("\n{}", run.summary());
+            if args.json {
+                println!("{}", run.json());
+            }
+            if run.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS }
+        }
+        Err(error) => {
+            eprintln!("generate: {}", describe(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The error with its causes, on one line; outcore's own already name theirs.
+fn describe(error: &Error) -> String {
+    let mut text = error.to_string();
+    if !matches!(error, Error::Outcore(_)) {
+        let mut cause = std::error::Error::source(error);
+        while let Some(inner) = cause {
+            text.push_str(&format!(": {inner}"));
+            cause = inner.source();
+        }
+    }
+    text
+}
+
+/// The prompt's tokens.
+fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
+    if let Some(ids) = &args.prompt_tokens {
+        return Ok(ids.clone());
+    }
+    let text = args.prompt.as_deref().unwrap_or_default();
+    let Some(tokenizer) = tokenizer else {
+        return Err(Error::Unsupported("the model has no tokenizer: give the prompt as --prompt-tokens".into()));
+    };
+    if !args.chat {
+        return tokenizer.encode(text, true);
+    }
+    let template = ChatTemplate::load(files, tokenizer)?
+        .ok_or_else(|| Error::Unsupported("the model has no chat template: leave --chat out".into()))?;
+    tokenizer.encode(&template.render(&[Message::new("user", text)], true)?, false)
+}
+
+fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
+    let path = source::resolve(&args.model)?;
+    let files = ModelFiles::open(&path)?;
+    let tokenizer = Tokenizer::load(&files);
+    let tokenizer = match (tokenizer, &args.prompt_tokens) {
+        (Ok(tokenizer), _) => Some(tokenizer),
+        // With ids in, ids out are enough.
+        (Err(_), Some(_)) => None,
+        (Err(error), None) => return Err(error),
+    };
+    let prompt = prompt_tokens(args, &files, tokenizer.as_ref())?;
+    let config = Config::new(&files)?;
+    check_length(&prompt, args.tokens, config.context)?;
+    let context = prompt.len() + args.tokens;
+
+    let sizes = files.paths().iter().map(|path| std::fs::metadata(path).map_or(0, |meta| meta.len())).sum();
+    let wishes =
+        Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
+    let budgets = budget::divide(wishes, Bytes::new(sizes), budget::working_memory(&config, context, prompt.len()))?;
+    let runtime = Runtime::builder()
+        .device_budget(budgets.device)
+        .host_budget(budgets.host)
+        .page_size(budgets.page_size)
+        .policy(args.policy)
+        .lookahead(args.prefetch)
+        .io(args.io)
+        .verify(args.verify)
+        .timeline(args.timeline.is_some())
+        .open()?;
+    let model = runtime.open_model(&path)?;
+    let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
+    let options = Options { threads: args.threads, ..Options::default() };
+    let llm = Arc::new(Model::load(&files, weights, options)?);
+    drop(files);
+    let mut session = Session::new(llm, context, KvType::F32)?;
+    let mut sampler =
+        if args.temperature > 0.0 { Sampler::new(args.temperature, args.seed) } else { Sampler::greedy() };
+    tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
+
+    let mut hash = twox_hash::XxHash3_64::new();
+    let mut tokens = Vec::new();
+    let mut text = String::new();
+    let mut stream = tokenizer.as_ref().map(Tokenizer::stream);
+    let mut passes = Vec::new();
+    let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
+    let mut input = prompt.clone();
+    let progress = Progress::start(&runtime, Bytes::new(sizes).min(budgets.device));
+    let mut progress = Some(progress);
+    while tokens.len() < args.tokens && !stop.load(Ordering::Relaxed) {
+        let start = Instant::now();
+        let logits = session.forward(&input)?;
+        progress.take();
+        let pass = session.last_pass();
+        runtime.add_span(Lane::Compute, "pass", start, start + pass.total);
+        std::hash::Hasher::write(&mut hash, &logits_bytes(&logits));
+        let next = sampler.sample(&logits);
+        (total, waited) = (total + pass.total, waited + pass.waited);
+        if tokens.is_empty() {
+            first_token = start.elapsed();
+        } else {
+            passes.push(pass.total);
+        }
+        if tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.is_end(next)) {
+            break;
+        }
+        tokens.push(next);
+        if let Some(stream) = &mut stream {
+            let piece = stream.push(next);
+            show(args, &piece);
+            text.push_str(&piece);
+        }
+        input = vec![next];
+    }
+    if let Some(stream) = stream {
+        let rest = stream.finish();
+        show(args, &rest);
+        text.push_str(&rest);
+    }
+    if let Some(path) = &args.timeline {
+        report::write_timeline(path, runtime.take_timeline())?;
+    }
+    Ok(Run {
+        model: args.model.clone(),
+        device: match args.device {
+            DeviceName::Host => "host",
+        },
+        device_budget: budgets.device,
+        host_budget: budgets.host,
+        prompt_tokens: prompt,
+        tokens,
+        text,
+        first_token,
+        passes,
+        total,
+        waited,
+        logits_hash: std::hash::Hasher::finish(&hash),
+        interrupted: stop.load(Ordering::Relaxed),
+        stats: runtime.stats(),
+    })
+}
+
+fn check_length(prompt: &[u32], tokens: usize, context: usize) -> Result<()> {
+    if prompt.is_empty() {
+        return Err(Error::Invalid("the prompt is empty: give at least one token".into()));
+    }
+    if tokens == 0 {
+        return Err(Error::Invalid("--tokens 0 asks for nothing: ask for at least 1".into()));
+    }
+    if prompt.len() >= context {
+        return Err(Error::Invalid(format!(
+            "the prompt has {} tokens, but the model's context is {context}: shorten it",
+            prompt.len()
+        )));
+    }
+    if prompt.len() + tokens > context {
+        return Err(Error::Invalid(format!(
+            "{} tokens of prompt and {tokens} more exceed the model's context of {context}: ask for at most {}",
+            prompt.len(),
+            context - prompt.len()
+        )));
+    }
+    Ok(())
+}
+
+/// Prints text as it comes, unless standard output is for programs.
+fn show(args: &Args, piece: &str) {
+    if !args.json {
+        print!("{piece}");
+        let _ = std::io::stdout().flush();
+    }
+}
+
+fn logits_bytes(logits: &[f32]) -> Vec<u8> {
+    logits.iter().flat_map(|logit| logit.to_le_bytes()).collect()
+}

@@ -1,0 +1,216 @@
+//! What a run was: the summary for people, the JSON line for programs, the timeline for both.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use outcore::machine::ProcessMemory;
+use outcore::{Bytes, Error, Lane, Result, Span, Stats};
+use serde_json::{Value, json};
+
+/// A finished run.
+#[derive(Debug)]
+pub struct Run {
+    pub model: String,
+    pub device: &'static str,
+    pub device_budget: Bytes,
+    pub host_budget: Bytes,
+    pub prompt_tokens: Vec<u32>,
+    pub tokens: Vec<u32>,
+    pub text: String,
+    /// From the start of the first pass to the first token.
+    pub first_token: Duration,
+    /// Each pass after the first.
+    pub passes: Vec<Duration>,
+    /// All passes, the first included.
+    pub total: Duration,
+    /// Of that, waiting for weights.
+    pub waited: Duration,
+    /// A hash of every logit of every pass, in order.
+    pub logits_hash: u64,
+    pub interrupted: bool,
+    pub stats: Stats,
+}
+
+impl Run {
+    fn median_pass(&self) -> Duration {
+        let mut passes = self.passes.clone();
+        passes.sort_unstable();
+        passes.get(passes.len() / 2).copied().unwrap_or(self.first_token)
+    }
+
+    fn decode_rate(&self) -> f64 {
+        let total: Duration = self.passes.iter().sum();
+        if total.is_zero() { 0.0 } else { self.passes.len() as f64 / total.as_secs_f64() }
+    }
+
+    /// The part of the transfer time in which nobody waited for it.
+    fn overlap(&self) -> f64 {
+        let busy = self.stats.traffic.disk_busy.max(self.stats.traffic.link_busy).as_secs_f64();
+        if busy == 0.0 { 1.0 } else { (1.0 - self.waited.as_secs_f64() / busy).clamp(0.0, 1.0) }
+    }
+
+    /// The object that programs read.
+    pub fn json(&self) -> Value {
+        let stats = &self.stats;
+        let stalls: serde_json::Map<String, Value> = stats
+            .stalls
+            .iter()
+            .map(|stall| (stall.name.to_owned(), json!({"count": stall.count, "seconds": stall.time.as_secs_f64()})))
+            .collect();
+        json!({
+            "model": self.model,
+            "device": self.device,
+            "page_bytes": stats.page_size.bytes(),
+            "device_budget_bytes": self.device_budget.get(),
+            "host_budget_bytes": self.host_budget.get(),
+            "policy": stats.policy,
+            "io": stats.io.to_string(),
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "text": self.text,
+            "ttft_s": self.first_token.as_secs_f64(),
+            "decode_tok_s": self.decode_rate(),
+            "pass_s_median": self.median_pass().as_secs_f64(),
+            "compute_s": self.total.saturating_sub(self.waited).as_secs_f64(),
+            "stall_s": self.waited.as_secs_f64(),
+            "disk_read_bytes": stats.traffic.disk_read.get(),
+            "disk_written_bytes": stats.traffic.disk_written.get(),
+            "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
+            "hit_ratio": stats.hit_ratio(),
+            "opt_hit_ratio": stats.optimum.ratio(),
+            "overlap": self.overlap(),
+            "peak_device_bytes": stats.traffic.peak_device.get(),
+            "peak_host_bytes": stats.traffic.peak_host.get(),
+            "peak_rss_bytes": peak_rss().get(),
+            "logits_xxh3": format!("{:016x}", self.logits_hash),
+            "interrupted": self.interrupted,
+            "stalls": stalls,
+            "uses": stats.pager.uses,
+            "hits": stats.pager.hits,
+            "prefetched": stats.pager.prefetched,
+            "late": stats.pager.late,
+            "faults": stats.pager.faults,
+        })
+    }
+
+    /// The summary that people read.
+    pub fn summary(&self) -> String {
+        let stats = &self.stats;
+        let mut out = String::new();
+        let mut row = |name: &str, value: String| {
+            let _ = writeln!(out, "  {name:<22}{value}");
+        };
+        let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
+        let percent = |part: f64| format!("{:.1} %", part * 100.0);
+        row("tokens", format!("{} in, {} out", self.prompt_tokens.len(), self.tokens.len()));
+        row("first token after", seconds(self.first_token));
+        row("tokens a second", format!("{:.2} (median pass {})", self.decode_rate(), seconds(self.median_pass())));
+        row(
+            "computing / waiting",
+            format!("{} / {}", seconds(self.total.saturating_sub(self.waited)), seconds(self.waited)),
+        );
+        for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
+            row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));
+        }
+        row(
+            "budget",
+            format!(
+                "{} in pages of {}, policy {}",
+                self.device_budget,
+                Bytes::new(stats.page_size.bytes()),
+                stats.policy
+            ),
+        );
+        row(
+            "most in use",
+            format!(
+                "{} device, {} host, {} whole process",
+                stats.traffic.peak_device,
+                stats.traffic.peak_host,
+                peak_rss()
+            ),
+        );
+        row(
+            "read from disk",
+            format!("{} by {}, {} hidden behind compute", stats.traffic.disk_read, stats.io, percent(self.overlap())),
+        );
+        if stats.traffic.disk_written > Bytes::ZERO || stats.traffic.link_in > Bytes::ZERO {
+            row(
+                "moved",
+                format!(
+                    "{} written, {} up, {} down the link",
+                    stats.traffic.disk_written, stats.traffic.link_in, stats.traffic.link_out
+                ),
+            );
+        }
+        let uses = stats.pager.uses.max(1) as f64;
+        row(
+            "page uses",
+            format!(
+                "{}: {} hit (best possible {}), {} filled ahead, {} late, {} faults",
+                stats.pager.uses,
+                percent(stats.hit_ratio()),
+                percent(stats.optimum.ratio()),
+                percent(stats.pager.prefetched as f64 / uses),
+                percent(stats.pager.late as f64 / uses),
+                stats.pager.faults,
+            ),
+        );
+        out
+    }
+}
+
+fn peak_rss() -> Bytes {
+    ProcessMemory::now().map_or(Bytes::ZERO, |memory| memory.peak)
+}
+
+/// Writes spans in the Trace Event Format that chrome://tracing and Perfetto read. Overlapping spans of a lane get rows
+/// of their own.
+///
+/// # Errors
+/// `Io` if the file cannot be written.
+pub fn write_timeline(path: &Path, mut spans: Vec<Span>) -> Result<()> {
+    const LANES: [(Lane, &str); 4] =
+        [(Lane::Compute, "compute"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
+    const ROWS_PER_LANE: usize = 1000;
+    spans.sort_by_key(|span| (span.start, span.duration));
+    let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
+    let failed = |cause| Error::io(format!("write the timeline to {}", path.display()), cause);
+    let mut out = BufWriter::new(File::create(path).map_err(failed)?);
+    let mut events = Vec::with_capacity(spans.len() + LANES.len());
+    for span in spans {
+        let lane = LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
+        let rows = &mut ends[lane];
+        let row = rows.iter().position(|end| *end <= span.start).unwrap_or_else(|| {
+            rows.push(Duration::ZERO);
+            rows.len() - 1
+        });
+        rows[row] = span.start + span.duration;
+        events.push(json!({
+            "name": span.what,
+            "cat": LANES[lane].1,
+            "ph": "X",
+            "ts": span.start.as_nanos() as f64 / 1e3,
+            "dur": span.duration.as_nanos() as f64 / 1e3,
+            "pid": 1,
+            "tid": lane * ROWS_PER_LANE + row,
+            "args": {"detail": span.detail},
+        }));
+    }
+    for (lane, rows) in ends.iter().enumerate() {
+        for row in 0..rows.len().max(1) {
+            let name = if row == 0 { LANES[lane].1.to_owned() } else { format!("{} {}", LANES[lane].1, row + 1) };
+            let tid = lane * ROWS_PER_LANE + row;
+            events.push(json!({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}));
+            events.push(
+                json!({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}),
+            );
+        }
+    }
+    serde_json::to_writer(&mut out, &json!({"displayTimeUnit": "ms", "traceEvents": events}))
+        .map_err(|cause| failed(cause.into()))?;
+    out.flush().map_err(failed)
+}

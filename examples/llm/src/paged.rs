@@ -1,0 +1,125 @@
+//! Weights in pages of an outcore runtime: only what a step uses has to be resident.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use outcore::{Runtime, Tensor};
+use parking_lot::Mutex;
+
+use crate::error::{Error, Result};
+use crate::files::ModelFiles;
+use crate::weights::{Rows, Step, TensorId, Weights};
+
+/// A step's size where not everything fits: large enough that waking the compute threads costs little beside it, small
+/// enough that the next step's bytes arrive while this one is computed.
+const TILE_BYTES: u64 = 8 << 20;
+/// A step may pin at most this part of the device budget, so that there is room to stream.
+const TILE_SHARE: u64 = 8;
+
+/// A model's weights behind a [`Runtime`].
+#[derive(Debug)]
+pub struct PagedWeights {
+    runtime: Runtime,
+    tensors: Vec<Tiled>,
+    waited: AtomicU64,
+    /// The part of the pass that is the same for every pass, as declared.
+    declared: Mutex<Vec<Step>>,
+}
+
+#[derive(Debug)]
+struct Tiled {
+    whole: Tensor,
+    tile: u64,
+    /// The tensor in tiles of `tile` rows.
+    tiles: Vec<Tensor>,
+}
+
+impl PagedWeights {
+    /// Takes the tensors of `files` from `model`, which was opened in `runtime`. Reads no weight.
+    pub fn open(runtime: &Runtime, model: &outcore::Model, files: &ModelFiles) -> Result<Self> {
+        let stats = runtime.stats();
+        let (page, budget) = (stats.page_size, stats.device.1);
+        let needed: u64 = model.header().files.iter().map(|file| page.pages_for(file.len)).sum();
+        let frames = budget.get() / page.bytes();
+        let whole = frames >= needed;
+        let pages = (frames / TILE_SHARE).min(page.pages_for(TILE_BYTES)).max(2);
+        let mut tensors = Vec::with_capacity(files.tensors().len());
+        for info in files.tensors() {
+            // A matrix of more than two extents is used as rows of its last one, as the kernels see it.
+            let tensor = model.tensor(&info.name)?.reshape(&[info.rows, info.cols])?;
+            let tile = if whole { info.rows.max(1) } else { tensor.rows_within(pages as u32)? };
+            let mut tiles = Vec::new();
+            let mut start = 0;
+            while start < info.rows {
+                let end = (start + tile).min(info.rows);
+                tiles.push(tensor.rows(start..end)?);
+                start = end;
+            }
+            tensors.push(Tiled { whole: tensor, tile, tiles });
+        }
+        Ok(Self { runtime: runtime.clone(), tensors, waited: AtomicU64::new(0), declared: Mutex::default() })
+    }
+
+    fn tensor(&self, id: TensorId) -> Result<&Tiled> {
+        self.tensors.get(id.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", id.0)))
+    }
+
+    /// Rows `range` as a handle: a tile that is kept, or a new one.
+    fn part(&self, id: TensorId, range: &Range<u64>) -> Result<Cow<'_, Tensor>> {
+        let tiled = self.tensor(id)?;
+        let kept = tiled.tiles.get((range.start / tiled.tile) as usize);
+        let whole_tile = range.start.is_multiple_of(tiled.tile)
+            && range.end == (range.start + tiled.tile).min(tiled.whole.shape().first().copied().unwrap_or(0));
+        match kept.filter(|_| whole_tile) {
+            Some(tile) => Ok(Cow::Borrowed(tile)),
+            None => Ok(Cow::Owned(tiled.whole.rows(range.clone())?)),
+        }
+    }
+
+    /// The runtime.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+}
+
+impl Weights for PagedWeights {
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
+        let part = self.part(tensor, &rows)?;
+        let since = Instant::now();
+        let guard = self.runtime.pin(&part).wait()?;
+        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(Rows::new(guard))
+    }
+
+    fn tile_rows(&self, tensor: TensorId) -> u64 {
+        self.tensor(tensor).map_or(1, |tiled| tiled.tile)
+    }
+
+    /// The rows of embeddings at the start of a pass differ from pass to pass; what follows does not. The first is
+    /// hinted, the second declared, once.
+    fn will_use(&self, order: &[Step]) {
+        let Some(first) = order.first() else { return };
+        let (changing, cycle) = order.split_at(order.iter().take_while(|step| step.0 == first.0).count());
+        let mut declared = self.declared.lock();
+        if *declared != cycle || !self.runtime.is_planned() {
+            let parts: Option<Vec<Tensor>> =
+                cycle.iter().map(|(id, rows)| self.part(*id, rows).ok().map(Cow::into_owned)).collect();
+            if let Some(parts) = parts {
+                self.runtime.plan(&parts, true);
+                *declared = cycle.to_vec();
+            }
+        }
+        drop(declared);
+        for (id, rows) in changing {
+            if let Ok(part) = self.part(*id, rows) {
+                self.runtime.prefetch(&part);
+            }
+        }
+    }
+
+    fn waited(&self) -> Duration {
+        Duration::from_nanos(self.waited.load(Ordering::Relaxed))
+    }
+}
