@@ -257,6 +257,7 @@ impl Active {
             }
         }
         self.last_used = Some(index);
+        self.ahead.remove(&index);
         if self.filed[index as usize] != NOT_FILED {
             let next = self.next_use(index, self.cursor);
             self.file(index, next);
@@ -588,6 +589,24 @@ mod tests {
             fills.push(count);
         }
         fills
+    }
+
+    #[test]
+    fn every_use_makes_room_for_the_next_fill_ahead() {
+        let mut policy = PlanPolicy::new();
+        policy.resize(64, 0, 4);
+        let order: Vec<PageId> = (0..40).map(page).collect();
+        policy.declare(&order, true);
+        let mut resident: HashSet<PageId> = HashSet::new();
+        for used in order {
+            while let Some(next) = policy.next_fill(&|p| resident.contains(&p)) {
+                policy.filling(next);
+                policy.inserted(next);
+                resident.insert(next);
+            }
+            assert!(resident.contains(&used), "{used:?} was not filled ahead");
+            policy.accessed(used);
+        }
     }
 
     #[test]
