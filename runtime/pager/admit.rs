@@ -118,6 +118,7 @@ impl Pager {
             self.stats.faults += 1;
         }
         self.trace.push(page);
+        self.staying = None;
         self.policy.accessed(page);
     }
 
@@ -314,7 +315,7 @@ impl Pager {
                 State::Empty => missing.push(page),
                 State::Evicting if self.can_rescue() && self.word(page).rescue().is_ok() => {
                     self.transit -= 1;
-                    self.policy.inserted(page);
+                    self.entered(page);
                     pinned.push(page);
                 }
                 State::Evicting => blocked = Some(WaitCause::Frames),
@@ -379,7 +380,7 @@ impl Pager {
         if may {
             self.transit -= 1;
             self.entry(page).set_evict_after(false);
-            self.policy.inserted(page);
+            self.entered(page);
         }
         may
     }

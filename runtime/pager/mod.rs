@@ -283,6 +283,8 @@ pub struct Pager {
     hints: VecDeque<PageId>,
     /// Fills in flight nobody waits for.
     prefetching: u32,
+    /// The page used last, as long as nothing else the policy hears of has happened to any page.
+    staying: Option<PageId>,
     /// How often the oldest queued request was overtaken.
     overtaken: u32,
     /// Writers admitted so far; while there were none, no victim can be dirty.
@@ -325,6 +327,7 @@ impl Pager {
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,
+            staying: None,
             overtaken: 0,
             writers: 0,
             lost: Vec::new(),
@@ -345,6 +348,7 @@ impl Pager {
     /// Declares the order of use; `cyclic` if it repeats. An empty order withdraws the plan.
     pub fn declare_plan(&mut self, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
         let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
+        self.staying = None;
         self.policy.declare(&pages, cyclic);
         self.pump(fx);
     }
@@ -364,7 +368,17 @@ impl Pager {
             self.stats.hits += 1;
         }
         self.trace.push(page);
-        self.policy.accessed(page);
+        // Neighbouring tensors share a page: one stay, which the policy has heard of.
+        if self.staying != Some(page) {
+            self.policy.accessed(page);
+            self.staying = Some(page);
+        }
+    }
+
+    /// A page is resident in the device tier.
+    fn entered(&mut self, page: PageId) {
+        self.staying = None;
+        self.policy.inserted(page);
     }
 
     /// Counters.

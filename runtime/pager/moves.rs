@@ -233,7 +233,7 @@ impl Pager {
         }
         // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
         let _ = self.word(page).fill_ok(fill.waiters.len() as u32, dirty);
-        self.policy.inserted(page);
+        self.entered(page);
         for waiter in fill.waiters {
             self.page_ready(waiter, fx);
         }
@@ -321,7 +321,7 @@ impl Pager {
             let _ = self.word(page).evicted();
             self.vacate(page, frame, fx);
         } else {
-            self.policy.inserted(page);
+            self.entered(page);
         }
     }
 
@@ -341,7 +341,7 @@ impl Pager {
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
         } else if evict {
-            self.policy.inserted(page);
+            self.entered(page);
         }
     }
 

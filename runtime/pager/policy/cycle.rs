@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use super::PageHashing;
 use crate::ids::{PageId, SegmentId};
 
 /// Uses remembered: a cycle longer than this is not recognised. 2 MiB.
@@ -18,7 +19,7 @@ pub(super) struct CycleRecorder {
     history: VecDeque<PageId>,
     /// Uses before the front of `history`.
     dropped: u64,
-    last: HashMap<PageId, u64>,
+    last: HashMap<PageId, u64, PageHashing>,
     distance: u64,
     run: u64,
     strays: u32,

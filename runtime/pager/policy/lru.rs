@@ -2,16 +2,16 @@
 
 use lru::LruCache;
 
-use super::{Policy, Take, Want};
+use super::{PageHashing, Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
 
 /// Resident pages in order of use.
 #[derive(Debug)]
-pub(super) struct LruOrder(LruCache<PageId, ()>);
+pub(super) struct LruOrder(LruCache<PageId, (), PageHashing>);
 
 impl LruOrder {
     pub(super) fn new() -> Self {
-        Self(LruCache::unbounded())
+        Self(LruCache::unbounded_with_hasher(PageHashing::default()))
     }
     pub(super) fn touch(&mut self, page: PageId) {
         self.0.promote(&page);

@@ -9,6 +9,7 @@ pub mod opt;
 mod plan;
 
 use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind};
@@ -16,6 +17,29 @@ use crate::ids::{PageId, SegmentId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
+
+/// For maps by page.
+type PageHashing = BuildHasherDefault<PageHasher>;
+
+/// Page ids are small numbers the pager hands out itself: one multiplication spreads them, and nobody can choose them to
+/// collide. Every use of a page costs several look-ups.
+#[derive(Clone, Copy, Debug, Default)]
+struct PageHasher(u64);
+
+impl Hasher for PageHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+    fn write_u32(&mut self, n: u32) {
+        self.write_u64(u64::from(n));
+    }
+    fn write_u64(&mut self, n: u64) {
+        self.0 = (self.0.rotate_left(32) ^ n).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+    fn finish(&self) -> u64 {
+        self.0 ^ (self.0 >> 32)
+    }
+}
 
 /// What a frame is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

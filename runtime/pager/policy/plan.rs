@@ -26,7 +26,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::cycle::CycleRecorder;
 use super::lru::LruOrder;
-use super::{Policy, Take, Want};
+use super::{PageHashing, Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
 
 /// Consecutive uses at a new position after which the cursor moves there.
@@ -54,7 +54,7 @@ pub struct PlanPolicy {
 #[derive(Debug)]
 struct Active {
     pages: Vec<PageId>,
-    number: HashMap<PageId, u32>,
+    number: HashMap<PageId, u32, PageHashing>,
     /// The order, as indices into `pages`.
     order: Vec<u32>,
     /// For page `i`, its positions in `order` are `positions[starts[i]..starts[i + 1]]`.
@@ -91,7 +91,7 @@ const NOT_FILED: u64 = u64::MAX;
 impl Active {
     fn new(order: &[PageId], cyclic: bool) -> Self {
         let mut pages = Vec::new();
-        let mut number = HashMap::new();
+        let mut number = HashMap::default();
         let mut indices: Vec<u32> = Vec::with_capacity(order.len());
         for page in order {
             let index = *number.entry(*page).or_insert_with(|| {
