@@ -53,10 +53,12 @@ fn main() {
     let all: Vec<Tensor> = (0..pages).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     let (demanded, hinted) = all.split_at(all.len() / 2);
     let rows = table.get() / page.bytes();
-    let table = runtime.alloc(DType::U64, &[rows, page.bytes() / 8]).unwrap();
-    let rows: Vec<Tensor> = (0..rows).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    let allocate = || -> Vec<Tensor> {
+        let table = runtime.alloc(DType::U64, &[rows, page.bytes() / 8]).unwrap();
+        (0..rows).map(|n| table.rows(n..n + 1).unwrap()).collect()
+    };
     // Frames and scratch extents are used for the first time here.
-    for row in &rows {
+    for row in &allocate() {
         runtime.pin_mut(row).wait().unwrap().bytes_mut()[0] = 1;
     }
     for page in &all {
@@ -78,11 +80,12 @@ fn main() {
                 }
             });
             scope.spawn(|| {
-                for row in rows.iter().cycle() {
-                    if stop.load(Ordering::Relaxed) {
-                        break;
+                // Fresh pages are dirty without having been read: all they ask of the disk is their write back.
+                while !stop.load(Ordering::Relaxed) {
+                    let table = allocate();
+                    for row in table.iter().take_while(|_| !stop.load(Ordering::Relaxed)) {
+                        runtime.pin_mut(row).wait().unwrap().bytes_mut()[0] = 1;
                     }
-                    runtime.pin_mut(row).wait().unwrap().bytes_mut()[0] += 1;
                 }
             });
             std::thread::sleep(Duration::from_millis(500));
@@ -98,6 +101,13 @@ fn main() {
     let micros = |of: &dyn Fn(&Latency) -> Duration, rounds: &[Latency]| {
         Spread::of(&rounds.iter().map(|latency| of(latency).as_secs_f64() * 1e6).collect::<Vec<_>>())
     };
+    let causes: Vec<String> = runtime
+        .stats()
+        .stalls
+        .iter()
+        .filter(|stall| stall.count > 0)
+        .map(|stall| format!("{} {} x {:.1?}", stall.name, stall.count, stall.time / stall.count as u32))
+        .collect();
     let (median, p99) = (|latency: &Latency| latency.median, |latency: &Latency| latency.p99);
     let quiet = (micros(&median, &quiet), micros(&p99, &quiet));
     let busy = (micros(&median, &busy), micros(&p99, &busy));
@@ -106,8 +116,9 @@ fn main() {
     println!("{count} misses of {} a round, {rounds} rounds; {hardware}", Bytes::new(page.bytes()));
     println!("  quiet      median {:.0} us   p99 {:.0} us", quiet.0, quiet.1);
     println!("  saturated  median {:.0} us   p99 {:.0} us   disk {load:.2} GiB/s", busy.0, busy.1);
+    println!("  mean waits: {}", causes.join(", "));
     println!("  p99 saturated / median quiet: {factor:.2}; goal 3");
-    drop((all, rows, table, model));
+    drop((all, model));
     runtime.close().unwrap();
     support::json_line(
         "demand_latency",
