@@ -354,3 +354,21 @@ fn regression_closing_serves_who_waited_for_a_pin_it_gave_up() {
     world.with(|pager, fx| pager.close(&closed, fx));
     world.drain();
 }
+
+/// A host copy that cannot be written to disk is not tried for ever, and not lost.
+#[test]
+fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
+    let (mut world, s) = world(2, 1, 4);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, true);
+    for _ in 0..100 {
+        if world.moves.is_empty() {
+            break;
+        }
+        world.complete(0, false);
+    }
+    assert!(world.moves.is_empty(), "it is tried for ever");
+    world.drain();
+    world.read_all();
+}
