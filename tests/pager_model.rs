@@ -1,7 +1,7 @@
 //! The pager against a model of bytes: long random runs and generated ones. The world plays device, host memory and
 //! disk, ends moves out of order, fails some, and checks at every step what each guard sees.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 mod pager_world;
 
