@@ -1,5 +1,6 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
+use super::moves::WRITE_BACK_ATTEMPTS;
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, State};
 use super::{Effects, Pager, Place, Priority};
@@ -111,7 +112,8 @@ impl Pager {
         let Self { host, segments, .. } = self;
         let Some(page) = host.victim(|candidate| {
             let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
-            !entry.host_busy()
+            // What failed again and again stays, dirty; nobody would end the attempts.
+            !entry.host_busy() && !(entry.host_dirty() && entry.failures >= WRITE_BACK_ATTEMPTS)
         }) else {
             return;
         };
