@@ -261,6 +261,8 @@ impl Engine {
         let (in_use, _) = latched.pager.device_frames();
         let (host, _) = latched.pager.host_frames();
         let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+        // Under the latch, because the next segment may get the same id as soon as it is released.
+        let released: Vec<_> = fx.released.drain(..).filter_map(|id| self.forget(id)).collect();
         if latched.pager.is_idle() {
             self.idle.notify_all();
         }
@@ -281,8 +283,8 @@ impl Engine {
         for (id, priority) in fx.raised.drain(..) {
             self.store.raise(Token(id.get()), priority);
         }
-        for segment in fx.released.drain(..) {
-            self.release(segment);
+        for io in released {
+            self.release(&io);
         }
         let discarded: Vec<_> = fx.discard.drain(..).collect();
         for frame in &discarded {
@@ -315,13 +317,16 @@ impl Engine {
         found.ok_or_else(|| Error::new(ErrorKind::Internal, format!("{id:?} is not known to the transfer engine")))
     }
 
-    fn release(&self, id: SegmentId) {
-        let Some(io) = self.segments.write().get_mut(id.index()).and_then(Option::take) else { return };
+    fn forget(&self, id: SegmentId) -> Option<Arc<SegmentIo>> {
+        self.segments.write().get_mut(id.index()).and_then(Option::take)
+    }
+
+    fn release(&self, io: &SegmentIo) {
         if let Source::File { file, .. } = &io.source {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
-            tracing::warn!(%error, ?id, "release a segment's addresses");
+            tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
         }
     }
 
