@@ -20,6 +20,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -250,57 +251,66 @@ impl Engine {
         outcome.map(|()| ticket.wait())
     }
 
-    /// Releases the latch and carries out the effects.
-    fn settle(&self, mut latched: parking_lot::MutexGuard<'_, Latched>, mut fx: Effects) {
-        for frame in fx.protect.drain(..) {
-            // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
-            if let Err(error) = self.device.protect(frame) {
-                tracing::warn!(%error, ?frame, "protect a vacated frame");
-            }
-        }
-        let (in_use, _) = latched.pager.device_frames();
-        let (host, _) = latched.pager.host_frames();
-        let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
-        // Under the latch, because the next segment may get the same id as soon as it is released.
-        let released: Vec<_> = fx.released.drain(..).filter_map(|id| self.forget(id)).collect();
-        if latched.pager.is_idle() {
-            self.idle.notify_all();
-        }
-        drop(latched);
-        self.observer
-            .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
-        for (ticket, result) in done {
-            if let Some(ticket) = ticket {
-                ticket.fulfil(result);
-            }
-        }
-        let mut ended = Vec::new();
-        for planned in fx.moves.drain(..) {
-            if let Err(error) = self.start(planned) {
-                ended.push((planned.id, Err(error)));
-            }
-        }
-        for (id, priority) in fx.raised.drain(..) {
-            self.store.raise(Token(id.get()), priority);
-        }
-        for io in released {
-            self.release(&io);
-        }
-        let discarded: Vec<_> = fx.discard.drain(..).collect();
-        for frame in &discarded {
-            if let Err(error) = self.device.discard(*frame) {
-                tracing::warn!(%error, ?frame, "give a frame's memory back");
-            }
-        }
-        if !ended.is_empty() || !discarded.is_empty() {
-            self.with(|pager, fx| {
-                for frame in discarded {
-                    pager.discarded(frame, fx);
+    /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
+    /// that a device on which every move fails needs no stack.
+    ///
+    /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
+    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done.
+    fn settle<'a>(&'a self, mut latched: parking_lot::MutexGuard<'a, Latched>, mut fx: Effects) {
+        let mut wakers: Vec<Waker> = Vec::new();
+        loop {
+            for frame in fx.protect.drain(..) {
+                // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
+                if let Err(error) = self.device.protect(frame) {
+                    tracing::warn!(%error, ?frame, "protect a vacated frame");
                 }
-                for (id, result) in ended {
-                    pager.complete(id, result, fx);
+            }
+            let (in_use, _) = latched.pager.device_frames();
+            let (host, _) = latched.pager.host_frames();
+            let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+            // Under the latch, because the next segment may get the same id as soon as it is released.
+            let released: Vec<_> = fx.released.drain(..).filter_map(|id| self.forget(id)).collect();
+            if latched.pager.is_idle() {
+                self.idle.notify_all();
+            }
+            drop(latched);
+            self.observer
+                .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
+            for (ticket, result) in done {
+                wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
+            }
+            let mut ended = Vec::new();
+            for planned in fx.moves.drain(..) {
+                if let Err(error) = self.start(planned) {
+                    ended.push((planned.id, Err(error.context(self.describe(planned.page)))));
                 }
-            });
+            }
+            for (id, priority) in fx.raised.drain(..) {
+                self.store.raise(Token(id.get()), priority);
+            }
+            for io in released {
+                self.release(&io);
+            }
+            let discarded: Vec<_> = fx.discard.drain(..).collect();
+            for frame in &discarded {
+                if let Err(error) = self.device.discard(*frame) {
+                    tracing::warn!(%error, ?frame, "give a frame's memory back");
+                }
+            }
+            if ended.is_empty() && discarded.is_empty() {
+                break;
+            }
+            latched = self.latch.lock();
+            latched.pager.record(&self.log);
+            for frame in discarded {
+                latched.pager.discarded(frame, &mut fx);
+            }
+            for (id, result) in ended {
+                latched.pager.complete(id, result, &mut fx);
+            }
+        }
+        for waker in wakers {
+            waker.wake();
         }
     }
 
