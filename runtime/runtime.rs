@@ -36,9 +36,7 @@ pub(crate) struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        if let Err(error) = self.engine.shut_down() {
-            tracing::warn!(%error, "close the runtime");
-        }
+        self.engine.shut_down_at_last();
     }
 }
 
@@ -442,9 +440,9 @@ impl Runtime {
     /// # Errors
     /// The first error that no call has reported.
     pub fn close(self) -> Result<()> {
-        let lost = self.health();
         self.engine().shut_down()?;
-        lost.into_iter().next().map_or(Ok(()), Err)
+        // Afterwards, because what was in flight may have failed.
+        self.health().into_iter().next().map_or(Ok(()), Err)
     }
 }
 

@@ -16,6 +16,7 @@
 
 pub(crate) mod ticket;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -133,10 +134,32 @@ impl Completions for Sink {
     fn completed(&self, done: &mut Vec<Completion>) {
         // Without an engine nobody submitted anything that matters any more.
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
+            let _reporting = Reporting::begin();
             engine.completed(done);
         } else {
             done.clear();
         }
+    }
+}
+
+thread_local! {
+    static REPORTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks a thread of a store or a device for as long as it reports completions: wakers run on it, and what they drop or
+/// call must not wait for the completions this thread has yet to report.
+struct Reporting;
+
+impl Reporting {
+    fn begin() -> Self {
+        REPORTING.set(true);
+        Self
+    }
+}
+
+impl Drop for Reporting {
+    fn drop(&mut self) {
+        REPORTING.set(false);
     }
 }
 
@@ -529,8 +552,30 @@ impl Engine {
         }
     }
 
+    /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
+    pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
+        let close = |engine: &Self| {
+            if let Err(error) = engine.shut_down() {
+                tracing::warn!(%error, "close the runtime");
+            }
+        };
+        if !REPORTING.get() {
+            return close(self);
+        }
+        let engine = self.clone();
+        if let Err(cause) = std::thread::Builder::new().name("outcore-close".into()).spawn(move || close(&engine)) {
+            tracing::error!(%cause, "no thread to close the runtime: its memory stays");
+            // Operations in flight use it.
+            std::mem::forget(self.clone());
+        }
+    }
+
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(&self) -> Result<()> {
+        if REPORTING.get() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a runtime cannot be closed by a waker")
+                .remedy("close it from a task or a thread; to drop it is fine"));
+        }
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
         let mut latched = self.latch.lock();
