@@ -12,7 +12,7 @@ use crate::config::{RuntimeBuilder, Verify};
 use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{self, ModelHeader};
+use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::observe::{Lane, Observer, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
@@ -201,13 +201,18 @@ impl Runtime {
     /// them. Reads headers only.
     ///
     /// # Errors
-    /// As [`format::open`]; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
         let header = format::open(path.as_ref())?;
         let mut segments = Vec::with_capacity(header.files.len());
         for file in &header.files {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
+            let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
+            if FileState::of(&now) != file.state {
+                let message = format!("{} changed while it was opened", file.path.display());
+                return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
+            }
             let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
             let path = file.path.clone();
             segments.push(self.add_segment(Backing::File, file.len, |pages| Source::File {
