@@ -2,7 +2,7 @@
 //! sequences that lead to the same state are followed once. At the end of each, everything is drained: nobody waits for ever, nothing
 //! leaks, nothing is lost.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 mod pager_world;
 

@@ -1,6 +1,6 @@
 //! Whoever waits is served, and bugs that were found stay fixed.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 mod pager_world;
 

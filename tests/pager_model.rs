@@ -1,7 +1,7 @@
 //! The pager against a model of bytes: long random runs and generated ones. The world plays device, host memory and
 //! disk, ends moves out of order, fails some, and checks at every step what each guard sees.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 mod pager_world;
 
@@ -220,7 +220,7 @@ fn whichever_move_fails_everything_ends() {
         let mut hit = true;
         let mut nth = 1;
         while hit {
-            let mut random = Random(seed * 7919 | 1);
+            let mut random = Random((seed * 7919) | 1);
             let mut shape = shape(&mut random);
             shape.failing = 0;
             let mut this = Run::new(shape);
@@ -242,7 +242,7 @@ fn whichever_move_fails_everything_ends() {
 #[test]
 fn closing_at_any_moment_comes_to_rest() {
     for seed in 1..=300 {
-        let mut random = Random(seed * 104_729 | 1);
+        let mut random = Random((seed * 104_729) | 1);
         let mut this = Run::new(shape(&mut random));
         for _ in 0..random.below(300) {
             this.step(&mut random);

@@ -113,7 +113,7 @@ impl Pager {
         let Some(page) = host.victim(|candidate| {
             let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
             // What failed again and again stays, dirty; nobody would end the attempts.
-            !entry.host_busy() && !(entry.host_dirty() && entry.failures >= WRITE_BACK_ATTEMPTS)
+            !entry.host_busy() && (!entry.host_dirty() || entry.failures < WRITE_BACK_ATTEMPTS)
         }) else {
             return;
         };

@@ -437,7 +437,9 @@ impl Policy for PlanPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else { return self.recency.offer(take) };
+        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else {
+            return self.recency.offer_all(take);
+        };
         let floor = match want {
             Want::Planned(page) => Some(plan.number.get(&page).map_or(0, |index| plan.next_use(*index, plan.cursor))),
             _ => None,
