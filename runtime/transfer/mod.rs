@@ -246,6 +246,9 @@ impl Engine {
     pub(crate) fn await_budget(&self) -> Result<()> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
+        if latched.pager.is_closing() {
+            return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
+        }
         let ticket = match latched.pager.await_budget(&mut fx) {
             crate::pager::Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
