@@ -339,13 +339,14 @@ impl Runtime {
     /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
     pub fn prefetch(&self, tensor: &Tensor) {
         let run = tensor.run();
-        self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        tensor.engine().with(|pager, fx| pager.prefetch(&[run], fx));
     }
 
     /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
-    /// plan. A policy that follows no plans ignores it.
+    /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
-        let runs: Vec<_> = order.iter().map(Tensor::run).collect();
+        let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
     }
 
@@ -353,7 +354,7 @@ impl Runtime {
     /// Returns how many pages it set in motion.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
         let run = tensor.run();
-        self.engine().with(|pager, fx| pager.evict(run.pages(), fx))
+        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx))
     }
 
     /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
@@ -421,7 +422,7 @@ impl Runtime {
     /// Where a tensor's segment's pages are.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
         let id = tensor.segment.id;
-        SegmentView { id, pages: self.engine().with(|pager, _| pager.view(id)) }
+        SegmentView { id, pages: tensor.engine().with(|pager, _| pager.view(id)) }
     }
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
