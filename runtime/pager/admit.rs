@@ -75,7 +75,7 @@ impl Pager {
     /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
     pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
-            return Err(Error::new(ErrorKind::Closed, "the runtime is closing"));
+            return Err(closing());
         }
         let total: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         if total > u64::from(self.frames.target) {
@@ -220,6 +220,10 @@ impl Pager {
             self.requests[key].stage = Stage::Upgrading;
             self.upgrading.push(id);
             self.advance_upgrades(fx);
+            if self.closing && self.request_key(id).is_some() {
+                self.give_up(id);
+                self.finish(id, Err(closing()), fx);
+            }
         } else {
             let cause = self.requests[key].cause;
             self.finish(id, Ok(cause), fx);
@@ -410,6 +414,10 @@ impl Pager {
             }
         }
     }
+}
+
+fn closing() -> Error {
+    Error::new(ErrorKind::Closed, "the runtime is closing")
 }
 
 /// The first cause that applies stays; `None` yields.

@@ -149,7 +149,7 @@ impl Pager {
                 continue;
             }
             let excess = self.frames.active() - self.frames.target;
-            if self.transit >= excess || !self.reclaim(Want::Room, fx) {
+            if self.closing || self.transit >= excess || !self.reclaim(Want::Room, fx) {
                 break;
             }
         }
@@ -176,7 +176,7 @@ impl Pager {
     pub fn evict(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {
-            count += u32::from(self.reclaim_page(page, fx));
+            count += u32::from(!self.closing && self.reclaim_page(page, fx));
         }
         self.pump(fx);
         count
@@ -186,7 +186,7 @@ impl Pager {
     /// Returns how many frames' memory goes.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
-        while given < count {
+        while given < count && !self.closing {
             if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
                 break;
             }
