@@ -65,7 +65,8 @@ impl Lookahead {
     /// Covers 10 ms of a drive of 3 GB/s, and 16 pages of 2 MiB in flight.
     const AUTO: Bytes = Bytes::mib(32);
 
-    pub(crate) fn pages(self, page_size: PageSize, frames: u32) -> u32 {
+    /// How many pages it is with a device tier of `frames`: at most a quarter of them, unless it is off at least one.
+    pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
         let wanted = match self {
             Self::Off => return 0,
             Self::Auto => page_size.pages_for(Self::AUTO.get()).max(2),

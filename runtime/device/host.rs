@@ -369,6 +369,11 @@ impl fmt::Debug for HostDevice {
 }
 
 impl HostDevice {
+    /// How many frames a kernel that allows a process `max_map_count` mappings lets a host device have.
+    pub const fn frames_allowed(max_map_count: u64) -> u64 {
+        max_map_count.saturating_sub(MAPPINGS_FOR_OTHERS) / 2
+    }
+
     /// A device that reports completions to `sink`.
     ///
     /// # Errors
@@ -467,7 +472,7 @@ fn check_mappings(frames: u32, page: PageSize, limit: u64) -> Result<()> {
         Bytes::new(page.bytes())
     );
     let memory = Bytes::new(u64::from(frames).saturating_mul(page.bytes()));
-    let fitting = limit.saturating_sub(MAPPINGS_FOR_OTHERS) / 2;
+    let fitting = HostDevice::frames_allowed(limit);
     let larger = memory.get().div_ceil(fitting.max(1)).checked_next_power_of_two();
     let pages = larger.and_then(|bytes| PageSize::new(Bytes::new(bytes)).ok());
     let or_pages = pages.map(|p| format!(", or use pages of {}", Bytes::new(p.bytes()))).unwrap_or_default();

@@ -1,6 +1,6 @@
 //! What works here, and how fast: opening a store by probing, and measuring a file through the store that will serve it.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -149,8 +149,9 @@ impl fmt::Display for ReadPoint {
 
 /// The most a point reads.
 const MOST_PER_POINT: u64 = 512 << 20;
-/// Reads timed for the latency of a page.
+/// Reads timed for the latency of a page, and how long that may take: a disk that turns needs 8 ms for one.
 const LATENCY_SAMPLES: u64 = 200;
+const LATENCY_TIME: Duration = Duration::from_millis(300);
 
 /// Measures how a file is read: what O_DIRECT needs, the latency of a page, and bandwidth at each of `blocks` with each
 /// of `depths`, reading at most `budget` bytes (and at most 512 MiB) per point through the backend named. Blocks are
@@ -185,8 +186,12 @@ pub fn probe_file(
     let mut times = Vec::new();
     let mut reader = Reader::open(path, open()?, backend, QueueDepth::ONE, Bytes::new(IO_ALIGNMENT))?;
     probe.backend = reader.store.backend();
+    let begin = Instant::now();
     for n in 0..LATENCY_SAMPLES.min(size / IO_ALIGNMENT) {
         let start = Instant::now();
+        if start.duration_since(begin) > LATENCY_TIME {
+            break;
+        }
         reader.read_blocks(n, 1, size / IO_ALIGNMENT)?;
         times.push(start.elapsed());
     }
@@ -303,6 +308,9 @@ impl Reader {
     }
 }
 
+/// Bytes of a huge page on the machines this runs on.
+const HUGE_PAGE: usize = 2 << 20;
+
 fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
@@ -315,7 +323,10 @@ struct Buffer {
 
 impl Buffer {
     fn new(len: usize) -> Result<Self> {
-        let layout = Layout::from_size_align(len, IO_ALIGNMENT as usize)
+        // As the runtime's frames are: where a buffer lies in small pages, requests are split, and the disk looks slower
+        // than it is.
+        let align = if len < HUGE_PAGE { IO_ALIGNMENT as usize } else { HUGE_PAGE };
+        let layout = Layout::from_size_align(len, align)
             .ok()
             .filter(|layout| layout.size() > 0)
             .ok_or_else(|| {
@@ -323,9 +334,13 @@ impl Buffer {
                     .remedy("measure with smaller blocks or a smaller depth")
             })?;
         // SAFETY: the layout's size is not zero.
-        let memory = unsafe { alloc_zeroed(layout) };
+        let memory = unsafe { alloc(layout) };
         let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        // Zeroed memory is not there until it is touched, and touching it must not be part of a measurement.
+        if len >= HUGE_PAGE {
+            // SAFETY: the range is this allocation's own; the advice changes no byte of it, and refusal changes nothing.
+            unsafe { libc::madvise(memory.as_ptr().cast(), len & !(HUGE_PAGE - 1), libc::MADV_HUGEPAGE) };
+        }
+        // Memory is not there until it is touched, and touching it must not be part of a measurement.
         for page in (0..len).step_by(IO_ALIGNMENT as usize) {
             // SAFETY: `page` is inside the allocation, which nobody else has yet.
             unsafe { memory.add(page).write_volatile(0) };

@@ -594,6 +594,24 @@ mod tests {
     }
 
     #[test]
+    fn every_use_makes_room_for_the_next_fill_ahead() {
+        let mut policy = PlanPolicy::new();
+        policy.resize(64, 0, 4);
+        let order: Vec<PageId> = (0..40).map(page).collect();
+        policy.declare(&order, true);
+        let mut resident: HashSet<PageId> = HashSet::new();
+        for used in order {
+            while let Some(next) = policy.next_fill(&|p| resident.contains(&p)) {
+                policy.filling(next);
+                policy.inserted(next);
+                resident.insert(next);
+            }
+            assert!(resident.contains(&used), "{used:?} was not filled ahead");
+            policy.accessed(used);
+        }
+    }
+
+    #[test]
     fn a_declared_cycle_streams_only_what_does_not_fit() {
         let mut policy = PlanPolicy::new();
         policy.resize(64, 0, 4);

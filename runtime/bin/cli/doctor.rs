@@ -1,0 +1,434 @@
+//! `outcore doctor`: what works on this machine, what was chosen, and what would make it faster.
+
+use std::collections::HashSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use outcore::device::HostDevice;
+use outcore::machine::{self, HugePages, LimitSource, Machine};
+use outcore::store::{QueueDepth, probe_backend, probe_file};
+use outcore::{Bytes, Error, IoBackend, PageSize, Result};
+use serde::Serialize;
+
+use super::Report;
+use super::output::{Table, rate, size};
+use super::probe::LatencyReport;
+use super::trial::TrialFile;
+
+#[derive(Debug, Args)]
+pub struct Options {
+    /// The directory whose disk is examined; by default the current one and the one for temporary files
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// One JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Diagnosis {
+    version: &'static str,
+    kernel: String,
+    cpus: usize,
+    cpu_model: String,
+    /// Of the processor's features, those that matter to the kernels of the examples.
+    cpu_features: Vec<&'static str>,
+    memory: Memory,
+    huge_pages: HugePageModes,
+    mappings: Mappings,
+    memcpy_bytes_per_second: u64,
+    io: Io,
+    directories: Vec<Directory>,
+    gpus: Gpus,
+    /// What would make it faster, or let it hold more.
+    advice: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Memory {
+    limit_bytes: u64,
+    used_bytes: u64,
+    headroom_bytes: u64,
+    limited_by: String,
+    lockable_bytes: Option<u64>,
+    may_lock_all: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct HugePageModes {
+    anonymous: Option<String>,
+    shared_memory: Option<String>,
+    defragmentation: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Mappings {
+    max_map_count: u64,
+    /// Device memory it allows on the host device with pages of 2 MiB.
+    resident_bytes_at_2mib: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Io {
+    chosen: String,
+    chain: Vec<Backend>,
+}
+
+#[derive(Debug, Serialize)]
+struct Backend {
+    name: String,
+    works: bool,
+    why_not: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Directory {
+    path: String,
+    filesystem: Option<String>,
+    in_memory: bool,
+    direct: Option<bool>,
+    memory_alignment: Option<u64>,
+    offset_alignment: Option<u64>,
+    read_bytes_per_second: Option<u64>,
+    latency_4k: Option<LatencyReport>,
+    /// Why nothing is known.
+    error: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Gpus {
+    found: Vec<String>,
+    driver: Option<String>,
+    usable: bool,
+}
+
+/// How long a trial file is written, and how much of it at most. With the reads it stays within two seconds on two
+/// directories, whatever the disk.
+const WRITE_TIME: Duration = Duration::from_millis(300);
+const READ_SECONDS: f64 = 0.3;
+const TRIAL: Bytes = Bytes::mib(256);
+/// CAP_IPC_LOCK's bit.
+const IPC_LOCK: u32 = 14;
+
+pub fn run(options: &Options) -> Result<Diagnosis> {
+    let machine = Machine::detect()?;
+    let io = io();
+    let directories = match &options.dir {
+        Some(dir) => {
+            // A directory asked for by name has to be there.
+            let metadata = fs::metadata(dir).map_err(|cause| Error::io(format!("look at {}", dir.display()), cause));
+            let metadata = metadata.map_err(|error| error.remedy("check the path given with --dir"))?;
+            if !metadata.is_dir() {
+                return Err(Error::new(
+                    outcore::ErrorKind::InvalidArgument,
+                    format!("{} is not a directory", dir.display()),
+                )
+                .remedy("give a directory with --dir; `outcore probe --file` measures a file"));
+            }
+            vec![directory(dir)]
+        }
+        None => {
+            let mut seen = HashSet::new();
+            [PathBuf::from("."), std::env::temp_dir()]
+                .iter()
+                .filter(|dir| fs::metadata(dir).map_or(true, |metadata| seen.insert(metadata.dev())))
+                .map(|dir| directory(dir))
+                .collect()
+        }
+    };
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let capabilities = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let capabilities = capabilities.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let mut diagnosis = Diagnosis {
+        version: env!("CARGO_PKG_VERSION"),
+        kernel: machine.kernel.clone(),
+        cpus: machine.cpus,
+        cpu_model: cpu_model(),
+        cpu_features: features(&machine),
+        memory: Memory {
+            limit_bytes: machine.memory.limit.get(),
+            used_bytes: machine.memory.usage.get(),
+            headroom_bytes: machine.memory.limit.saturating_sub(machine.memory.usage).get(),
+            limited_by: match &machine.memory.source {
+                LimitSource::CgroupV1(folder) => format!("cgroup v1 {}", folder.display()),
+                LimitSource::CgroupV2(folder) => format!("cgroup v2 {}", folder.display()),
+                _ => "the machine".to_owned(),
+            },
+            lockable_bytes: machine.lockable.map(Bytes::get),
+            may_lock_all: machine.lockable.is_none() || capabilities >> IPC_LOCK & 1 == 1,
+        },
+        huge_pages: HugePageModes {
+            anonymous: huge_page_mode("enabled"),
+            shared_memory: huge_page_mode("shmem_enabled"),
+            defragmentation: huge_page_mode("defrag"),
+        },
+        mappings: Mappings {
+            max_map_count: machine.max_map_count,
+            resident_bytes_at_2mib: HostDevice::frames_allowed(machine.max_map_count)
+                .saturating_mul(PageSize::DEFAULT.bytes()),
+        },
+        memcpy_bytes_per_second: machine::memcpy_bandwidth(Bytes::mib(64)).get(),
+        io,
+        directories,
+        gpus: gpus(),
+        advice: Vec::new(),
+    };
+    diagnosis.advice = advice(&diagnosis, &machine);
+    Ok(diagnosis)
+}
+
+fn io() -> Io {
+    let probes: Vec<_> = IoBackend::CHOICES.into_iter().map(probe_backend).collect();
+    let chosen = probes.iter().find(|probe| probe.usable.is_ok());
+    Io {
+        chosen: chosen.map_or_else(|| "none".to_owned(), |probe| probe.backend.to_string()),
+        chain: probes
+            .iter()
+            .map(|probe| Backend {
+                name: probe.backend.to_string(),
+                works: probe.usable.is_ok(),
+                why_not: probe.usable.as_ref().err().map(ToString::to_string),
+            })
+            .collect(),
+    }
+}
+
+fn directory(dir: &Path) -> Directory {
+    let path = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned()).display().to_string();
+    let mut found = Directory {
+        path,
+        filesystem: None,
+        in_memory: false,
+        direct: None,
+        memory_alignment: None,
+        offset_alignment: None,
+        read_bytes_per_second: None,
+        latency_4k: None,
+        error: None,
+    };
+    if let Err(error) = examine(dir, &mut found) {
+        found.error = Some(error.to_string());
+    }
+    found
+}
+
+fn examine(dir: &Path, found: &mut Directory) -> Result<()> {
+    let depth = [QueueDepth::new(16)?];
+    let small = TrialFile::create(dir, Bytes::kib(64), None)?;
+    let probe = probe_file(&small.path(), IoBackend::Auto, &[], &[], Bytes::ZERO)?;
+    found.in_memory = matches!(probe.filesystem.as_str(), "tmpfs" | "ramfs");
+    found.direct = Some(probe.direct.is_ok());
+    found.memory_alignment = probe.alignment.map(|alignment| alignment.memory.get());
+    found.offset_alignment = probe.alignment.map(|alignment| alignment.offset.get());
+    found.filesystem = Some(probe.filesystem);
+    drop(small);
+    if found.in_memory {
+        return Ok(());
+    }
+    let trial = TrialFile::create(dir, TRIAL, Some(WRITE_TIME))?;
+    let block = [PageSize::DEFAULT.bytes()].map(Bytes::new);
+    // A first, short look says how much can be read in the time there is.
+    let mut read = |budget| -> Result<f64> {
+        let probe = probe_file(&trial.path(), IoBackend::Auto, &block, &depth, budget)?;
+        found.latency_4k = LatencyReport::of(&probe);
+        Ok(probe.points.first().map_or(0.0, |point| point.bytes_per_second()))
+    };
+    let first = read(Bytes::mib(16))?;
+    let steady = Bytes::new((first * READ_SECONDS) as u64);
+    let rate = if steady > Bytes::mib(32) { read(steady)? } else { first };
+    found.read_bytes_per_second = Some(rate as u64);
+    Ok(())
+}
+
+fn cpu_model() -> String {
+    let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    model.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+fn features(machine: &Machine) -> Vec<&'static str> {
+    const MATTER: [&str; 10] =
+        ["avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimd", "asimddp"];
+    MATTER.into_iter().filter(|name| machine.cpu_features.iter().any(|has| has == name)).collect()
+}
+
+/// The mode in brackets.
+fn huge_page_mode(file: &str) -> Option<String> {
+    let text = fs::read_to_string(Path::new("/sys/kernel/mm/transparent_hugepage").join(file)).ok()?;
+    let (_, rest) = text.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
+}
+
+fn gpus() -> Gpus {
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten() {
+        let text = fs::read_to_string(entry.path().join("information")).unwrap_or_default();
+        let model = text.lines().find_map(|line| line.strip_prefix("Model:")).map_or("NVIDIA GPU", str::trim);
+        found.push(format!("{model} ({})", entry.file_name().to_string_lossy()));
+    }
+    if found.is_empty() {
+        // In containers the devices are often there without the driver's /proc entries.
+        let devices = fs::read_dir("/dev").into_iter().flatten().flatten();
+        let names = devices.map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let number = |name: &str| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok());
+        found.extend(names.filter(|name| number(name)).map(|name| format!("NVIDIA GPU (/dev/{name})")));
+    }
+    found.sort();
+    let version = fs::read_to_string("/proc/driver/nvidia/version").ok();
+    let driver = version.and_then(|text| text.lines().next().map(str::to_owned));
+    Gpus { found, driver, usable: false }
+}
+
+fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
+    let mut advice = Vec::new();
+    for backend in found.io.chain.iter().take_while(|backend| backend.name != found.io.chosen) {
+        advice.push(format!(
+            "I/O fell back to {}: {}",
+            found.io.chosen,
+            backend.why_not.as_deref().unwrap_or_default()
+        ));
+    }
+    for dir in &found.directories {
+        if let Some(error) = &dir.error {
+            advice.push(format!("{} could not be examined: {error}", dir.path));
+        } else if dir.in_memory {
+            advice.push(format!(
+                "{} is in memory: keep models elsewhere, and set TMPDIR or the scratch directory to a disk if \
+                 read-write tensors are to exceed memory",
+                dir.path
+            ));
+        } else if dir.direct == Some(false) {
+            advice.push(format!(
+                "{} refuses O_DIRECT, so reads go through the page cache: keep models on ext4, xfs or btrfs",
+                dir.path
+            ));
+        }
+    }
+    if !found.memory.may_lock_all {
+        let limit = found.memory.lockable_bytes.map(size).unwrap_or_default();
+        advice.push(format!(
+            "only {limit} may be locked: `ulimit -l unlimited` (LimitMEMLOCK=infinity for a service) keeps the host \
+             tier from being swapped"
+        ));
+    }
+    if machine.huge_pages == HugePages::Never {
+        advice.push(
+            "huge pages are off: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` makes first touches \
+             and frame moves cheaper"
+                .to_owned(),
+        );
+    }
+    if found.mappings.resident_bytes_at_2mib < found.memory.limit_bytes {
+        // Two mappings a frame, and as many again for the rest of the process.
+        let pages = found.memory.limit_bytes / PageSize::DEFAULT.bytes();
+        advice.push(format!(
+            "vm.max_map_count allows {} resident at 2 MiB pages: `sysctl -w vm.max_map_count={}` lets it be all memory",
+            size(found.mappings.resident_bytes_at_2mib),
+            (4 * pages).next_power_of_two()
+        ));
+    }
+    if found.memory.headroom_bytes < found.memory.limit_bytes / 4 {
+        advice.push(format!(
+            "{} of {} memory are free: choose budgets below that, or end what uses the rest",
+            size(found.memory.headroom_bytes),
+            size(found.memory.limit_bytes)
+        ));
+    }
+    if found.cpu_features.contains(&"avx2") && !cfg!(target_feature = "avx2") {
+        advice.push(
+            "this build uses baseline instructions: RUSTFLAGS=\"-C target-cpu=native\" makes compute faster on this \
+             machine (paging is not affected)"
+                .to_owned(),
+        );
+    }
+    if !found.gpus.found.is_empty() {
+        advice.push("this build has no CUDA device: the GPUs stay unused".to_owned());
+    }
+    advice
+}
+
+impl Report for Diagnosis {
+    fn text(&self) -> String {
+        let mut facts = Table::pairs();
+        facts.pair("outcore", format!("{}, Linux {}", self.version, self.kernel));
+        let features = if self.cpu_features.is_empty() { "baseline".to_owned() } else { self.cpu_features.join(" ") };
+        facts.pair("processor", format!("{}, {} usable, {features}", self.cpu_model, self.cpus));
+        let memory = &self.memory;
+        let text =
+            format!("{} limit ({}), {} free", size(memory.limit_bytes), memory.limited_by, size(memory.headroom_bytes));
+        facts.pair("memory", text);
+        facts.pair("memcpy", format!("{}, one thread", rate(self.memcpy_bytes_per_second)));
+        let limit = memory.lockable_bytes.map_or_else(|| "unlimited".to_owned(), size);
+        let lock = if memory.may_lock_all && memory.lockable_bytes.is_some() {
+            format!("{limit} by limit, all by CAP_IPC_LOCK")
+        } else {
+            limit
+        };
+        facts.pair("lockable", lock);
+        let mode = |mode: &Option<String>| mode.clone().unwrap_or_else(|| "not there".to_owned());
+        let huge = &self.huge_pages;
+        let text = format!(
+            "anonymous {}, shared {}, defrag {}",
+            mode(&huge.anonymous),
+            mode(&huge.shared_memory),
+            mode(&huge.defragmentation)
+        );
+        facts.pair("huge pages", text);
+        let text = format!(
+            "{} allowed: {} resident at 2 MiB pages",
+            self.mappings.max_map_count,
+            size(self.mappings.resident_bytes_at_2mib)
+        );
+        facts.pair("mappings", text);
+        let chain: Vec<String> = self
+            .io
+            .chain
+            .iter()
+            .map(|backend| format!("{} {}", backend.name, if backend.works { "works" } else { "does not work" }))
+            .collect();
+        facts.pair("I/O", format!("{} chosen ({})", self.io.chosen, chain.join(", ")));
+        for backend in &self.io.chain {
+            if let Some(why) = &backend.why_not {
+                facts.pair("", format!("{}: {why}", backend.name));
+            }
+        }
+        for dir in &self.directories {
+            facts.pair("disk", dir.line());
+        }
+        let gpus = if self.gpus.found.is_empty() { "none found".to_owned() } else { self.gpus.found.join(", ") };
+        facts.pair("GPU", format!("{gpus}; this build has no CUDA device"));
+        let mut out = facts.text();
+        out.push_str(if self.advice.is_empty() { "\nNothing to improve was found.\n" } else { "\nTo do better:\n" });
+        for line in &self.advice {
+            out.push_str(&format!("  - {line}\n"));
+        }
+        out
+    }
+}
+
+impl Directory {
+    fn line(&self) -> String {
+        let mut parts = vec![self.filesystem.clone().unwrap_or_else(|| "unknown file system".to_owned())];
+        match (self.direct, self.offset_alignment.zip(self.memory_alignment)) {
+            (Some(true), Some((offset, memory))) => {
+                parts.push(format!("O_DIRECT (offsets to {offset}, memory to {memory} bytes)"));
+            }
+            (Some(true), None) => parts.push("O_DIRECT".to_owned()),
+            (Some(false), _) => parts.push("no O_DIRECT".to_owned()),
+            (None, _) => {}
+        }
+        if let Some(bandwidth) = self.read_bytes_per_second {
+            parts.push(format!("{} read", rate(bandwidth)));
+        }
+        if let Some(latency) = &self.latency_4k {
+            parts.push(latency.short());
+        }
+        if self.error.is_some() {
+            parts.push("not examined".to_owned());
+        }
+        format!("{}: {}", self.path, parts.join(", "))
+    }
+}

@@ -1,0 +1,85 @@
+//! Aligned tables and numbers with units.
+
+use std::time::Duration;
+
+use outcore::Bytes;
+
+/// Which side of its column a cell leans on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Left,
+    Right,
+}
+
+/// Rows of cells, printed with aligned columns.
+#[derive(Debug)]
+pub struct Table {
+    sides: Vec<Side>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table whose first row is `head`.
+    pub fn new(head: &[(&str, Side)]) -> Self {
+        let rows = vec![head.iter().map(|(name, _)| (*name).to_owned()).collect()];
+        Self { sides: head.iter().map(|(_, side)| *side).collect(), rows }
+    }
+
+    /// Two columns without a head: names and what there is to say about them.
+    pub fn pairs() -> Self {
+        Self { sides: vec![Side::Left, Side::Left], rows: Vec::new() }
+    }
+
+    pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    pub fn pair(&mut self, name: &str, value: impl Into<String>) {
+        self.row([name.to_owned(), value.into()]);
+    }
+
+    /// The lines, indented by two.
+    pub fn text(&self) -> String {
+        let width = |column: usize| {
+            self.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.sides.len()).map(width).collect();
+        let mut out = String::new();
+        for row in &self.rows {
+            let mut line = String::from(" ");
+            for ((cell, width), side) in row.iter().zip(&widths).zip(&self.sides) {
+                let pad = " ".repeat(width.saturating_sub(cell.chars().count()));
+                line.push(' ');
+                match side {
+                    Side::Left => line.extend([cell.as_str(), &pad]),
+                    Side::Right => line.extend([pad.as_str(), cell]),
+                }
+                line.push(' ');
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+        out
+    }
+}
+
+pub fn size(bytes: u64) -> String {
+    Bytes::new(bytes).to_string()
+}
+
+pub fn rate(bytes_per_second: u64) -> String {
+    format!("{}/s", Bytes::new(bytes_per_second))
+}
+
+pub fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
+}
+
+pub fn microseconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e7).round() / 10.0
+}
+
+/// A name from a file, fit for a terminal: what could move the cursor or change colours is escaped.
+pub fn printable(name: &str) -> String {
+    name.chars().flat_map(|c| if c.is_control() { c.escape_debug().collect::<Vec<_>>() } else { vec![c] }).collect()
+}

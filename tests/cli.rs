@@ -1,0 +1,295 @@
+//! The promise: the command line tells the truth about good input, and about bad input what is wrong and what to do,
+//! without a panic.
+
+mod common;
+mod support;
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use serde_json::Value;
+
+fn outcore(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_outcore")).args(arguments).output().unwrap()
+}
+
+fn text(arguments: &[&str]) -> String {
+    let output = outcore(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The output as the one JSON object it must be.
+fn json(arguments: &[&str]) -> Value {
+    let text = text(arguments);
+    assert_eq!(text.lines().count(), 1, "one line: {text}");
+    let value: Value = serde_json::from_str(&text).unwrap();
+    assert!(value.is_object());
+    value
+}
+
+/// It must fail with this status and one message that holds all of `parts`.
+fn refused(arguments: &[&str], status: i32, parts: &[&str]) {
+    let output = outcore(arguments);
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments:?}: {message}");
+    assert!(output.stdout.is_empty(), "{arguments:?}");
+    assert!(!message.contains("panicked") && !message.contains("RUST_BACKTRACE"), "{message}");
+    for part in parts {
+        assert!(message.contains(part), "{arguments:?}: {part:?} is not in {message:?}");
+    }
+    if status == 1 {
+        assert!(message.starts_with("outcore: ") && message.lines().count() == 1, "{message:?}");
+    }
+}
+
+fn string(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+#[test]
+fn inspect_counts_tensors_types_and_pages() {
+    let dir = scratch();
+    let path = dir.path().join("rich.gguf");
+    fs::write(&path, support::rich_gguf().bytes()).unwrap();
+    let found = json(&["inspect", string(&path), "--json", "--page-size", "4KiB", "--tensors"]);
+    let file_bytes = fs::metadata(&path).unwrap().len();
+    assert_eq!(found["format"], "GGUF");
+    assert_eq!(found["file_bytes"], file_bytes);
+    assert_eq!(found["tensor_count"], 6);
+    assert_eq!(found["tied_tensors"], 1, "output.weight has the bytes of token_embd.weight");
+    assert_eq!(found["metadata"]["architecture"], "llama");
+    assert_eq!(found["metadata"]["vocabulary"], "4");
+    assert_eq!(found["tensors"].as_array().unwrap().len(), 6);
+    assert_eq!(found["largest"][0]["bytes"], 400);
+    let types: u64 = found["dtypes"].as_array().unwrap().iter().map(|kind| kind["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(found["tensor_bytes"], types);
+    let pages = file_bytes.div_ceil(4096);
+    assert_eq!(found["pages"], pages);
+    assert_eq!(found["tail_waste_bytes"], pages * 4096 - file_bytes);
+    assert_eq!(found["budgets"].as_array().unwrap().len(), 5);
+    assert!(json(&["inspect", string(&path), "--json"]).get("tensors").is_none());
+
+    let table = text(&["inspect", string(&path), "--tensors", "--budget", "1GiB"]);
+    for part in ["GGUF", "blk.0.ffn.weight", "2 x 256", "architecture", "llama", "1.0 GiB", "100.0 %"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    assert!(table.lines().all(|line| line.chars().all(|c| !c.is_control())), "{table:?}");
+}
+
+#[test]
+fn inspect_counts_pages_that_tensors_share() {
+    // Two tensors in the first page, the second of which ends in the second page, where the third one lies.
+    let file = common::synthetic(&[1000, 4000, 100, 20_000]);
+    let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
+    let start = file.bytes.len() as u64 - 25_100;
+    let page = |offset: u64| (start + offset) / 4096;
+    assert_eq!((page(0), page(1000), page(4999), page(5000), page(25_099)), (0, 0, 1, 1, 6));
+    assert_eq!(found["shared_pages"], 2);
+    assert_eq!(found["tensor_pages"], 7);
+    assert_eq!(found["minimum_budget_bytes"], 4096, "every row is one byte");
+    assert_eq!(found["whole_tensor_budget_bytes"], 6 * 4096);
+    assert_eq!(found["format"], "safetensors");
+}
+
+#[test]
+fn inspect_reads_folders_and_the_config_beside_safetensors() {
+    let dir = scratch();
+    fs::write(dir.path().join("model.safetensors"), support::rich_safetensors()).unwrap();
+    fs::write(dir.path().join("config.json"), r#"{"model_type":"qwen2","num_hidden_layers":24,"x":[1]}"#).unwrap();
+    let found = json(&["inspect", string(dir.path()), "--json"]);
+    assert_eq!(found["metadata"]["architecture"], "qwen2");
+    assert_eq!(found["metadata"]["layers"], "24");
+    assert_eq!(found["metadata"]["format"], "pt");
+    // It is decoration: damaged, it changes nothing else.
+    fs::write(dir.path().join("config.json"), "{").unwrap();
+    assert_eq!(json(&["inspect", string(dir.path()), "--json"])["metadata"]["format"], "pt");
+}
+
+#[test]
+fn inspect_says_what_budgets_hold() {
+    let lengths = [300_000; 40];
+    let file = common::synthetic(&lengths);
+    let total = file.bytes.len() as u64;
+    let path = string(&file.path);
+    let found =
+        json(&["inspect", path, "--page-size", "64KiB", "--json", "--budget", "16MiB,6MiB", "--budget", "4KiB"]);
+    let budgets = found["budgets"].as_array().unwrap();
+    assert_eq!(budgets.len(), 3);
+    assert_eq!(budgets[0]["bytes_streamed_per_pass"], 0);
+    assert_eq!(budgets[0]["resident_share"], 1.0);
+    assert_eq!(budgets[2]["runs"], false);
+    assert_eq!(budgets[2]["frames"], 0);
+    let streamed = budgets[1]["bytes_streamed_per_pass"].as_u64().unwrap();
+    assert!(streamed > total - Bytes::mib(6).get() && streamed < total, "{streamed} of {total}");
+
+    // What the runtime then does.
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::kib(64)).unwrap())
+        .device_budget(Bytes::mib(6))
+        .policy(PolicyKind::Plan)
+        .open()
+        .unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let tensors: Vec<_> = (0..lengths.len()).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+    runtime.plan(&tensors, true);
+    let mut read = Vec::new();
+    for _ in 0..5 {
+        for tensor in &tensors {
+            drop(runtime.pin(tensor).wait().unwrap());
+        }
+        read.push(runtime.stats().traffic.disk_read.get());
+    }
+    let passes = (read[4] - read[1]) as f64 / 3.0;
+    assert!((passes / streamed as f64 - 1.0).abs() < 0.1, "inspect says {streamed}, the runtime read {passes}");
+
+    let table = text(&["inspect", path, "--budget", "1KiB"]);
+    assert!(table.contains("too small"), "{table}");
+}
+
+#[test]
+fn the_least_budget_runs_and_less_does_not() {
+    let file = common::synthetic(&[5000, 70_000, 9000]);
+    let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
+    let least = found["whole_tensor_budget_bytes"].as_u64().unwrap();
+    for (budget, fits) in [(least, true), (least - 4096, false)] {
+        let runtime = Runtime::builder()
+            .page_size(PageSize::new(Bytes::kib(4)).unwrap())
+            .device_budget(Bytes::new(budget))
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let pinned = (0..3).all(|n| runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().is_ok());
+        assert_eq!(pinned, fits, "{budget}");
+    }
+}
+
+#[test]
+fn inspect_refuses_what_is_not_a_model() {
+    let dir = scratch();
+    let at = |name: &str| dir.path().join(name);
+    refused(&["inspect", string(&at("none.gguf"))], 1, &["none.gguf", "check the path"]);
+    refused(&["inspect", string(dir.path())], 1, &[string(dir.path())]);
+    fs::write(at("empty.gguf"), "").unwrap();
+    refused(&["inspect", string(&at("empty.gguf"))], 1, &["empty.gguf is empty"]);
+    fs::write(at("text"), "hello, this is no model at all").unwrap();
+    refused(&["inspect", string(&at("text"))], 1, &["not a model"]);
+    let whole = support::rich_gguf().bytes();
+    for len in [5, 30, 400, whole.len() - 1] {
+        fs::write(at("cut.gguf"), &whole[..len]).unwrap();
+        refused(&["inspect", string(&at("cut.gguf")), "--json"], 1, &["cut.gguf", "incomplete"]);
+    }
+    fs::write(at("deep.safetensors"), support::safetensors(&"[".repeat(100_000), 0)).unwrap();
+    refused(&["inspect", string(&at("deep.safetensors"))], 1, &["deep.safetensors"]);
+}
+
+#[test]
+fn escape_sequences_in_a_model_do_not_reach_the_terminal() {
+    let dir = scratch();
+    let path = dir.path().join("rude.gguf");
+    let rude = support::GgufFile::default().kv("general.architecture", support::Kv::str("\u{1b}[31mred")).tensor(
+        "\u{1b}[2Jgone\n",
+        &[8],
+        0,
+        32,
+    );
+    fs::write(&path, rude.bytes()).unwrap();
+    let table = text(&["inspect", string(&path), "--tensors"]);
+    assert!(!table.contains('\u{1b}') && table.contains("gone\\n"), "{table:?}");
+}
+
+#[test]
+fn a_misspelt_command_line_is_explained() {
+    refused(&[], 2, &["Usage"]);
+    refused(&["inspekt"], 2, &["inspect"]);
+    refused(&["inspect"], 2, &["MODEL"]);
+    refused(&["inspect", "m", "--page-size", "3MiB"], 2, &["3145728", "power of two"]);
+    refused(&["inspect", "m", "--budget", "lots"], 2, &["lots", "512MiB"]);
+    refused(&["probe"], 2, &["--file"]);
+    refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
+    refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
+    assert!(text(&["--version"]).starts_with("outcore 0."));
+    for command in ["doctor", "probe", "inspect"] {
+        assert!(text(&[command, "--help"]).contains("--json"), "{command}");
+    }
+}
+
+#[test]
+fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
+    let dir = scratch();
+    let found = json(&["doctor", "--dir", string(dir.path()), "--json"]);
+    assert!(fs::read_dir(dir.path()).unwrap().next().is_none());
+    assert!(found["memory"]["limit_bytes"].as_u64().unwrap() > 0);
+    assert!(found["memcpy_bytes_per_second"].as_u64().unwrap() > 0);
+    assert!(found["mappings"]["resident_bytes_at_2mib"].as_u64().unwrap() > 0);
+    let chain = found["io"]["chain"].as_array().unwrap();
+    assert_eq!(chain.len(), 3);
+    for backend in chain {
+        assert!(backend["works"].as_bool().unwrap() != backend["why_not"].is_string(), "{backend}");
+    }
+    assert!(chain.iter().any(|backend| backend["works"] == true && backend["name"] == found["io"]["chosen"]));
+    let disk = &found["directories"][0];
+    assert!(disk["error"].is_null() && disk["filesystem"].is_string(), "{disk}");
+    assert!(disk["in_memory"] == true || disk["read_bytes_per_second"].as_u64().unwrap() > 0, "{disk}");
+    assert_eq!(found["gpus"]["usable"], false);
+
+    let table = text(&["doctor"]);
+    for part in ["io_uring", "lockable", "huge pages", "mappings", "no CUDA device"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    refused(&["doctor", "--dir", string(&dir.path().join("none"))], 1, &["none", "--dir"]);
+    let file = dir.path().join("file");
+    fs::write(&file, "x").unwrap();
+    refused(&["doctor", "--dir", string(&file)], 1, &["not a directory"]);
+}
+
+#[test]
+fn probe_measures_a_file_without_changing_it() {
+    let dir = scratch();
+    let path = dir.path().join("data");
+    fs::write(&path, vec![7; 1 << 20]).unwrap();
+    let before = fs::metadata(&path).unwrap().modified().unwrap();
+    let found = json(&["probe", "--file", string(&path), "--json", "--page-size", "256KiB"]);
+    assert_eq!(fs::metadata(&path).unwrap().modified().unwrap(), before);
+    assert_eq!(found["file_bytes"], 1 << 20);
+    assert!(found["latency_4k"]["median_us"].as_f64().unwrap() > 0.0);
+    assert!(found["page_read_us"].as_f64().unwrap() > 0.0);
+    let points = found["points"].as_array().unwrap();
+    assert_eq!(points.len(), 3 * 4, "64 KiB, 256 KiB and 1 MiB at four depths; 4 MiB does not fit");
+    assert!(points.iter().all(|point| point["bytes"] == 1 << 20 && point["bytes_per_second"].as_u64().unwrap() > 0));
+
+    let table = text(&["probe", "--size", "2MiB", "--dir", string(dir.path()), "--io", "buffered"]);
+    assert!(table.contains("buffered") && table.contains("temporary file"), "{table}");
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the temporary file is gone");
+
+    refused(&["probe", "--file", string(&dir.path().join("none"))], 1, &["none", "check the path"]);
+    refused(&["probe", "--file", string(dir.path())], 1, &["is a directory"]);
+    refused(&["probe", "--size", "1MiB", "--dir", string(&dir.path().join("none"))], 1, &["none"]);
+    fs::write(&path, "short").unwrap();
+    refused(&["probe", "--file", string(&path)], 1, &["larger file"]);
+}
+
+#[test]
+fn a_closed_pipe_is_no_error_and_a_full_disk_is_one() {
+    let file = common::synthetic(&[100; 2000]);
+    let command = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outcore"));
+        command.args(["inspect", string(&file.path), "--tensors"]).stderr(Stdio::piped());
+        command
+    };
+    let mut child = command().stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let output = command().stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
+}
