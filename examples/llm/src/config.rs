@@ -21,7 +21,26 @@ pub enum Arch {
 }
 
 impl Arch {
-    fn parse(name: &str) -> Result<Self> {
+    /// GGUF's name of the architecture, which `config.json` uses as `model_type` too.
+    pub fn gguf_name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+
+    /// The class that Hugging Face transformers runs it with.
+    pub(crate) fn hf_class(self) -> &'static str {
+        match self {
+            Self::Llama => "LlamaForCausalLM",
+            Self::Qwen2 => "Qwen2ForCausalLM",
+            Self::Qwen3 => "Qwen3ForCausalLM",
+        }
+    }
+
+    /// The architecture that GGUF or `config.json` call `name`; the error lists what is supported.
+    pub fn parse(name: &str) -> Result<Self> {
         match name {
             "llama" | "mistral" => Ok(Self::Llama),
             "qwen2" => Ok(Self::Qwen2),

@@ -11,6 +11,7 @@ mod model;
 mod paged;
 mod pool;
 mod sampler;
+pub mod synthetic;
 mod tokenizer;
 mod weights;
 

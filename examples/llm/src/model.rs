@@ -84,6 +84,33 @@ impl std::fmt::Debug for Model {
     }
 }
 
+/// The name that Hugging Face checkpoints give the tensor which GGUF files call `gguf`.
+pub(crate) fn hf_name(gguf: &str) -> String {
+    let (head, rest) = match gguf.strip_prefix("blk.").and_then(|r| r.split_once('.')) {
+        Some((layer, rest)) => (format!("model.layers.{layer}."), rest),
+        None => (String::new(), gguf),
+    };
+    let (stem, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
+    let stem = match stem {
+        "token_embd" => "model.embed_tokens",
+        "output_norm" => "model.norm",
+        "output" => "lm_head",
+        "attn_norm" => "input_layernorm",
+        "ffn_norm" => "post_attention_layernorm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_output" => "self_attn.o_proj",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "ffn_gate" => "mlp.gate_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        other => other,
+    };
+    format!("{head}{stem}.{kind}")
+}
+
 /// Finds tensors by their GGUF names, whatever the container calls them.
 struct Names<'a> {
     files: &'a ModelFiles,
@@ -91,32 +118,7 @@ struct Names<'a> {
 
 impl Names<'_> {
     fn translate(&self, gguf: &str) -> String {
-        if self.files.container() == Container::Gguf {
-            return gguf.to_owned();
-        }
-        let (head, rest) = match gguf.strip_prefix("blk.").and_then(|r| r.split_once('.')) {
-            Some((layer, rest)) => (format!("model.layers.{layer}."), rest),
-            None => (String::new(), gguf),
-        };
-        let (stem, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
-        let stem = match stem {
-            "token_embd" => "model.embed_tokens",
-            "output_norm" => "model.norm",
-            "output" => "lm_head",
-            "attn_norm" => "input_layernorm",
-            "ffn_norm" => "post_attention_layernorm",
-            "attn_q" => "self_attn.q_proj",
-            "attn_k" => "self_attn.k_proj",
-            "attn_v" => "self_attn.v_proj",
-            "attn_output" => "self_attn.o_proj",
-            "attn_q_norm" => "self_attn.q_norm",
-            "attn_k_norm" => "self_attn.k_norm",
-            "ffn_gate" => "mlp.gate_proj",
-            "ffn_up" => "mlp.up_proj",
-            "ffn_down" => "mlp.down_proj",
-            other => other,
-        };
-        format!("{head}{stem}.{kind}")
+        if self.files.container() == Container::Gguf { gguf.to_owned() } else { hf_name(gguf) }
     }
 
     fn optional(&self, gguf: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
@@ -197,6 +199,11 @@ impl Model {
     /// Whoever makes the weights resident.
     pub fn weights(&self) -> &Arc<dyn Weights> {
         &self.weights
+    }
+
+    /// The tensor whose rows are the embeddings; the output matrix too where they are tied.
+    pub fn embedding(&self) -> TensorId {
+        self.embedding.id
     }
 
     /// Threads that compute.
@@ -620,13 +627,5 @@ impl Turns {
                 }
             }
         }
-    }
-}
-
-/// The tensor that holds the embeddings, for callers that keep it resident.
-impl Model {
-    /// The tensor whose rows are the embeddings; the output matrix too where they are tied.
-    pub fn embedding(&self) -> TensorId {
-        self.embedding.id
     }
 }

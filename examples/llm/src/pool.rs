@@ -4,8 +4,12 @@
 //! spin briefly before they sleep, because a token consists of some hundred operations with microseconds between them
 //! and waking a sleeping thread costs as much as a small matrix.
 //!
-//! Invariants: (1) a worker runs a job's closure only between the job's publication and its own sign-off; (2) the
-//! caller does not return before every worker has signed off; (3) each chunk index is claimed once.
+//! A worker that is late, because the system runs something else on its core, is not waited for: the caller computes
+//! all chunks itself then, closes the job, and the worker finds it closed.
+//!
+//! Invariants: (1) a worker joins a job under the lock, while it is open, and leaves it after its last use of the
+//! closure; (2) the caller returns only after it has closed the job and every joined worker has left; (3) each chunk
+//! index is claimed once.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,7 +18,7 @@ use std::thread::JoinHandle;
 /// Spins before a worker sleeps: some 30 microseconds.
 const SPINS: u32 = 4_000;
 
-/// One published operation. The pointer is valid until every worker has signed off (invariant 2).
+/// One published operation. The pointer is valid until every joined worker has left (invariant 2).
 #[derive(Clone, Copy)]
 struct Job {
     work: *const (dyn Fn(usize) + Sync),
@@ -28,7 +32,8 @@ struct Shared {
     /// Number of the newest job; read without the lock while spinning.
     generation: AtomicUsize,
     next_chunk: AtomicUsize,
-    signed_off: AtomicUsize,
+    /// Workers that have joined the open job and not left it. Raised under the lock only.
+    joined: AtomicUsize,
     failed: AtomicBool,
     stop: AtomicBool,
     job: Mutex<Option<Job>>,
@@ -41,7 +46,7 @@ impl Shared {
     }
 
     fn work_on(&self, job: Job) {
-        // SAFETY: the caller of `run` waits for this thread's sign-off, which comes after this call (invariant 2).
+        // SAFETY: the caller of `run` waits until this thread has left the job, which it does after this call (invariant 2).
         let work = unsafe { &*job.work };
         loop {
             let chunk = self.next_chunk.fetch_add(1, Ordering::Relaxed);
@@ -70,12 +75,11 @@ impl Shared {
                 return;
             }
             seen = self.generation.load(Ordering::Relaxed);
-            let job = *slot;
+            let Some(job) = *slot else { continue };
+            self.joined.fetch_add(1, Ordering::Relaxed);
             drop(slot);
-            if let Some(job) = job {
-                self.work_on(job);
-            }
-            self.signed_off.fetch_add(1, Ordering::Release);
+            self.work_on(job);
+            self.joined.fetch_sub(1, Ordering::Release);
         }
     }
 }
@@ -105,7 +109,7 @@ impl Pool {
         let shared = Arc::new(Shared {
             generation: AtomicUsize::new(0),
             next_chunk: AtomicUsize::new(0),
-            signed_off: AtomicUsize::new(0),
+            joined: AtomicUsize::new(0),
             failed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             job: Mutex::new(None),
@@ -136,24 +140,23 @@ impl Pool {
         }
         let _turn = self.one_caller.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is erased; this function returns after every worker has signed off (invariant 2).
+        // SAFETY: only the lifetime is erased; this function returns after every joined worker has left (invariant 2).
         let work: &'static (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
         let job = Job { work, chunks };
         {
             let mut slot = shared.lock();
             *slot = Some(job);
             shared.next_chunk.store(0, Ordering::Relaxed);
-            shared.signed_off.store(0, Ordering::Relaxed);
             shared.generation.fetch_add(1, Ordering::Release);
         }
         shared.wake.notify_all();
         shared.work_on(job);
-        let mut spins = 0u32;
-        while shared.signed_off.load(Ordering::Acquire) < self.workers.len() {
-            spins = spins.wrapping_add(1);
-            if spins.is_multiple_of(1024) { std::thread::yield_now() } else { std::hint::spin_loop() }
-        }
         *shared.lock() = None;
+        let mut spins = 0u32;
+        while shared.joined.load(Ordering::Acquire) > 0 {
+            spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(256) { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
         assert!(!shared.failed.swap(false, Ordering::Relaxed), "a pool thread panicked");
     }
 

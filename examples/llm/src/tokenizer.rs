@@ -280,7 +280,7 @@ fn dedup(ids: &mut Vec<u32>) {
 }
 
 /// The printable characters by which byte-level BPE writes bytes (GPT-2's `bytes_to_unicode`).
-fn byte_table() -> HashMap<char, u8> {
+pub(crate) fn byte_table() -> HashMap<char, u8> {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let others = (0..=255u8).filter(|b| !printable(*b)).zip(256u32..);
     let others = others.filter_map(|(b, c)| char::from_u32(c).map(|c| (c, b)));

@@ -1,0 +1,79 @@
+//! Writes a synthetic model of any size.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{Arch, ModelFiles, WeightType};
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Format {
+    Gguf,
+    Safetensors,
+}
+
+/// Writes a model with seeded random weights: 1.2 GB in Q8_0 unless told otherwise.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The file (gguf) or the folder (safetensors) to write.
+    out: PathBuf,
+    #[arg(long, value_enum, default_value = "gguf")]
+    format: Format,
+    /// llama, qwen2 or qwen3.
+    #[arg(long, default_value = "llama")]
+    arch: String,
+    /// F32, F16, BF16, or for gguf any of Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K.
+    #[arg(long, default_value = "Q8_0")]
+    dtype: WeightType,
+    #[arg(long, default_value_t = 22)]
+    layers: u64,
+    #[arg(long, default_value_t = 2048)]
+    dim: u64,
+    #[arg(long, default_value_t = 32)]
+    heads: u64,
+    #[arg(long, default_value_t = 4)]
+    kv_heads: u64,
+    /// Elements of a head; dim / heads unless given.
+    #[arg(long)]
+    head_dim: Option<u64>,
+    #[arg(long, default_value_t = 5632)]
+    ffn: u64,
+    #[arg(long, default_value_t = 32000)]
+    vocab: u64,
+    #[arg(long, default_value_t = 2048)]
+    context: u64,
+    /// Use the embedding matrix as the output matrix.
+    #[arg(long)]
+    tied: bool,
+    /// Number of safetensors files.
+    #[arg(long, default_value_t = 1)]
+    shards: usize,
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let args = Args::parse();
+    let spec = Spec {
+        arch: Arch::parse(&args.arch)?,
+        dtype: args.dtype,
+        layers: args.layers,
+        dim: args.dim,
+        heads: args.heads,
+        kv_heads: args.kv_heads,
+        head_dim: args.head_dim.unwrap_or(args.dim / args.heads.max(1)),
+        ffn_dim: args.ffn,
+        vocab: args.vocab,
+        context: args.context,
+        tied: args.tied,
+        seed: args.seed,
+    };
+    match args.format {
+        Format::Gguf => spec.write_gguf(&args.out)?,
+        Format::Safetensors => spec.write_safetensors(&args.out, args.shards)?,
+    }
+    let files = ModelFiles::open(&args.out)?;
+    let bytes = files.weight_bytes() as f64 / 1e9;
+    println!("{}: {} tensors, {bytes:.2} GB of weights", args.out.display(), files.tensors().len());
+    Ok(())
+}

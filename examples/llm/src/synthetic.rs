@@ -1,0 +1,423 @@
+//! Seeded models of any size with random weights, written to disk with little memory: for benchmarks and tests.
+//!
+//! The same [`Spec`] gives the same weights in either container (to the precision of the element type), so the two ways
+//! of reading a model can be held against each other.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use crate::config::Arch;
+use crate::dtype::WeightType;
+use crate::error::{Error, Result};
+use crate::kernels;
+use crate::model::hf_name;
+use crate::tokenizer::byte_table;
+
+/// Alignment of tensor data in the GGUF files written here, the format's default.
+const ALIGNMENT: u64 = 32;
+/// About how many values are made, encoded and written at a time.
+const BATCH: u64 = 1 << 18;
+
+/// A synthetic model.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// Architecture; decides about biases and per-head norms.
+    pub arch: Arch,
+    /// Element type of matrices; in safetensors, of everything.
+    pub dtype: WeightType,
+    /// Number of layers.
+    pub layers: u64,
+    /// Width of the residual stream.
+    pub dim: u64,
+    /// Query heads.
+    pub heads: u64,
+    /// Key and value heads.
+    pub kv_heads: u64,
+    /// Elements of a head.
+    pub head_dim: u64,
+    /// Width of the feed-forward layer.
+    pub ffn_dim: u64,
+    /// Number of token ids.
+    pub vocab: u64,
+    /// Longest sequence.
+    pub context: u64,
+    /// Whether the output matrix is the embedding matrix.
+    pub tied: bool,
+    /// Seed of all weights.
+    pub seed: u64,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Matrix,
+    Norm,
+    Bias,
+}
+
+struct Tensor {
+    /// GGUF name.
+    name: String,
+    rows: u64,
+    cols: u64,
+    kind: Kind,
+    /// Heads whose rows GGUF permutes for its adjacent rotary pairs; 0 for other tensors.
+    permuted_heads: u64,
+}
+
+/// The SplitMix64 generator (Steele et al., 2014): a seed of any quality, and speed.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+}
+
+/// FNV-1a.
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xCBF2_9CE4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01B3))
+}
+
+impl Spec {
+    fn tensors(&self) -> Vec<Tensor> {
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let mut all = Vec::new();
+        let mut push = |name: String, rows, cols, kind, permuted_heads| {
+            all.push(Tensor { name, rows, cols, kind, permuted_heads });
+        };
+        push("token_embd.weight".into(), self.vocab, self.dim, Kind::Matrix, 0);
+        for i in 0..self.layers {
+            let name = |stem: &str| format!("blk.{i}.{stem}");
+            push(name("attn_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            for (stem, rows, heads) in [("attn_q", q, self.heads), ("attn_k", kv, self.kv_heads), ("attn_v", kv, 0)] {
+                push(name(&format!("{stem}.weight")), rows, self.dim, Kind::Matrix, heads);
+                if self.arch == Arch::Qwen2 {
+                    push(name(&format!("{stem}.bias")), 1, rows, Kind::Bias, 0);
+                }
+            }
+            if self.arch == Arch::Qwen3 {
+                push(name("attn_q_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
+                push(name("attn_k_norm.weight"), 1, self.head_dim, Kind::Norm, 0);
+            }
+            push(name("attn_output.weight"), self.dim, q, Kind::Matrix, 0);
+            push(name("ffn_norm.weight"), 1, self.dim, Kind::Norm, 0);
+            push(name("ffn_gate.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
+            push(name("ffn_up.weight"), self.ffn_dim, self.dim, Kind::Matrix, 0);
+            push(name("ffn_down.weight"), self.dim, self.ffn_dim, Kind::Matrix, 0);
+        }
+        push("output_norm.weight".into(), 1, self.dim, Kind::Norm, 0);
+        if !self.tied {
+            push("output.weight".into(), self.vocab, self.dim, Kind::Matrix, 0);
+        }
+        all
+    }
+
+    fn check(&self) -> Result<()> {
+        let sizes = [self.layers, self.dim, self.heads, self.kv_heads, self.head_dim, self.ffn_dim, self.vocab];
+        if sizes.iter().any(|s| *s == 0 || *s > 1 << 24) || self.context == 0 {
+            return Err(Error::Invalid("every size must be at least 1, and reasonable".into()));
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) || !self.head_dim.is_multiple_of(2) {
+            return Err(Error::Invalid("key heads must divide the query heads, and heads must be of even size".into()));
+        }
+        for cols in [self.dim, self.ffn_dim, self.heads * self.head_dim] {
+            if self.dtype.bytes(cols).is_none() {
+                let block = self.dtype.block_elements();
+                return Err(Error::Invalid(format!(
+                    "rows of {cols} elements are not whole {} blocks of {block}",
+                    self.dtype
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The values of row `row` (in Hugging Face's order), appended to `out`.
+    fn row(&self, tensor: &Tensor, row: u64, out: &mut Vec<f32>) {
+        let mut random =
+            SplitMix(hash(&tensor.name) ^ self.seed.rotate_left(32) ^ row.wrapping_mul(0xD6E8_FEB8_6659_FD93));
+        let (middle, reach) = match tensor.kind {
+            // Variance 1 / cols, so that a product has the variance of its input.
+            Kind::Matrix => (0.0, (3.0 / tensor.cols as f32).sqrt()),
+            Kind::Norm => (1.0, 0.1),
+            Kind::Bias => (0.0, 0.1),
+        };
+        let scale = reach / 2f32.powi(31);
+        for pair in 0..tensor.cols.div_ceil(2) {
+            let word = random.next();
+            out.push(middle + (word as i32) as f32 * scale);
+            if pair * 2 + 1 < tensor.cols {
+                out.push(middle + ((word >> 32) as i32) as f32 * scale);
+            }
+        }
+    }
+
+    /// Writes a tensor's bytes.
+    fn write_tensor(
+        &self,
+        tensor: &Tensor,
+        dtype: WeightType,
+        permute: bool,
+        out: &mut impl Write,
+    ) -> std::io::Result<()> {
+        let per_batch = (BATCH / tensor.cols).max(1);
+        let (mut values, mut bytes) = (Vec::new(), Vec::new());
+        let mut row = 0;
+        while row < tensor.rows {
+            values.clear();
+            bytes.clear();
+            let end = tensor.rows.min(row + per_batch);
+            for row in row..end {
+                // GGUF row (head, pair, side) is checkpoint row (head, side, pair).
+                let (head, inside, half) = (row / self.head_dim, row % self.head_dim, self.head_dim / 2);
+                let turned = permute && tensor.permuted_heads > 0;
+                let source = if turned { head * self.head_dim + inside % 2 * half + inside / 2 } else { row };
+                self.row(tensor, source, &mut values);
+            }
+            kernels::encode(dtype, &values, &mut bytes);
+            out.write_all(&bytes)?;
+            row = end;
+        }
+        Ok(())
+    }
+
+    /// Writes the model as one GGUF file, with a byte-level tokenizer where the vocabulary has room for one.
+    pub fn write_gguf(&self, path: &Path) -> Result<()> {
+        self.check()?;
+        let what = || format!("cannot write {}", path.display());
+        let file = File::create(path).map_err(|e| Error::io(what(), e))?;
+        let mut out = BufWriter::with_capacity(1 << 20, file);
+        self.gguf_into(&mut out).and_then(|()| out.flush()).map_err(|e| Error::io(what(), e))
+    }
+
+    fn gguf_into(&self, out: &mut impl Write) -> std::io::Result<()> {
+        let arch = self.arch.gguf_name();
+        let mut meta = GgufMeta::default();
+        meta.text("general.architecture", arch);
+        meta.text("general.name", "synthetic");
+        let sizes = [
+            ("block_count", self.layers),
+            ("context_length", self.context),
+            ("embedding_length", self.dim),
+            ("feed_forward_length", self.ffn_dim),
+            ("attention.head_count", self.heads),
+            ("attention.head_count_kv", self.kv_heads),
+            ("attention.key_length", self.head_dim),
+            ("attention.value_length", self.head_dim),
+            ("rope.dimension_count", self.head_dim),
+            ("vocab_size", self.vocab),
+        ];
+        for (key, value) in sizes {
+            meta.number(&format!("{arch}.{key}"), value as u32);
+        }
+        meta.float(&format!("{arch}.rope.freq_base"), 10_000.0);
+        meta.float(&format!("{arch}.attention.layer_norm_rms_epsilon"), 1e-5);
+        self.tokenizer(&mut meta);
+
+        let tensors = self.tensors();
+        let dtype = |t: &Tensor| if t.kind == Kind::Matrix { self.dtype } else { WeightType::F32 };
+        let mut head = Vec::new();
+        head.extend_from_slice(b"GGUF");
+        head.extend_from_slice(&3u32.to_le_bytes());
+        head.extend_from_slice(&(tensors.len() as u64).to_le_bytes());
+        head.extend_from_slice(&meta.count.to_le_bytes());
+        head.extend_from_slice(&meta.bytes);
+        let mut offset = 0u64;
+        let mut sizes = Vec::with_capacity(tensors.len());
+        for t in &tensors {
+            put_text(&mut head, &t.name);
+            let dims = if t.rows == 1 { vec![t.cols] } else { vec![t.cols, t.rows] };
+            head.extend_from_slice(&(dims.len() as u32).to_le_bytes());
+            dims.iter().for_each(|d| head.extend_from_slice(&d.to_le_bytes()));
+            head.extend_from_slice(&dtype(t).ggml_id().to_le_bytes());
+            head.extend_from_slice(&offset.to_le_bytes());
+            let size = dtype(t).bytes(t.cols).unwrap_or(0) * t.rows;
+            offset += size.next_multiple_of(ALIGNMENT);
+            sizes.push(size);
+        }
+        head.resize(head.len().next_multiple_of(ALIGNMENT as usize), 0);
+        out.write_all(&head)?;
+        for (t, size) in tensors.iter().zip(sizes) {
+            self.write_tensor(t, dtype(t), self.arch == Arch::Llama, out)?;
+            out.write_all(&[0; ALIGNMENT as usize][..(size.next_multiple_of(ALIGNMENT) - size) as usize])?;
+        }
+        Ok(())
+    }
+
+    /// A byte-level vocabulary: 256 bytes, one merge, three control tokens, and unused tokens up to the size wanted.
+    fn tokenizer(&self, meta: &mut GgufMeta) {
+        const CONTROL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+        if self.vocab < 260 {
+            return;
+        }
+        let mut bytes: Vec<(u8, char)> = byte_table().into_iter().map(|(c, b)| (b, c)).collect();
+        bytes.sort_unstable();
+        let mut tokens: Vec<String> = bytes.into_iter().map(|(_, c)| c.to_string()).collect();
+        tokens.push("\u{120}\u{120}".into());
+        tokens.extend(CONTROL.map(str::to_owned));
+        tokens.extend((tokens.len() as u64..self.vocab).map(|i| format!("<unused_{i}>")));
+        let kind = |i: usize| {
+            if i < 257 {
+                1i32
+            } else if i < 260 {
+                3
+            } else {
+                5
+            }
+        };
+        meta.text("tokenizer.ggml.model", "gpt2");
+        meta.text("tokenizer.ggml.pre", "gpt-2");
+        meta.texts("tokenizer.ggml.tokens", &tokens);
+        meta.integers("tokenizer.ggml.token_type", &(0..tokens.len()).map(kind).collect::<Vec<_>>());
+        meta.texts("tokenizer.ggml.merges", &["\u{120} \u{120}".into()]);
+        meta.number("tokenizer.ggml.bos_token_id", 258);
+        meta.number("tokenizer.ggml.eos_token_id", 259);
+        meta.text(
+            "tokenizer.chat_template",
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}\
+             {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        );
+    }
+
+    /// Writes the model as a folder: `config.json`, `shards` safetensors files and, for more than one, their index.
+    pub fn write_safetensors(&self, folder: &Path, shards: usize) -> Result<()> {
+        self.check()?;
+        let type_name = match self.dtype {
+            WeightType::F32 | WeightType::F16 | WeightType::BF16 => self.dtype.to_string(),
+            other => return Err(Error::Invalid(format!("safetensors files hold F32, F16 or BF16, not {other}"))),
+        };
+        let io = |path: &Path, e| Error::io(format!("cannot write {}", path.display()), e);
+        std::fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
+        let tensors = self.tensors();
+        let size = |t: &Tensor| t.rows * t.cols * self.dtype.block_bytes() as u64;
+        let total: u64 = tensors.iter().map(size).sum();
+        let shards = shards.clamp(1, tensors.len());
+        let mut groups: Vec<Vec<&Tensor>> = (0..shards).map(|_| Vec::new()).collect();
+        let mut before = 0;
+        for t in &tensors {
+            groups[(before * shards as u64 / total) as usize].push(t);
+            before += size(t);
+        }
+        groups.retain(|g| !g.is_empty());
+        let mut index = Map::new();
+        for (i, group) in groups.iter().enumerate() {
+            let name = match groups.len() {
+                1 => "model.safetensors".to_owned(),
+                n => format!("model-{:05}-of-{n:05}.safetensors", i + 1),
+            };
+            let (mut header, mut at) = (Map::new(), 0u64);
+            for t in group {
+                let shape = if t.kind == Kind::Matrix { json!([t.rows, t.cols]) } else { json!([t.cols]) };
+                let end = at + size(t);
+                header.insert(hf_name(&t.name), json!({"dtype": type_name, "shape": shape, "data_offsets": [at, end]}));
+                index.insert(hf_name(&t.name), name.clone().into());
+                at = end;
+            }
+            let mut text = Value::Object(header).to_string();
+            // The data begins at a multiple of eight, as the reference implementation has it.
+            text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+            let path = folder.join(&name);
+            let write = || -> std::io::Result<()> {
+                let mut out = BufWriter::with_capacity(1 << 20, File::create(&path)?);
+                out.write_all(&(text.len() as u64).to_le_bytes())?;
+                out.write_all(text.as_bytes())?;
+                for t in group {
+                    self.write_tensor(t, self.dtype, false, &mut out)?;
+                }
+                out.flush()
+            };
+            write().map_err(|e| io(&path, e))?;
+        }
+        let put = |name: &str, value: &Value| {
+            let path: PathBuf = folder.join(name);
+            std::fs::write(&path, format!("{value:#}\n")).map_err(|e| io(&path, e))
+        };
+        if groups.len() > 1 {
+            put("model.safetensors.index.json", &json!({"metadata": {"total_size": total}, "weight_map": index}))?;
+        }
+        put(
+            "config.json",
+            &json!({
+                "model_type": self.arch.gguf_name(),
+                "architectures": [self.arch.hf_class()],
+                "hidden_size": self.dim,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_dim,
+                "intermediate_size": self.ffn_dim,
+                "vocab_size": self.vocab,
+                "max_position_embeddings": self.context,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10_000.0,
+                "hidden_act": "silu",
+                "tie_word_embeddings": self.tied,
+                "torch_dtype": match self.dtype { WeightType::F32 => "float32", WeightType::F16 => "float16", _ => "bfloat16" },
+            }),
+        )
+    }
+}
+
+/// The key-value part of a GGUF header.
+#[derive(Default)]
+struct GgufMeta {
+    count: u64,
+    bytes: Vec<u8>,
+}
+
+fn put_text(out: &mut Vec<u8>, text: &str) {
+    out.extend_from_slice(&(text.len() as u64).to_le_bytes());
+    out.extend_from_slice(text.as_bytes());
+}
+
+impl GgufMeta {
+    const U32: u32 = 4;
+    const I32: u32 = 5;
+    const F32: u32 = 6;
+    const TEXT: u32 = 8;
+    const ARRAY: u32 = 9;
+
+    fn key(&mut self, key: &str, kind: u32) {
+        self.count += 1;
+        put_text(&mut self.bytes, key);
+        self.bytes.extend_from_slice(&kind.to_le_bytes());
+    }
+
+    fn text(&mut self, key: &str, value: &str) {
+        self.key(key, Self::TEXT);
+        put_text(&mut self.bytes, value);
+    }
+
+    fn number(&mut self, key: &str, value: u32) {
+        self.key(key, Self::U32);
+        self.bytes.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn float(&mut self, key: &str, value: f32) {
+        self.key(key, Self::F32);
+        self.bytes.extend_from_slice(&value.to_le_bytes());
+    }
+
+    fn array(&mut self, key: &str, kind: u32, len: usize) {
+        self.key(key, Self::ARRAY);
+        self.bytes.extend_from_slice(&kind.to_le_bytes());
+        self.bytes.extend_from_slice(&(len as u64).to_le_bytes());
+    }
+
+    fn texts(&mut self, key: &str, values: &[String]) {
+        self.array(key, Self::TEXT, values.len());
+        values.iter().for_each(|v| put_text(&mut self.bytes, v));
+    }
+
+    fn integers(&mut self, key: &str, values: &[i32]) {
+        self.array(key, Self::I32, values.len());
+        values.iter().for_each(|v| self.bytes.extend_from_slice(&v.to_le_bytes()));
+    }
+}
