@@ -57,10 +57,10 @@ impl Busy {
     fn end(&self, now: Instant) {
         let mut state = self.state.lock();
         state.0 = state.0.saturating_sub(1);
-        if state.0 == 0 {
-            if let Some(since) = state.1.take() {
-                state.2 += now.saturating_duration_since(since);
-            }
+        if state.0 == 0
+            && let Some(since) = state.1.take()
+        {
+            state.2 += now.saturating_duration_since(since);
         }
     }
     fn total(&self, now: Instant) -> Duration {

@@ -125,10 +125,10 @@ impl<T: Target> PinRequest<'_, T> {
             return Ok(Some(self.target.guard(runs)));
         };
         let engine = &segment.shared.engine;
-        if let (Runs::One(run), false) = (&runs, T::EXCLUSIVE) {
-            if try_pin_run(engine, segment, *run) {
-                return Ok(Some(self.target.guard(runs)));
-            }
+        if let (Runs::One(run), false) = (&runs, T::EXCLUSIVE)
+            && try_pin_run(engine, segment, *run)
+        {
+            return Ok(Some(self.target.guard(runs)));
         }
         let since = Instant::now();
         match engine.submit(runs.as_slice(), T::EXCLUSIVE)? {
@@ -202,10 +202,10 @@ impl<T: Target> Drop for PinRequest<'_, T> {
         let Progress::Waiting { id, ticket, .. } = &self.progress else { return };
         let Some(segment) = self.target.segment() else { return };
         // If the pins came after all, a guard takes them and gives them back.
-        if let Some(Ok(_)) = segment.shared.engine.cancel(*id, ticket) {
-            if let Some(runs) = self.runs.take() {
-                drop(self.target.guard(runs));
-            }
+        if let Some(Ok(_)) = segment.shared.engine.cancel(*id, ticket)
+            && let Some(runs) = self.runs.take()
+        {
+            drop(self.target.guard(runs));
         }
     }
 }

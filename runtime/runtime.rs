@@ -280,7 +280,7 @@ impl Runtime {
         let source = source(pages);
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
         engine.add_segment_io(id, SegmentIo { base, pages, len, source });
-        Ok(Arc::new(Segment { id, base, len, page_size, backing, words, shared: self.shared.clone() }))
+        Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
     /// Pins a tensor's pages for reading.

@@ -12,8 +12,6 @@ use crate::runtime::Shared;
 pub(crate) struct Segment {
     pub(crate) id: SegmentId,
     pub(crate) base: DeviceAddress,
-    /// Bytes that exist.
-    pub(crate) len: u64,
     pub(crate) page_size: PageSize,
     pub(crate) backing: Backing,
     pub(crate) words: Arc<[PageWord]>,

@@ -75,7 +75,7 @@ impl Tensor {
 
     fn row_bytes(&self) -> Result<u64> {
         match self.shape.first() {
-            Some(rows) if *rows > 0 && self.len % rows == 0 => Ok(self.len / rows),
+            Some(rows) if *rows > 0 && self.len.is_multiple_of(*rows) => Ok(self.len / rows),
             _ => Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} has no rows that can be addressed"))
                 .remedy("pin it as a whole")),
         }

@@ -1,5 +1,6 @@
 //! The promise: whatever the budget, policy, page size, backend and tiers, the bytes are the file's.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
 
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};

@@ -50,6 +50,17 @@ impl Pager {
         self.requests.get(key).filter(|request| u64::from(request.serial) == id.0 >> 32).map(|_| key)
     }
 
+    pub(super) fn request_runs(&self, id: RequestId) -> Option<&[PageRun]> {
+        self.request_key(id).map(|key| self.requests[key].runs.as_slice())
+    }
+
+    /// Every live request: its stage as a number, what it waits for, whether it writes.
+    pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
+        self.requests
+            .iter()
+            .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.exclusive))
+    }
+
     fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let request =
@@ -127,7 +138,7 @@ impl Pager {
 
     /// Waits until the device tier is within its budget.
     pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
-        if self.frames.active() <= self.frames.target {
+        if self.frames.existing() <= self.frames.target {
             return Submitted::Ready;
         }
         let id = self.add_request(Vec::new(), false, Stage::Shrinking);
@@ -220,10 +231,15 @@ impl Pager {
         for id in self.upgrading.clone() {
             let Some(key) = self.request_key(id) else { continue };
             let pages: Vec<PageId> = self.requests[key].pages().collect();
+            if pages.iter().any(|page| self.entry(*page).copying_out()) {
+                // The copy of a victim that was rescued still reads the frame.
+                continue;
+            }
+            let clean: Vec<bool> = pages.iter().map(|page| self.word(*page).load().state == State::Clean).collect();
             let locked = pages.iter().take_while(|page| self.word(**page).lock() == Claim::Won).count();
             if locked < pages.len() {
-                for page in &pages[..locked] {
-                    let _ = self.word(*page).unlock_to_shared();
+                for (page, clean) in pages[..locked].iter().zip(clean) {
+                    let _ = self.word(*page).unlock_to_shared(clean);
                 }
                 self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
                 continue;

@@ -1,32 +1,26 @@
 //! Who owns which frame, and which are free: device frames, host frames, staging buffers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use lru::LruCache;
 
 use super::Priority;
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, StagingId};
 
-/// What a frame whose memory is given back leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Leaving {
-    /// The budget: the frame is retired.
-    Budget,
-    /// Only memory: the frame stays usable.
-    Memory,
-}
-
 /// Frames of the device tier. A frame is free, owned by a page, being given back to the system, or retired because the
 /// budget shrank.
 #[derive(Debug)]
 pub(super) struct DeviceFrames {
     owners: Vec<Option<PageId>>,
+    in_use: u32,
     /// Last freed, first reused: its memory is warm.
-    free: Vec<FrameId>,
+    free: VecDeque<FrameId>,
     retired: Vec<FrameId>,
-    /// Frames whose memory is being given back, and whether they leave the budget with it. They cannot be reused before
-    /// that is done: the memory of a frame's next page must not be the one that goes.
-    discarding: Vec<(FrameId, Leaving)>,
+    /// Frames whose memory is being given back. They cannot be reused before that is done: the memory of a frame's next
+    /// page must not be the one that goes.
+    discarding: BTreeSet<FrameId>,
+    /// How many of those leave the budget; which ones makes no difference.
+    retiring: u32,
     pub(super) target: u32,
 }
 
@@ -34,9 +28,11 @@ impl DeviceFrames {
     pub(super) fn new(count: u32) -> Self {
         Self {
             owners: vec![None; count as usize],
+            in_use: 0,
             free: (0..count).rev().map(FrameId).collect(),
             retired: Vec::new(),
-            discarding: Vec::new(),
+            discarding: BTreeSet::new(),
+            retiring: 0,
             target: count,
         }
     }
@@ -46,43 +42,76 @@ impl DeviceFrames {
     }
     /// Frames that exist and are not retired.
     pub(super) fn active(&self) -> u32 {
-        let retiring = self.discarding.iter().filter(|(_, leaving)| *leaving == Leaving::Budget).count();
-        (self.owners.len() - self.retired.len() - retiring) as u32
+        self.existing() - self.retiring
+    }
+    /// Frames that have memory, or still have some of it.
+    pub(super) fn existing(&self) -> u32 {
+        (self.owners.len() - self.retired.len()) as u32
     }
     pub(super) fn in_use(&self) -> u32 {
-        self.owners.iter().filter(|owner| owner.is_some()).count() as u32
+        self.in_use
     }
     pub(super) fn take(&mut self, page: PageId) -> Option<FrameId> {
-        let frame = self.free.pop()?;
+        let frame = self.free.pop_back()?;
         self.owners[frame.index()] = Some(page);
+        self.in_use += 1;
         Some(frame)
     }
     pub(super) fn give(&mut self, frame: FrameId) {
         debug_assert!(self.owners[frame.index()].is_some(), "frame {frame:?} freed twice");
         self.owners[frame.index()] = None;
-        self.free.push(frame);
+        self.in_use -= 1;
+        self.free.push_back(frame);
     }
     /// A free frame whose memory is to go back to the system.
-    pub(super) fn discard(&mut self, leaving: Leaving) -> Option<FrameId> {
-        let frame = self.free.pop()?;
-        self.discarding.push((frame, leaving));
+    pub(super) fn discard(&mut self) -> Option<FrameId> {
+        let frame = self.free.pop_back()?;
+        self.discarding.insert(frame);
         Some(frame)
     }
+    /// Lets one of the frames whose memory is being given back leave the budget.
+    pub(super) fn retire(&mut self) -> bool {
+        let may = (self.retiring as usize) < self.discarding.len();
+        self.retiring += u32::from(may);
+        may
+    }
     pub(super) fn discarded(&mut self, frame: FrameId) {
-        let Some(at) = self.discarding.iter().position(|(id, _)| *id == frame) else { return };
-        match self.discarding.swap_remove(at).1 {
-            Leaving::Budget => self.retired.push(frame),
-            Leaving::Memory => self.free.insert(0, frame),
+        if !self.discarding.remove(&frame) {
+            return;
         }
+        if self.retiring > 0 {
+            self.retiring -= 1;
+            self.retired.push(frame);
+        } else {
+            self.free.push_front(frame);
+        }
+    }
+    pub(super) fn owner(&self, frame: FrameId) -> Option<PageId> {
+        self.owners.get(frame.index()).copied().flatten()
+    }
+    /// Each frame is exactly one of free, owned, being discarded, retired.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let mut seen: Vec<FrameId> = self.free.iter().chain(&self.retired).chain(&self.discarding).copied().collect();
+        let owned = (0..self.owners.len()).filter(|frame| self.owners[*frame].is_some());
+        seen.extend(owned.map(|frame| FrameId(frame as u32)));
+        seen.sort_unstable();
+        let all: Vec<FrameId> = (0..self.owners.len() as u32).map(FrameId).collect();
+        let counts = self.in_use as usize == self.owners.iter().flatten().count()
+            && self.retiring as usize <= self.discarding.len();
+        if seen == all && counts { Ok(()) } else { Err(format!("frames are not in one place each: {self:?}")) }
     }
     /// Brings frames back until the target is met; returns how many frames must exist in all.
     pub(super) fn grow(&mut self) -> u32 {
         while self.active() < self.target {
+            if self.retiring > 0 {
+                self.retiring -= 1;
+                continue;
+            }
             let frame = self.retired.pop().unwrap_or_else(|| {
                 self.owners.push(None);
                 FrameId(self.owners.len() as u32 - 1)
             });
-            self.free.insert(0, frame);
+            self.free.push_front(frame);
         }
         self.owners.len() as u32
     }
@@ -123,6 +152,12 @@ impl HostFrames {
     pub(super) fn left(&mut self, page: PageId) {
         self.order.pop(&page);
     }
+    pub(super) fn ordered(&self, page: PageId) -> bool {
+        self.order.contains(&page)
+    }
+    pub(super) fn order_for_check(&self) -> (&[HostFrameId], Vec<PageId>) {
+        (&self.free, self.order.iter().map(|(page, ())| *page).collect())
+    }
     /// The first page in leaving order that `fits`.
     pub(super) fn victim(&self, mut fits: impl FnMut(PageId) -> bool) -> Option<PageId> {
         self.order.iter().rev().map(|(page, ())| *page).find(|page| fits(*page))
@@ -162,6 +197,17 @@ impl StagingRing {
             self.wait(id, priority);
         }
         true
+    }
+    /// Each buffer is free or held by one of `held` moves.
+    pub(super) fn check(&self, held: u32) -> Result<(), String> {
+        let mut free = self.free.clone();
+        free.sort_unstable();
+        free.dedup();
+        let conserved = free.len() == self.free.len() && free.len() as u32 + held == self.total;
+        if conserved { Ok(()) } else { Err(format!("{held} staging buffers held: {self:?}")) }
+    }
+    pub(super) fn waiting_for_check(&self) -> (&[StagingId], Vec<(Priority, u32)>) {
+        (&self.free, self.waiting.iter().map(|((priority, _), id)| (*priority, id.0 as u32)).collect())
     }
     /// The next move that may have a buffer now.
     pub(super) fn next(&mut self) -> Option<(MoveId, StagingId)> {

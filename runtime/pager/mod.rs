@@ -23,6 +23,7 @@
 
 mod access;
 mod admit;
+mod check;
 mod frames;
 mod lookahead;
 mod moves;
@@ -435,6 +436,8 @@ impl Pager {
             self.keep_reserve(fx);
             self.look_ahead(fx);
         }
+        // An admission that failed may have made frames free for nothing.
+        self.serve_awaiting(fx);
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -12,12 +12,12 @@ const WRITE_BACK_ATTEMPTS: u8 = 3;
 /// A move in flight, or waiting for its staging buffer.
 #[derive(Debug)]
 pub(super) struct MoveRecord {
-    page: PageId,
-    from: Place,
-    to: Place,
-    priority: Priority,
-    staging: Option<StagingId>,
-    started: bool,
+    pub(super) page: PageId,
+    pub(super) from: Place,
+    pub(super) to: Place,
+    pub(super) priority: Priority,
+    pub(super) staging: Option<StagingId>,
+    pub(super) started: bool,
     serial: u32,
 }
 
@@ -118,11 +118,11 @@ impl Pager {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
             }
-            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0) {
-                if let Some(frame) = self.frames.take(page) {
-                    self.awaiting.pop_front();
-                    self.start_fill(page, frame, fx);
-                }
+            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
+                && let Some(frame) = self.frames.take(page)
+            {
+                self.awaiting.pop_front();
+                self.start_fill(page, frame, fx);
             }
         }
     }

@@ -1,6 +1,5 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
-use super::frames::Leaving;
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, State};
 use super::{Effects, Pager, Place, Priority};
@@ -140,10 +139,11 @@ impl Pager {
     /// Takes frames out of the budget as they become free.
     pub(super) fn retire_frames(&mut self, fx: &mut Effects) {
         while self.frames.active() > self.frames.target {
-            if self.frames.free_count() > 0 {
-                if let Some(frame) = self.frames.discard(Leaving::Budget) {
-                    fx.discard.push(frame);
-                }
+            if self.frames.retire() {
+                continue;
+            }
+            if let Some(frame) = self.frames.discard() {
+                fx.discard.push(frame);
                 continue;
             }
             let excess = self.frames.active() - self.frames.target;
@@ -151,7 +151,7 @@ impl Pager {
                 break;
             }
         }
-        if self.frames.active() <= self.frames.target {
+        if self.frames.existing() <= self.frames.target {
             for id in std::mem::take(&mut self.shrinking) {
                 self.finish(id, Ok(super::WaitCause::None), fx);
             }
@@ -188,7 +188,7 @@ impl Pager {
             if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
                 break;
             }
-            match self.frames.discard(Leaving::Memory) {
+            match self.frames.discard() {
                 Some(frame) => {
                     fx.discard.push(frame);
                     given += 1;

@@ -33,6 +33,7 @@
 //! | Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
 //! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
 //! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
+//! | Dirty, exclusive | `unlock_to_shared(clean)` | Clean or Dirty, as before the lock |
 //! | Dirty, not exclusive | `begin_write_back` | WritingBack |
 //! | WritingBack | `write_back_ok` / `write_back_err` | Clean / Dirty |
 //! | Clean, pins = 0 | `begin_evict` | Evicting |
@@ -332,9 +333,11 @@ impl PageWord {
         })
     }
 
-    /// Gives a lock back without ending the pin: used when a set could not be locked as a whole.
-    pub fn unlock_to_shared(&self) -> Result<(), Illegal> {
-        self.edge("unlock_to_shared", |w| (w & EXCLUSIVE != 0).then_some(w & !EXCLUSIVE))
+    /// Gives a lock back without ending the pin: used when a set could not be locked as a whole. Nothing was written, so
+    /// a page that was clean is clean again.
+    pub fn unlock_to_shared(&self, clean: bool) -> Result<(), Illegal> {
+        let to = if clean { State::Clean } else { State::Dirty };
+        self.edge("unlock_to_shared", |w| (w & EXCLUSIVE != 0).then(|| with_state(w & !EXCLUSIVE, to)))
     }
 
     /// Dirty and unpinned to Poisoned.
@@ -348,6 +351,7 @@ impl PageWord {
 }
 
 #[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod tests {
     use super::*;
 

@@ -1,5 +1,6 @@
 //! What several tests need: model files made on the spot, and the real one if it was fetched.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
 
 use std::path::{Path, PathBuf};

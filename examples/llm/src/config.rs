@@ -114,8 +114,7 @@ impl Config {
         let key = |suffix: &str| format!("{name}.{suffix}");
         let dim = meta.size(&key("embedding_length"))?;
         let heads = meta.size(&key("attention.head_count"))?;
-        let head_dim =
-            meta.optional_size(&key("attention.key_length"))?.unwrap_or(if heads > 0 { dim / heads } else { 0 });
+        let head_dim = meta.optional_size(&key("attention.key_length"))?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
         if meta.optional_size(&key("attention.value_length"))?.is_some_and(|v| v != head_dim) {
             return Err(Error::Unsupported("heads whose keys and values differ in length are not supported".into()));
         }
@@ -167,7 +166,7 @@ impl Config {
         }
         let dim = meta.size("hidden_size")?;
         let heads = meta.size("num_attention_heads")?;
-        let head_dim = meta.optional_size("head_dim")?.unwrap_or(if heads > 0 { dim / heads } else { 0 });
+        let head_dim = meta.optional_size("head_dim")?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
         let scaling = map.get("rope_scaling").or_else(|| map.get("rope_parameters")).and_then(Value::as_object);
         let base = meta
             .optional_number("rope_theta")

@@ -679,6 +679,7 @@ mod x86 {
         }
     }
 
+    #[expect(clippy::needless_range_loop, reason = "the index counts lanes and accumulators alike")]
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     fn dense_row<const SIZE: usize, const KIND: u8, const M: usize>(row: &[u8], acts: [&[f32]; M]) -> [f32; M] {

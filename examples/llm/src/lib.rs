@@ -1,4 +1,39 @@
-//! Llama-family models over paged weights.
+//! Llama-family models over weights whose bytes somebody else makes resident.
+//!
+//! [`ModelFiles`] reads the headers of a GGUF file or of a folder with safetensors. A [`Weights`] gives the bytes of
+//! rows when they are wanted: [`PlainWeights`] holds the whole model in memory, and a paged implementation holds as
+//! much of it as it may. [`Model`] binds the two; a [`Session`] is one sequence with its keys and values.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use outcore_llm::{ChatTemplate, KvType, Message, Model, ModelFiles, Options, PlainWeights, Sampler, Session, Tokenizer};
+//!
+//! let files = ModelFiles::open("models/SmolLM2-135M-Instruct.Q4_1.gguf")?;
+//! let tokenizer = Tokenizer::load(&files)?;
+//! let weights = Arc::new(PlainWeights::read(&files)?);
+//! let model = Arc::new(Model::load(&files, weights, Options::default())?);
+//!
+//! let chat = [Message::new("user", "What is virtual memory?")];
+//! let prompt = match ChatTemplate::load(&files, &tokenizer)? {
+//!     Some(template) => tokenizer.encode(&template.render(&chat, true)?, false)?,
+//!     None => tokenizer.encode(&chat[0].content, true)?,
+//! };
+//! let mut session = Session::new(model, prompt.len() + 64, KvType::F32)?;
+//! let (mut sampler, mut text) = (Sampler::greedy(), tokenizer.stream());
+//! let mut logits = session.forward(&prompt)?;
+//! while session.len() < session.capacity() {
+//!     let token = sampler.sample(&logits);
+//!     if tokenizer.is_end(token) {
+//!         break;
+//!     }
+//!     print!("{}", text.push(token));
+//!     logits = session.forward(&[token])?;
+//! }
+//! # Ok::<(), outcore_llm::Error>(())
+//! ```
+//!
+//! Results are deterministic: the number of threads, the size of tiles and how a prompt is cut into passes change no
+//! bit. Another processor, whose kernels add in another order, may give other last bits.
 #![warn(missing_docs)]
 
 mod chat;

@@ -25,6 +25,10 @@ impl LruOrder {
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
+    /// The pages, least recently used first.
+    pub(super) fn pages(&self) -> impl Iterator<Item = PageId> {
+        self.0.iter().rev().map(|(page, ())| *page)
+    }
     pub(super) fn offer(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         for (page, ()) in self.0.iter().rev() {
             match take(*page) {
@@ -85,6 +89,9 @@ impl Policy for LruPolicy {
     fn filling(&mut self, _page: PageId) {}
     fn worth_host(&self, _page: PageId) -> bool {
         true
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.order.pages().collect()
     }
     fn host_victim(&self, _candidate: PageId, _incoming: PageId) -> bool {
         true

@@ -84,6 +84,9 @@ pub trait Policy: Send + fmt::Debug {
     fn filling(&mut self, page: PageId);
     /// Whether a page that leaves the device tier should be kept in the host tier.
     fn worth_host(&self, page: PageId) -> bool;
+    /// The pages it was told are resident, first to leave first where it keeps one order. For checks.
+    #[doc(hidden)]
+    fn tracked(&self) -> Vec<PageId>;
     /// Whether the host tier may drop its copy of `candidate` in favour of `incoming`.
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool;
 }

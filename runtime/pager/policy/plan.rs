@@ -18,8 +18,9 @@
 //! # When the order changes
 //!
 //! Each use is compared with the expected one. Small skips move the cursor; strays are ignored; a new position that
-//! holds for a few uses is taken over; when most uses are unexpected the plan is dropped, pages leave in LRU order, and
-//! the recorder looks for a new cycle.
+//! holds for a few uses is taken over. When most uses are unexpected the plan is suspended: pages leave in LRU order and
+//! nothing is filled ahead, until either a few uses in a row follow the plan again, or the recorder has recognised a new
+//! cycle, which takes its place.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -30,7 +31,7 @@ use crate::ids::{PageId, SegmentId};
 
 /// Consecutive uses at a new position after which the cursor moves there.
 const RESYNC_RUN: u32 = 3;
-/// Confidence gained and lost per use, out of `CONFIDENCE_MAX`: about 64 unexpected uses in a row drop a plan.
+/// Confidence goes up or down by one a use: 64 unexpected uses in a row suspend a plan.
 const CONFIDENCE_MAX: i32 = 64;
 /// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
 const STREAM_SLACK: u32 = 2;
@@ -68,6 +69,7 @@ struct Active {
     last_used: Option<u32>,
     stray: Option<(u64, u32)>,
     confidence: i32,
+    suspended: bool,
     /// Filled ahead, not used yet.
     ahead: HashSet<u32>,
     /// Resident pages by next use, by class.
@@ -130,6 +132,7 @@ impl Active {
             last_used: None,
             stray: None,
             confidence: CONFIDENCE_MAX,
+            suspended: false,
             ahead: HashSet::new(),
             streamed: BTreeSet::new(),
             kept: BTreeSet::new(),
@@ -212,33 +215,44 @@ impl Active {
         }
     }
 
+    /// A use was expected, or not.
+    fn judge(&mut self, expected: bool) {
+        self.confidence = (self.confidence + if expected { 1 } else { -1 }).clamp(0, CONFIDENCE_MAX);
+        if self.confidence == 0 {
+            self.suspended = true;
+        } else if self.suspended && self.confidence >= RESYNC_RUN as i32 {
+            self.resume();
+        }
+    }
+
+    fn resume(&mut self) {
+        self.suspended = false;
+        self.confidence = CONFIDENCE_MAX / 2;
+    }
+
     /// Takes in a use of a page the plan names.
     fn advance(&mut self, index: u32) {
         let n = self.len();
-        self.ahead.remove(&index);
         if self.last_used == Some(index) {
             return;
         }
         let near = (n / 8).max(8);
         let position = self.next_use(index, self.cursor);
         let distance = position - self.cursor;
-        if distance == 0 {
+        if distance <= near && position < NOT_FILED - 1 {
             self.step_to(position);
-            self.confidence = (self.confidence + 1).min(CONFIDENCE_MAX);
-        } else if distance <= near && position < NOT_FILED - 1 {
-            self.step_to(position);
-            self.confidence -= 1;
+            self.judge(distance == 0);
         } else {
-            self.confidence -= 1;
-            self.stray = match self.stray {
-                Some((at, run)) if at + 1 == position || (self.cyclic && (at + 1) % n == position % n) => {
-                    Some((position, run + 1))
-                }
-                _ => Some((position, 1)),
+            self.judge(false);
+            let run = match self.stray {
+                Some((at, run)) if at + 1 == position || (self.cyclic && (at + 1) % n == position % n) => run + 1,
+                _ => 1,
             };
-            if let Some((at, run)) = self.stray {
-                if run >= RESYNC_RUN && at < NOT_FILED - 1 {
-                    self.step_to(at);
+            self.stray = Some((position, run));
+            if run >= RESYNC_RUN && position < NOT_FILED - 1 {
+                self.step_to(position);
+                if self.suspended {
+                    self.resume();
                 }
             }
         }
@@ -371,48 +385,46 @@ impl Policy for PlanPolicy {
 
     fn accessed(&mut self, page: PageId) {
         self.recency.touch(page);
-        match &mut self.plan {
-            Some(plan) => {
-                match plan.number.get(&page).copied() {
-                    Some(index) => plan.advance(index),
-                    None => plan.confidence -= 1,
-                }
-                if plan.confidence <= 0 || plan.exhausted() {
-                    self.drop_plan();
-                }
+        if let Some(plan) = &mut self.plan {
+            match plan.number.get(&page).copied() {
+                Some(index) => plan.advance(index),
+                None => plan.judge(false),
             }
-            None => {
-                if let Some(order) = self.recorder.push(page) {
-                    self.recorder.clear();
-                    self.follow(&order, true);
-                }
+            if plan.exhausted() {
+                self.drop_plan();
+            } else if !plan.suspended {
+                return;
             }
+        }
+        if let Some(order) = self.recorder.push(page) {
+            self.recorder.clear();
+            self.follow(&order, true);
         }
     }
 
     fn inserted(&mut self, page: PageId) {
         self.recency.insert(page);
         self.resident.insert(page);
-        if let Some(plan) = &mut self.plan {
-            if let Some(index) = plan.number.get(&page).copied() {
-                let next = plan.next_use(index, plan.cursor);
-                plan.file(index, next);
-            }
+        if let Some(plan) = &mut self.plan
+            && let Some(index) = plan.number.get(&page).copied()
+        {
+            let next = plan.next_use(index, plan.cursor);
+            plan.file(index, next);
         }
     }
 
     fn removed(&mut self, page: PageId) {
         self.recency.remove(page);
         self.resident.remove(&page);
-        if let Some(plan) = &mut self.plan {
-            if let Some(index) = plan.number.get(&page).copied() {
-                let next = plan.filed[index as usize];
-                plan.unfile(index);
-                plan.ahead.remove(&index);
-                if next < plan.scan {
-                    // All from the cursor up to here is resident but this page.
-                    plan.scan = next.max(plan.cursor);
-                }
+        if let Some(plan) = &mut self.plan
+            && let Some(index) = plan.number.get(&page).copied()
+        {
+            let next = plan.filed[index as usize];
+            plan.unfile(index);
+            plan.ahead.remove(&index);
+            if next < plan.scan {
+                // All from the cursor up to here is resident but this page.
+                plan.scan = next.max(plan.cursor);
             }
         }
     }
@@ -425,7 +437,7 @@ impl Policy for PlanPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let Some(plan) = &self.plan else { return self.recency.offer(take) };
+        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else { return self.recency.offer(take) };
         let floor = match want {
             Want::Planned(page) => Some(plan.number.get(&page).map_or(0, |index| plan.next_use(*index, plan.cursor))),
             _ => None,
@@ -472,12 +484,12 @@ impl Policy for PlanPolicy {
     }
 
     fn has_plan(&self) -> bool {
-        self.plan.is_some()
+        self.plan.as_ref().is_some_and(|plan| !plan.suspended)
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         let lookahead = self.lookahead as usize;
-        let plan = self.plan.as_mut()?;
+        let plan = self.plan.as_mut().filter(|plan| !plan.suspended)?;
         let n = plan.len();
         let end = if plan.cyclic { plan.cursor + n } else { n };
         while plan.ahead.len() < lookahead && plan.scan < end {
@@ -491,13 +503,13 @@ impl Policy for PlanPolicy {
     }
 
     fn filling(&mut self, page: PageId) {
-        if let Some(plan) = &mut self.plan {
-            if let Some(index) = plan.number.get(&page).copied() {
-                plan.ahead.insert(index);
-                if plan.order[(plan.scan % plan.len()) as usize] == index {
-                    // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
-                    plan.scan += 1;
-                }
+        if let Some(plan) = &mut self.plan
+            && let Some(index) = plan.number.get(&page).copied()
+        {
+            plan.ahead.insert(index);
+            if plan.order[(plan.scan % plan.len()) as usize] == index {
+                // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
+                plan.scan += 1;
             }
         }
     }
@@ -505,6 +517,10 @@ impl Policy for PlanPolicy {
     fn worth_host(&self, page: PageId) -> bool {
         let Some(plan) = &self.plan else { return true };
         plan.number.get(&page).is_none_or(|index| plan.keep[*index as usize] != Keep::Streamed)
+    }
+
+    fn tracked(&self) -> Vec<PageId> {
+        self.recency.pages().collect()
     }
 
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
@@ -597,6 +613,24 @@ mod tests {
         let fills = fills_per_pass(&mut policy, 80, 64, 8);
         assert!(policy.has_plan());
         assert!(fills[7] <= 26, "{fills:?}");
+    }
+
+    #[test]
+    fn a_plan_survives_a_stretch_of_other_uses() {
+        let mut policy = PlanPolicy::new();
+        policy.resize(64, 0, 4);
+        let order: Vec<PageId> = (0..100).map(page).collect();
+        policy.declare(&order, true);
+        fills_per_pass(&mut policy, 100, 64, 2);
+        // An embedding of many rows: pages the plan does not name, and pages it names elsewhere.
+        for n in 0..200u32 {
+            policy.accessed(page(if n % 2 == 0 { 1000 + n * 7 } else { n * 37 % 100 }));
+        }
+        assert!(!policy.has_plan());
+        for n in 0..4 {
+            policy.accessed(page(n));
+        }
+        assert!(policy.has_plan());
     }
 
     #[test]

@@ -1,0 +1,244 @@
+//! Small synthetic models of every architecture: both containers agree, and nothing but the weights decides the result.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use outcore_llm::kernels::Level;
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{
+    Arch, ChatTemplate, KvType, Message, Model, ModelFiles, Options, PlainWeights, Result, Rows, Sampler, Session,
+    Step, TensorId, Tokenizer, WeightType, Weights, argmax,
+};
+
+const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
+
+fn spec(arch: Arch, dtype: WeightType) -> Spec {
+    Spec {
+        arch,
+        dtype,
+        layers: 2,
+        dim: 256,
+        heads: 4,
+        kv_heads: 2,
+        // Different from dim / heads, as in Qwen3.
+        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
+        ffn_dim: 512,
+        vocab: 300,
+        context: 64,
+        tied: arch == Arch::Qwen2,
+        seed: 7,
+    }
+}
+
+fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
+    let path = folder.join(format!("{:?}-{}.gguf", spec.arch, spec.dtype));
+    spec.write_gguf(&path).unwrap();
+    ModelFiles::open(path).unwrap()
+}
+
+/// Logits after the prompt read in one pass, and after one more token.
+fn run(files: &ModelFiles, tile_bytes: u64, options: Options, kv: KvType) -> Vec<f32> {
+    let weights = PlainWeights::read(files).unwrap().with_tile_bytes(tile_bytes);
+    run_on(files, Arc::new(weights), options, kv)
+}
+
+fn run_on(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options, kv: KvType) -> Vec<f32> {
+    let model = Model::load(files, weights, options).unwrap();
+    let mut session = Session::new(Arc::new(model), 32, kv).unwrap();
+    let mut logits = session.forward(&PROMPT).unwrap();
+    let next = argmax(&logits);
+    logits.extend(session.forward(&[next]).unwrap());
+    logits
+}
+
+fn threads(n: usize) -> Options {
+    Options { threads: n, ..Options::default() }
+}
+
+fn assert_close(a: &[f32], b: &[f32], tolerance: f32) {
+    assert_eq!(a.len(), b.len());
+    let scale = a.iter().fold(0f32, |m, v| m.max(v.abs()));
+    assert!(scale.is_finite() && scale > 0.0);
+    let worst = a.iter().zip(b).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+    assert!(worst <= tolerance * scale, "differs by {worst} of {scale}");
+}
+
+#[test]
+fn tiles_and_threads_change_no_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in WeightType::ALL {
+        let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
+        let whole = run(&files, u64::MAX, threads(1), KvType::F32);
+        assert_eq!(whole, run(&files, 1, threads(2), KvType::F32), "{dtype}: one row at a time");
+        assert_eq!(whole, run(&files, 5000, threads(3), KvType::F32), "{dtype}: tiles of 5000 bytes");
+    }
+}
+
+#[test]
+fn reading_at_once_equals_reading_one_by_one() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in [WeightType::Q4_1, WeightType::Q6_K, WeightType::BF16] {
+        let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
+        let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(2)).unwrap();
+        let model = Arc::new(model);
+        let all = Session::new(Arc::clone(&model), 16, KvType::F32).unwrap().forward_all(&PROMPT).unwrap();
+        let mut single = Session::new(model, 16, KvType::F32).unwrap();
+        let one_by_one: Vec<f32> = PROMPT.iter().flat_map(|t| single.forward(&[*t]).unwrap()).collect();
+        assert_eq!(all, one_by_one, "{dtype}");
+    }
+}
+
+#[test]
+fn both_containers_give_the_same_logits() {
+    let folder = tempfile::tempdir().unwrap();
+    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3] {
+        for (dtype, shards) in [(WeightType::F32, 1), (WeightType::F16, 3)] {
+            let spec = spec(arch, dtype);
+            let place = folder.path().join(format!("{arch:?}-{dtype}"));
+            spec.write_safetensors(&place, shards).unwrap();
+            let from_folder = ModelFiles::open(&place).unwrap();
+            assert_eq!(from_folder.paths().len(), shards);
+            let a = run(&gguf(folder.path(), &spec), u64::MAX, threads(2), KvType::F32);
+            let b = run(&from_folder, u64::MAX, threads(2), KvType::F32);
+            // Norms are F32 in GGUF, and the order of sums differs where rows are permuted.
+            assert_close(&a, &b, if dtype == WeightType::F32 { 1e-4 } else { 5e-3 });
+        }
+    }
+}
+
+#[test]
+fn vector_kernels_and_half_caches_stay_near_the_portable_result() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in WeightType::ALL {
+        let files = gguf(folder.path(), &spec(Arch::Qwen3, dtype));
+        let scalar = Options { threads: 1, level: Some(Level::Scalar) };
+        let portable = run(&files, u64::MAX, scalar, KvType::F32);
+        for level in [Level::Avx2, Level::Vnni] {
+            let options = Options { threads: 2, level: Some(level) };
+            assert_close(&portable, &run(&files, u64::MAX, options, KvType::F32), 0.02);
+        }
+        assert_close(&portable, &run(&files, u64::MAX, threads(2), KvType::F16), 0.02);
+    }
+}
+
+#[test]
+fn quantised_models_stay_near_the_exact_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let exact = run(&gguf(folder.path(), &spec(Arch::Llama, WeightType::F32)), u64::MAX, threads(1), KvType::F32);
+    let close = run(&gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0)), u64::MAX, threads(1), KvType::F32);
+    assert_close(&exact[..300], &close[..300], 0.05);
+}
+
+/// Plain weights that check what the model promised.
+struct Checked {
+    inner: PlainWeights,
+    left: Mutex<Vec<Step>>,
+}
+
+impl Weights for Checked {
+    fn rows(&self, tensor: TensorId, rows: Range<u64>) -> Result<Rows<'_>> {
+        assert_eq!(self.left.lock().unwrap().pop(), Some((tensor, rows.clone())));
+        self.inner.rows(tensor, rows)
+    }
+
+    fn tile_rows(&self, tensor: TensorId) -> u64 {
+        self.inner.tile_rows(tensor)
+    }
+
+    fn will_use(&self, order: &[Step]) {
+        let mut left = self.left.lock().unwrap();
+        assert_eq!(*left, [], "a pass ended early");
+        *left = order.iter().rev().cloned().collect();
+    }
+}
+
+#[test]
+fn weights_are_used_once_and_in_the_declared_order() {
+    let folder = tempfile::tempdir().unwrap();
+    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3] {
+        let files = gguf(folder.path(), &spec(arch, WeightType::Q4_1));
+        let inner = PlainWeights::read(&files).unwrap().with_tile_bytes(10_000);
+        let weights = Arc::new(Checked { inner, left: Mutex::default() });
+        run_on(&files, Arc::clone(&weights) as Arc<dyn Weights>, threads(2), KvType::F32);
+        assert_eq!(*weights.left.lock().unwrap(), []);
+    }
+}
+
+#[test]
+fn a_refused_pass_leaves_the_session_usable() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+    let model = Model::load(&files, Arc::new(PlainWeights::read(&files).unwrap()), threads(1)).unwrap();
+    let mut session = Session::new(Arc::new(model), 10, KvType::F32).unwrap();
+    let first = session.forward(&PROMPT).unwrap();
+    assert!(session.forward(&[]).is_err());
+    assert!(session.forward(&[300]).is_err());
+    assert!(session.forward(&[1, 2]).is_err());
+    assert_eq!(session.len(), PROMPT.len());
+    session.truncate(0);
+    assert_eq!(session.forward(&PROMPT).unwrap(), first);
+}
+
+#[test]
+fn a_foreign_architecture_is_refused_with_a_list() {
+    let folder = tempfile::tempdir().unwrap();
+    spec(Arch::Llama, WeightType::F32).write_safetensors(folder.path(), 1).unwrap();
+    let config = folder.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"llama\"", "\"mamba\"");
+    std::fs::write(&config, text).unwrap();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    let weights = Arc::new(PlainWeights::read(&files).unwrap());
+    let message = Model::load(&files, weights, threads(1)).unwrap_err().to_string();
+    assert!(message.contains("mamba") && message.contains("qwen3"), "{message}");
+}
+
+#[test]
+fn damaged_files_are_errors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("whole.gguf");
+    spec(Arch::Llama, WeightType::Q4_0).write_gguf(&path).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    let cut = folder.path().join("cut.gguf");
+    for len in [0, 3, 40, 5000, bytes.len() - 1000] {
+        std::fs::write(&cut, &bytes[..len]).unwrap();
+        assert!(ModelFiles::open(&cut).is_err(), "{len} bytes");
+    }
+    let lonely = folder.path().join("model.safetensors");
+    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+    std::fs::write(&lonely, u64::MAX.to_le_bytes()).unwrap();
+    assert!(ModelFiles::open(&lonely).is_err());
+}
+
+#[test]
+fn synthetic_vocabulary_round_trips_any_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+    let tokenizer = Tokenizer::load(&files).unwrap();
+    let text = "tabs\tand  spaces, \u{e9}\u{4e2d}\u{1f980}\n";
+    let ids = tokenizer.encode(text, true).unwrap();
+    assert_eq!(tokenizer.decode(&ids), text);
+    let mut stream = tokenizer.stream();
+    let pieces: Vec<String> = ids.iter().map(|id| stream.push(*id)).collect();
+    assert!(pieces.contains(&"\u{1f980}".to_owned()), "a character appears whole: {pieces:?}");
+    let template = ChatTemplate::load(&files, &tokenizer).unwrap().unwrap();
+    let prompt = template.render(&[Message::new("user", "hi")], true).unwrap();
+    assert_eq!(prompt, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n");
+    let ids = tokenizer.encode(&prompt, false).unwrap();
+    assert_eq!((ids[0], tokenizer.is_end(259), tokenizer.decode(&ids)), (258, true, "user\nhi\nassistant\n".into()));
+}
+
+#[test]
+fn sampling_repeats_with_its_seed_and_respects_its_limits() {
+    let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin() * 3.0).collect();
+    let draw = |mut sampler: Sampler| (0..200).map(|_| sampler.sample(&logits)).collect::<Vec<u32>>();
+    assert_eq!(draw(Sampler::new(0.8, 5)), draw(Sampler::new(0.8, 5)));
+    assert_ne!(draw(Sampler::new(0.8, 5)), draw(Sampler::new(0.8, 6)));
+    let best = argmax(&logits);
+    assert!(draw(Sampler::greedy()).iter().all(|t| *t == best));
+    assert!(draw(Sampler::new(2.0, 1).top_k(1)).iter().all(|t| *t == best));
+    assert!(draw(Sampler::new(2.0, 1).top_p(1e-6)).iter().all(|t| *t == best));
+    assert!(draw(Sampler::new(2.0, 1)).iter().any(|t| *t != best));
+}
