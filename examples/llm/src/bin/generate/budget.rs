@@ -44,14 +44,26 @@ pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
 /// # Errors
 /// `BudgetTooSmall` if `--memory` leaves no room for pages.
 pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
+    let taken = || Ok::<_, Error>(ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host);
     let device = match (wishes.device, wishes.memory) {
-        (Some(device), _) => device,
+        (Some(device), None) => device,
+        (Some(device), Some(cap)) => {
+            let taken = taken()?;
+            if device + taken > cap {
+                return Err(Error::new(
+                    ErrorKind::BudgetTooSmall,
+                    format!("--memory {cap} does not hold the device budget of {device} and the {taken} besides"),
+                )
+                .remedy("leave one of --memory and --device-budget out"));
+            }
+            device
+        }
         (None, memory) => {
             let cap = match memory {
                 Some(memory) => memory,
                 None => default_cap()?,
             };
-            let taken = ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host;
+            let taken = taken()?;
             let left = cap.saturating_sub(taken);
             if left < Bytes::mib(1) {
                 return Err(Error::new(
