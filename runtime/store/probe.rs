@@ -326,13 +326,10 @@ impl Buffer {
         // As the runtime's frames are: where a buffer lies in small pages, requests are split, and the disk looks slower
         // than it is.
         let align = if len < HUGE_PAGE { IO_ALIGNMENT as usize } else { HUGE_PAGE };
-        let layout = Layout::from_size_align(len, align)
-            .ok()
-            .filter(|layout| layout.size() > 0)
-            .ok_or_else(|| {
-                Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
-                    .remedy("measure with smaller blocks or a smaller depth")
-            })?;
+        let layout = Layout::from_size_align(len, align).ok().filter(|layout| layout.size() > 0).ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
+                .remedy("measure with smaller blocks or a smaller depth")
+        })?;
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc(layout) };
         let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
