@@ -12,7 +12,7 @@ use crate::config::{RuntimeBuilder, Verify};
 use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{self, ModelHeader};
+use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::observe::{Lane, Observer, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
@@ -36,9 +36,7 @@ pub(crate) struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        if let Err(error) = self.engine.shut_down() {
-            tracing::warn!(%error, "close the runtime");
-        }
+        self.engine.shut_down_at_last();
     }
 }
 
@@ -203,13 +201,18 @@ impl Runtime {
     /// them. Reads headers only.
     ///
     /// # Errors
-    /// As [`format::open`]; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
         let header = format::open(path.as_ref())?;
         let mut segments = Vec::with_capacity(header.files.len());
         for file in &header.files {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
+            let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
+            if FileState::of(&now) != file.state {
+                let message = format!("{} changed while it was opened", file.path.display());
+                return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
+            }
             let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
             let path = file.path.clone();
             segments.push(self.add_segment(Backing::File, file.len, |pages| Source::File {
@@ -336,13 +339,14 @@ impl Runtime {
     /// Suggests that a tensor will be used soon. A hint: where there is no room for it, nothing happens.
     pub fn prefetch(&self, tensor: &Tensor) {
         let run = tensor.run();
-        self.engine().with(|pager, fx| pager.prefetch(&[run], fx));
+        tensor.engine().with(|pager, fx| pager.prefetch(&[run], fx));
     }
 
     /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
-    /// plan. A policy that follows no plans ignores it.
+    /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
-        let runs: Vec<_> = order.iter().map(Tensor::run).collect();
+        let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
     }
 
@@ -350,7 +354,7 @@ impl Runtime {
     /// Returns how many pages it set in motion.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
         let run = tensor.run();
-        self.engine().with(|pager, fx| pager.evict(run.pages(), fx))
+        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx))
     }
 
     /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
@@ -418,7 +422,7 @@ impl Runtime {
     /// Where a tensor's segment's pages are.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
         let id = tensor.segment.id;
-        SegmentView { id, pages: self.engine().with(|pager, _| pager.view(id)) }
+        SegmentView { id, pages: tensor.engine().with(|pager, _| pager.view(id)) }
     }
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
@@ -442,9 +446,9 @@ impl Runtime {
     /// # Errors
     /// The first error that no call has reported.
     pub fn close(self) -> Result<()> {
-        let lost = self.health();
         self.engine().shut_down()?;
-        lost.into_iter().next().map_or(Ok(()), Err)
+        // Afterwards, because what was in flight may have failed.
+        self.health().into_iter().next().map_or(Ok(()), Err)
     }
 }
 

@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::{Backing, PageRun};
 use crate::segment::Segment;
+use crate::transfer::Engine;
 
 /// A handle to a tensor, or to some of its rows. It holds no bytes: [pin](crate::Runtime::pin) it to use them. Its
 /// address is the same for as long as any handle lives.
@@ -54,6 +55,11 @@ impl Tensor {
     /// How many pages it touches.
     pub fn page_count(&self) -> u64 {
         u64::from(self.run().count)
+    }
+
+    /// The engine it belongs to, whichever runtime it is shown to.
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.segment.shared.engine
     }
 
     pub(crate) fn run(&self) -> PageRun {

@@ -68,6 +68,28 @@ pub struct ModelFile {
     pub path: PathBuf,
     /// Its length in bytes when the header was read.
     pub len: u64,
+    pub(crate) state: FileState,
+}
+
+/// What tells one state of a file from another, so that data is not read by the header of what was there before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct FileState {
+    device: u64,
+    inode: u64,
+    len: u64,
+    modified: (i64, i64),
+}
+
+impl FileState {
+    pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {
+        use std::os::unix::fs::MetadataExt;
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            len: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+        }
+    }
 }
 
 /// What a model says about itself besides its tensors; which format it has.

@@ -15,7 +15,7 @@ use std::thread;
 
 use super::gguf::{self, Gguf};
 use super::safetensors::{self, Safetensors};
-use super::{Damage, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
+use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What is read of a GGUF file before it is known how long its header is, in bytes. Most headers fit: one read.
@@ -105,6 +105,7 @@ struct HeaderFile {
     file: File,
     path: PathBuf,
     len: u64,
+    state: FileState,
 }
 
 impl HeaderFile {
@@ -115,11 +116,12 @@ impl HeaderFile {
                 .remedy("name a model file or a folder that holds one"));
         }
         let file = File::open(path).map_err(|e| cannot("open", path, e))?;
-        let len = file.metadata().map_err(|e| cannot("open", path, e))?.len();
+        let metadata = file.metadata().map_err(|e| cannot("open", path, e))?;
+        let len = metadata.len();
         if len == 0 {
             return Err(damaged(Damage::Truncated, format!("{} is empty", path.display())));
         }
-        Ok(Self { file, path: path.to_owned(), len })
+        Ok(Self { file, path: path.to_owned(), len, state: FileState::of(&metadata) })
     }
 
     /// Makes `prefix` the first `want` bytes of the file, or all of it if it is shorter.
@@ -159,7 +161,7 @@ impl HeaderFile {
     }
 
     fn model_file(&self) -> ModelFile {
-        ModelFile { path: self.path.clone(), len: self.len }
+        ModelFile { path: self.path.clone(), len: self.len, state: self.state }
     }
 
     fn gguf(&self) -> Result<Gguf> {

@@ -75,7 +75,7 @@ impl Pager {
     /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
     pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
-            return Err(Error::new(ErrorKind::Closed, "the runtime is closing"));
+            return Err(closing());
         }
         let total: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         if total > u64::from(self.frames.target) {
@@ -156,12 +156,20 @@ impl Pager {
     pub fn cancel(&mut self, id: RequestId, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         match self.requests[key].stage {
-            Stage::Queued => self.queue.retain(|queued| *queued != id),
+            Stage::Queued => self.leave_queue(id),
             Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
             Stage::Filling | Stage::Upgrading => self.give_up(id),
         }
         self.requests.remove(key);
         self.pump(fx);
+    }
+
+    fn leave_queue(&mut self, id: RequestId) {
+        if self.queue.front() == Some(&id) {
+            // The next one has its own count: not to be overtaken at all would hold up whoever it waits for.
+            self.overtaken = 0;
+        }
+        self.queue.retain(|queued| *queued != id);
     }
 
     /// Releases every pin and every wait of an admitted request.
@@ -213,6 +221,10 @@ impl Pager {
             self.requests[key].stage = Stage::Upgrading;
             self.upgrading.push(id);
             self.advance_upgrades(fx);
+            if self.closing && self.request_key(id).is_some() {
+                self.give_up(id);
+                self.finish(id, Err(closing()), fx);
+            }
         } else {
             let cause = self.requests[key].cause;
             self.finish(id, Ok(cause), fx);
@@ -398,11 +410,15 @@ impl Pager {
             let Some(key) = self.request_key(id) else { continue };
             let total: u64 = self.requests[key].runs.iter().map(|run| u64::from(run.count)).sum();
             if total > u64::from(frames) {
-                self.queue.retain(|queued| *queued != id);
+                self.leave_queue(id);
                 self.finish(id, Err(too_large(total, frames, page_bytes)), fx);
             }
         }
     }
+}
+
+fn closing() -> Error {
+    Error::new(ErrorKind::Closed, "the runtime is closing")
 }
 
 /// The first cause that applies stays; `None` yields.

@@ -422,7 +422,12 @@ impl Pager {
         self.moves.is_empty() && self.awaiting.is_empty()
     }
 
-    /// Stops admitting: queued requests fail with `error`, running fills are finished.
+    /// Whether [`close`](Self::close) was called.
+    pub fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    /// Stops admitting: requests that wait fail with `error`, running fills are finished. No move starts afterwards.
     pub fn close(&mut self, error: &Error, fx: &mut Effects) {
         self.closing = true;
         self.hints.clear();
@@ -436,7 +441,17 @@ impl Pager {
             self.give_up(id);
             self.finish(id, Err(error.clone()), fx);
         }
-        // A running fill may have waited for a pin that was just given up.
+        // A fill without a frame may never get one: guards that outlive the closing may hold them all.
+        for page in std::mem::take(&mut self.awaiting) {
+            let _ = self.word(page).fill_err();
+            let Some(fill) = self.filling.remove(&page) else { continue };
+            if fill.priority > Priority::WriteBack {
+                self.prefetching = self.prefetching.saturating_sub(1);
+            }
+            for waiter in fill.waiters {
+                self.fail(waiter, error, fx);
+            }
+        }
         self.pump(fx);
     }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
 
 /// Write backs of one page that may fail in a row before its bytes are given up.
-const WRITE_BACK_ATTEMPTS: u8 = 3;
+pub(super) const WRITE_BACK_ATTEMPTS: u8 = 3;
 
 /// A move in flight, or waiting for its staging buffer.
 #[derive(Debug)]
@@ -230,6 +230,7 @@ impl Pager {
         if dirty {
             // The device may change the page from here on: the host copy must not outlive this move as the newest.
             self.drop_host_copy(page);
+            self.entry(page).failures = 0;
         }
         // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
         let _ = self.word(page).fill_ok(fill.waiters.len() as u32, dirty);

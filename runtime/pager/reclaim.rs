@@ -1,5 +1,6 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
+use super::moves::WRITE_BACK_ATTEMPTS;
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, State};
 use super::{Effects, Pager, Place, Priority};
@@ -111,7 +112,8 @@ impl Pager {
         let Self { host, segments, .. } = self;
         let Some(page) = host.victim(|candidate| {
             let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
-            !entry.host_busy()
+            // What failed again and again stays, dirty; nobody would end the attempts.
+            !entry.host_busy() && (!entry.host_dirty() || entry.failures < WRITE_BACK_ATTEMPTS)
         }) else {
             return;
         };
@@ -147,7 +149,7 @@ impl Pager {
                 continue;
             }
             let excess = self.frames.active() - self.frames.target;
-            if self.transit >= excess || !self.reclaim(Want::Room, fx) {
+            if self.closing || self.transit >= excess || !self.reclaim(Want::Room, fx) {
                 break;
             }
         }
@@ -174,7 +176,7 @@ impl Pager {
     pub fn evict(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {
-            count += u32::from(self.reclaim_page(page, fx));
+            count += u32::from(!self.closing && self.reclaim_page(page, fx));
         }
         self.pump(fx);
         count
@@ -184,7 +186,7 @@ impl Pager {
     /// Returns how many frames' memory goes.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
-        while given < count {
+        while given < count && !self.closing {
             if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
                 break;
             }

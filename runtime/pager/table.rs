@@ -105,7 +105,7 @@ impl SegmentTable {
         let view = |(word, entry): (&PageWord, &Entry)| PageView {
             device: word.load(),
             frame: entry.frame(),
-            host: entry.valid_host().is_some() && !(entry.host_busy() && word.load().state == State::Evicting),
+            host: entry.valid_host().is_some() && !entry.copying_out(),
             disk: entry.on_disk(),
         };
         self.words.iter().zip(&self.entries).map(view).collect()

@@ -16,10 +16,12 @@
 
 pub(crate) mod ticket;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -132,10 +134,32 @@ impl Completions for Sink {
     fn completed(&self, done: &mut Vec<Completion>) {
         // Without an engine nobody submitted anything that matters any more.
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
+            let _reporting = Reporting::begin();
             engine.completed(done);
         } else {
             done.clear();
         }
+    }
+}
+
+thread_local! {
+    static REPORTING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks a thread of a store or a device for as long as it reports completions: wakers run on it, and what they drop or
+/// call must not wait for the completions this thread has yet to report.
+struct Reporting;
+
+impl Reporting {
+    fn begin() -> Self {
+        REPORTING.set(true);
+        Self
+    }
+}
+
+impl Drop for Reporting {
+    fn drop(&mut self) {
+        REPORTING.set(false);
     }
 }
 
@@ -222,6 +246,9 @@ impl Engine {
     pub(crate) fn await_budget(&self) -> Result<()> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
+        if latched.pager.is_closing() {
+            return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
+        }
         let ticket = match latched.pager.await_budget(&mut fx) {
             crate::pager::Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
@@ -250,55 +277,66 @@ impl Engine {
         outcome.map(|()| ticket.wait())
     }
 
-    /// Releases the latch and carries out the effects.
-    fn settle(&self, mut latched: parking_lot::MutexGuard<'_, Latched>, mut fx: Effects) {
-        for frame in fx.protect.drain(..) {
-            // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
-            if let Err(error) = self.device.protect(frame) {
-                tracing::warn!(%error, ?frame, "protect a vacated frame");
-            }
-        }
-        let (in_use, _) = latched.pager.device_frames();
-        let (host, _) = latched.pager.host_frames();
-        let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
-        if latched.pager.is_idle() {
-            self.idle.notify_all();
-        }
-        drop(latched);
-        self.observer
-            .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
-        for (ticket, result) in done {
-            if let Some(ticket) = ticket {
-                ticket.fulfil(result);
-            }
-        }
-        let mut ended = Vec::new();
-        for planned in fx.moves.drain(..) {
-            if let Err(error) = self.start(planned) {
-                ended.push((planned.id, Err(error)));
-            }
-        }
-        for (id, priority) in fx.raised.drain(..) {
-            self.store.raise(Token(id.get()), priority);
-        }
-        for segment in fx.released.drain(..) {
-            self.release(segment);
-        }
-        let discarded: Vec<_> = fx.discard.drain(..).collect();
-        for frame in &discarded {
-            if let Err(error) = self.device.discard(*frame) {
-                tracing::warn!(%error, ?frame, "give a frame's memory back");
-            }
-        }
-        if !ended.is_empty() || !discarded.is_empty() {
-            self.with(|pager, fx| {
-                for frame in discarded {
-                    pager.discarded(frame, fx);
+    /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
+    /// that a device on which every move fails needs no stack.
+    ///
+    /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
+    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done.
+    fn settle<'a>(&'a self, mut latched: parking_lot::MutexGuard<'a, Latched>, mut fx: Effects) {
+        let mut wakers: Vec<Waker> = Vec::new();
+        loop {
+            for frame in fx.protect.drain(..) {
+                // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
+                if let Err(error) = self.device.protect(frame) {
+                    tracing::warn!(%error, ?frame, "protect a vacated frame");
                 }
-                for (id, result) in ended {
-                    pager.complete(id, result, fx);
+            }
+            let (in_use, _) = latched.pager.device_frames();
+            let (host, _) = latched.pager.host_frames();
+            let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+            // Under the latch, because the next segment may get the same id as soon as it is released.
+            let released: Vec<_> = fx.released.drain(..).filter_map(|id| self.forget(id)).collect();
+            if latched.pager.is_idle() {
+                self.idle.notify_all();
+            }
+            drop(latched);
+            self.observer
+                .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
+            for (ticket, result) in done {
+                wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
+            }
+            let mut ended = Vec::new();
+            for planned in fx.moves.drain(..) {
+                if let Err(error) = self.start(planned) {
+                    ended.push((planned.id, Err(error.context(self.describe(planned.page)))));
                 }
-            });
+            }
+            for (id, priority) in fx.raised.drain(..) {
+                self.store.raise(Token(id.get()), priority);
+            }
+            for io in released {
+                self.release(&io);
+            }
+            let discarded: Vec<_> = fx.discard.drain(..).collect();
+            for frame in &discarded {
+                if let Err(error) = self.device.discard(*frame) {
+                    tracing::warn!(%error, ?frame, "give a frame's memory back");
+                }
+            }
+            if ended.is_empty() && discarded.is_empty() {
+                break;
+            }
+            latched = self.latch.lock();
+            latched.pager.record(&self.log);
+            for frame in discarded {
+                latched.pager.discarded(frame, &mut fx);
+            }
+            for (id, result) in ended {
+                latched.pager.complete(id, result, &mut fx);
+            }
+        }
+        for waker in wakers {
+            waker.wake();
         }
     }
 
@@ -315,13 +353,16 @@ impl Engine {
         found.ok_or_else(|| Error::new(ErrorKind::Internal, format!("{id:?} is not known to the transfer engine")))
     }
 
-    fn release(&self, id: SegmentId) {
-        let Some(io) = self.segments.write().get_mut(id.index()).and_then(Option::take) else { return };
+    fn forget(&self, id: SegmentId) -> Option<Arc<SegmentIo>> {
+        self.segments.write().get_mut(id.index()).and_then(Option::take)
+    }
+
+    fn release(&self, io: &SegmentIo) {
         if let Source::File { file, .. } = &io.source {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
-            tracing::warn!(%error, ?id, "release a segment's addresses");
+            tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
         }
     }
 
@@ -514,8 +555,30 @@ impl Engine {
         }
     }
 
+    /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
+    pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
+        let close = |engine: &Self| {
+            if let Err(error) = engine.shut_down() {
+                tracing::warn!(%error, "close the runtime");
+            }
+        };
+        if !REPORTING.get() {
+            return close(self);
+        }
+        let engine = self.clone();
+        if let Err(cause) = std::thread::Builder::new().name("outcore-close".into()).spawn(move || close(&engine)) {
+            tracing::error!(%cause, "no thread to close the runtime: its memory stays");
+            // Operations in flight use it.
+            std::mem::forget(self.clone());
+        }
+    }
+
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(&self) -> Result<()> {
+        if REPORTING.get() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a runtime cannot be closed by a waker")
+                .remedy("close it from a task or a thread; to drop it is fine"));
+        }
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
         let mut latched = self.latch.lock();

@@ -21,15 +21,14 @@ struct State {
 }
 
 impl Ticket {
-    pub(super) fn fulfil(&self, result: Result<WaitCause>) {
+    /// Puts the result in; whoever polls for it is still to be woken.
+    pub(super) fn fulfil(&self, result: Result<WaitCause>) -> Option<Waker> {
         let mut state = self.state.lock();
         state.result = Some(result);
         let waker = state.waker.take();
         drop(state);
         self.ready.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        waker
     }
 
     pub(crate) fn wait(&self) -> Result<WaitCause> {

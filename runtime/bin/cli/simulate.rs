@@ -158,7 +158,7 @@ impl Simulation {
 /// Bytes of one row of the outermost extent; of the whole tensor if it has no rows that can be addressed.
 pub fn row_bytes(shape: &[u64], len: u64) -> u64 {
     match shape.first() {
-        Some(&rows) if rows > 0 && len % rows == 0 => (len / rows).max(1),
+        Some(&rows) if rows > 0 && len.is_multiple_of(rows) => (len / rows).max(1),
         _ => len,
     }
 }

@@ -29,6 +29,20 @@ impl LruOrder {
     pub(super) fn pages(&self) -> impl Iterator<Item = PageId> {
         self.0.iter().rev().map(|(page, ())| *page)
     }
+    /// Offers the pages, least recently used first. One that is skipped is in use, so it counts as used now: were pinned
+    /// pages to stay first in line, every search would begin with all of them.
+    pub(super) fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        for _ in 0..self.0.len() {
+            let page = *self.0.peek_lru()?.0;
+            match take(page) {
+                Take::Yes => return Some(page),
+                Take::Skip => self.0.promote(&page),
+                Take::Stop => return None,
+            };
+        }
+        None
+    }
+    /// Offers the pages in the same order, without changing it.
     pub(super) fn offer(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         for (page, ()) in self.0.iter().rev() {
             match take(*page) {
@@ -77,7 +91,7 @@ impl Policy for LruPolicy {
     }
     fn forget(&mut self, _segment: SegmentId) {}
     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        self.order.offer(take)
+        self.order.offer_all(take)
     }
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
     fn has_plan(&self) -> bool {

@@ -438,7 +438,9 @@ impl Policy for PlanPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else { return self.recency.offer(take) };
+        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else {
+            return self.recency.offer_all(take);
+        };
         let floor = match want {
             Want::Planned(page) => Some(plan.number.get(&page).map_or(0, |index| plan.next_use(*index, plan.cursor))),
             _ => None,
@@ -632,6 +634,25 @@ mod tests {
         let fills = fills_per_pass(&mut policy, 80, 64, 8);
         assert!(policy.has_plan());
         assert!(fills[7] <= 26, "{fills:?}");
+    }
+
+    /// A page that was filled ahead and then used must make room for the next one.
+    #[test]
+    fn regression_lookahead_goes_on_after_its_first_window() {
+        let mut policy = PlanPolicy::new();
+        policy.resize(64, 0, 4);
+        let order: Vec<PageId> = (0..100).map(page).collect();
+        policy.declare(&order, true);
+        let mut present = HashSet::new();
+        for n in 0..100 {
+            while let Some(next) = policy.next_fill(&|page| present.contains(&page)) {
+                present.insert(next);
+                policy.filling(next);
+                policy.inserted(next);
+            }
+            assert!(present.contains(&page(n)), "page {n} was not filled ahead");
+            policy.accessed(page(n));
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
+use outcore_llm::{Error, Result};
 
 /// Runs a Llama-family model whose weights may exceed the memory it is given.
 #[derive(Debug, Parser)]
@@ -57,7 +58,7 @@ pub struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Puts the prompt into the model's chat template as a user's message.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "prompt_tokens")]
     pub chat: bool,
     /// Prints one JSON object as the last line.
     #[arg(long)]
@@ -68,6 +69,36 @@ pub struct Args {
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
+}
+
+impl Args {
+    /// What can be known before a model is opened, or even fetched.
+    ///
+    /// # Errors
+    /// `Invalid` for values that no run can have.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |what: &str| Err(Error::Invalid(what.into()));
+        if self.tokens == 0 {
+            return wrong("--tokens 0 asks for nothing: ask for at least 1");
+        }
+        if self.prompt.as_deref() == Some("") {
+            return wrong("the prompt is empty: give at least one word");
+        }
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with the command line, without the usage that clap appends.
+pub fn in_one_line(wrong: &clap::Error) -> String {
+    let text = wrong.render().to_string();
+    let lines =
+        text.lines().take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
+    let text = words.join(" ");
+    format!("{} (--help explains the options)", text.strip_prefix("error: ").unwrap_or(&text))
 }
 
 /// A device of this build.

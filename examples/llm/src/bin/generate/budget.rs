@@ -1,11 +1,13 @@
 //! How much memory there is, and how it is divided.
 
-use outcore::machine::{MemoryLimit, ProcessMemory};
+use outcore::machine::{LimitSource, MemoryLimit, ProcessMemory};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
 use outcore_llm::Config;
 
 /// Left to the rest of the system where nothing limits the process but the machine: an eighth, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
+/// Left within a control group: what the kernel charges to it for page tables, rings and the program's own file.
+const GROUP_HEADROOM: Bytes = Bytes::mib(8);
 /// What the process grows by after the budgets are set, beyond keys, values and activations: thread stacks, page
 /// tables, the page table of the pager, allocator slack.
 const OWN_GROWTH: Bytes = Bytes::mib(12);
@@ -42,14 +44,26 @@ pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
 /// # Errors
 /// `BudgetTooSmall` if `--memory` leaves no room for pages.
 pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
+    let taken = || Ok::<_, Error>(ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host);
     let device = match (wishes.device, wishes.memory) {
-        (Some(device), _) => device,
+        (Some(device), None) => device,
+        (Some(device), Some(cap)) => {
+            let taken = taken()?;
+            if device + taken > cap {
+                return Err(Error::new(
+                    ErrorKind::BudgetTooSmall,
+                    format!("--memory {cap} does not hold the device budget of {device} and the {taken} besides"),
+                )
+                .remedy("leave one of --memory and --device-budget out"));
+            }
+            device
+        }
         (None, memory) => {
             let cap = match memory {
                 Some(memory) => memory,
                 None => default_cap()?,
             };
-            let taken = ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host;
+            let taken = taken()?;
             let left = cap.saturating_sub(taken);
             if left < Bytes::mib(1) {
                 return Err(Error::new(
@@ -73,7 +87,10 @@ fn default_cap() -> Result<Bytes> {
     let limit = MemoryLimit::detect()?;
     let used_by_others = limit.usage.saturating_sub(ProcessMemory::now()?.resident);
     let free = limit.limit.saturating_sub(used_by_others);
-    let headroom = Bytes::new(free.get() / 8).min(HEADROOM_MAX);
+    let headroom = match limit.source {
+        LimitSource::CgroupV1(_) | LimitSource::CgroupV2(_) => Bytes::new(free.get() / 50) + GROUP_HEADROOM,
+        _ => Bytes::new(free.get() / 8).min(HEADROOM_MAX),
+    };
     Ok(free.saturating_sub(headroom))
 }
 

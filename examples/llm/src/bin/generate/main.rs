@@ -23,35 +23,68 @@ use outcore_llm::{
 use args::{Args, DeviceName};
 use budget::Wishes;
 use progress::Progress;
-use report::Run;
+use report::{Run, Timeline};
 
 /// What a shell reports for a program that SIGINT ended.
 const INTERRUPTED: u8 = 130;
+
+/// What an interrupt means: before the first pass there is nothing to report and the program ends at once; from then on
+/// the pass in progress is finished and reported, unless the user insists.
+#[derive(Debug, Default)]
+struct Interrupt {
+    working: AtomicBool,
+    asked: AtomicBool,
+}
+
+impl Interrupt {
+    fn ask(&self) {
+        let again = self.asked.swap(true, Ordering::SeqCst);
+        if again || !self.working.load(Ordering::SeqCst) {
+            let _ = writeln!(std::io::stderr(), "generate: interrupted");
+            std::process::exit(i32::from(INTERRUPTED));
+        }
+    }
+
+    fn asked(&self) -> bool {
+        self.asked.load(Ordering::SeqCst)
+    }
+}
 
 fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()))
         .with_writer(std::io::stderr)
         .init();
-    let args = Args::parse();
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = stop.clone();
-    if let Err(error) = ctrlc::set_handler(move || flag.store(true, Ordering::Relaxed)) {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(wrong) if wrong.use_stderr() => return fail(&args::in_one_line(&wrong)),
+        Err(help) => {
+            let _ = help.print();
+            return ExitCode::SUCCESS;
+        }
+    };
+    let interrupt = Arc::new(Interrupt::default());
+    let handler = interrupt.clone();
+    if let Err(error) = ctrlc::set_handler(move || handler.ask()) {
         tracing::warn!(%error, "an interrupt will end the program without a summary");
     }
-    match run(&args, &stop) {
-        Ok(run) => {
-            eprint!("\n{}", run.summary());
-            if args.json {
-                println!("{}", run.json());
-            }
-            if run.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS }
-        }
-        Err(error) => {
-            eprintln!("generate: {}", describe(&error));
-            ExitCode::FAILURE
-        }
+    let run = match run(&args, &interrupt) {
+        Ok(run) => run,
+        Err(error) => return fail(&describe(&error)),
+    };
+    // Where nobody reads the summary there is nobody to tell.
+    let _ = write!(std::io::stderr(), "\n{}", run.summary());
+    if args.json
+        && let Err(error) = write_out(&format!("{}\n", run.json()))
+    {
+        return fail(&describe(&error));
     }
+    if run.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS }
+}
+
+fn fail(why: &str) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "generate: {why}");
+    ExitCode::FAILURE
 }
 
 /// The error with its causes, on one line; outcore's own already name theirs.
@@ -64,7 +97,7 @@ fn describe(error: &Error) -> String {
             cause = inner.source();
         }
     }
-    text
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The prompt's tokens.
@@ -84,7 +117,8 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
     tokenizer.encode(&template.render(&[Message::new("user", text)], true)?, false)
 }
 
-fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
+fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
+    args.check()?;
     let path = source::resolve(&args.model)?;
     let files = ModelFiles::open(&path)?;
     let tokenizer = Tokenizer::load(&files);
@@ -96,7 +130,7 @@ fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
     };
     let prompt = prompt_tokens(args, &files, tokenizer.as_ref())?;
     let config = Config::new(&files)?;
-    check_length(&prompt, args.tokens, config.context)?;
+    check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
 
     let sizes = files.paths().iter().map(|path| std::fs::metadata(path).map_or(0, |meta| meta.len())).sum();
@@ -121,7 +155,6 @@ fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
     let mut session = Session::new(llm, context, KvType::F32)?;
     let mut sampler =
         if args.temperature > 0.0 { Sampler::new(args.temperature, args.seed) } else { Sampler::greedy() };
-    tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
 
     let mut hash = twox_hash::XxHash3_64::new();
     let mut tokens = Vec::new();
@@ -130,9 +163,12 @@ fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
     let mut passes = Vec::new();
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
-    let progress = Progress::start(&runtime, Bytes::new(sizes).min(budgets.device));
-    let mut progress = Some(progress);
-    while tokens.len() < args.tokens && !stop.load(Ordering::Relaxed) {
+    // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
+    let timeline = args.timeline.as_deref().map(Timeline::create).transpose()?;
+    interrupt.working.store(true, Ordering::SeqCst);
+    tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
+    let mut progress = Some(Progress::start(&runtime, Bytes::new(sizes).min(budgets.device)));
+    while tokens.len() < args.tokens && !interrupt.asked() {
         let start = Instant::now();
         let logits = session.forward(&input)?;
         progress.take();
@@ -152,18 +188,18 @@ fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
         tokens.push(next);
         if let Some(stream) = &mut stream {
             let piece = stream.push(next);
-            show(args, &piece);
+            show(args, &piece)?;
             text.push_str(&piece);
         }
         input = vec![next];
     }
     if let Some(stream) = stream {
         let rest = stream.finish();
-        show(args, &rest);
+        show(args, &rest)?;
         text.push_str(&rest);
     }
-    if let Some(path) = &args.timeline {
-        report::write_timeline(path, runtime.take_timeline())?;
+    if let Some(timeline) = timeline {
+        timeline.write(runtime.take_timeline())?;
     }
     Ok(Run {
         model: args.model.clone(),
@@ -180,17 +216,21 @@ fn run(args: &Args, stop: &AtomicBool) -> Result<Run> {
         total,
         waited,
         logits_hash: std::hash::Hasher::finish(&hash),
-        interrupted: stop.load(Ordering::Relaxed),
+        interrupted: interrupt.asked(),
         stats: runtime.stats(),
     })
 }
 
-fn check_length(prompt: &[u32], tokens: usize, context: usize) -> Result<()> {
+fn check_prompt(prompt: &[u32], tokens: usize, config: &Config) -> Result<()> {
+    let (context, vocab) = (config.context, config.vocab);
     if prompt.is_empty() {
-        return Err(Error::Invalid("the prompt is empty: give at least one token".into()));
+        return Err(Error::Invalid("the prompt has no token: give at least one".into()));
     }
-    if tokens == 0 {
-        return Err(Error::Invalid("--tokens 0 asks for nothing: ask for at least 1".into()));
+    if let Some(id) = prompt.iter().find(|id| **id as usize >= vocab) {
+        return Err(Error::Invalid(format!(
+            "there is no token {id}: the model has ids 0 to {}",
+            vocab.saturating_sub(1)
+        )));
     }
     if prompt.len() >= context {
         return Err(Error::Invalid(format!(
@@ -198,7 +238,7 @@ fn check_length(prompt: &[u32], tokens: usize, context: usize) -> Result<()> {
             prompt.len()
         )));
     }
-    if prompt.len() + tokens > context {
+    if tokens > context - prompt.len() {
         return Err(Error::Invalid(format!(
             "{} tokens of prompt and {tokens} more exceed the model's context of {context}: ask for at most {}",
             prompt.len(),
@@ -209,11 +249,14 @@ fn check_length(prompt: &[u32], tokens: usize, context: usize) -> Result<()> {
 }
 
 /// Prints text as it comes, unless standard output is for programs.
-fn show(args: &Args, piece: &str) {
-    if !args.json {
-        print!("{piece}");
-        let _ = std::io::stdout().flush();
-    }
+fn show(args: &Args, piece: &str) -> Result<()> {
+    if args.json { Ok(()) } else { write_out(piece) }
+}
+
+fn write_out(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|e| Error::Io { what: "cannot write to standard output".into(), source: e })
 }
 
 fn logits_bytes(logits: &[f32]) -> Vec<u8> {

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
@@ -167,50 +167,70 @@ fn peak_rss() -> Bytes {
     ProcessMemory::now().map_or(Bytes::ZERO, |memory| memory.peak)
 }
 
-/// Writes spans in the Trace Event Format that chrome://tracing and Perfetto read. Overlapping spans of a lane get rows
-/// of their own.
-///
-/// # Errors
-/// `Io` if the file cannot be written.
-pub fn write_timeline(path: &Path, mut spans: Vec<Span>) -> Result<()> {
-    const LANES: [(Lane, &str); 4] =
-        [(Lane::Compute, "compute"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
-    const ROWS_PER_LANE: usize = 1000;
-    spans.sort_by_key(|span| (span.start, span.duration));
-    let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
-    let failed = |cause| Error::io(format!("write the timeline to {}", path.display()), cause);
-    let mut out = BufWriter::new(File::create(path).map_err(failed)?);
-    let mut events = Vec::with_capacity(spans.len() + LANES.len());
-    for span in spans {
-        let lane = LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
-        let rows = &mut ends[lane];
-        let row = rows.iter().position(|end| *end <= span.start).unwrap_or_else(|| {
-            rows.push(Duration::ZERO);
-            rows.len() - 1
-        });
-        rows[row] = span.start + span.duration;
-        events.push(json!({
-            "name": span.what,
-            "cat": LANES[lane].1,
-            "ph": "X",
-            "ts": span.start.as_nanos() as f64 / 1e3,
-            "dur": span.duration.as_nanos() as f64 / 1e3,
-            "pid": 1,
-            "tid": lane * ROWS_PER_LANE + row,
-            "args": {"detail": span.detail},
-        }));
+/// A file that spans are written to in the Trace Event Format that chrome://tracing and Perfetto read.
+#[derive(Debug)]
+pub struct Timeline {
+    path: PathBuf,
+    file: File,
+}
+
+impl Timeline {
+    /// Makes the file.
+    ///
+    /// # Errors
+    /// `Io` and its kin if that is not possible.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|cause| {
+            Error::io(format!("write the timeline to {}", path.display()), cause)
+                .remedy("--timeline wants the name of a file in a folder that can be written to")
+        })?;
+        Ok(Self { path: path.to_owned(), file })
     }
-    for (lane, rows) in ends.iter().enumerate() {
-        for row in 0..rows.len().max(1) {
-            let name = if row == 0 { LANES[lane].1.to_owned() } else { format!("{} {}", LANES[lane].1, row + 1) };
-            let tid = lane * ROWS_PER_LANE + row;
-            events.push(json!({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}));
-            events.push(
-                json!({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}),
-            );
+
+    /// Writes spans, in any order. Overlapping spans of a lane get rows of their own.
+    ///
+    /// # Errors
+    /// `Io` and its kin if the file cannot be written.
+    pub fn write(self, mut spans: Vec<Span>) -> Result<()> {
+        const LANES: [(Lane, &str); 4] =
+            [(Lane::Compute, "compute"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
+        const ROWS_PER_LANE: usize = 1000;
+        spans.sort_by_key(|span| (span.start, span.duration));
+        let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
+        let failed = |cause| Error::io(format!("write the timeline to {}", self.path.display()), cause);
+        let mut out = BufWriter::new(&self.file);
+        let mut events = Vec::with_capacity(spans.len() + LANES.len());
+        for span in spans {
+            let lane = LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
+            let rows = &mut ends[lane];
+            let row = rows.iter().position(|end| *end <= span.start).unwrap_or_else(|| {
+                rows.push(Duration::ZERO);
+                rows.len() - 1
+            });
+            rows[row] = span.start + span.duration;
+            events.push(json!({
+                "name": span.what,
+                "cat": LANES[lane].1,
+                "ph": "X",
+                "ts": span.start.as_nanos() as f64 / 1e3,
+                "dur": span.duration.as_nanos() as f64 / 1e3,
+                "pid": 1,
+                "tid": lane * ROWS_PER_LANE + row,
+                "args": {"detail": span.detail},
+            }));
         }
+        for (lane, rows) in ends.iter().enumerate() {
+            for row in 0..rows.len().max(1) {
+                let name = if row == 0 { LANES[lane].1.to_owned() } else { format!("{} {}", LANES[lane].1, row + 1) };
+                let tid = lane * ROWS_PER_LANE + row;
+                events.push(json!({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}));
+                events.push(
+                    json!({"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}),
+                );
+            }
+        }
+        serde_json::to_writer(&mut out, &json!({"displayTimeUnit": "ms", "traceEvents": events}))
+            .map_err(|cause| failed(cause.into()))?;
+        out.flush().map_err(failed)
     }
-    serde_json::to_writer(&mut out, &json!({"displayTimeUnit": "ms", "traceEvents": events}))
-        .map_err(|cause| failed(cause.into()))?;
-    out.flush().map_err(failed)
 }

@@ -1,5 +1,7 @@
 //! Where a model comes from: a path, or the Hugging Face hub.
 
+#[cfg(feature = "hub")]
+use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use outcore::{Error, ErrorKind, Result};
@@ -22,61 +24,108 @@ fn fetch(repo: &str) -> Result<PathBuf> {
 }
 
 #[cfg(feature = "hub")]
-fn fetch(repo: &str) -> Result<PathBuf> {
-    use hf_hub::api::sync::ApiBuilder;
+fn fetch(name: &str) -> Result<PathBuf> {
+    use hf_hub::api::sync::{ApiBuilder, ApiError};
 
-    let failed = |what: String, cause: hf_hub::api::sync::ApiError| {
-        Error::new(ErrorKind::Io, what).caused_by(cause).remedy(
-            "check the name and the network; HF_ENDPOINT names another hub, HF_TOKEN is used where it is needed",
-        )
+    let failed = |what: String, cause: ApiError| {
+        let error = Error::new(ErrorKind::Io, what).caused_by(cause);
+        error.remedy("check the name and the network; HF_ENDPOINT names another hub, HF_TOKEN opens gated models")
     };
-    let (repo, file) = match repo.split_once(':') {
-        Some((repo, file)) => (repo, Some(file)),
-        None => (repo, None),
+    let Name { repo, file } = Name::parse(name)?;
+    let mut builder = ApiBuilder::from_env().with_progress(std::io::stderr().is_terminal());
+    // The crate itself only looks for the file that a login leaves.
+    if let Ok(token) = std::env::var("HF_TOKEN") {
+        builder = builder.with_token(Some(token));
+    }
+    let api = builder.build().map_err(|e| failed("open the hub's cache".into(), e))?.model(repo.to_owned());
+    let wanted = match file {
+        Some(file) => parts(file),
+        None => {
+            let info = api.info().map_err(|e| failed(format!("list the files of hf:{repo}"), e))?;
+            let names: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
+            wanted(repo, &names)?
+        }
     };
-    if repo.split('/').filter(|part| !part.is_empty()).count() != 2 {
-        return Err(Error::new(ErrorKind::InvalidArgument, format!("hf:{repo} does not name a model"))
-            .remedy("write hf:owner/repo or hf:owner/repo:file"));
-    }
-    let api = ApiBuilder::from_env().build().map_err(|e| failed("open the hub's cache".into(), e))?;
-    let api = api.model(repo.to_owned());
-    if let Some(file) = file {
-        return api.get(file).map_err(|e| failed(format!("fetch {file} of hf:{repo}"), e));
-    }
-    let info = api.info().map_err(|e| failed(format!("list the files of hf:{repo}"), e))?;
-    let names: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
-    let wanted = wanted(repo, &names)?;
     let mut first = None;
     for name in wanted {
-        let path = api.get(name).map_err(|e| failed(format!("fetch {name} of hf:{repo}"), e))?;
+        let path = api.get(&name).map_err(|e| failed(format!("fetch {name} of hf:{repo}"), e))?;
         first.get_or_insert(path);
     }
     first.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("hf:{repo} has no model files")))
 }
 
+/// A model of a hub.
+#[cfg(any(feature = "hub", test))]
+#[derive(Debug, PartialEq)]
+struct Name<'a> {
+    /// `owner/repo`.
+    repo: &'a str,
+    file: Option<&'a str>,
+}
+
+#[cfg(any(feature = "hub", test))]
+impl<'a> Name<'a> {
+    /// Takes what follows `hf:` apart. Both parts become parts of URLs and of paths in the cache, so nothing is let
+    /// through that means more there than a name.
+    fn parse(name: &'a str) -> Result<Self> {
+        let (repo, file) = match name.split_once(':') {
+            Some((repo, file)) => (repo, Some(file)),
+            None => (name, None),
+        };
+        let plain = |part: &str| {
+            let usual = |c: char| c.is_ascii_alphanumeric() || "-_.+ ()".contains(c);
+            !part.is_empty() && part != "." && part != ".." && part.chars().all(usual)
+        };
+        let good =
+            repo.split('/').count() == 2 && repo.split('/').chain(file.iter().flat_map(|f| f.split('/'))).all(plain);
+        if !good {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("hf:{name} does not name a model"))
+                .remedy("write hf:owner/repo or hf:owner/repo:file"));
+        }
+        Ok(Self { repo, file })
+    }
+}
+
+/// All files of a split model of which `file` is one, the first of them first; otherwise `file` alone.
+#[cfg(any(feature = "hub", test))]
+fn parts(file: &str) -> Vec<String> {
+    let split = || {
+        let (rest, extension) = file.rsplit_once('.')?;
+        let (rest, count) = rest.rsplit_once("-of-")?;
+        let (stem, number) = rest.rsplit_once('-')?;
+        let five = |digits: &str| (digits.len() == 5).then(|| digits.parse::<u32>().ok()).flatten();
+        let (number, total) = (five(number)?, five(count)?);
+        let named = |n| format!("{stem}-{n:05}-of-{count}.{extension}");
+        (extension == "gguf" && (1..=total).contains(&number)).then(|| (1..=total).map(named).collect())
+    };
+    split().unwrap_or_else(|| vec![file.to_owned()])
+}
+
 /// The files to fetch, the one to open first.
 #[cfg(any(feature = "hub", test))]
-fn wanted<'a>(repo: &str, names: &[&'a str]) -> Result<Vec<&'a str>> {
-    let with = |suffix: &str| -> Vec<&'a str> {
-        names.iter().copied().filter(|name| name.ends_with(suffix) && !name.contains('/')).collect()
+fn wanted(repo: &str, names: &[&str]) -> Result<Vec<String>> {
+    let with = |suffix: &str| -> Vec<String> {
+        let ours = names.iter().filter(|name| name.ends_with(suffix) && !name.contains('/'));
+        ours.map(|name| (*name).to_owned()).collect()
     };
     let gguf = with(".gguf");
-    match gguf[..] {
-        [] => {}
-        [only] => return Ok(vec![only]),
-        _ => {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("hf:{repo} has several GGUF files"))
-                .remedy(format!("name one: {}", gguf.join(", "))));
+    if let Some(first) = gguf.first() {
+        let parts = parts(first);
+        if gguf.iter().any(|name| !parts.contains(name)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("hf:{repo} has several GGUF models"))
+                .remedy(format!("name one, as in hf:{repo}:{first}; there are {}", gguf.join(", "))));
         }
+        return Ok(parts);
     }
     let mut wanted = with("model.safetensors.index.json");
     wanted.extend(with(".safetensors"));
     if wanted.is_empty() {
-        return Err(Error::new(ErrorKind::NotFound, format!("hf:{repo} has neither GGUF nor safetensors files")));
+        return Err(Error::new(ErrorKind::NotFound, format!("hf:{repo} has neither GGUF nor safetensors files"))
+            .remedy("name a file in a folder of the repository as hf:owner/repo:folder/file"));
     }
     let beside =
         ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
-    wanted.extend(names.iter().copied().filter(|name| beside.contains(name)));
+    wanted.extend(names.iter().filter(|name| beside.contains(name)).map(|name| (*name).to_owned()));
     Ok(wanted)
 }
 
@@ -99,5 +148,27 @@ mod tests {
         let wanted = wanted("o/r", &names).unwrap();
         assert_eq!(wanted[0], "model.safetensors.index.json");
         assert_eq!(wanted.len(), 5);
+    }
+
+    #[test]
+    fn a_part_of_a_split_model_brings_the_others() {
+        assert_eq!(parts("m-00002-of-00003.gguf")[0], "m-00001-of-00003.gguf");
+        assert_eq!(parts("m-00002-of-00003.gguf").len(), 3);
+        for whole in ["m.gguf", "m-00004-of-00003.gguf", "m-2-of-3.gguf", "m-00002-of-00003.safetensors"] {
+            assert_eq!(parts(whole), [whole]);
+        }
+        let split = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"];
+        assert_eq!(wanted("o/r", &split).unwrap(), split);
+        assert_eq!(wanted("o/r", &[split[0], split[1], "b.gguf"]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn names_that_are_more_than_names_are_refused() {
+        assert_eq!(Name::parse("o/r").unwrap(), Name { repo: "o/r", file: None });
+        assert_eq!(Name::parse("o/r:d/f.gguf").unwrap(), Name { repo: "o/r", file: Some("d/f.gguf") });
+        for bad in ["", "r", "/", "o/", "/r", "o/r/x", "o/r:", "../r", "o/..", "o/r:../f", "o/r:/f", "o/r?x", "o/r:a#b"]
+        {
+            assert_eq!(Name::parse(bad).unwrap_err().kind(), ErrorKind::InvalidArgument, "{bad}");
+        }
     }
 }

@@ -1,0 +1,772 @@
+//! The promise: whatever threads and tasks do at once, every byte is the right one, whoever waits is served or told, and
+//! nothing stays behind.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+mod workload;
+
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
+use std::time::Duration;
+
+use harness::{Rng, Setting, check_at_rest, seed, watched};
+use outcore::pager::state::State;
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
+use parking_lot::{Condvar, Mutex};
+
+const PAGE: u64 = 16 << 10;
+
+fn setting(device: u64) -> Setting {
+    Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device, host: 0, link: false }
+}
+
+/// Holds calls of one kind back until it is opened.
+#[derive(Default)]
+struct Gate {
+    closed: Mutex<Option<IoKind>>,
+    changed: Condvar,
+    arrived: AtomicU32,
+}
+
+impl Gate {
+    fn holding(kind: IoKind) -> Arc<Self> {
+        Arc::new(Self { closed: Mutex::new(Some(kind)), ..Self::default() })
+    }
+    fn open(&self) {
+        *self.closed.lock() = None;
+        self.changed.notify_all();
+    }
+    /// Waits until this many calls have been held back.
+    fn await_arrivals(&self, count: u32) {
+        let mut closed = self.closed.lock();
+        while self.arrived.load(Ordering::SeqCst) < count {
+            self.changed.wait(&mut closed);
+        }
+    }
+}
+
+impl CallHook for Gate {
+    fn before(&self, call: &IoCall) -> Injected {
+        let mut closed = self.closed.lock();
+        if *closed == Some(call.kind) {
+            self.arrived.fetch_add(1, Ordering::SeqCst);
+            self.changed.notify_all();
+            while *closed == Some(call.kind) {
+                self.changed.wait(&mut closed);
+            }
+        }
+        Injected::Nothing
+    }
+}
+
+fn gated(setting: &Setting, gate: &Arc<Gate>) -> Runtime {
+    setting.builder(None).store(StoreOptions::new(setting.io).hook(gate.clone())).open().unwrap()
+}
+
+/// Runs a closure when woken, once, on whatever thread wakes.
+struct OnWake(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl OnWake {
+    fn waker(run: impl FnOnce() + Send + 'static) -> Waker {
+        Waker::from(Arc::new(Self(Mutex::new(Some(Box::new(run))))))
+    }
+}
+
+impl Wake for OnWake {
+    fn wake(self: Arc<Self>) {
+        let run = self.0.lock().take();
+        if let Some(run) = run {
+            run();
+        }
+    }
+}
+
+fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(waker))
+}
+
+/// Tensors whose lifetime is the process's, so that requests for them can go anywhere.
+fn leak(tensor: &Tensor) -> &'static Tensor {
+    Box::leak(Box::new(tensor.clone()))
+}
+
+#[test]
+fn random_work_of_many_threads_against_an_oracle() {
+    let seed = seed("random_work_of_many_threads_against_an_oracle");
+    watched("random work", move || {
+        let mut rng = Rng::new(seed);
+        for round in 0..24 {
+            let work = workload::Plan::random(&mut rng, 0);
+            eprintln!("round {round}: {work:?}");
+            workload::run(&work, rng.next(), workload::Until::Steps(150));
+        }
+    });
+}
+
+#[test]
+fn many_runtimes_live_in_one_process() {
+    watched("many runtimes", || {
+        let threads: Vec<_> = (0..8)
+            .map(|n| {
+                thread::spawn(move || {
+                    let mut rng = Rng::new(n + 1);
+                    for _ in 0..3 {
+                        let work = workload::Plan { threads: 1, ..workload::Plan::random(&mut rng, 0) };
+                        workload::run(&work, rng.next(), workload::Until::Steps(60));
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+#[test]
+fn tasks_that_give_up_at_any_stage_leave_nothing_behind() {
+    watched("cancelled tasks", || {
+        let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build().unwrap();
+        for setting in Setting::tiers() {
+            let file = common::synthetic(&[40_000; 8]);
+            let runtime = setting.builder(None).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let table = runtime.alloc(DType::U8, &[10, PAGE]).unwrap();
+            tokio.block_on(async {
+                let mut tasks = tokio::task::JoinSet::new();
+                for n in 0..64u64 {
+                    let (runtime, table) = (runtime.clone(), table.clone());
+                    let tensor = model.tensor(&format!("t{}", n % 8)).unwrap();
+                    tasks.spawn(async move {
+                        let part = table.rows(n % 9..n % 9 + 2).unwrap();
+                        let patience = Duration::from_micros(n % 7 * 100);
+                        // Whichever is first; the other is dropped where it stands.
+                        tokio::select! {
+                            guard = runtime.pin(&tensor) => drop(guard.unwrap()),
+                            guard = runtime.pin_mut(&part) => drop(guard.unwrap()),
+                            () = tokio::time::sleep(patience) => {}
+                        }
+                    });
+                }
+                while let Some(ended) = tasks.join_next().await {
+                    ended.unwrap();
+                }
+            });
+            let tensors = vec![model.tensor("t0").unwrap(), table];
+            drop(model);
+            check_at_rest(runtime, tensors, &format!("{setting:?}"));
+        }
+    });
+}
+
+#[test]
+fn a_request_dropped_while_its_read_is_under_way_leaves_a_prefetch() {
+    watched("a dropped request", || {
+        for io in IoBackend::CHOICES {
+            let setting = Setting { io, ..setting(4) };
+            let gate = Gate::holding(IoKind::Read);
+            let runtime = gated(&setting, &gate);
+            let file = common::synthetic(&[40_000]);
+            let model = runtime.open_model(&file.path).unwrap();
+            let tensor = model.tensor("t0").unwrap();
+            let mut request = runtime.pin(&tensor);
+            assert!(poll(&mut request, Waker::noop()).is_pending());
+            gate.await_arrivals(1);
+            drop(request);
+            gate.open();
+            let guard = runtime.pin(&tensor).wait().unwrap();
+            assert!(guard.bytes() == &file.bytes[file.bytes.len() - 40_000..]);
+            drop(guard);
+            assert!(runtime.stats().pager.fills_disk <= 4, "read once");
+            drop(model);
+            check_at_rest(runtime, vec![tensor], "a dropped request");
+        }
+    });
+}
+
+#[test]
+fn a_request_polled_after_its_end_is_an_error() {
+    let runtime = setting(2).builder(None).open().unwrap();
+    let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+    drop(runtime.pin(&tensor).wait().unwrap());
+    let mut request = runtime.pin(&tensor);
+    let Poll::Ready(Ok(guard)) = poll(&mut request, Waker::noop()) else { panic!("a hit waits") };
+    drop(guard);
+    for _ in 0..2 {
+        let Poll::Ready(Err(error)) = poll(&mut request, Waker::noop()) else { panic!("polled twice, pinned twice") };
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    }
+    drop(request);
+    check_at_rest(runtime, vec![tensor], "polled after its end");
+}
+
+/// Both requests end with one fill; the waker of each drops the other's future.
+#[test]
+fn regression_a_waker_may_drop_another_request_of_the_same_batch() {
+    watched("wakers that drop requests", || {
+        for link in [false, true] {
+            let gate = Gate::holding(IoKind::Read);
+            let runtime = gated(&Setting { link, ..setting(4) }, &gate);
+            let file = common::synthetic(&[10_000]);
+            let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+            let leaked = leak(&tensor);
+            let requests = [0, 1].map(|_| Arc::new(Mutex::new(Some(runtime.pin(leaked)))));
+            let (ended, end) = mpsc::channel();
+            for n in [0, 1] {
+                let (other, ended) = (requests[1 - n].clone(), ended.clone());
+                let waker = OnWake::waker(move || {
+                    let other = other.lock().take();
+                    drop(other);
+                    ended.send(()).unwrap();
+                });
+                assert!(poll(requests[n].lock().as_mut().unwrap(), &waker).is_pending());
+            }
+            gate.await_arrivals(1);
+            gate.open();
+            end.recv().unwrap();
+            end.recv().unwrap();
+            drop(tensor);
+            runtime.close().unwrap();
+        }
+    });
+}
+
+/// A waker that owns the last handle of everything drops it on the store's, or the stream's, own thread.
+#[test]
+fn regression_the_last_handle_may_be_dropped_by_a_waker() {
+    watched("the last handle in a waker", || {
+        for io in IoBackend::CHOICES {
+            for link in [false, true] {
+                let gate = Gate::holding(IoKind::Read);
+                let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
+                let file = common::synthetic(&[100_000]);
+                let model = runtime.open_model(&file.path).unwrap();
+                let (ended, end) = mpsc::channel();
+                let tensor = model.tensor("t0").unwrap();
+                type Task = Option<Pin<Box<dyn Future<Output = ()> + Send>>>;
+                let task: Arc<Mutex<Task>> = Arc::new(Mutex::new(None));
+                let owner = runtime.clone();
+                *task.lock() = Some(Box::pin(async move {
+                    let guard = owner.pin(&tensor).await;
+                    drop(guard);
+                    drop((tensor, model, owner));
+                }));
+                drop(runtime);
+                let again = task.clone();
+                let waker = OnWake::waker(move || {
+                    let mut task = again.lock().take().unwrap();
+                    let closed_by_waker = poll(&mut task, Waker::noop());
+                    assert!(closed_by_waker.is_ready());
+                    drop(task);
+                    ended.send(()).unwrap();
+                });
+                let polled = poll(task.lock().as_mut().unwrap(), &waker);
+                assert!(polled.is_pending());
+                gate.await_arrivals(1);
+                gate.open();
+                end.recv().unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn closing_by_a_waker_is_refused() {
+    watched("close in a waker", || {
+        let gate = Gate::holding(IoKind::Read);
+        let runtime = gated(&setting(4), &gate);
+        let file = common::synthetic(&[10_000]);
+        let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+        let mut request = runtime.pin(&tensor);
+        let (ended, end) = mpsc::channel();
+        let closer = runtime.clone();
+        let waker = OnWake::waker(move || ended.send(closer.close()).unwrap());
+        assert!(poll(&mut request, &waker).is_pending());
+        gate.await_arrivals(1);
+        gate.open();
+        assert_eq!(end.recv().unwrap().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert!(poll(&mut request, &waker).is_ready());
+        drop(request);
+        check_at_rest(runtime, vec![tensor], "close in a waker");
+    });
+}
+
+/// Segments come and go on several threads, so ids are reused at once.
+#[test]
+fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id() {
+    watched("segment ids", || {
+        let runtime = setting(16).builder(None).open().unwrap();
+        let barrier = Arc::new(Barrier::new(4));
+        let threads: Vec<_> = (0..4u8)
+            .map(|n| {
+                let (runtime, barrier) = (runtime.clone(), barrier.clone());
+                thread::spawn(move || {
+                    barrier.wait();
+                    for _ in 0..400 {
+                        let tensor = runtime.alloc(DType::U8, &[100]).unwrap();
+                        runtime.pin_mut(&tensor).wait().unwrap().bytes_mut().fill(n);
+                        assert!(runtime.pin(&tensor).wait().unwrap().iter().all(|byte| *byte == n));
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        check_at_rest(runtime, Vec::new(), "segment ids");
+    });
+}
+
+/// A victim is being written back for a page that waits; then guards take every frame, and the runtime is closed.
+#[test]
+fn regression_close_with_guards_that_hold_every_frame() {
+    watched("close with guards", || {
+        for prefetch in [false, true] {
+            let gate = Gate::holding(IoKind::Write);
+            let runtime = gated(&setting(2), &gate);
+            let table = runtime.alloc(DType::U8, &[3, PAGE]).unwrap();
+            let row = |n: u64| table.rows(n..n + 1).unwrap();
+            runtime.pin_mut(&row(0)).wait().unwrap().bytes_mut().fill(1);
+            let held = runtime.pin(&row(1)).wait().unwrap();
+            let wanted = row(2);
+            let mut request = runtime.pin(&wanted);
+            if prefetch {
+                runtime.prefetch(&wanted);
+            } else {
+                assert!(poll(&mut request, Waker::noop()).is_pending());
+            }
+            gate.await_arrivals(1);
+            let also_held = runtime.pin(&row(0)).wait().unwrap();
+            let runtime = Arc::new(runtime);
+            let closer = thread::spawn({
+                let runtime = runtime.clone();
+                move || Runtime::clone(&runtime).close()
+            });
+            if !prefetch {
+                // Told before the write has ended: close waits for the write, and only for it.
+                let ended = block_on(&mut request);
+                assert_eq!(ended.unwrap_err().kind(), ErrorKind::Closed);
+            }
+            gate.open();
+            closer.join().unwrap().unwrap();
+            assert!(also_held.iter().all(|byte| *byte == 1) && held.iter().all(|byte| *byte == 0));
+            drop((request, held, also_held));
+            let runtime = Arc::into_inner(runtime).unwrap();
+            check_at_rest(runtime, vec![table, wanted], "close with guards");
+        }
+    });
+}
+
+fn block_on<F: Future + Unpin>(future: &mut F) -> F::Output {
+    loop {
+        let (woken, wake) = mpsc::channel();
+        let waker = OnWake::waker(move || {
+            let _ = woken.send(());
+        });
+        if let Poll::Ready(output) = poll(future, &waker) {
+            return output;
+        }
+        wake.recv().unwrap();
+    }
+}
+
+#[test]
+fn closing_ends_what_waits_and_leaves_guards_valid() {
+    watched("close with requests waiting", || {
+        let runtime = setting(3).builder(None).open().unwrap();
+        let file = common::synthetic(&[40_000, 40_000]);
+        let model = runtime.open_model(&file.path).unwrap();
+        let table = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+        let (a, b) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
+        let header = model.header().tensor("t0").unwrap();
+        let guard = runtime.pin(&a).wait().unwrap();
+        let mut queued = runtime.pin(&b);
+        let mut written = runtime.pin_mut(&table);
+        assert!(poll(&mut queued, Waker::noop()).is_pending());
+        assert!(poll(&mut written, Waker::noop()).is_pending());
+        let after = runtime.clone();
+        runtime.close().unwrap();
+        assert_eq!(block_on(&mut queued).unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(block_on(&mut written).unwrap_err().kind(), ErrorKind::Closed);
+        assert!(guard.bytes() == &file.bytes[header.offset as usize..][..40_000]);
+        assert_eq!(after.pin(&b).wait().unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(after.set_device_budget(Bytes::new(PAGE)).unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(after.evict(&b), 0);
+        after.prefetch(&b);
+        let again = after.clone();
+        drop((queued, written));
+        drop(guard);
+        again.close().unwrap();
+        drop(model);
+        check_at_rest(after, vec![a, b, table], "closed twice");
+    });
+}
+
+#[test]
+fn runtimes_are_closed_by_several_threads_at_once() {
+    watched("concurrent closes", || {
+        for _ in 0..30 {
+            let runtime = setting(4).builder(None).open().unwrap();
+            let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
+            for row in 0..8 {
+                runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+            }
+            let barrier = Arc::new(Barrier::new(3));
+            let threads: Vec<_> = (0..3)
+                .map(|n| {
+                    let (runtime, barrier, table) = (runtime.clone(), barrier.clone(), table.clone());
+                    thread::spawn(move || {
+                        barrier.wait();
+                        match n {
+                            0 => runtime.close().unwrap(),
+                            1 => drop((runtime, table)),
+                            _ => {
+                                let clone = runtime.clone();
+                                drop(table);
+                                clone.close().unwrap();
+                            }
+                        }
+                    })
+                })
+                .collect();
+            drop((runtime, table));
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+        }
+    });
+}
+
+#[test]
+fn a_model_is_dropped_while_its_pages_are_in_flight() {
+    watched("a model dropped in flight", || {
+        for io in IoBackend::CHOICES {
+            for link in [false, true] {
+                let gate = Gate::holding(IoKind::Read);
+                let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
+                let file = common::synthetic(&[100_000]);
+                let model = runtime.open_model(&file.path).unwrap();
+                runtime.prefetch(&model.tensor("t0").unwrap());
+                gate.await_arrivals(1);
+                drop(model);
+                // Its frames are still being read into; others must not get them.
+                let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
+                for row in 0..8 {
+                    let part = table.rows(row..row + 1).unwrap();
+                    let mut request = runtime.pin_mut(&part);
+                    if let Poll::Ready(guard) = poll(&mut request, Waker::noop()) {
+                        guard.unwrap().bytes_mut().fill(5);
+                    }
+                }
+                gate.open();
+                for row in 0..8 {
+                    runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(7);
+                }
+                assert!(runtime.pin(&table).wait().unwrap().iter().all(|byte| *byte == 7));
+                check_at_rest(runtime, vec![table], "dropped in flight");
+            }
+        }
+    });
+}
+
+/// Writers of overlapping row ranges: page sets that overlap in every way, and none waits for another in a circle.
+#[test]
+fn writers_of_overlapping_rows_take_turns() {
+    watched("overlapping writers", || {
+        let runtime = setting(12).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U64, &[40, 1000]).unwrap();
+        let threads: Vec<_> = (0..4u64)
+            .map(|n| {
+                let (runtime, table) = (runtime.clone(), table.clone());
+                thread::spawn(move || {
+                    let mut rng = Rng::new(n + 1);
+                    for _ in 0..200 {
+                        let from = rng.below(36);
+                        let part = table.rows(from..from + 4).unwrap();
+                        let mut guard = runtime.pin_mut(&part).wait().unwrap();
+                        guard.view_mut::<u64>().unwrap().iter_mut().for_each(|value| *value += 1);
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let mut sum = 0;
+        for row in 0..40 {
+            let guard = runtime.pin(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+            sum += guard.view::<u64>().unwrap().iter().sum::<u64>();
+        }
+        assert_eq!(sum, 4 * 200 * 4 * 1000, "increments lost");
+        check_at_rest(runtime, vec![table], "overlapping writers");
+    });
+}
+
+/// A thread that holds pages and asks for more than the others leave waits until they are given back.
+#[test]
+fn a_holder_that_asks_for_more_waits_for_the_other_holders() {
+    watched("hold and wait", || {
+        let runtime = setting(3).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[4, PAGE]).unwrap();
+        let row = |n: u64| table.rows(n..n + 1).unwrap();
+        let mine = runtime.pin(&row(0)).wait().unwrap();
+        let theirs = runtime.pin(&table.rows(1..3).unwrap()).wait().unwrap();
+        let last = row(3);
+        let mut more = runtime.pin(&last);
+        assert!(poll(&mut more, Waker::noop()).is_pending());
+        drop(theirs);
+        let got = block_on(&mut more).unwrap();
+        // What can never be had is refused at once.
+        assert_eq!(runtime.pin(&table).wait().unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+        drop((mine, more, got));
+        check_at_rest(runtime, vec![table, last], "hold and wait");
+    });
+}
+
+#[test]
+fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
+    watched("one frame", || {
+        for setting in Setting::tiers() {
+            let setting = Setting { page: Bytes::kib(4), device: 1, ..setting };
+            let lengths: Vec<usize> = (0..40).map(|n| n * 13 % 100).collect();
+            let file = common::synthetic(&lengths);
+            let runtime = setting.builder(None).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let table = runtime.alloc(DType::U32, &[3, 1024]).unwrap();
+            let threads: Vec<_> = (0..3u32)
+                .map(|n| {
+                    let (runtime, part) = (runtime.clone(), table.rows(u64::from(n)..u64::from(n) + 1).unwrap());
+                    thread::spawn(move || {
+                        for turn in 0..20 {
+                            let mut guard = runtime.pin_mut(&part).wait().unwrap();
+                            let values = guard.view_mut::<u32>().unwrap();
+                            assert!(values.iter().all(|value| *value == if turn == 0 { 0 } else { n + turn }));
+                            values.fill(n + turn + 1);
+                        }
+                    })
+                })
+                .collect();
+            for n in 0..lengths.len() {
+                let name = format!("t{n}");
+                let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
+                if tensor.page_count() > 1 {
+                    assert_eq!(runtime.pin(&tensor).wait().unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+                    continue;
+                }
+                let guard = runtime.pin(&tensor).wait().unwrap();
+                assert!(guard.bytes() == &file.bytes[header.offset as usize..][..lengths[n]], "{name}");
+            }
+            threads.into_iter().for_each(|thread| thread.join().unwrap());
+            let tensors = vec![model.tensor("t0").unwrap(), table];
+            drop(model);
+            check_at_rest(runtime, tensors, "one frame");
+        }
+    });
+}
+
+#[test]
+fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit() {
+    watched("a set across segments", || {
+        let runtime = setting(9).builder(None).open().unwrap();
+        let files = [common::synthetic(&[20_000, 0]), common::synthetic(&[30_000])];
+        let models = [0, 1].map(|n: usize| runtime.open_model(&files[n].path).unwrap());
+        let table = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+        let set = [
+            models[0].tensor("t0").unwrap(),
+            models[1].tensor("t0").unwrap(),
+            models[0].tensor("t1").unwrap(),
+            table.clone(),
+            models[0].tensor("t0").unwrap(),
+        ];
+        let guard = runtime.pin_set(&set).wait().unwrap();
+        assert!(guard.bytes(0).unwrap() == &files[0].bytes[files[0].bytes.len() - 20_000..]);
+        assert!(guard.bytes(1).unwrap() == &files[1].bytes[files[1].bytes.len() - 30_000..]);
+        assert!(guard.bytes(2).unwrap().is_empty() && guard.bytes(4) == guard.bytes(0));
+        assert!(guard.bytes(3).unwrap().iter().all(|byte| *byte == 0) && guard.bytes(5).is_none());
+        let other = setting(2).builder(None).open().unwrap();
+        let foreign = [table.clone(), other.alloc(DType::U8, &[1]).unwrap()];
+        assert_eq!(runtime.pin_set(&foreign).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        drop((guard, models, foreign, table));
+        check_at_rest(runtime, Vec::from(set), "a set across segments");
+    });
+}
+
+/// A tensor knows its runtime, whichever it is shown to.
+#[test]
+fn regression_a_tensor_shown_to_another_runtime_harms_neither() {
+    watched("a foreign tensor", || {
+        let small = setting(2).builder(None).open().unwrap();
+        let large = setting(8).builder(None).open().unwrap();
+        let mine = small.alloc(DType::U8, &[PAGE]).unwrap();
+        let padding = large.alloc(DType::U8, &[1]).unwrap();
+        let foreign = large.alloc(DType::U8, &[6, PAGE]).unwrap();
+        small.pin_mut(&mine).wait().unwrap().bytes_mut().fill(3);
+        small.prefetch(&foreign);
+        small.plan(&[foreign.clone(), mine.clone()], true);
+        assert_eq!(small.snapshot(&foreign).pages.len(), 6);
+        small.evict(&foreign);
+        assert!(small.pin(&mine).wait().unwrap().iter().all(|byte| *byte == 3));
+        check_at_rest(small, vec![mine], "a foreign tensor");
+        check_at_rest(large, vec![padding, foreign], "a foreign tensor");
+    });
+}
+
+#[test]
+fn ten_thousand_tensors_are_pinned_and_let_go() {
+    watched("ten thousand tensors", || {
+        let lengths: Vec<usize> = (0..10_000).map(|n| n % 97).collect();
+        let file = common::synthetic(&lengths);
+        let runtime = Setting { page: Bytes::kib(64), ..setting(4) }.builder(None).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        for n in 0..lengths.len() {
+            let name = format!("t{n}");
+            let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
+            let guard = runtime.pin(&tensor).wait().unwrap();
+            assert!(guard.bytes() == &file.bytes[header.offset as usize..][..lengths[n]], "{name}");
+        }
+        let tensors = vec![model.tensor("t0").unwrap()];
+        drop(model);
+        check_at_rest(runtime, tensors, "ten thousand tensors");
+    });
+}
+
+/// Run by the test below. No mapping is left to the process, so no frame can be moved.
+#[test]
+fn child_every_move_fails() {
+    if std::env::var_os("OUTCORE_CHILD").is_none() {
+        return;
+    }
+    watched("every move fails", || {
+        const REQUESTS: u64 = 5000;
+        let setting = Setting { page: Bytes::kib(4), ..setting(1) };
+        let runtime = setting.builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[REQUESTS + 1, 4096]).unwrap();
+        let rows: Vec<Tensor> = (0..=REQUESTS).map(|n| table.rows(n..n + 1).unwrap()).collect();
+        let guard = runtime.pin(&rows[0]).wait().unwrap();
+        let mut requests: Vec<_> = rows[1..].iter().map(|row| runtime.pin(row)).collect();
+        for request in &mut requests {
+            assert!(poll(request, Waker::noop()).is_pending());
+        }
+        let exhausted = exhaust_mappings();
+        // One frame, so each refusal lets the next request in, which is refused too.
+        drop(guard);
+        let mut refused = 0;
+        for request in &mut requests {
+            if let Err(error) = block_on(request) {
+                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+                assert!(error.to_string().contains("page ") && error.advice().is_some(), "{error}");
+                refused += 1;
+            }
+        }
+        drop(exhausted);
+        assert!(refused > REQUESTS / 2, "only {refused} moves failed: this test does not test");
+        drop(requests);
+        assert!(runtime.pin(&rows[5]).wait().unwrap().iter().all(|byte| *byte == 0));
+        drop(rows);
+        check_at_rest(runtime, vec![table], "every move fails");
+        println!("the child ran");
+    });
+}
+
+/// Takes mappings until the kernel gives no more.
+fn exhaust_mappings() -> Vec<Mapping> {
+    let mut all = Vec::with_capacity(70_000);
+    while let Some(mapping) = Mapping::new(all.len() % 2 == 0) {
+        all.push(mapping);
+    }
+    all
+}
+
+struct Mapping(*mut libc::c_void);
+
+impl Mapping {
+    /// Neighbours differ in their rights, so that the kernel cannot join them.
+    fn new(readable: bool) -> Option<Self> {
+        let rights = if readable { libc::PROT_READ } else { libc::PROT_NONE };
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let at =
+            unsafe { libc::mmap(std::ptr::null_mut(), 4096, rights, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0) };
+        (at != libc::MAP_FAILED).then_some(Self(at))
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is this value's, and nothing points into it.
+        unsafe { libc::munmap(self.0, 4096) };
+    }
+}
+
+#[test]
+fn regression_a_device_on_which_every_move_fails_needs_no_stack() {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_every_move_fails", "--nocapture"])
+        .env("OUTCORE_CHILD", "1")
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && text.contains("the child ran"), "{:?}: {text}", child.status);
+}
+
+/// Pins and evictions of one page race; whoever holds a guard sees the page stay.
+#[test]
+fn a_pin_that_races_an_eviction_is_served_either_way() {
+    watched("pin against evict", || {
+        for setting in Setting::tiers() {
+            let file = common::synthetic(&[PAGE as usize * 2]);
+            let runtime = setting.builder(None).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let tensor = model.tensor("t0").unwrap();
+            let expected = &file.bytes[file.bytes.len() - PAGE as usize * 2..];
+            let stop = AtomicBool::new(false);
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        runtime.evict(&tensor);
+                    }
+                });
+                for _ in 0..100 {
+                    let guard = runtime.pin(&tensor).wait().unwrap();
+                    assert!(guard.bytes() == expected);
+                    let view = runtime.snapshot(&tensor);
+                    assert!(view.pages.iter().filter(|page| page.device.state == State::Clean).count() >= 3);
+                }
+                stop.store(true, Ordering::Relaxed);
+            });
+            drop(model);
+            check_at_rest(runtime, vec![tensor], "pin against evict");
+        }
+    });
+}
+
+/// A future is polled by one thread and finished by another, with another waker.
+#[test]
+fn a_request_moves_between_threads() {
+    watched("a request that moves", || {
+        let gate = Gate::holding(IoKind::Read);
+        let runtime = gated(&setting(4), &gate);
+        let file = common::synthetic(&[10_000]);
+        let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+        let mut request = pin!(runtime.pin(&tensor));
+        assert!(
+            poll(&mut request, &OnWake::waker(|| panic!("the waker of the first thread is out of date"))).is_pending()
+        );
+        thread::scope(|scope| {
+            let request = &mut request;
+            let (polled, was_polled) = mpsc::channel();
+            scope.spawn(move || {
+                let (woken, wake) = mpsc::channel();
+                let waker = OnWake::waker(move || {
+                    let _ = woken.send(());
+                });
+                assert!(poll(request, &waker).is_pending());
+                polled.send(()).unwrap();
+                wake.recv().unwrap();
+                let Poll::Ready(Ok(guard)) = poll(request, &waker) else { panic!("woken for nothing") };
+                assert_eq!(guard.len(), 10_000);
+            });
+            was_polled.recv().unwrap();
+            gate.open();
+        });
+    });
+}

@@ -1,0 +1,313 @@
+//! The promise: whatever operation fails, nobody sees a wrong byte, the error reaches whoever wanted the page and names
+//! it, nothing leaks, nothing hangs, and what can succeed later does.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+use harness::{Fault, Faults, Setting, check_at_rest, watched};
+use outcore::store::IoKind;
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor};
+
+const LENGTHS: [usize; 7] = [40_000, 20, 33_000, 16_384, 50_000, 0, 9_000];
+const ROWS: u64 = 10;
+/// One and a half pages: rows straddle pages.
+const ROW: u64 = 24 << 10;
+
+/// A fixed piece of work of every kind, and what it must find.
+struct Work {
+    runtime: Runtime,
+    faults: Arc<Faults>,
+    fault: Fault,
+    model: Model,
+    expected: Vec<Vec<u8>>,
+    table: Tensor,
+    rows: [u8; ROWS as usize],
+    refused: u64,
+}
+
+impl Work {
+    fn open(setting: &Setting, file: &common::Synthetic, faults: Arc<Faults>, fault: Fault) -> Self {
+        let runtime = setting.builder(Some(&faults)).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let bytes_of = |n: usize| {
+            let header = model.header().tensor(&format!("t{n}")).unwrap();
+            file.bytes[header.offset as usize..][..header.len as usize].to_vec()
+        };
+        let expected = (0..LENGTHS.len()).map(bytes_of).collect();
+        let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
+        Self { runtime, faults, fault, model, expected, table, rows: [0; ROWS as usize], refused: 0 }
+    }
+
+    fn tensor(&self, n: usize) -> Tensor {
+        self.model.tensor(&format!("t{n}")).unwrap()
+    }
+
+    /// Only one call fails, so what was refused is granted the second time; and only a hard failure is seen at all.
+    fn attempt<T>(&mut self, call: impl Fn(&Runtime) -> Result<T>) -> T {
+        let error = match call(&self.runtime) {
+            Ok(value) => return value,
+            Err(error) => error,
+        };
+        self.refused += 1;
+        assert!(self.faults.fired() == 1 && self.fault.is_hard(), "{error:?} without a failure");
+        assert_eq!(self.refused, 1, "{error:?}, the second refusal for one failure");
+        self.check_error(&error);
+        call(&self.runtime).unwrap_or_else(|again| panic!("{again:?}, after {error:?}"))
+    }
+
+    fn check_error(&self, error: &Error) {
+        let text = error.to_string();
+        let kind = if self.fault == Fault::Errno(libc::ENOSPC) { ErrorKind::DiskFull } else { ErrorKind::Io };
+        assert_eq!(error.kind(), kind, "{text}");
+        assert!(text.contains("page "), "{text}");
+        let named = text.contains("model.safetensors") || text.contains("read-write tensor");
+        assert!(named && text.contains(env!("CARGO_TARGET_TMPDIR")), "{text}");
+        assert!(error.advice().is_some(), "{text}");
+    }
+
+    fn read(&mut self, n: usize) {
+        let tensor = self.tensor(n);
+        let guard = self.attempt(|runtime| runtime.pin(&tensor).wait());
+        assert!(guard.bytes() == self.expected[n], "t{n} differs");
+    }
+
+    fn write_row(&mut self, row: u64, value: u8) {
+        let part = self.table.rows(row..row + 1).unwrap();
+        let mut guard = self.attempt(|runtime| runtime.pin_mut(&part).wait());
+        let before = self.rows[row as usize];
+        assert!(guard.bytes().iter().all(|byte| *byte == before), "row {row} lost what was written");
+        guard.bytes_mut().fill(value);
+        self.rows[row as usize] = value;
+    }
+
+    fn read_rows(&mut self, from: u64, to: u64) {
+        let part = self.table.rows(from..to).unwrap();
+        let guard = self.attempt(|runtime| runtime.pin(&part).wait());
+        for (row, bytes) in (from..to).zip(guard.bytes().chunks(ROW as usize)) {
+            let expected = self.rows[row as usize];
+            assert!(bytes.iter().all(|byte| *byte == expected), "row {row} differs");
+        }
+    }
+
+    fn run(&mut self) {
+        for n in 0..LENGTHS.len() {
+            self.read(n);
+        }
+        for row in 0..ROWS {
+            self.write_row(row, row as u8 + 1);
+        }
+        self.runtime.prefetch(&self.tensor(4));
+        self.read(4);
+        let set = [self.tensor(1), self.tensor(5), self.tensor(3), self.tensor(6)];
+        let guard = self.attempt(|runtime| runtime.pin_set(&set).wait());
+        assert!(guard.bytes(2).unwrap() == self.expected[3] && guard.bytes(1).unwrap().is_empty());
+        drop(guard);
+        self.runtime.evict(&self.table);
+        self.read_rows(0, 3);
+        let page = self.runtime.stats().page_size.bytes();
+        self.runtime.set_device_budget(Bytes::new(5 * page)).unwrap();
+        self.write_row(7, 77);
+        self.read(0);
+        self.runtime.trim(Bytes::new(2 * page));
+        self.runtime.set_device_budget(Bytes::new(8 * page)).unwrap();
+        for row in (0..ROWS).rev() {
+            self.read_rows(row, row + 1);
+        }
+        self.read(2);
+    }
+}
+
+fn fail_each(setting: Setting, fault: Fault, step: usize) {
+    let file = common::synthetic(&LENGTHS);
+    for n in (1..).step_by(step) {
+        let faults = Faults::new();
+        let mut work = Work::open(&setting, &file, faults.clone(), fault);
+        faults.nth(n, fault);
+        work.run();
+        let fired = faults.fired();
+        let what = format!("{setting:?}, {fault:?} at operation {n}");
+        let tensors = vec![work.tensor(0), work.table.clone()];
+        let runtime = work.runtime.clone();
+        drop(work);
+        check_at_rest(runtime, tensors, &what);
+        if fired == 0 {
+            assert!(n > 20, "{what}: the work does too little to be a test");
+            return;
+        }
+    }
+}
+
+#[test]
+fn any_one_operation_may_fail_with_eio() {
+    watched("fail each operation with EIO", || {
+        for setting in Setting::tiers() {
+            fail_each(setting, Fault::Errno(libc::EIO), 1);
+        }
+    });
+}
+
+#[test]
+fn any_one_operation_may_find_the_disk_full_or_end_early() {
+    watched("fail each operation with ENOSPC or nothing transferred", || {
+        for (at, setting) in Setting::tiers().into_iter().enumerate() {
+            fail_each(setting, Fault::Errno(libc::ENOSPC), 2 + at % 2);
+            fail_each(setting, Fault::Short(0), 3 + at % 2);
+        }
+    });
+}
+
+#[test]
+fn interrupted_postponed_and_partial_operations_go_on_unnoticed() {
+    watched("interrupt each operation", || {
+        for (at, setting) in Setting::tiers().into_iter().enumerate() {
+            for (fault, step) in
+                [(Fault::Errno(libc::EINTR), 5), (Fault::Errno(libc::EAGAIN), 5), (Fault::Short(5000), 3)]
+            {
+                fail_each(setting, fault, step + at % 2);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it() {
+    watched("poison", || {
+        for setting in Setting::tiers() {
+            let file = common::synthetic(&LENGTHS);
+            let faults = Faults::new();
+            let setting = Setting { host: 0, ..setting };
+            let mut work = Work::open(&setting, &file, faults.clone(), Fault::Errno(libc::EIO));
+            let victim = work.runtime.alloc(DType::U8, &[16 << 10]).unwrap();
+            work.runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+            faults.all(IoKind::Write, Fault::Errno(libc::EIO));
+            // Every attempt that somebody's need for the frame makes fails; after the last the page is given up.
+            while work.runtime.health().is_empty() {
+                work.runtime.evict(&victim);
+                std::thread::yield_now();
+            }
+            faults.off();
+            let error = work.runtime.pin(&victim).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Poisoned, "{error}");
+            let cause = std::error::Error::source(&error).unwrap().to_string();
+            assert!(cause.contains("write") && cause.contains("os error 5"), "{cause}");
+            assert_eq!(work.runtime.pin_mut(&victim).wait().unwrap_err().kind(), ErrorKind::Poisoned);
+            assert_eq!(work.runtime.stats().pager.poisoned, 1);
+            work.run();
+            let tensors = vec![work.tensor(0), work.table.clone(), victim];
+            let runtime = work.runtime.clone();
+            drop(work);
+            check_at_rest(runtime, tensors, &format!("{setting:?}"));
+        }
+    });
+}
+
+#[test]
+fn close_reports_what_was_lost() {
+    watched("close after a loss", || {
+        let setting = Setting {
+            io: IoBackend::Threads,
+            policy: PolicyKind::Lru,
+            page: Bytes::kib(16),
+            device: 4,
+            host: 0,
+            link: false,
+        };
+        let faults = Faults::new();
+        let runtime = setting.builder(Some(&faults)).open().unwrap();
+        let victim = runtime.alloc(DType::U8, &[16 << 10]).unwrap();
+        runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+        faults.all(IoKind::Write, Fault::Errno(libc::EIO));
+        while runtime.health().is_empty() {
+            runtime.evict(&victim);
+            std::thread::yield_now();
+        }
+        let error = runtime.close().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(error.to_string().contains("page 0 of a read-write tensor is lost"), "{error}");
+        drop(victim);
+    });
+}
+
+/// With a host tier, a disk that takes nothing for a while costs nothing that fits above it.
+#[test]
+fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold() {
+    watched("a disk that fails for a while", || {
+        for setting in Setting::tiers().into_iter().filter(|setting| setting.host > 0) {
+            let faults = Faults::new();
+            let runtime = setting.builder(Some(&faults)).open().unwrap();
+            let table = runtime.alloc(DType::U8, &[3, 16 << 10]).unwrap();
+            for row in 0..3 {
+                let part = table.rows(row..row + 1).unwrap();
+                runtime.pin_mut(&part).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+            }
+            faults.all(IoKind::Write, Fault::Errno(libc::EIO));
+            runtime.evict(&table);
+            let other = runtime.alloc(DType::U8, &[setting.device, 16 << 10]).unwrap();
+            drop(runtime.pin(&other).wait().unwrap());
+            faults.off();
+            let guard = runtime.pin(&table).wait().unwrap();
+            for (row, bytes) in guard.bytes().chunks(16 << 10).enumerate() {
+                assert!(bytes.iter().all(|byte| *byte == row as u8 + 1));
+            }
+            drop(guard);
+            check_at_rest(runtime, vec![table, other], &format!("{setting:?}"));
+        }
+    });
+}
+
+/// Run by the test below with a small file system mounted.
+#[test]
+fn child_a_full_scratch_disk() {
+    let Some(dir) = std::env::var_os("OUTCORE_SMALL_FS") else { return };
+    watched("a full scratch disk", move || {
+        let dir = Path::new(&dir);
+        let setting = Setting { io: IoBackend::Buffered, ..Setting::tiers()[0] };
+        let runtime = setting.builder(None).scratch_dir(dir).open().unwrap();
+        let small = runtime.alloc(DType::U8, &[8, 64 << 10]).unwrap();
+        let error = runtime.alloc(DType::U8, &[64 << 20]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DiskFull, "{error}");
+        let text = error.to_string();
+        assert!(text.contains(dir.to_str().unwrap()) && text.contains("64.0 MiB") && text.contains("free"), "{text}");
+        assert!(error.advice().is_some());
+        // All else goes on, further allocations too.
+        let more = runtime.alloc(DType::U8, &[8, 64 << 10]).unwrap();
+        for (value, table) in [(1, &small), (2, &more)] {
+            for row in 0..8 {
+                runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(value);
+            }
+        }
+        for (value, table) in [(1, &small), (2, &more)] {
+            for row in 0..8 {
+                let part = table.rows(row..row + 1).unwrap();
+                assert!(runtime.pin(&part).wait().unwrap().iter().all(|byte| *byte == value));
+            }
+        }
+        check_at_rest(runtime, vec![small, more], "a full disk");
+        println!("the child ran");
+    });
+}
+
+#[test]
+fn a_full_scratch_disk_names_the_directory_and_costs_only_the_allocation() {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/small_fs_run.sh");
+    for kind in ["tmpfs", "ext4"] {
+        let child = Command::new(script)
+            .args([kind, "16"])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "child_a_full_scratch_disk", "--nocapture"])
+            .output()
+            .unwrap();
+        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        if child.status.code() == Some(77) {
+            eprintln!("SKIPPED on {kind}: {text}");
+            continue;
+        }
+        assert!(child.status.success() && text.contains("the child ran"), "{kind}: {text}");
+    }
+}

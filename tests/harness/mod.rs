@@ -1,0 +1,257 @@
+//! What the tests of the whole runtime share: a watchdog, replayable randomness, injected failures, settings.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::panic;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use outcore::pager::state::State;
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::{Bytes, IoBackend, LinkModel, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use parking_lot::Mutex;
+
+/// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
+const HANG: Duration = Duration::from_secs(150);
+
+/// Runs `body` on a thread of its own and fails if it does not end.
+pub fn watched(what: &str, body: impl FnOnce() + Send + 'static) {
+    watched_for(what, HANG, body);
+}
+
+pub fn watched_for(what: &str, limit: Duration, body: impl FnOnce() + Send + 'static) {
+    let (ended, end) = mpsc::channel();
+    let thread = thread::Builder::new()
+        .name(what.to_owned())
+        .spawn(move || {
+            body();
+            let _ = ended.send(());
+        })
+        .unwrap();
+    match end.recv_timeout(limit) {
+        Err(RecvTimeoutError::Timeout) => panic!("{what} hangs: it has not ended after {limit:?}"),
+        Ok(()) | Err(RecvTimeoutError::Disconnected) => {
+            if let Err(payload) = thread.join() {
+                panic::resume_unwind(payload);
+            }
+        }
+    }
+}
+
+/// xorshift64*: small, fast and the same everywhere.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+    /// A number below `n`.
+    pub fn below(&mut self, n: u64) -> u64 {
+        (self.next() >> 16) % n.max(1)
+    }
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+        &of[self.below(of.len() as u64) as usize]
+    }
+}
+
+/// The seed of a random test: `OUTCORE_SEED`, or a new one. Printed, so that a failure can be run again.
+pub fn seed(test: &str) -> u64 {
+    let seed = match std::env::var("OUTCORE_SEED") {
+        Ok(text) => text.parse().unwrap(),
+        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 >> 10,
+    };
+    eprintln!("{test}: OUTCORE_SEED={seed} replays this run");
+    seed
+}
+
+/// What is done to a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    Errno(i32),
+    Short(u32),
+}
+
+impl Fault {
+    /// Whether the operation cannot succeed.
+    pub fn is_hard(self) -> bool {
+        !matches!(self, Self::Errno(libc::EINTR | libc::EAGAIN) | Self::Short(1..))
+    }
+    fn injected(self) -> Injected {
+        match self {
+            Self::Errno(errno) => Injected::Errno(errno),
+            Self::Short(len) => Injected::Short(len),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+enum Mode {
+    #[default]
+    Off,
+    /// The `n`th call from here on, once.
+    Nth(u64, Fault),
+    /// Every call of a kind.
+    All(IoKind, Fault),
+    /// One call in `n`, of either kind.
+    Random(Rng, u64),
+}
+
+/// Failures to order, at the system-call layer.
+#[derive(Debug, Default)]
+pub struct Faults {
+    mode: Mutex<Mode>,
+    fired: AtomicU64,
+}
+
+impl Faults {
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+    pub fn nth(&self, n: u64, fault: Fault) {
+        *self.mode.lock() = Mode::Nth(n, fault);
+    }
+    pub fn all(&self, kind: IoKind, fault: Fault) {
+        *self.mode.lock() = Mode::All(kind, fault);
+    }
+    pub fn random(&self, rng: Rng, one_in: u64) {
+        *self.mode.lock() = Mode::Random(rng, one_in);
+    }
+    pub fn off(&self) {
+        *self.mode.lock() = Mode::Off;
+    }
+    /// How many calls were failed so far.
+    pub fn fired(&self) -> u64 {
+        self.fired.load(Ordering::SeqCst)
+    }
+}
+
+const RANDOM_FAULTS: [Fault; 6] = [
+    Fault::Errno(libc::EIO),
+    Fault::Errno(libc::ENOSPC),
+    Fault::Errno(libc::EINTR),
+    Fault::Errno(libc::EAGAIN),
+    Fault::Short(4096),
+    Fault::Short(0),
+];
+
+impl CallHook for Faults {
+    fn before(&self, call: &IoCall) -> Injected {
+        let mut mode = self.mode.lock();
+        let fault = match &mut *mode {
+            Mode::Off => None,
+            Mode::Nth(0, _) => None,
+            Mode::Nth(n, fault) => {
+                *n -= 1;
+                (*n == 0).then_some(*fault)
+            }
+            Mode::All(kind, fault) => (*kind == call.kind).then_some(*fault),
+            Mode::Random(rng, n) => rng.one_in(*n).then(|| *rng.pick(&RANDOM_FAULTS)),
+        };
+        drop(mode);
+        fault.map_or(Injected::Nothing, |fault| {
+            self.fired.fetch_add(1, Ordering::SeqCst);
+            fault.injected()
+        })
+    }
+}
+
+/// One combination of what a runtime can be opened with. Sizes in pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    pub io: IoBackend,
+    pub policy: PolicyKind,
+    pub page: Bytes,
+    pub device: u64,
+    pub host: u64,
+    pub link: bool,
+}
+
+impl Setting {
+    /// Every backend, with and without host tier, with and without link.
+    pub fn tiers() -> Vec<Self> {
+        let mut all = Vec::new();
+        for io in IoBackend::CHOICES {
+            for host in [0, 3] {
+                for link in [false, true] {
+                    let policy = PolicyKind::ALL[all.len() % 2];
+                    all.push(Self { io, policy, page: Bytes::kib(16), device: 6, host, link });
+                }
+            }
+        }
+        all
+    }
+
+    pub fn page_size(&self) -> PageSize {
+        PageSize::new(self.page).unwrap()
+    }
+
+    pub fn builder(&self, faults: Option<&Arc<Faults>>) -> RuntimeBuilder {
+        let mut store = StoreOptions::new(self.io);
+        if let Some(faults) = faults {
+            store = store.hook(faults.clone());
+        }
+        let builder = Runtime::builder()
+            .page_size(self.page_size())
+            .device_budget(Bytes::new(self.device * self.page.get()))
+            .host_budget(Bytes::new(self.host * self.page.get()))
+            .policy(self.policy)
+            .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+            .store(store);
+        if self.link {
+            builder.link(LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap())
+        } else {
+            builder
+        }
+    }
+}
+
+/// What must hold when nobody uses a runtime: no pin, nothing in motion, no frame that no page has, and none at all once
+/// the tensors are gone. Closes it.
+pub fn check_at_rest(runtime: Runtime, tensors: Vec<Tensor>, what: &str) {
+    let after = runtime.clone();
+    let closed = runtime.close();
+    let mut frames = 0;
+    let mut seen = std::collections::HashSet::new();
+    let mut poisoned = false;
+    for tensor in &tensors {
+        let view = after.snapshot(tensor);
+        if !seen.insert(view.id) {
+            continue;
+        }
+        for (index, page) in view.pages.iter().enumerate() {
+            let state = page.device.state;
+            assert_eq!(page.device.pins, 0, "{what}: page {index} of {:?} is pinned for ever", view.id);
+            assert!(
+                matches!(state, State::Empty | State::Clean | State::Dirty | State::Poisoned),
+                "{what}: page {index} of {:?} is {state:?} for ever",
+                view.id
+            );
+            assert_eq!(page.frame.is_some(), matches!(state, State::Clean | State::Dirty), "{what}: {page:?}");
+            frames += u64::from(page.frame.is_some());
+            poisoned |= state == State::Poisoned;
+        }
+    }
+    assert_eq!(closed.is_err(), poisoned, "{what}: {closed:?}");
+    let stats = after.stats();
+    let page = stats.page_size.bytes();
+    assert_eq!(stats.device.0.get(), frames * page, "{what}: frames that no page has");
+    assert!(stats.device.0 <= stats.device.1, "{what}: {stats:?}");
+    drop(tensors);
+    let stats = after.stats();
+    assert_eq!(stats.device.0, Bytes::ZERO, "{what}: frames leaked");
+    assert_eq!(stats.host.0, Bytes::ZERO, "{what}: host frames leaked");
+}

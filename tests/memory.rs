@@ -1,0 +1,142 @@
+//! The promise: a process that streams holds its budgets, 64 bytes a page, and 32 MiB; O_DIRECT leaves the page cache
+//! alone; and a model four times as large as its cgroup is not its death.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use outcore::{Bytes, DType, IoBackend, PageSize, Runtime};
+
+const MODEL: u64 = 256 << 20;
+const DEVICE: u64 = 24 << 20;
+const HOST: u64 = 16 << 20;
+const PAGE: u64 = 256 << 10;
+/// The cgroup's limit is a quarter of the model.
+const LIMIT: u64 = MODEL / 4;
+
+/// A model written in pieces: neither the test nor its children ever hold it.
+fn model(dir: &Path) -> PathBuf {
+    let path = dir.join("large.safetensors");
+    let header = format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[256,{}],\"data_offsets\":[0,{MODEL}]}}}}", MODEL / 256);
+    let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    for row in 0..256u64 {
+        file.write_all(&vec![row as u8; (MODEL / 256) as usize]).unwrap();
+    }
+    file.sync_all().unwrap();
+    path
+}
+
+/// A field of /proc/self/status, in bytes.
+fn status(field: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+/// How much of a file the page cache holds.
+fn cached(path: &Path) -> u64 {
+    use std::os::fd::AsRawFd;
+    let file = File::open(path).unwrap();
+    let len = file.metadata().unwrap().len() as usize;
+    // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory; it is never read.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    let mut pages = vec![0u8; len.div_ceil(4096)];
+    // SAFETY: the range is mapped, and `pages` has a byte for each of its pages.
+    assert_eq!(unsafe { libc::mincore(at, len, pages.as_mut_ptr()) }, 0);
+    // SAFETY: the mapping is this function's.
+    unsafe { libc::munmap(at, len) };
+    pages.iter().filter(|page| **page & 1 != 0).count() as u64 * 4096
+}
+
+/// Run by the tests below, in a process of its own.
+#[test]
+fn child_streams_a_large_model() {
+    let Ok(io) = std::env::var("OUTCORE_CHILD_IO") else { return };
+    let path = PathBuf::from(std::env::var_os("OUTCORE_CHILD_MODEL").unwrap());
+    let io: IoBackend = io.parse().unwrap();
+    let before = status("VmRSS:");
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(DEVICE))
+        .host_budget(Bytes::new(HOST))
+        .io(io)
+        .scratch_dir(path.parent().unwrap())
+        .open()
+        .unwrap();
+    let tensor = runtime.open_model(&path).unwrap().tensor("w").unwrap();
+    let table = runtime.alloc(DType::U8, &[256, MODEL / 1024]).unwrap();
+    let cached_before = cached(&path);
+    for pass in 0..2u8 {
+        for row in 0..256u64 {
+            let guard = runtime.pin(&tensor.rows(row..row + 1).unwrap()).wait().unwrap();
+            assert!(guard.iter().all(|byte| *byte == row as u8), "row {row}");
+            drop(guard);
+            let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+            let expected = if pass == 0 { 0 } else { row as u8 };
+            assert!(guard.bytes().iter().all(|byte| *byte == expected), "table row {row}");
+            guard.bytes_mut().fill(row as u8);
+        }
+    }
+    let pages = (MODEL + MODEL / 4) / PAGE;
+    let allowed = before + DEVICE + HOST + 64 * pages + (32 << 20);
+    let (peak, budgets) = (status("VmHWM:"), DEVICE + HOST);
+    println!("peak {peak} of {allowed} allowed, {before} before, budgets {budgets}");
+    assert!(peak <= allowed, "the process held {peak} bytes, {allowed} are allowed");
+    let grown = cached(&path).saturating_sub(cached_before);
+    println!("page cache grew by {grown}");
+    if io != IoBackend::Buffered {
+        assert_eq!(grown, 0, "{io} reads through the page cache");
+    }
+    drop((tensor, table));
+    runtime.close().unwrap();
+    println!("the child ran");
+}
+
+fn run(mut command: Command, io: IoBackend, path: &Path) -> Output {
+    command
+        .args(["--exact", "child_streams_a_large_model", "--nocapture"])
+        .env("OUTCORE_CHILD_IO", io.to_string())
+        .env("OUTCORE_CHILD_MODEL", path)
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn a_process_holds_what_it_was_given_and_little_more() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(dir.path());
+    for io in IoBackend::CHOICES {
+        let child = run(Command::new(std::env::current_exe().unwrap()), io, &path);
+        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        assert!(child.status.success() && text.contains("the child ran"), "{io}: {text}");
+        let shown = text.lines().filter(|line| line.starts_with("peak") || line.starts_with("page cache"));
+        eprintln!("{io}: {}", shown.collect::<Vec<_>>().join("; "));
+    }
+}
+
+#[test]
+fn a_model_four_times_the_cgroups_limit_streams() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(dir.path());
+    for io in IoBackend::CHOICES {
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/cgroup_run.sh"));
+        command.arg(LIMIT.to_string()).arg(std::env::current_exe().unwrap());
+        let child = run(command, io, &path);
+        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        if child.status.code() == Some(77) {
+            eprintln!("SKIPPED: {text}");
+            return;
+        }
+        assert!(child.status.success() && text.contains("the child ran"), "{io}: {:?}: {text}", child.status);
+        eprintln!("{io}: {}", text.lines().find(|line| line.starts_with("cgroup_run:")).unwrap());
+    }
+}

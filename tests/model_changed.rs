@@ -1,0 +1,164 @@
+//! The promise: a model file that changes underneath is an error, never mixed bytes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+
+use std::fs::{File, FileTimes, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
+
+use harness::{Setting, watched};
+use outcore::{ErrorKind, Model, Runtime, Verify};
+
+const LENGTHS: [usize; 3] = [60_000, 60_000, 60_000];
+
+fn opened(setting: &Setting, verify: Verify) -> (common::Synthetic, Runtime, Model) {
+    let file = common::synthetic(&LENGTHS);
+    // Not now: a change within the clock's tick would leave the time as it is.
+    set_modified(&file.path, SystemTime::now() - Duration::from_secs(100));
+    let runtime = Setting { host: 0, device: 12, ..*setting }.builder(None).verify(verify).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    (file, runtime, model)
+}
+
+fn set_modified(path: &Path, time: SystemTime) {
+    File::options().write(true).open(path).unwrap().set_times(FileTimes::new().set_modified(time)).unwrap();
+}
+
+fn bytes_of<'a>(file: &'a common::Synthetic, model: &Model, name: &str) -> &'a [u8] {
+    let header = model.header().tensor(name).unwrap();
+    &file.bytes[header.offset as usize..][..header.len as usize]
+}
+
+/// `change` happens while one tensor is held; whatever is read from disk afterwards is refused.
+fn refused_after(change: impl Fn(&common::Synthetic) + Send + Sync + 'static) {
+    watched("a changed model", move || {
+        for setting in Setting::tiers() {
+            let (file, runtime, model) = opened(&setting, Verify::Off);
+            let (held, other) = (model.tensor("t0").unwrap(), model.tensor("t2").unwrap());
+            let guard = runtime.pin(&held).wait().unwrap();
+            change(&file);
+            let error = runtime.pin(&other).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ModelChanged, "{setting:?}: {error}");
+            let text = error.to_string();
+            assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
+            assert!(error.advice().is_some_and(|advice| advice.contains("reopen")), "{text}");
+            // What is held stays what it was, and the error stays an error.
+            assert!(guard.bytes() == bytes_of(&file, &model, "t0"));
+            drop(guard);
+            runtime.evict(&held);
+            assert_eq!(runtime.pin(&held).wait().unwrap_err().kind(), ErrorKind::ModelChanged);
+            drop((held, other, model));
+            runtime.close().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_model_changed_in_place_is_refused() {
+    refused_after(|file| {
+        OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&[1; 4096], 140_000).unwrap();
+    });
+}
+
+#[test]
+fn a_truncated_model_is_refused() {
+    refused_after(|file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(100_000).unwrap());
+}
+
+#[test]
+fn a_model_that_grew_is_refused() {
+    refused_after(|file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(1 << 20).unwrap());
+}
+
+/// The old file lives on, unnamed, for as long as it is open: every byte is still its own.
+#[test]
+fn a_replaced_model_is_read_on_unmixed() {
+    watched("a replaced model", || {
+        for setting in Setting::tiers() {
+            let (file, runtime, model) = opened(&setting, Verify::Always);
+            let first = model.tensor("t0").unwrap();
+            drop(runtime.pin(&first).wait().unwrap());
+            let new = file.dir.path().join("new");
+            std::fs::write(&new, vec![7; file.bytes.len()]).unwrap();
+            std::fs::rename(&new, &file.path).unwrap();
+            for n in [2, 1, 0] {
+                let name = format!("t{n}");
+                let tensor = model.tensor(&name).unwrap();
+                runtime.evict(&tensor);
+                let guard = runtime.pin(&tensor).wait().unwrap();
+                assert!(guard.bytes() == bytes_of(&file, &model, &name), "{setting:?}: {name} is mixed");
+            }
+        }
+    });
+}
+
+#[test]
+fn verification_catches_a_byte_flipped_behind_an_unchanged_time() {
+    watched("a flipped byte", || {
+        for setting in Setting::tiers() {
+            for verify in [Verify::First, Verify::Always] {
+                let (file, runtime, model) = opened(&setting, verify);
+                let tensor = model.tensor("t1").unwrap();
+                drop(runtime.pin(&tensor).wait().unwrap());
+                runtime.evict(&tensor);
+                let at = model.header().tensor("t1").unwrap().offset + 30_000;
+                let time = std::fs::metadata(&file.path).unwrap().modified().unwrap();
+                let flipped = [!file.bytes[at as usize]];
+                OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&flipped, at).unwrap();
+                set_modified(&file.path, time);
+                let error = runtime.pin(&tensor).wait().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Corrupt, "{setting:?} {verify}: {error}");
+                let text = error.to_string();
+                assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
+            }
+        }
+    });
+}
+
+/// Between the header's reading and the data's there is time to replace the file.
+#[test]
+fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
+    watched("replacement while opening", || {
+        let file = common::synthetic(&[5000]);
+        let other = common::synthetic(&[100, 4000]);
+        let (a, b) = (file.bytes.clone(), other.bytes.clone());
+        let turns = |stop: &AtomicBool| {
+            let new = file.dir.path().join("new");
+            for turn in 0.. {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                std::fs::write(&new, if turn % 2 == 0 { &b } else { &a }).unwrap();
+                std::fs::rename(&new, &file.path).unwrap();
+            }
+        };
+        let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+        let stop = AtomicBool::new(false);
+        let mut refused = 0;
+        let mixed = std::thread::scope(|scope| {
+            scope.spawn(|| turns(&stop));
+            let mixed = (0..500).find_map(|_| {
+                let model = match runtime.open_model(&file.path) {
+                    Ok(model) => model,
+                    Err(error) => {
+                        refused += 1;
+                        return (error.kind() != ErrorKind::ModelChanged).then(|| error.to_string());
+                    }
+                };
+                let bytes = if model.contains("t1") { &b } else { &a };
+                let header = model.header().tensor("t0").unwrap();
+                let guard = runtime.pin(&model.tensor("t0").unwrap()).wait().unwrap();
+                (guard.bytes() != &bytes[header.offset as usize..][..header.len as usize]).then(|| "mixed".to_owned())
+            });
+            stop.store(true, Ordering::Relaxed);
+            mixed
+        });
+        eprintln!("{refused} of 500 refused");
+        assert_eq!(mixed, None);
+    });
+}

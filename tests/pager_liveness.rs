@@ -1,0 +1,374 @@
+//! Whoever waits is served, and bugs that were found stay fixed.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
+
+mod pager_world;
+
+use outcore::pager::{Backing, Place, PolicyKind, Priority, State};
+use outcore::{Error, ErrorKind, SegmentId};
+use pager_world::{World, config, page, run};
+
+fn world(frames: u32, host: u32, pages: u32) -> (World, SegmentId) {
+    let mut world = World::new(config(frames, host, 2, true), PolicyKind::Lru);
+    let segment = world.segment(Backing::ReadWrite, pages);
+    (world, segment)
+}
+
+fn settle(world: &mut World) {
+    while !world.moves.is_empty() {
+        world.complete(0, true);
+    }
+}
+
+/// Makes a page resident and unpinned; dirty if it was written.
+fn touch(world: &mut World, segment: SegmentId, index: u32, write: bool) {
+    world.pin(&[run(segment, index, 1)], write, false).unwrap();
+    settle(world);
+    world.unpin(world.guards.len() - 1);
+}
+
+/// The move of a page that is in flight.
+fn end(world: &mut World, segment: SegmentId, index: u32, ok: bool) {
+    let at = world.moves.iter().position(|(m, _)| m.page == page(segment, index)).expect("in flight");
+    world.complete(at, ok);
+}
+
+#[test]
+fn a_thread_that_holds_a_pin_gets_one_more_while_a_large_request_waits() {
+    let (mut world, s) = world(3, 0, 8);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    let large = world.pin(&[run(s, 1, 3)], false, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 5, 1)], false, false).unwrap();
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 2, "the nested pin overtakes");
+    assert!(world.waiting.iter().any(|(id, ..)| *id == large));
+    world.drain();
+}
+
+#[test]
+fn a_large_request_is_overtaken_a_bounded_number_of_times() {
+    let (mut world, s) = world(4, 0, 64);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    let large = world.pin(&[run(s, 60, 4)], false, false).unwrap().unwrap_err();
+    let mut overtaken = 0;
+    for index in 1..50 {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+        settle(&mut world);
+        overtaken += 1;
+        if world.waiting.len() > 1 {
+            break;
+        }
+        world.unpin(0);
+        if !world.waiting.iter().any(|(id, ..)| *id == large) {
+            return;
+        }
+    }
+    assert!(overtaken < 20, "overtaken {overtaken} times");
+    while world.waiting.iter().any(|(id, ..)| *id == large) {
+        settle(&mut world);
+        world.unpin(0);
+    }
+    world.drain();
+}
+
+#[test]
+fn a_writer_waits_for_readers_and_readers_for_the_writer() {
+    let (mut world, s) = world(2, 0, 2);
+    touch(&mut world, s, 0, false);
+    world.pin(&[run(s, 0, 1)], false, true).unwrap();
+    world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 0, 1)], false, true).unwrap();
+    world.unpin(0);
+    assert_eq!(world.waiting.len(), 1);
+    world.unpin(0);
+    assert!(world.waiting.is_empty() && world.guards[0].exclusive);
+    world.pin(&[run(s, 0, 1)], false, true).unwrap().unwrap_err();
+    world.unpin(0);
+    assert!(world.waiting.is_empty() && !world.guards[0].exclusive);
+    world.drain();
+}
+
+#[test]
+fn a_budget_shrinks_while_pinned_as_pins_end() {
+    let (mut world, s) = world(4, 0, 8);
+    world.pin(&[run(s, 0, 4)], false, false).unwrap();
+    settle(&mut world);
+    world.set_budget(2);
+    assert_eq!(world.pager.device_frames(), (4, 4));
+    let waiting = world.pin(&[run(s, 6, 2)], false, false).unwrap();
+    assert!(waiting.is_err());
+    world.unpin(0);
+    assert_eq!(world.pager.device_frames().1, 2);
+    world.drain();
+}
+
+#[test]
+fn a_budget_that_shrinks_below_a_queued_request_ends_it() {
+    let (mut world, s) = world(4, 0, 8);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.pin(&[run(s, 2, 4)], false, false).unwrap().unwrap_err();
+    world.set_budget(3);
+    assert_eq!(world.failed[0].1.kind(), ErrorKind::BudgetTooSmall);
+    world.drain();
+}
+
+#[test]
+fn a_late_prefetch_becomes_demand() {
+    let (mut world, s) = world(2, 0, 4);
+    world.with(|pager, fx| pager.prefetch(&[run(s, 0, 1)], fx));
+    assert_eq!(world.moves[0].0.priority, Priority::Prefetch);
+    world.pin(&[run(s, 0, 1)], false, true).unwrap().unwrap_err();
+    assert_eq!(world.moves.len(), 1, "one fill serves both");
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.pager.stats().late), (1, 1));
+    world.drain();
+}
+
+#[test]
+fn prefetches_do_not_block_demand() {
+    let (mut world, s) = world(2, 0, 8);
+    world.with(|pager, fx| pager.prefetch(&[run(s, 0, 8)], fx));
+    assert_eq!(world.moves.len(), 2);
+    world.pin(&[run(s, 6, 2)], false, false).unwrap().unwrap_err();
+    world.complete(0, true);
+    world.complete(0, false);
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 1);
+    world.drain();
+}
+
+#[test]
+fn a_page_being_evicted_is_rescued_unless_its_frame_is_promised() {
+    for promised in [false, true] {
+        let (mut world, s) = world(1, 1, 2);
+        touch(&mut world, s, 0, false);
+        if promised {
+            world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+        } else {
+            world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+        }
+        assert_eq!(world.word(page(s, 0)).load().state, State::Evicting);
+        let pinned = world.pin(&[run(s, 0, 1)], false, true).unwrap();
+        assert_eq!(pinned.is_ok(), !promised);
+        world.drain();
+        world.read_all();
+    }
+}
+
+#[test]
+fn a_page_that_cannot_be_written_back_is_lost_alone_and_says_so() {
+    let (mut world, s) = world(1, 0, 2);
+    touch(&mut world, s, 0, true);
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    for _ in 0..3 {
+        end(&mut world, s, 0, false);
+    }
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 1, "its frame serves the page that waited");
+    assert_eq!(world.pager.lost_pages().len(), 1);
+    assert!(world.pin(&[run(s, 0, 1)], false, false).is_none());
+    world.drain();
+}
+
+#[test]
+fn a_failed_fill_releases_what_its_waiters_hold() {
+    let (mut world, s) = world(3, 0, 4);
+    touch(&mut world, s, 0, false);
+    world.pin(&[run(s, 0, 2)], false, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 1, 2)], false, false).unwrap().unwrap_err();
+    end(&mut world, s, 1, false);
+    assert_eq!(world.failed.len(), 2);
+    assert_eq!(world.word(page(s, 0)).load().pins, 0);
+    world.drain();
+}
+
+/// Two admissions that each pin a victim in transit must not count on each other's frames.
+#[test]
+fn regression_admissions_do_not_count_on_frames_they_pin() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    world.with(|pager, fx| pager.evict([page(s, 0), page(s, 1)].into_iter(), fx));
+    assert_eq!(world.word(page(s, 0)).load().state, State::WritingBack);
+    world.pin(&[run(s, 0, 1), run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 1, 1), run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 1, "one of them is served, then the other");
+    world.drain();
+}
+
+/// An old host copy still being written to disk must not land after the new bytes.
+#[test]
+fn regression_a_stale_host_copy_is_not_written_over_newer_bytes() {
+    let (mut world, s) = world(1, 1, 3);
+    touch(&mut world, s, 0, true);
+    // Page 0 goes to the host tier, dirty, and from there to disk while the device page is written again.
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, true);
+    let to_disk = world.moves.iter().find(|(m, _)| m.to == Place::Disk).expect("the full host tier is cleaned").0;
+    world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
+    let fill = world.moves.iter().find(|(m, _)| matches!(m.to, Place::Device(_))).unwrap().0;
+    world.complete_id(fill.id, true);
+    assert!(world.guards[0].exclusive);
+    world.unpin(0);
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    world.complete_id(to_disk.id, true);
+    settle(&mut world);
+    world.drain();
+    world.read_all();
+}
+
+/// A host copy that a fill reads must not be given away when its own write back ends.
+#[test]
+fn regression_a_host_copy_stays_while_a_fill_reads_it() {
+    let (mut world, s) = world(2, 1, 4);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, true);
+    touch_other(&mut world, s, 1);
+    let to_disk = world.moves.iter().find(|(m, _)| m.to == Place::Disk).expect("the full host tier is cleaned").0;
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
+    world.complete_id(to_disk.id, true);
+    world.with(|pager, fx| pager.evict([page(s, 1)].into_iter(), fx));
+    settle(&mut world);
+    world.drain();
+    world.read_all();
+}
+
+/// Makes a page resident, leaving other moves as they are.
+fn touch_other(world: &mut World, segment: SegmentId, index: u32) {
+    world.pin(&[run(segment, index, 1)], false, false).unwrap().unwrap_err();
+    end(world, segment, index, true);
+    world.unpin(world.guards.len() - 1);
+}
+
+/// Fills ahead that fail must not shorten the lookahead for good, nor be tried for ever.
+#[test]
+fn regression_failed_fills_ahead_leave_the_lookahead() {
+    let mut world = World::new(config(4, 0, 2, true), PolicyKind::Plan);
+    let s = world.segment(Backing::File, 12);
+    world.with(|pager, fx| pager.declare_plan(&[run(s, 0, 12)], true, fx));
+    for _ in 0..100 {
+        if world.moves.is_empty() {
+            break;
+        }
+        world.complete(0, false);
+    }
+    assert!(world.moves.is_empty(), "a failing fill ahead is tried for ever");
+    for index in (0..12).chain(0..6) {
+        touch_other_or_hit(&mut world, s, index);
+    }
+    assert!(!world.moves.is_empty(), "nothing is filled ahead any more");
+    world.drain();
+}
+
+fn touch_other_or_hit(world: &mut World, segment: SegmentId, index: u32) {
+    if world.pin(&[run(segment, index, 1)], false, false).unwrap().is_err() {
+        end(world, segment, index, true);
+    }
+    world.unpin(world.guards.len() - 1);
+}
+
+/// Hints and plans may name a segment that is gone, or one that is smaller and has its number.
+#[test]
+fn regression_hints_and_plans_of_a_removed_segment() {
+    let mut world = World::new(config(4, 0, 2, true), PolicyKind::Plan);
+    let gone = world.segment(Backing::File, 9);
+    world.remove(gone);
+    world.with(|pager, fx| pager.prefetch(&[run(gone, 0, 9)], fx));
+    world.with(|pager, fx| pager.declare_plan(&[run(gone, 0, 9)], true, fx));
+    let smaller = world.segment(Backing::File, 2);
+    assert_eq!(smaller, gone, "the number is used again");
+    world.with(|pager, fx| pager.prefetch(&[run(gone, 0, 9)], fx));
+    world.with(|pager, fx| pager.pump(fx));
+    settle(&mut world);
+    world.drain();
+}
+
+/// A segment that is going is not filled any more.
+#[test]
+fn regression_a_dying_segment_is_not_filled_ahead() {
+    let mut world = World::new(config(8, 0, 2, true), PolicyKind::Plan);
+    let s = world.segment(Backing::File, 20);
+    world.with(|pager, fx| pager.declare_plan(&[run(s, 0, 20)], true, fx));
+    world.remove(s);
+    let in_flight = world.moves.len();
+    for _ in 0..in_flight {
+        world.complete(0, true);
+    }
+    assert!(world.moves.is_empty());
+    assert_eq!(world.released, [s]);
+}
+
+/// A frame trimmed while the budget shrinks leaves with the others.
+#[test]
+fn regression_a_trimmed_frame_does_not_return_to_a_smaller_budget() {
+    let (mut world, s) = world(3, 0, 4);
+    touch(&mut world, s, 0, false);
+    world.with(|pager, fx| pager.trim(1, fx));
+    world.set_budget(1);
+    while !world.discards.is_empty() {
+        world.discarded(0);
+    }
+    assert_eq!(world.pager.device_frames().1, 1);
+    // Growing again while frames are leaving takes those back; no new ones are made.
+    world.set_budget(3);
+    world.set_budget(2);
+    let mut exist = 0;
+    world.with(|pager, fx| exist = pager.set_frames(3, fx));
+    world.budget = 3;
+    assert_eq!(exist, 3);
+    world.drain();
+}
+
+/// A victim rescued while it is copied down is not written before the copy has ended.
+#[test]
+fn regression_a_writer_waits_for_the_copy_of_a_rescued_victim() {
+    let (mut world, s) = world(1, 1, 2);
+    touch(&mut world, s, 0, false);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
+    end(&mut world, s, 0, true);
+    assert!(world.guards[0].exclusive);
+    world.drain();
+    world.read_all();
+}
+
+/// Closing gives up pins that a running fill may have waited for.
+#[test]
+fn regression_closing_serves_who_waited_for_a_pin_it_gave_up() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, false);
+    // A reader keeps the writer of page 1 waiting; a fill waits for page 0, which a reader then holds.
+    world.pin(&[run(s, 1, 1)], false, true).unwrap();
+    world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 0, 1)], false, true).unwrap();
+    settle(&mut world);
+    world.unpin(0);
+    let closed = Error::new(ErrorKind::Closed, "closing");
+    world.with(|pager, fx| pager.close(&closed, fx));
+    world.drain();
+}
+
+/// A host copy that cannot be written to disk is not tried for ever, and not lost.
+#[test]
+fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
+    let (mut world, s) = world(2, 1, 4);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, true);
+    for _ in 0..100 {
+        if world.moves.is_empty() {
+            break;
+        }
+        world.complete(0, false);
+    }
+    assert!(world.moves.is_empty(), "it is tried for ever");
+    world.drain();
+    world.read_all();
+}

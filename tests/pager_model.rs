@@ -1,0 +1,254 @@
+//! The pager against a model of bytes: long random runs and generated ones. The world plays device, host memory and
+//! disk, ends moves out of order, fails some, and checks at every step what each guard sees.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
+
+mod pager_world;
+
+use outcore::pager::{Backing, PageRun, PolicyKind};
+use outcore::{Error, ErrorKind, SegmentId};
+use pager_world::{Random, World, config, run};
+use proptest::prelude::*;
+
+/// What a run is like; drawn from its seed.
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    frames: u32,
+    host: u32,
+    staging: u32,
+    direct: bool,
+    policy: PolicyKind,
+    pages: u32,
+    /// One in this many moves fails; 0 is none.
+    failing: usize,
+    actors: usize,
+    writers: usize,
+}
+
+fn shape(random: &mut Random) -> Shape {
+    Shape {
+        frames: 2 + random.below(5) as u32,
+        host: random.below(5) as u32,
+        staging: 1 + random.below(3) as u32,
+        direct: random.below(3) == 0,
+        policy: PolicyKind::ALL[random.below(2)],
+        pages: 8 + random.below(24) as u32,
+        failing: [0, 0, 5, 20][random.below(4)],
+        actors: 1 + random.below(8),
+        writers: random.below(3),
+    }
+}
+
+struct Run {
+    world: World,
+    shape: Shape,
+    file: SegmentId,
+    memory: SegmentId,
+    spare: Option<SegmentId>,
+}
+
+impl Run {
+    fn new(shape: Shape) -> Self {
+        let mut world = World::new(config(shape.frames, shape.host, shape.staging, shape.direct), shape.policy);
+        let file = world.segment(Backing::File, shape.pages / 2);
+        let memory = world.segment(Backing::ReadWrite, shape.pages - shape.pages / 2);
+        Self { world, shape, file, memory, spare: None }
+    }
+
+    fn runs(&self, random: &mut Random, most: u32) -> Vec<PageRun> {
+        let mut runs = Vec::new();
+        let mut left = 1 + random.below(most.max(1) as usize) as u32;
+        while left > 0 {
+            let (segment, pages) = self.segment(random);
+            let count = (1 + random.below(left as usize) as u32).min(pages);
+            let first = random.below((pages - count + 1) as usize) as u32;
+            runs.push(run(segment, first, count));
+            left -= count.min(left);
+        }
+        PageRun::normalize(&mut runs);
+        runs
+    }
+
+    fn segment(&self, random: &mut Random) -> (SegmentId, u32) {
+        if random.below(2) == 0 {
+            (self.file, self.shape.pages / 2)
+        } else {
+            (self.memory, self.shape.pages - self.shape.pages / 2)
+        }
+    }
+
+    fn step(&mut self, random: &mut Random) {
+        let Shape { frames, actors, failing, writers, .. } = self.shape;
+        match random.below(32) {
+            0..8 if self.world.guards.len() + self.world.waiting.len() < actors => {
+                let budget = self.world.budget;
+                if random.below(3) < writers {
+                    let count = 1 + random.below(2.min(self.shape.pages as usize / 2)) as u32;
+                    let pages = self.shape.pages - self.shape.pages / 2;
+                    let first = random.below((pages - count + 1) as usize) as u32;
+                    self.world.pin(&[run(self.memory, first, count)], true, false);
+                } else {
+                    let runs = self.runs(random, budget);
+                    self.world.pin(&runs, false, random.below(2) == 0);
+                }
+            }
+            8..12 if !self.world.guards.is_empty() => {
+                let at = random.below(self.world.guards.len());
+                self.world.unpin(at);
+            }
+            12..24 if !self.world.moves.is_empty() => {
+                let at = random.below(self.world.moves.len());
+                let ok = failing == 0 || random.below(failing) > 0;
+                self.world.complete(at, ok);
+            }
+            24 if !self.world.guards.is_empty() => {
+                let at = random.below(self.world.guards.len());
+                if self.world.guards[at].exclusive {
+                    self.world.write_through(at);
+                }
+            }
+            25 if !self.world.waiting.is_empty() && random.below(3) == 0 => {
+                let at = random.below(self.world.waiting.len());
+                self.world.cancel(at);
+            }
+            26 => {
+                let runs = self.runs(random, frames);
+                self.world.with(|pager, fx| pager.prefetch(&runs, fx));
+            }
+            27 => {
+                let runs = self.runs(random, 3);
+                self.world.with(|pager, fx| pager.evict(runs.iter().flat_map(|run| run.pages()), fx));
+            }
+            28 => {
+                let count = random.below(3) as u32;
+                self.world.with(|pager, fx| pager.trim(count, fx));
+            }
+            29 if !self.world.discards.is_empty() => {
+                let at = random.below(self.world.discards.len());
+                self.world.discarded(at);
+            }
+            30 if random.below(8) == 0 => self.world.set_budget(1 + random.below(frames as usize + 1) as u32),
+            31 => self.rarely(random),
+            _ => {}
+        }
+    }
+
+    fn rarely(&mut self, random: &mut Random) {
+        match random.below(12) {
+            0 => {
+                let order = self.runs(random, self.shape.pages);
+                let cyclic = random.below(2) == 0;
+                self.world.with(|pager, fx| pager.declare_plan(&order, cyclic, fx));
+            }
+            1 if self.spare.is_none() => {
+                let segment = self.world.segment(Backing::File, 3);
+                self.spare = Some(segment);
+                self.world.with(|pager, fx| pager.prefetch(&[run(segment, 0, 3)], fx));
+            }
+            2 => {
+                if let Some(segment) = self.spare.take() {
+                    self.world.remove(segment);
+                    // Hints may come after the segment has gone.
+                    self.world.with(|pager, fx| pager.prefetch(&[run(segment, 0, 3)], fx));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Ends everything, checks that nothing is lost, and starts over with what was lost left out.
+    fn rest(&mut self) {
+        self.world.drain();
+        self.world.set_budget(self.shape.frames);
+        self.world.drain();
+        self.world.read_all();
+        let (in_use, active) = self.world.pager.device_frames();
+        assert!(in_use <= active && active == self.shape.frames, "{in_use} of {active}");
+    }
+}
+
+fn random_run(seed: u64, steps: usize) {
+    let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let shape = shape(&mut random);
+    let mut this = Run::new(shape);
+    for step in 0..steps {
+        this.step(&mut random);
+        if step % 500 == 499 {
+            this.rest();
+        }
+    }
+    this.rest();
+}
+
+/// `OUTCORE_SEED` replays one run, `OUTCORE_STEPS` makes it longer.
+#[test]
+fn long_random_runs() {
+    let steps: usize = std::env::var("OUTCORE_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(200_000);
+    let seed: Option<u64> = std::env::var("OUTCORE_SEED").ok().and_then(|n| n.parse().ok());
+    let each = 2_000;
+    let seeds = match seed {
+        Some(seed) => seed..seed + 1,
+        None => 1..(steps / each) as u64 + 1,
+    };
+    for seed in seeds {
+        if let Err(panic) = std::panic::catch_unwind(|| random_run(seed, each)) {
+            eprintln!("OUTCORE_SEED={seed}: {:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The choices are generated, so that a failure shrinks.
+    #[test]
+    fn generated_runs(seed in any::<u64>(), choices in prop::collection::vec(any::<u64>(), 0..200)) {
+        let mut random = Random(seed | 1);
+        let mut this = Run::new(shape(&mut random));
+        for choice in choices {
+            this.step(&mut Random(choice | 1));
+        }
+        this.rest();
+    }
+}
+
+/// For each N until there are fewer moves: the Nth move fails.
+#[test]
+fn whichever_move_fails_everything_ends() {
+    for seed in 1..=40 {
+        let mut hit = true;
+        let mut nth = 1;
+        while hit {
+            let mut random = Random((seed * 7919) | 1);
+            let mut shape = shape(&mut random);
+            shape.failing = 0;
+            let mut this = Run::new(shape);
+            this.world.fail_nth = nth;
+            for _ in 0..200 {
+                this.step(&mut random);
+            }
+            hit = this.world.completions >= nth;
+            if this.world.completions < nth {
+                this.world.fail_nth = 0;
+            }
+            this.rest();
+            nth += 1;
+        }
+    }
+}
+
+/// Closing at any moment: queued requests end, running fills end, the pager comes to rest.
+#[test]
+fn closing_at_any_moment_comes_to_rest() {
+    for seed in 1..=300 {
+        let mut random = Random((seed * 104_729) | 1);
+        let mut this = Run::new(shape(&mut random));
+        for _ in 0..random.below(300) {
+            this.step(&mut random);
+        }
+        let closed = Error::new(ErrorKind::Closed, "closing");
+        this.world.with(|pager, fx| pager.close(&closed, fx));
+        this.world.drain();
+    }
+}

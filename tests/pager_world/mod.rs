@@ -1,0 +1,445 @@
+//! A world for the pager to run: device, host memory and disk as tables of what bytes they hold, moves carried out when
+//! the test says so, actors that pin, write and give up. Every step checks what must always hold.
+
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, reason = "each test uses a part; a test may panic")]
+
+use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use outcore::pager::{
+    Backing, Effects, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin, Unpin,
+    WaitCause,
+};
+use outcore::{Error, ErrorKind, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentId};
+
+/// What a page-sized piece of memory holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bytes {
+    Garbage,
+    Zero,
+    Of(PageId, u32),
+}
+
+#[derive(Clone, Debug)]
+pub struct Guard {
+    pub pages: Vec<PageId>,
+    pub exclusive: bool,
+    pub frames: Vec<FrameId>,
+}
+
+#[derive(Debug)]
+pub struct World {
+    pub pager: Pager,
+    pub config: PagerConfig,
+    pub budget: u32,
+    words: HashMap<SegmentId, Arc<[PageWord]>>,
+    device: Vec<Bytes>,
+    host: Vec<Bytes>,
+    disk: HashMap<PageId, Bytes>,
+    truth: HashMap<PageId, Bytes>,
+    versions: u32,
+    /// Moves under way, with what they read at their start.
+    pub moves: Vec<(Move, Bytes)>,
+    pub discards: Vec<FrameId>,
+    pub waiting: Vec<(RequestId, Vec<PageRun>, bool)>,
+    pub guards: Vec<Guard>,
+    pub failed: Vec<(RequestId, Error)>,
+    pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
+    pub released: Vec<SegmentId>,
+    most_in_use: u32,
+    /// Fail the move completion with this number; 0 is none.
+    pub fail_nth: u64,
+    pub completions: u64,
+}
+
+pub fn config(frames: u32, host_frames: u32, staging: u32, direct_io: bool) -> PagerConfig {
+    PagerConfig { frames, host_frames, staging, direct_io, lookahead: 2, page_bytes: 4096 }
+}
+
+pub fn page(segment: SegmentId, index: u32) -> PageId {
+    PageId { segment, index: PageIndex::new(index) }
+}
+
+pub fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
+    PageRun { segment, first: PageIndex::new(first), count }
+}
+
+impl World {
+    pub fn new(config: PagerConfig, policy: PolicyKind) -> Self {
+        Self {
+            pager: Pager::new(config, policy.build()),
+            config,
+            budget: config.frames,
+            words: HashMap::new(),
+            device: vec![Bytes::Garbage; config.frames as usize],
+            host: vec![Bytes::Garbage; config.host_frames as usize],
+            disk: HashMap::new(),
+            truth: HashMap::new(),
+            versions: 0,
+            moves: Vec::new(),
+            discards: Vec::new(),
+            waiting: Vec::new(),
+            guards: Vec::new(),
+            failed: Vec::new(),
+            ended: Vec::new(),
+            released: Vec::new(),
+            most_in_use: 0,
+            fail_nth: 0,
+            completions: 0,
+        }
+    }
+
+    pub fn segment(&mut self, backing: Backing, pages: u32) -> SegmentId {
+        let (segment, words) = self.pager.add_segment(backing, pages);
+        self.words.insert(segment, words);
+        for index in 0..pages {
+            let page = page(segment, index);
+            let bytes = if backing == Backing::File { Bytes::Of(page, 0) } else { Bytes::Zero };
+            self.truth.insert(page, bytes);
+            self.disk.insert(page, if backing == Backing::File { bytes } else { Bytes::Garbage });
+        }
+        segment
+    }
+
+    pub fn word(&self, page: PageId) -> &PageWord {
+        &self.words[&page.segment][page.index.get() as usize]
+    }
+
+    /// Calls the pager and carries out what it wants.
+    pub fn with<T>(&mut self, call: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
+        let mut fx = Effects::default();
+        let result = call(&mut self.pager, &mut fx);
+        self.settle(fx);
+        result
+    }
+
+    fn settle(&mut self, fx: Effects) {
+        for frame in fx.protect {
+            let at = frame.get() as usize;
+            let touched =
+                self.moves.iter().any(|(m, _)| m.from == Place::Device(frame) || m.to == Place::Device(frame));
+            assert!(!touched, "{frame:?} is vacated while a move uses it");
+            assert!(
+                !self.guards.iter().any(|guard| guard.frames.contains(&frame)),
+                "{frame:?} is vacated while pinned"
+            );
+            self.device[at] = Bytes::Garbage;
+        }
+        for planned in fx.moves {
+            self.start(planned);
+        }
+        for (id, _) in fx.raised {
+            assert!(self.moves.iter().any(|(m, _)| m.id == id), "{id:?} is raised but not in flight");
+        }
+        for frame in fx.discard {
+            assert!(!self.guards.iter().any(|guard| guard.frames.contains(&frame)));
+            self.device[frame.get() as usize] = Bytes::Garbage;
+            self.discards.push(frame);
+        }
+        for (id, result) in fx.done {
+            let at = self.waiting.iter().position(|(waiting, ..)| *waiting == id).expect("done, but nobody waits");
+            let (_, runs, exclusive) = self.waiting.remove(at);
+            self.ended.push((id, result.as_ref().map(|cause| *cause).map_err(Error::kind)));
+            match result {
+                Ok(_) => self.acquired(&runs, exclusive),
+                Err(error) => self.failed.push((id, error)),
+            }
+        }
+        self.released.extend(fx.released);
+        self.check();
+    }
+
+    fn read(&self, page: PageId, from: Place) -> Bytes {
+        match from {
+            Place::Disk => self.disk[&page],
+            Place::Zero => Bytes::Zero,
+            Place::Device(frame) => self.device[frame.get() as usize],
+            Place::Host(frame) => self.host[frame.get() as usize],
+        }
+    }
+
+    fn write(&mut self, page: PageId, to: Place, bytes: Bytes) {
+        match to {
+            Place::Disk => *self.disk.get_mut(&page).unwrap() = bytes,
+            Place::Zero => panic!("a move to nowhere"),
+            Place::Device(frame) => self.device[frame.get() as usize] = bytes,
+            Place::Host(frame) => self.host[frame.get() as usize] = bytes,
+        }
+    }
+
+    fn start(&mut self, planned: Move) {
+        let (page, from, to) = (planned.page, planned.from, planned.to);
+        for (other, _) in &self.moves {
+            // Disk places are the page's own.
+            let same = |a: Place, b: Place| a == b && (a != Place::Disk || other.page == page) && a != Place::Zero;
+            assert!(!same(other.to, to), "{planned:?} and {other:?} write the same place");
+            assert!(!same(other.from, to), "{planned:?} writes what {other:?} reads");
+            assert!(!same(other.to, from), "{planned:?} reads what {other:?} writes");
+            assert!(planned.staging.is_none() || planned.staging != other.staging, "a staging buffer is used twice");
+        }
+        if let Place::Device(frame) = to {
+            assert!(
+                !self.guards.iter().any(|guard| guard.frames.contains(&frame)),
+                "{planned:?} writes a pinned frame"
+            );
+        }
+        let bytes = self.read(page, from);
+        assert_eq!(bytes, self.truth[&page], "{planned:?} reads other bytes than the newest");
+        self.write(page, to, Bytes::Garbage);
+        self.moves.push((planned, bytes));
+    }
+
+    /// The move at `at` ends.
+    pub fn complete(&mut self, at: usize, ok: bool) {
+        let (planned, bytes) = self.moves.remove(at);
+        self.completions += 1;
+        let ok = ok && self.completions != self.fail_nth;
+        assert_eq!(self.read(planned.page, planned.from), bytes, "{planned:?}: its source changed under it");
+        assert_eq!(self.read(planned.page, planned.to), Bytes::Garbage, "{planned:?}: its target was written");
+        let result = if ok {
+            self.write(planned.page, planned.to, bytes);
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::Io, "injected"))
+        };
+        self.with(|pager, fx| pager.complete(planned.id, result, fx));
+    }
+
+    pub fn complete_id(&mut self, id: MoveId, ok: bool) {
+        let at = self.moves.iter().position(|(m, _)| m.id == id).expect("in flight");
+        self.complete(at, ok);
+    }
+
+    pub fn discarded(&mut self, at: usize) {
+        let frame = self.discards.remove(at);
+        self.with(|pager, fx| pager.discarded(frame, fx));
+    }
+
+    fn acquired(&mut self, runs: &[PageRun], exclusive: bool) {
+        let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
+        let frames = pages.iter().map(|page| self.frame(*page).expect("a pinned page has a frame")).collect();
+        self.guards.push(Guard { pages, exclusive, frames });
+        self.check_guard(self.guards.len() - 1);
+        if exclusive {
+            self.write_through(self.guards.len() - 1);
+        }
+    }
+
+    /// A writer changes its pages.
+    pub fn write_through(&mut self, guard: usize) {
+        let Guard { pages, exclusive, frames } = self.guards[guard].clone();
+        assert!(exclusive);
+        for (page, frame) in pages.into_iter().zip(frames) {
+            self.versions += 1;
+            let bytes = Bytes::Of(page, self.versions);
+            self.device[frame.get() as usize] = bytes;
+            self.truth.insert(page, bytes);
+        }
+    }
+
+    pub fn frame(&self, page: PageId) -> Option<FrameId> {
+        self.pager.view(page.segment)[page.index.get() as usize].frame
+    }
+
+    fn check_guard(&self, at: usize) {
+        let guard = &self.guards[at];
+        for (page, frame) in guard.pages.iter().zip(&guard.frames) {
+            let word = self.word(*page).load();
+            assert!(
+                word.is_resident() && word.pins > 0 && word.exclusive == guard.exclusive,
+                "{page:?} pinned: {word:?}"
+            );
+            assert_eq!(self.frame(*page), Some(*frame), "{page:?} moved under a pin");
+            assert_eq!(self.device[frame.get() as usize], self.truth[page], "{page:?}: wrong bytes under a pin");
+        }
+    }
+
+    /// What must hold at every moment.
+    pub fn check(&mut self) {
+        if let Err(message) = self.pager.check_invariants() {
+            panic!("{message}\n{:#?}", self.pager);
+        }
+        for at in 0..self.guards.len() {
+            self.check_guard(at);
+        }
+        let (in_use, active) = self.pager.device_frames();
+        let bound = self.budget.max(self.most_in_use);
+        assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
+        self.most_in_use = in_use.max(self.budget.min(active));
+        assert!(self.pager.host_frames().0 <= self.config.host_frames);
+    }
+
+    /// Pins without the latch if everything is resident, else submits. `None` if it was refused.
+    pub fn pin(&mut self, runs: &[PageRun], exclusive: bool, lock_free: bool) -> Option<Result<(), RequestId>> {
+        let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
+        if lock_free && !exclusive {
+            let taken = pages.iter().take_while(|page| self.word(**page).try_pin() != TryPin::Busy).count();
+            if taken == pages.len() {
+                self.acquired(runs, false);
+                self.check();
+                return Some(Ok(()));
+            }
+            let mut wanted = false;
+            for page in &pages[..taken] {
+                wanted |= self.word(*page).unpin() == Unpin::Wanted;
+            }
+            if wanted {
+                self.with(|pager, fx| pager.pump(fx));
+            }
+        }
+        let mut fx = Effects::default();
+        match self.pager.submit(runs, exclusive, &mut fx) {
+            Ok(Submitted::Ready) => {
+                self.acquired(runs, exclusive);
+                self.settle(fx);
+                Some(Ok(()))
+            }
+            Ok(Submitted::Waiting(id)) => {
+                self.waiting.push((id, runs.to_vec(), exclusive));
+                self.settle(fx);
+                Some(Err(id))
+            }
+            Err(error) => {
+                self.settle(fx);
+                let lost = |p: &PageId| self.pager.lost_pages().iter().any(|(lost, _)| lost == p);
+                match error.kind() {
+                    ErrorKind::Poisoned => assert!(pages.iter().any(lost), "{error}"),
+                    ErrorKind::BudgetTooSmall => assert!(pages.len() as u32 > self.budget),
+                    _ => panic!("{error}"),
+                }
+                None
+            }
+        }
+    }
+
+    pub fn unpin(&mut self, guard: usize) {
+        self.check_guard(guard);
+        let Guard { pages, exclusive, .. } = self.guards.remove(guard);
+        if exclusive {
+            for page in &pages {
+                let _ = self.word(*page).unlock();
+            }
+            let runs: Vec<PageRun> = pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
+            self.with(|pager, fx| pager.unlocked(&runs, fx));
+            return;
+        }
+        let mut wanted = false;
+        for page in &pages {
+            wanted |= self.word(*page).unpin() == Unpin::Wanted;
+        }
+        if wanted {
+            self.with(|pager, fx| pager.pump(fx));
+        } else {
+            self.check();
+        }
+    }
+
+    pub fn cancel(&mut self, at: usize) {
+        let (id, ..) = self.waiting.remove(at);
+        self.with(|pager, fx| pager.cancel(id, fx));
+    }
+
+    pub fn set_budget(&mut self, frames: u32) {
+        self.budget = frames;
+        let mut fx = Effects::default();
+        let exist = self.pager.set_frames(frames, &mut fx);
+        if self.device.len() < exist as usize {
+            self.device.resize(exist as usize, Bytes::Garbage);
+        }
+        self.settle(fx);
+    }
+
+    /// Ends everything: moves, guards, discards; whoever still waits then waits for ever.
+    pub fn drain(&mut self) {
+        for _ in 0..100_000 {
+            if !self.moves.is_empty() {
+                self.complete(0, true);
+            } else if !self.discards.is_empty() {
+                self.discarded(0);
+            } else if !self.guards.is_empty() {
+                self.unpin(0);
+            } else {
+                break;
+            }
+        }
+        assert!(self.moves.is_empty() && self.guards.is_empty(), "it does not come to rest");
+        assert!(self.waiting.is_empty(), "{:?} wait for ever\n{:#?}", self.waiting, self.pager);
+        assert!(self.pager.is_idle(), "not idle\n{:#?}", self.pager);
+        let words = self.words.values().flat_map(|words| words.iter());
+        assert!(words.into_iter().all(|word| word.load().pins == 0), "a pin leaked");
+    }
+
+    /// Reads every page once: nothing is lost but what was reported lost.
+    pub fn read_all(&mut self) {
+        let lost: HashSet<PageId> = self.pager.lost_pages().iter().map(|(page, _)| *page).collect();
+        let mut pages: Vec<PageId> = self.truth.keys().copied().filter(|page| !lost.contains(page)).collect();
+        pages.sort_unstable();
+        for page in pages {
+            if self.budget == 0 || !self.words.contains_key(&page.segment) {
+                continue;
+            }
+            let failed = self.failed.len();
+            let pinned = self.pin(&[run(page.segment, page.index.get(), 1)], false, false);
+            assert!(pinned.is_some(), "{page:?} is refused");
+            self.drain();
+            assert_eq!(self.failed.len(), failed, "{page:?} cannot be read");
+        }
+    }
+
+    /// Forgets a segment nobody uses.
+    pub fn remove(&mut self, segment: SegmentId) {
+        assert!(!self.guards.iter().any(|guard| guard.pages.iter().any(|page| page.segment == segment)));
+        self.with(|pager, fx| pager.remove_segment(segment, fx));
+        self.words.remove(&segment);
+    }
+
+    pub fn segment_done(&mut self, segment: SegmentId) {
+        self.truth.retain(|page, _| page.segment != segment);
+        self.disk.retain(|page, _| page.segment != segment);
+    }
+
+    /// Two worlds with one fingerprint behave alike from here on.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.pager.fingerprint().hash(&mut hasher);
+        self.budget.hash(&mut hasher);
+        self.most_in_use.hash(&mut hasher);
+        let mut guards: Vec<_> = self.guards.iter().map(|guard| (&guard.pages, guard.exclusive)).collect();
+        guards.sort();
+        guards.hash(&mut hasher);
+        self.discards.hash(&mut hasher);
+        let mut moves: Vec<u32> = self.moves.iter().map(|(m, _)| m.id.get() as u32).collect();
+        moves.sort_unstable();
+        moves.hash(&mut hasher);
+        let class = |page: Option<PageId>, bytes: Bytes| match bytes {
+            Bytes::Garbage => 0,
+            Bytes::Zero => 1,
+            Bytes::Of(of, _) if self.truth.get(&of) == Some(&bytes) && page.is_none_or(|page| page == of) => 2,
+            Bytes::Of(..) => 3,
+        };
+        for bytes in self.device.iter().chain(&self.host) {
+            class(None, *bytes).hash(&mut hasher);
+        }
+        let mut disk: Vec<_> = self.disk.iter().map(|(page, bytes)| (*page, class(Some(*page), *bytes))).collect();
+        disk.sort_unstable();
+        disk.hash(&mut hasher);
+        let mut truth: Vec<_> = self.truth.iter().map(|(page, bytes)| (*page, *bytes == Bytes::Zero)).collect();
+        truth.sort_unstable();
+        truth.hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// A small generator of its own, so that a seed means the same run everywhere.
+#[derive(Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as usize % n.max(1)
+    }
+}

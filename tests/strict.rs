@@ -1,0 +1,72 @@
+//! The promise of `strict` builds: whoever uses a tensor's address without a pin faults at once.
+#![cfg(feature = "strict")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use harness::{Setting, check_at_rest};
+use outcore::{DType, Runtime, Tensor};
+
+fn read(tensor: &Tensor) -> u8 {
+    // SAFETY: there is none; in the child this read is to fault, and in the parent the page is pinned.
+    unsafe { std::ptr::with_exposed_provenance::<u8>(tensor.address() as usize).read_volatile() }
+}
+
+fn resident(setting: &Setting) -> (common::Synthetic, Runtime, Tensor) {
+    let file = common::synthetic(&[50_000]);
+    let runtime = setting.builder(None).open().unwrap();
+    let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+    let guard = runtime.pin(&tensor).wait().unwrap();
+    assert_eq!(read(&tensor), guard[0]);
+    drop(guard);
+    (file, runtime, tensor)
+}
+
+/// Run by the test below: reads an evicted page's address and is killed.
+#[test]
+fn child_reads_what_was_evicted() {
+    let Ok(which) = std::env::var("OUTCORE_CHILD") else { return };
+    let (_file, runtime, tensor) = resident(&Setting::tiers()[which.parse::<usize>().unwrap()]);
+    assert_eq!(runtime.evict(&tensor), tensor.page_count() as u32);
+    // With a host tier the page is copied down first; its frame goes with the copy's end.
+    while runtime.snapshot(&tensor).pages[0].frame.is_some() {
+        std::thread::yield_now();
+    }
+    println!("evicted");
+    println!("read {}", read(&tensor));
+}
+
+#[test]
+fn a_use_after_evict_faults_at_once() {
+    for which in 0..Setting::tiers().len() {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_reads_what_was_evicted", "--nocapture"])
+            .env("OUTCORE_CHILD", which.to_string())
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&child.stdout);
+        assert!(text.contains("evicted") && !text.contains("read "), "{text}");
+        assert_eq!(child.status.signal(), Some(libc::SIGSEGV), "{:?}: {text}", child.status);
+    }
+}
+
+#[test]
+fn a_pin_makes_the_page_accessible_again() {
+    for setting in Setting::tiers() {
+        let (file, runtime, tensor) = resident(&setting);
+        for _ in 0..3 {
+            runtime.evict(&tensor);
+            let guard = runtime.pin(&tensor).wait().unwrap();
+            assert!(guard.bytes() == &file.bytes[file.bytes.len() - 50_000..]);
+            assert_eq!(read(&tensor), guard[0]);
+        }
+        // Frames that were behind inaccessible pages serve new ones.
+        let table = runtime.alloc(DType::U8, &[6 * 16 << 10]).unwrap();
+        runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(1);
+        check_at_rest(runtime, vec![tensor, table], "strict");
+    }
+}

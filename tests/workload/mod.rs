@@ -1,0 +1,344 @@
+//! Random work of many threads on one runtime, against an oracle of bytes: for the concurrency test and the soak.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, mpsc};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Instant;
+
+use outcore::{
+    Bytes, DType, Error, ErrorKind, IoBackend, Model, PinGuard, PolicyKind, Result, Runtime, Tensor, Verify,
+};
+use parking_lot::RwLock;
+
+use crate::common::{self, Synthetic};
+use crate::harness::{Faults, Rng, Setting, check_at_rest};
+
+/// What one run is made of.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub setting: Setting,
+    pub verify: bool,
+    pub threads: u64,
+    /// One call in this many fails; 0 for none.
+    pub fail_one_in: u64,
+    /// The runtime is closed while the threads are at work.
+    pub close_early: bool,
+}
+
+impl Plan {
+    pub fn random(rng: &mut Rng, fail_one_in: u64) -> Self {
+        let page = *rng.pick(&[4, 16, 64]);
+        let setting = Setting {
+            io: *rng.pick(&IoBackend::CHOICES),
+            policy: *rng.pick(&PolicyKind::ALL),
+            page: Bytes::kib(page),
+            device: DEVICE_MIN + rng.below(20),
+            host: *rng.pick(&[0, 0, 2, 7, 40]),
+            link: rng.one_in(3),
+        };
+        let (verify, threads, close_early) = (rng.one_in(3), 2 + rng.below(4), rng.one_in(3));
+        Self { setting, verify, threads, fail_one_in, close_early }
+    }
+}
+
+/// When a run ends.
+#[derive(Clone, Copy, Debug)]
+pub enum Until {
+    /// After this many steps of each thread.
+    Steps(u64),
+    /// At this moment.
+    Time(Instant),
+}
+
+/// No unit needs more pages; budgets never go below, so none is ever refused for size.
+const UNIT_PAGES: u64 = 6;
+const DEVICE_MIN: u64 = UNIT_PAGES;
+const DEVICE_MAX: u64 = 40;
+const TENSORS: u64 = 24;
+const ROWS: u64 = 24;
+
+/// A read-write tensor; each row is full of one byte, which is written here by whoever has the row pinned for writing.
+struct Table {
+    tensor: Tensor,
+    rows: Vec<AtomicU8>,
+}
+
+impl Table {
+    fn new(runtime: &Runtime, row_bytes: u64) -> Result<Self> {
+        let tensor = runtime.alloc(DType::U8, &[ROWS, row_bytes])?;
+        Ok(Self { tensor, rows: (0..ROWS).map(|_| AtomicU8::new(0)).collect() })
+    }
+}
+
+struct World {
+    plan: Plan,
+    runtime: Runtime,
+    file: Synthetic,
+    model: RwLock<Arc<Model>>,
+    tables: Vec<RwLock<Arc<Table>>>,
+    row_bytes: u64,
+    faults: Arc<Faults>,
+    stop: AtomicBool,
+}
+
+impl World {
+    fn may_fail(&self, error: &Error) -> bool {
+        let closed = self.plan.close_early && error.kind() == ErrorKind::Closed;
+        let failed = self.faults.fired() > 0
+            && matches!(error.kind(), ErrorKind::Io | ErrorKind::DiskFull | ErrorKind::Poisoned);
+        if error.kind() == ErrorKind::Closed {
+            self.stop.store(true, Ordering::Relaxed);
+        }
+        closed || failed
+    }
+
+    fn served<T>(&self, result: Result<T>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(error) if self.may_fail(&error) => None,
+            Err(error) => panic!("{error:?} in {:?}", self.plan),
+        }
+    }
+
+    fn model(&self) -> Arc<Model> {
+        self.model.read().clone()
+    }
+
+    fn tensor(&self, rng: &mut Rng) -> (Tensor, u64) {
+        let n = rng.below(TENSORS);
+        (self.model().tensor(&format!("t{n}")).unwrap(), n)
+    }
+
+    fn check(&self, n: u64, bytes: &[u8]) {
+        let model = self.model();
+        let header = model.header().tensor(&format!("t{n}")).unwrap();
+        assert!(bytes == &self.file.bytes[header.offset as usize..][..header.len as usize], "t{n}: {:?}", self.plan);
+    }
+
+    fn table(&self, rng: &mut Rng) -> Arc<Table> {
+        rng.pick(&self.tables).read().clone()
+    }
+
+    fn some_rows(&self, rng: &mut Rng) -> (u64, u64) {
+        let most = (UNIT_PAGES - 2) * self.plan.setting.page.get() / self.row_bytes;
+        let count = 1 + rng.below(most.clamp(1, ROWS));
+        let from = rng.below(ROWS - count + 1);
+        (from, from + count)
+    }
+
+    fn check_rows(&self, table: &Table, from: u64, bytes: &[u8]) {
+        for (at, row) in bytes.chunks(self.row_bytes as usize).enumerate() {
+            let row_number = from as usize + at;
+            let expected = table.rows[row_number].load(Ordering::Acquire);
+            let wrong = row.iter().position(|byte| *byte != expected);
+            assert_eq!(wrong, None, "row {row_number} has {} for {expected}: {:?}", row[wrong.unwrap()], self.plan);
+        }
+    }
+
+    fn step(&self, rng: &mut Rng, elsewhere: &mpsc::Sender<PinGuard>) {
+        let runtime = &self.runtime;
+        match rng.below(40) {
+            0..8 => {
+                let (tensor, n) = self.tensor(rng);
+                if let Some(guard) = self.served(runtime.pin(&tensor).wait()) {
+                    self.check(n, &guard);
+                    if rng.one_in(4) {
+                        // The guard outlives the tensor and the thread's turn.
+                        let _ = elsewhere.send(guard);
+                    }
+                }
+            }
+            8..14 => {
+                let table = self.table(rng);
+                let (from, to) = self.some_rows(rng);
+                let part = table.tensor.rows(from..to).unwrap();
+                if let Some(guard) = self.served(runtime.pin(&part).wait()) {
+                    self.check_rows(&table, from, &guard);
+                    if rng.one_in(4) {
+                        thread::yield_now();
+                        self.check_rows(&table, from, &guard);
+                    }
+                }
+            }
+            14..22 => {
+                let table = self.table(rng);
+                let (from, to) = self.some_rows(rng);
+                let part = table.tensor.rows(from..to).unwrap();
+                if let Some(mut guard) = self.served(runtime.pin_mut(&part).wait()) {
+                    self.check_rows(&table, from, guard.bytes());
+                    let value = rng.next() as u8;
+                    for row in from..to {
+                        table.rows[row as usize].store(value, Ordering::Release);
+                    }
+                    guard.bytes_mut().fill(value);
+                }
+            }
+            22..25 => {
+                let ((a, n), (b, m)) = (self.tensor(rng), self.tensor(rng));
+                let set = [a, b];
+                if set.iter().map(Tensor::page_count).sum::<u64>() > UNIT_PAGES {
+                    return;
+                }
+                if let Some(guard) = self.served(runtime.pin_set(&set).wait()) {
+                    self.check(n, guard.bytes(0).unwrap());
+                    self.check(m, guard.bytes(1).unwrap());
+                }
+            }
+            25..28 => {
+                // Given up at once, after one look, or after some.
+                let (tensor, n) = self.tensor(rng);
+                let mut request = runtime.pin(&tensor);
+                for _ in 0..rng.below(4) {
+                    match Pin::new(&mut request).poll(&mut Context::from_waker(Waker::noop())) {
+                        Poll::Ready(result) => {
+                            if let Some(guard) = self.served(result) {
+                                self.check(n, &guard);
+                            }
+                            break;
+                        }
+                        Poll::Pending => thread::yield_now(),
+                    }
+                }
+            }
+            28..31 => {
+                let table = self.table(rng);
+                let (from, to) = self.some_rows(rng);
+                let part = table.tensor.rows(from..to).unwrap();
+                let mut request = runtime.pin_mut(&part);
+                for _ in 0..rng.below(4) {
+                    match Pin::new(&mut request).poll(&mut Context::from_waker(Waker::noop())) {
+                        Poll::Ready(result) => {
+                            if let Some(guard) = self.served(result) {
+                                self.check_rows(&table, from, guard.bytes());
+                            }
+                            break;
+                        }
+                        Poll::Pending => thread::yield_now(),
+                    }
+                }
+            }
+            31 => runtime.prefetch(&self.tensor(rng).0),
+            32 => drop(runtime.evict(&self.tensor(rng).0)),
+            33 => drop(runtime.evict(&self.table(rng).tensor)),
+            34 => drop(runtime.trim(Bytes::new(rng.below(4) * self.plan.setting.page.get()))),
+            35 => {
+                let pages = DEVICE_MIN + rng.below(DEVICE_MAX - DEVICE_MIN);
+                let budget = Bytes::new(pages * self.plan.setting.page.get());
+                let _ = self.served(runtime.set_device_budget(budget));
+            }
+            36 => {
+                let order: Vec<Tensor> = (0..rng.below(TENSORS)).map(|_| self.tensor(rng).0).collect();
+                runtime.plan(&order, rng.one_in(2));
+            }
+            37 => {
+                let stats = runtime.stats();
+                assert!(stats.host.0 <= stats.host.1, "{stats:?}");
+                drop(runtime.snapshot(&self.table(rng).tensor));
+            }
+            38 => {
+                // The old model goes with its prefetches in flight, unless somebody else still uses it.
+                if let Some(new) = self.served(runtime.open_model(&self.file.path)) {
+                    let old = self.tensor(rng).0;
+                    runtime.prefetch(&old);
+                    *self.model.write() = Arc::new(new);
+                }
+            }
+            _ => {
+                let table = rng.pick(&self.tables);
+                if let Some(new) = self.served(Table::new(runtime, self.row_bytes)) {
+                    *table.write() = Arc::new(new);
+                }
+            }
+        }
+    }
+}
+
+/// Runs the plan and checks what must hold at its end.
+pub fn run(plan: &Plan, seed: u64, until: Until) {
+    let page = plan.setting.page.get();
+    let mut rng = Rng::new(seed);
+    let lengths: Vec<usize> = (0..TENSORS).map(|_| rng.below(3 * page) as usize).collect();
+    let file = common::synthetic(&lengths);
+    let faults = Faults::new();
+    let verify = if plan.verify { Verify::Always } else { Verify::Off };
+    let runtime = plan.setting.builder(Some(&faults)).verify(verify).open().unwrap();
+    let row_bytes = page / 4 + rng.below(page);
+    let tables = (0..3).map(|_| RwLock::new(Arc::new(Table::new(&runtime, row_bytes).unwrap()))).collect();
+    let model = RwLock::new(Arc::new(runtime.open_model(&file.path).unwrap()));
+    if plan.fail_one_in > 0 {
+        faults.random(Rng::new(rng.next()), plan.fail_one_in);
+    }
+    let stop = AtomicBool::new(false);
+    let world =
+        Arc::new(World { plan: plan.clone(), runtime, file, model, tables, row_bytes, faults: faults.clone(), stop });
+    let (elsewhere, guards) = mpsc::channel();
+    let dropper = thread::spawn(move || {
+        for guard in guards {
+            drop::<PinGuard>(guard)
+        }
+    });
+    let workers: Vec<_> = (0..plan.threads)
+        .map(|_| {
+            let (world, mut rng, elsewhere) = (world.clone(), Rng::new(rng.next()), elsewhere.clone());
+            thread::spawn(move || {
+                let mut steps = 0;
+                while !world.stop.load(Ordering::Relaxed) {
+                    match until {
+                        Until::Steps(most) if steps >= most => break,
+                        Until::Time(end) if Instant::now() >= end => break,
+                        _ => {}
+                    }
+                    steps += 1;
+                    world.step(&mut rng, &elsewhere);
+                }
+            })
+        })
+        .collect();
+    drop(elsewhere);
+    if plan.close_early {
+        // Some way in: the number of uses is a clock that needs no sleep.
+        while world.runtime.stats().pager.uses < 200 && workers.iter().any(|worker| !worker.is_finished()) {
+            thread::yield_now();
+        }
+        let _ = world.runtime.clone().close();
+    }
+    let ended: Vec<_> = workers.into_iter().map(thread::JoinHandle::join).collect();
+    dropper.join().unwrap();
+    for result in ended {
+        if let Err(payload) = result {
+            std::panic::resume_unwind(payload);
+        }
+    }
+    faults.off();
+    if !plan.close_early {
+        read_everything(&world);
+    }
+    let Some(world) = Arc::into_inner(world) else { panic!("a thread kept the world") };
+    let World { runtime, model, tables, .. } = world;
+    let mut tensors: Vec<Tensor> = tables.into_iter().map(|table| table.into_inner().tensor.clone()).collect();
+    tensors.push(model.into_inner().tensor("t0").unwrap());
+    check_at_rest(runtime, tensors, &format!("{plan:?}"));
+}
+
+/// With nothing failing any more, every byte can be had, but those of lost pages.
+fn read_everything(world: &World) {
+    for n in 0..TENSORS {
+        let tensor = world.model().tensor(&format!("t{n}")).unwrap();
+        world.check(n, &world.runtime.pin(&tensor).wait().unwrap());
+    }
+    for table in &world.tables {
+        let table = table.read().clone();
+        for row in 0..ROWS {
+            let part = table.tensor.rows(row..row + 1).unwrap();
+            if let Some(guard) = world.served(world.runtime.pin(&part).wait()) {
+                world.check_rows(&table, row, &guard);
+            }
+        }
+    }
+}
