@@ -444,6 +444,8 @@ impl Pager {
         // A fill without a frame may never get one: guards that outlive the closing may hold them all.
         for page in std::mem::take(&mut self.awaiting) {
             let _ = self.word(page).fill_err();
+            // A write back of its host copy that ended meanwhile left it to the fill to give the copy its place again.
+            self.host_copy_read(page, false);
             let Some(fill) = self.filling.remove(&page) else { continue };
             if fill.priority > Priority::WriteBack {
                 self.prefetching = self.prefetching.saturating_sub(1);

@@ -240,7 +240,7 @@ impl Pager {
         }
     }
 
-    fn host_copy_read(&mut self, page: PageId, ok: bool) {
+    pub(super) fn host_copy_read(&mut self, page: PageId, ok: bool) {
         let entry = self.entry(page);
         if entry.host().is_some() && !entry.host_busy() {
             self.host.entered(page);
