@@ -1,6 +1,8 @@
 //! The promise: the command line tells the truth about good input, and about bad input what is wrong and what to do,
 //! without a panic.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod common;
 mod support;
 

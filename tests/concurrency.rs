@@ -546,7 +546,7 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
                     })
                 })
                 .collect();
-            for n in 0..lengths.len() {
+            for (n, _) in lengths.iter().enumerate() {
                 let name = format!("t{n}");
                 let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
                 if tensor.page_count() > 1 {
@@ -618,7 +618,7 @@ fn ten_thousand_tensors_are_pinned_and_let_go() {
         let file = common::synthetic(&lengths);
         let runtime = Setting { page: Bytes::kib(64), ..setting(4) }.builder(None).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
-        for n in 0..lengths.len() {
+        for (n, _) in lengths.iter().enumerate() {
             let name = format!("t{n}");
             let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
             let guard = runtime.pin(&tensor).wait().unwrap();

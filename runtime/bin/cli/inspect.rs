@@ -257,7 +257,7 @@ fn types(model: &ModelHeader) -> Vec<TypeReport> {
     }
     let mut types: Vec<TypeReport> =
         types.into_iter().map(|(dtype, (tensors, bytes))| TypeReport { dtype, tensors, bytes }).collect();
-    types.sort_by(|a, b| b.bytes.cmp(&a.bytes));
+    types.sort_by_key(|row| std::cmp::Reverse(row.bytes));
     types
 }
 

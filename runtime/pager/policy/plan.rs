@@ -36,7 +36,7 @@ const CONFIDENCE_MAX: i32 = 64;
 /// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
 const STREAM_SLACK: u32 = 2;
 
-/// See the [module documentation](self).
+/// Follows the order in which pages will be used, declared or recognised; falls back to least recently used.
 #[derive(Debug)]
 pub struct PlanPolicy {
     frames: u32,

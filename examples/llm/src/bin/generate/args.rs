@@ -11,7 +11,7 @@ use outcore_llm::{Error, Result};
 #[command(version)]
 pub struct Args {
     /// A .gguf file (any one of a split model), a folder with safetensors files and config.json, or
-    /// hf:owner/repo[:file].
+    /// `hf:owner/repo[:file]`.
     #[arg(long)]
     pub model: String,
     /// The prompt.
