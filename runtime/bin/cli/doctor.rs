@@ -316,8 +316,8 @@ fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
     }
     if machine.huge_pages == HugePages::Never {
         advice.push(
-            "huge pages are off: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` makes first touches \
-             and frame moves cheaper"
+            "huge pages are off: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled` makes first touches, \
+             frame moves and large reads cheaper"
                 .to_owned(),
         );
     }
