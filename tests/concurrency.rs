@@ -245,10 +245,12 @@ fn regression_the_last_handle_may_be_dropped_by_a_waker() {
             for link in [false, true] {
                 let gate = Gate::holding(IoKind::Read);
                 let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
-                let file = common::synthetic(&[100_000]);
+                let file = common::synthetic(&[10_000, 100_000]);
                 let model = runtime.open_model(&file.path).unwrap();
                 let (ended, end) = mpsc::channel();
                 let tensor = model.tensor("t0").unwrap();
+                // More is under way than the waker's request: closing has something to wait for.
+                runtime.prefetch(&model.tensor("t1").unwrap());
                 type Task = Option<Pin<Box<dyn Future<Output = ()> + Send>>>;
                 let task: Arc<Mutex<Task>> = Arc::new(Mutex::new(None));
                 let owner = runtime.clone();
