@@ -286,7 +286,9 @@ impl Runtime {
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
-    /// Pins a tensor's pages for reading.
+    /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
+    /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
+    /// [a set](Self::pin_set).
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
         PinRequest::new(SharedPin(tensor))
     }

@@ -26,9 +26,9 @@ UNSAFE_ALLOWED = {
     "tests/helpers/": "system calls and raw buffers for the suites",
     "tests/device_suite.rs": "reads and writes device memory through raw addresses",
     "tests/store_suite.rs": "owns the raw buffers the store reads into",
-    "tests/concurrency.rs": "uses up the kernel's mappings",
-    "tests/memory.rs": "asks the kernel what of a file is cached",
-    "tests/strict.rs": "reads an evicted page in a child process that must die of it",
+    "tests/concurrency.rs": "takes mappings until the kernel has none left",
+    "tests/memory.rs": "asks the kernel what the page cache holds",
+    "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }

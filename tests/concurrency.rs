@@ -245,10 +245,12 @@ fn regression_the_last_handle_may_be_dropped_by_a_waker() {
             for link in [false, true] {
                 let gate = Gate::holding(IoKind::Read);
                 let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
-                let file = common::synthetic(&[100_000]);
+                let file = common::synthetic(&[10_000, 100_000]);
                 let model = runtime.open_model(&file.path).unwrap();
                 let (ended, end) = mpsc::channel();
                 let tensor = model.tensor("t0").unwrap();
+                // More is under way than the waker's request: closing has something to wait for.
+                runtime.prefetch(&model.tensor("t1").unwrap());
                 type Task = Option<Pin<Box<dyn Future<Output = ()> + Send>>>;
                 let task: Arc<Mutex<Task>> = Arc::new(Mutex::new(None));
                 let owner = runtime.clone();
@@ -358,6 +360,34 @@ fn regression_close_with_guards_that_hold_every_frame() {
             let runtime = Arc::into_inner(runtime).unwrap();
             check_at_rest(runtime, vec![table, wanted], "close with guards");
         }
+    });
+}
+
+/// A model is dropped while one of its pages waits for a frame that a write back is to free; then comes the close.
+#[test]
+fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited() {
+    watched("close after a drop", || {
+        let gate = Gate::holding(IoKind::Write);
+        let runtime = gated(&setting(2), &gate);
+        let table = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
+        runtime.pin_mut(&table.rows(0..1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+        let other = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
+        drop(runtime.pin(&other.rows(0..1).unwrap()).wait().unwrap());
+        // The victim is the table's row: it is dirty, and its writing is held back.
+        runtime.prefetch(&other.rows(1..2).unwrap());
+        gate.await_arrivals(1);
+        drop(other);
+        let mut told = runtime.pin(&table);
+        assert!(poll(&mut told, Waker::noop()).is_pending());
+        let closer = thread::spawn({
+            let runtime = runtime.clone();
+            move || runtime.close()
+        });
+        assert_eq!(block_on(&mut told).unwrap_err().kind(), ErrorKind::Closed);
+        gate.open();
+        closer.join().unwrap().unwrap();
+        drop(told);
+        check_at_rest(runtime, vec![table], "close after a drop");
     });
 }
 
@@ -546,7 +576,7 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
                     })
                 })
                 .collect();
-            for (n, _) in lengths.iter().enumerate() {
+            for (n, len) in lengths.iter().copied().enumerate() {
                 let name = format!("t{n}");
                 let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
                 if tensor.page_count() > 1 {
@@ -554,7 +584,7 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
                     continue;
                 }
                 let guard = runtime.pin(&tensor).wait().unwrap();
-                assert!(guard.bytes() == &file.bytes[header.offset as usize..][..lengths[n]], "{name}");
+                assert!(guard.bytes() == &file.bytes[header.offset as usize..][..len], "{name}");
             }
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             let tensors = vec![model.tensor("t0").unwrap(), table];
@@ -618,11 +648,11 @@ fn ten_thousand_tensors_are_pinned_and_let_go() {
         let file = common::synthetic(&lengths);
         let runtime = Setting { page: Bytes::kib(64), ..setting(4) }.builder(None).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
-        for (n, _) in lengths.iter().enumerate() {
+        for (n, len) in lengths.iter().copied().enumerate() {
             let name = format!("t{n}");
             let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
             let guard = runtime.pin(&tensor).wait().unwrap();
-            assert!(guard.bytes() == &file.bytes[header.offset as usize..][..lengths[n]], "{name}");
+            assert!(guard.bytes() == &file.bytes[header.offset as usize..][..len], "{name}");
         }
         let tensors = vec![model.tensor("t0").unwrap()];
         drop(model);

@@ -65,7 +65,7 @@ fn a_pin_makes_the_page_accessible_again() {
             assert_eq!(read(&tensor), guard[0]);
         }
         // Frames that were behind inaccessible pages serve new ones.
-        let table = runtime.alloc(DType::U8, &[(6 * 16) << 10]).unwrap();
+        let table = runtime.alloc(DType::U8, &[6 * (16 << 10)]).unwrap();
         runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(1);
         check_at_rest(runtime, vec![tensor, table], "strict");
     }

@@ -442,7 +442,8 @@ impl Pager {
             self.finish(id, Err(error.clone()), fx);
         }
         // A fill without a frame may never get one: guards that outlive the closing may hold them all.
-        for page in std::mem::take(&mut self.awaiting) {
+        let frameless = std::mem::take(&mut self.awaiting);
+        for page in frameless.iter().copied() {
             let _ = self.word(page).fill_err();
             // A write back of its host copy that ended meanwhile left it to the fill to give the copy its place again.
             self.host_copy_read(page, false);
@@ -453,6 +454,10 @@ impl Pager {
             for waiter in fill.waiters {
                 self.fail(waiter, error, fx);
             }
+        }
+        // Such a fill may have been all that a segment nobody refers to waited for.
+        for page in frameless {
+            self.reap_segment(page.segment, fx);
         }
         self.pump(fx);
     }

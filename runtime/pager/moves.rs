@@ -390,7 +390,7 @@ impl Pager {
         self.pump(fx);
     }
 
-    fn reap_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
+    pub(super) fn reap_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
         let Some(table) = self.segments.get(segment.index()) else { return };
         let waits = |page: &PageId| page.segment == segment;
         if !table.dying || table.in_flight > 0 || self.awaiting.iter().any(waits) {
