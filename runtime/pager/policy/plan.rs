@@ -45,7 +45,6 @@ pub struct PlanPolicy {
     unit: u32,
     /// Every resident page, in order of use.
     recency: LruOrder,
-    resident: HashSet<PageId>,
     recorder: CycleRecorder,
     plan: Option<Active>,
 }
@@ -325,7 +324,6 @@ impl PlanPolicy {
             lookahead: 0,
             unit: 1,
             recency: LruOrder::new(),
-            resident: HashSet::new(),
             recorder: CycleRecorder::default(),
             plan: None,
         }
@@ -343,8 +341,8 @@ impl PlanPolicy {
 
     fn follow(&mut self, order: &[PageId], cyclic: bool) {
         let mut plan = Active::new(order, cyclic);
-        for page in &self.resident {
-            if let Some(index) = plan.number.get(page).copied() {
+        for page in self.recency.pages() {
+            if let Some(index) = plan.number.get(&page).copied() {
                 let next = plan.next_use(index, 0);
                 plan.file(index, next);
             }
@@ -405,7 +403,6 @@ impl Policy for PlanPolicy {
 
     fn inserted(&mut self, page: PageId) {
         self.recency.insert(page);
-        self.resident.insert(page);
         if let Some(plan) = &mut self.plan
             && let Some(index) = plan.number.get(&page).copied()
         {
@@ -416,7 +413,6 @@ impl Policy for PlanPolicy {
 
     fn removed(&mut self, page: PageId) {
         self.recency.remove(page);
-        self.resident.remove(&page);
         if let Some(plan) = &mut self.plan
             && let Some(index) = plan.number.get(&page).copied()
         {
