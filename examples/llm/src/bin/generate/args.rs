@@ -94,7 +94,8 @@ impl Args {
 /// What is wrong with the command line, without the usage that clap appends.
 pub fn in_one_line(wrong: &clap::Error) -> String {
     let text = wrong.render().to_string();
-    let lines = text.lines().take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
+    let lines =
+        text.lines().take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));
     let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
     let text = words.join(" ");
     format!("{} (--help explains the options)", text.strip_prefix("error: ").unwrap_or(&text))

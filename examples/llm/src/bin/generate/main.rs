@@ -227,7 +227,10 @@ fn check_prompt(prompt: &[u32], tokens: usize, config: &Config) -> Result<()> {
         return Err(Error::Invalid("the prompt has no token: give at least one".into()));
     }
     if let Some(id) = prompt.iter().find(|id| **id as usize >= vocab) {
-        return Err(Error::Invalid(format!("there is no token {id}: the model has ids 0 to {}", vocab.saturating_sub(1))));
+        return Err(Error::Invalid(format!(
+            "there is no token {id}: the model has ids 0 to {}",
+            vocab.saturating_sub(1)
+        )));
     }
     if prompt.len() >= context {
         return Err(Error::Invalid(format!(

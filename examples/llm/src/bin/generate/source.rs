@@ -76,7 +76,8 @@ impl<'a> Name<'a> {
             let usual = |c: char| c.is_ascii_alphanumeric() || "-_.+ ()".contains(c);
             !part.is_empty() && part != "." && part != ".." && part.chars().all(usual)
         };
-        let good = repo.split('/').count() == 2 && repo.split('/').chain(file.iter().flat_map(|f| f.split('/'))).all(plain);
+        let good =
+            repo.split('/').count() == 2 && repo.split('/').chain(file.iter().flat_map(|f| f.split('/'))).all(plain);
         if !good {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("hf:{name} does not name a model"))
                 .remedy("write hf:owner/repo or hf:owner/repo:file"));
@@ -165,7 +166,8 @@ mod tests {
     fn names_that_are_more_than_names_are_refused() {
         assert_eq!(Name::parse("o/r").unwrap(), Name { repo: "o/r", file: None });
         assert_eq!(Name::parse("o/r:d/f.gguf").unwrap(), Name { repo: "o/r", file: Some("d/f.gguf") });
-        for bad in ["", "r", "/", "o/", "/r", "o/r/x", "o/r:", "../r", "o/..", "o/r:../f", "o/r:/f", "o/r?x", "o/r:a#b"] {
+        for bad in ["", "r", "/", "o/", "/r", "o/r/x", "o/r:", "../r", "o/..", "o/r:../f", "o/r:/f", "o/r?x", "o/r:a#b"]
+        {
             assert_eq!(Name::parse(bad).unwrap_err().kind(), ErrorKind::InvalidArgument, "{bad}");
         }
     }
