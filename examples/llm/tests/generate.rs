@@ -1,0 +1,524 @@
+//! The program `generate`, as users and scripts meet it: what it prints, what it refuses, and that nothing but the
+//! weights decides its words.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::HashSet;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::LazyLock;
+
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{Arch, WeightType};
+use serde_json::Value;
+use tempfile::TempDir;
+
+mod hub;
+
+const GENERATE: &str = env!("CARGO_BIN_EXE_generate");
+const MIB: u64 = 1 << 20;
+
+/// Models that many tests share.
+struct Models {
+    folder: TempDir,
+    /// A GGUF file of less than a megabyte, with tokenizer and chat template.
+    small: PathBuf,
+    /// A folder of about 40 MB in three shards, without a tokenizer: nothing ends its text early.
+    large: PathBuf,
+}
+
+static MODELS: LazyLock<Models> = LazyLock::new(|| {
+    // On a disk, not in a memory file system: the way to the disk is what is tested.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (small, large) = (folder.path().join("small.gguf"), folder.path().join("large"));
+    spec().write_gguf(&small).unwrap();
+    let dims =
+        Spec { dim: 512, ffn_dim: 1408, layers: 8, dtype: WeightType::BF16, vocab: 2000, context: 65536, ..spec() };
+    dims.write_safetensors(&large, 3).unwrap();
+    Models { folder, small, large }
+});
+
+fn spec() -> Spec {
+    Spec {
+        arch: Arch::Llama,
+        dtype: WeightType::Q8_0,
+        layers: 2,
+        dim: 128,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 32,
+        ffn_dim: 256,
+        vocab: 300,
+        context: 64,
+        tied: true,
+        seed: 7,
+    }
+}
+
+fn real_model() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if path.is_file() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
+    None
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(GENERATE);
+    command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG");
+    command
+}
+
+fn generate(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+/// Standard output of a run that must succeed.
+fn stdout_of(output: &Output) -> &str {
+    let (out, err) = (std::str::from_utf8(&output.stdout).unwrap(), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{}: {err}", output.status);
+    out
+}
+
+fn last_line(out: &str) -> Value {
+    serde_json::from_str(out.lines().last().unwrap()).unwrap()
+}
+
+/// The JSON line of a run that must succeed.
+fn json_of(args: &[&str]) -> Value {
+    let mut all = args.to_vec();
+    all.push("--json");
+    let run = last_line(stdout_of(&generate(&all)));
+    assert!(run["peak_device_bytes"].as_u64().unwrap() <= run["device_budget_bytes"].as_u64().unwrap(), "{run}");
+    assert!(run["peak_host_bytes"].as_u64().unwrap() <= run["host_budget_bytes"].as_u64().unwrap(), "{run}");
+    run
+}
+
+/// What must not depend on where the weights are.
+fn words(run: &Value) -> [&Value; 4] {
+    ["prompt_tokens", "tokens", "text", "logits_xxh3"].map(|key| run.get(key).unwrap())
+}
+
+/// Runs `base` with each of `settings`, the first being the one the others are compared with.
+fn same_words(base: &[&str], settings: &[String]) {
+    let mut first: Option<Value> = None;
+    for setting in settings {
+        let mut args = base.to_vec();
+        args.extend(setting.split_whitespace());
+        let run = json_of(&args);
+        let first = first.get_or_insert_with(|| run.clone());
+        assert_eq!(words(first), words(&run), "{setting}");
+    }
+}
+
+fn files_len(path: &Path) -> u64 {
+    if path.is_file() {
+        return path.metadata().unwrap().len();
+    }
+    std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum()
+}
+
+const REAL: [&str; 4] = ["--prompt", "Explain virtual memory.", "--tokens", "6"];
+const LARGE: [&str; 4] = ["--prompt-tokens", "5,17,300,1999,5", "--tokens", "6"];
+
+/// Settings that cover each value of each option, and the pairs that share code.
+fn some_settings(len: u64, resident: u64) -> Vec<String> {
+    let part = |percent: u64| len * percent / 100;
+    vec![
+        format!("--device-budget {resident}"),
+        format!("--device-budget {} --policy plan --page-size 2MiB", part(75)),
+        format!("--device-budget {} --policy lru --page-size 64KiB --io threads", part(75)),
+        format!("--device-budget {} --policy lru --page-size 256KiB --prefetch off --threads 1", part(50)),
+        format!("--device-budget {} --policy plan --page-size 1MiB --io buffered --threads 2", part(50)),
+        format!("--device-budget {} --policy plan --page-size 64KiB --host-budget 16MiB", part(25)),
+        format!("--device-budget {} --policy lru --page-size 512KiB --host-budget 24MiB --io threads", part(25)),
+        format!("--device-budget {} --policy plan --page-size 128KiB --io auto --verify always", part(10)),
+        format!("--device-budget {} --policy lru --page-size 64KiB --io buffered --prefetch 1MiB", part(10)),
+        format!("--device-budget {} --policy plan --page-size 16MiB", 32 * MIB),
+    ]
+}
+
+/// Everything with everything.
+fn all_settings(len: u64, resident: u64) -> Vec<String> {
+    let mut all = vec![format!("--device-budget {resident}")];
+    for percent in [75, 50, 25, 10] {
+        let budget = len * percent / 100;
+        for page in [64 << 10, 256 << 10, MIB, 2 * MIB, 16 * MIB].into_iter().filter(|page| budget >= 2 * page) {
+            for policy in ["lru", "plan"] {
+                for (io, host, prefetch, threads) in [
+                    ("auto", 0, "auto", 1),
+                    ("auto", 16, "off", 2),
+                    ("threads", 0, "off", 1),
+                    ("buffered", 16, "auto", 2),
+                ] {
+                    all.push(format!(
+                        "--device-budget {budget} --page-size {page} --policy {policy} --io {io} --host-budget {host}MiB \
+                         --prefetch {prefetch} --threads {threads}"
+                    ));
+                }
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn the_real_model_says_the_same_in_every_budget() {
+    let Some(model) = real_model() else { return };
+    let base = [&["--model", text(&model)][..], &REAL].concat();
+    same_words(&base, &some_settings(files_len(&model), 200 * MIB));
+}
+
+#[test]
+fn a_sharded_model_says_the_same_in_every_budget() {
+    let base = [&["--model", text(&MODELS.large)][..], &LARGE].concat();
+    same_words(&base, &some_settings(files_len(&MODELS.large), 200 * MIB));
+}
+
+#[test]
+#[ignore = "some minutes: every setting with every other"]
+fn every_setting_says_the_same() {
+    if let Some(model) = real_model() {
+        let base = [&["--model", text(&model)][..], &REAL].concat();
+        same_words(&base, &all_settings(files_len(&model), 200 * MIB));
+    }
+    let base = [&["--model", text(&MODELS.large)][..], &LARGE].concat();
+    same_words(&base, &all_settings(files_len(&MODELS.large), 200 * MIB));
+}
+
+#[test]
+fn a_seed_decides_what_chance_does() {
+    let small = text(&MODELS.small);
+    let run = |seed| {
+        let args = ["--model", small, "--prompt", "ab", "--tokens", "12", "--temperature", "1.5", "--seed", seed];
+        json_of(&args)["tokens"].clone()
+    };
+    assert_eq!(run("1"), run("1"));
+    assert_ne!(run("1"), run("2"));
+}
+
+#[test]
+fn the_last_line_holds_what_the_contract_names() {
+    let args = ["--model", text(&MODELS.small), "--prompt", "Hello there", "--tokens", "5", "--chat"];
+    let run = json_of(&args);
+    for key in ["model", "device", "policy", "io", "text", "logits_xxh3"] {
+        assert!(run[key].is_string(), "{key}: {}", run[key]);
+    }
+    for key in [
+        "page_bytes",
+        "device_budget_bytes",
+        "host_budget_bytes",
+        "disk_read_bytes",
+        "disk_written_bytes",
+        "link_bytes",
+        "peak_device_bytes",
+        "peak_host_bytes",
+        "peak_rss_bytes",
+    ] {
+        assert!(run[key].is_u64(), "{key}: {}", run[key]);
+    }
+    for key in ["ttft_s", "decode_tok_s", "pass_s_median", "compute_s", "stall_s"] {
+        assert!(run[key].as_f64().unwrap() >= 0.0, "{key}: {}", run[key]);
+    }
+    for key in ["hit_ratio", "opt_hit_ratio", "overlap"] {
+        assert!((0.0..=1.0).contains(&run[key].as_f64().unwrap()), "{key}: {}", run[key]);
+    }
+    for key in ["prompt_tokens", "tokens"] {
+        assert!(run[key].as_array().unwrap().iter().all(Value::is_u64), "{key}: {}", run[key]);
+    }
+    assert_eq!(run["interrupted"], false);
+    assert_eq!(run["device"], "host");
+    let model = files_len(&MODELS.small);
+    assert!(run["disk_read_bytes"].as_u64().unwrap() >= model / 2, "{run}");
+
+    let output = generate(&args);
+    assert_eq!(stdout_of(&output), run["text"].as_str().unwrap());
+    let summary = String::from_utf8(output.stderr).unwrap();
+    for part in ["tokens", "most in use", "read from disk", "page uses"] {
+        assert!(summary.contains(part), "{summary}");
+    }
+}
+
+#[test]
+fn a_control_group_of_130_megabytes_holds_the_real_model() {
+    let Some(model) = real_model() else { return };
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/cgroup_run.sh");
+    let args = ["130MB", GENERATE, "--model", text(&model), "--prompt", "Explain paging.", "--tokens", "4", "--json"];
+    let output = Command::new(script).args(args).stdin(Stdio::null()).output().unwrap();
+    if output.status.code() == Some(77) {
+        eprintln!("SKIPPED: {}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let run = last_line(stdout_of(&output));
+    let report = String::from_utf8(output.stderr).unwrap();
+    assert!(report.contains("oom_kills=0"), "{report}");
+    assert!(run["peak_rss_bytes"].as_u64().unwrap() < 130_000_000, "{run}");
+}
+
+#[test]
+fn memory_limits_the_whole_process() {
+    let Some(model) = real_model() else { return };
+    let run = json_of(&["--model", text(&model), "--prompt", "Explain paging.", "--tokens", "3", "--memory", "120MiB"]);
+    assert!(run["peak_rss_bytes"].as_u64().unwrap() <= 120 * MIB, "{run}");
+    assert!(run["device_budget_bytes"].as_u64().unwrap() < 100 * MIB, "{run}");
+}
+
+/// A refusal: exit code 1, nothing on standard output, and one line that says all of `wanted`.
+fn refused(output: &Output, wanted: &[&str]) {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{err}");
+    assert_eq!(out, "", "{err}");
+    assert_eq!(err.lines().count(), 1, "{err}");
+    assert!(err.starts_with("generate: "), "{err}");
+    assert!(!err.contains("panicked"), "{err}");
+    for part in wanted {
+        assert!(err.contains(part), "{part:?} is not in: {err}");
+    }
+}
+
+fn place(name: &str) -> PathBuf {
+    MODELS.folder.path().join(name)
+}
+
+/// Writes `bytes` as a file of its own and returns its path.
+fn file(name: &str, bytes: &[u8]) -> String {
+    let path = place(name);
+    std::fs::write(&path, bytes).unwrap();
+    text(&path).to_owned()
+}
+
+fn find(bytes: &[u8], what: &[u8], from: usize) -> usize {
+    from + bytes[from..].windows(what.len()).position(|window| window == what).unwrap()
+}
+
+#[test]
+fn models_that_cannot_be_run_are_refused() {
+    let whole = std::fs::read(&MODELS.small).unwrap();
+    let run = |model: &str| generate(&["--model", model, "--prompt", "Hi", "--tokens", "2"]);
+
+    let gone = place("gone.gguf");
+    refused(&run(text(&gone)), &["gone.gguf", "No such file", "check the path"]);
+    refused(&run(&file("empty.gguf", b"")), &["empty.gguf", "empty"]);
+    let nothing = place("nothing-here");
+    std::fs::create_dir(&nothing).unwrap();
+    refused(&run(text(&nothing)), &["nothing-here"]);
+    refused(&run(&file("words.gguf", b"These are only words, and no model at all.")), &["words.gguf"]);
+    refused(&run(&file("cut-header.gguf", &whole[..3000])), &["cut-header.gguf"]);
+    refused(&run(&file("cut-data.gguf", &whole[..whole.len() - 4096])), &["cut-data.gguf"]);
+
+    let mut foreign = whole.clone();
+    let name = find(&foreign, b"llama", find(&foreign, b"general.architecture", 0));
+    foreign[name..name + 5].copy_from_slice(b"mamba");
+    refused(&run(&file("foreign.gguf", &foreign)), &["mamba", "supported", "qwen2"]);
+
+    let mut untyped = whole.clone();
+    let name = b"output_norm.weight";
+    // Behind the name of a vector: its number of extents, the extent, the type.
+    let at = find(&untyped, name, 0) + name.len() + 4 + 8;
+    untyped[at..at + 4].copy_from_slice(&99u32.to_le_bytes());
+    refused(&run(&file("untyped.gguf", &untyped)), &["untyped.gguf", "output_norm.weight", "99"]);
+
+    let incomplete = place("incomplete");
+    spec_of_shards().write_safetensors(&incomplete, 2).unwrap();
+    std::fs::remove_file(incomplete.join("model-00002-of-00002.safetensors")).unwrap();
+    let ids = ["--model", text(&incomplete), "--prompt-tokens", "1,2", "--tokens", "2"];
+    refused(&generate(&ids), &["model-00002-of-00002.safetensors"]);
+    std::fs::remove_file(incomplete.join("config.json")).unwrap();
+    refused(&generate(&ids), &["incomplete"]);
+}
+
+fn spec_of_shards() -> Spec {
+    Spec { dtype: WeightType::F16, ..spec() }
+}
+
+#[test]
+fn arguments_that_cannot_be_meant_are_refused() {
+    let model = text(&MODELS.small);
+    let refused = |args: &[&str], wanted: &[&str]| {
+        let mut all = vec!["--model", model];
+        all.extend(args);
+        refused(&generate(&all), wanted);
+        // Programs get no half of an answer either.
+        all.push("--json");
+        refused(&generate(&all), wanted);
+    };
+    let say = ["--prompt", "Hi"];
+    let with = |more: &[&'static str]| [&say[..], more].concat();
+    refused(&with(&["--page-size", "3MiB"]), &["power of two"]);
+    refused(&with(&["--page-size", "2KiB"]), &["power of two", "4.00 KiB"]);
+    refused(&with(&["--device-budget", "64KiB", "--page-size", "64KiB", "--tokens", "2"]), &["64.0 KiB", "at least"]);
+    refused(&with(&["--device-budget", "0", "--tokens", "2"]), &["budget"]);
+    refused(&with(&["--memory", "1MiB"]), &["1.00 MiB", "give at least"]);
+    refused(&with(&["--memory", "40MiB", "--device-budget", "40MiB"]), &["40.0 MiB", "--memory", "--device-budget"]);
+    refused(&with(&["--tokens", "0"]), &["--tokens 0", "at least 1"]);
+    refused(&with(&["--tokens", "64"]), &["context of 64", "at most 62"]);
+    refused(&with(&["--temperature", "-1"]), &["--temperature"]);
+    refused(&with(&["--temperature", "NaN"]), &["--temperature"]);
+    for size in ["12XB", "MiB", "-5MiB", "1e30GiB", ""] {
+        let option = format!("--device-budget={size}");
+        refused(&["--prompt", "Hi", &option], &["--device-budget"]);
+    }
+    refused(&with(&["--policy", "best"]), &["best", "plan"]);
+    refused(&with(&["--io", "magic"]), &["magic", "threads"]);
+    refused(&with(&["--prefetch", "some"]), &["some"]);
+    refused(&with(&["--verify", "maybe"]), &["maybe", "always"]);
+    refused(&with(&["--device", "toaster"]), &["toaster", "host"]);
+    refused(&with(&["--timeline", "/nowhere/at/all.json"]), &["/nowhere/at/all.json", "No such file"]);
+    refused(&["--prompt", ""], &["empty"]);
+    refused(&[], &["--prompt", "required"]);
+    refused(&["--prompt", &"x".repeat(70)], &["70 tokens", "context is 64"]);
+    refused(&["--prompt", "Hi", "--prompt-tokens", "1"], &["--prompt-tokens"]);
+    refused(&["--prompt-tokens", "1", "--chat"], &["--chat"]);
+    refused(&["--prompt-tokens", "5,300", "--tokens", "2"], &["300", "0 to 299"]);
+    refused(&["--prompt-tokens", "5,-1"], &["-1"]);
+    refused(&["--prompt-tokens", "5,x"], &["x"]);
+    refused(&["--prompt-tokens", ""], &["--prompt-tokens"]);
+}
+
+#[test]
+fn a_model_without_words_takes_ids_only() {
+    let wordless = place("wordless.gguf");
+    Spec { vocab: 200, ..spec() }.write_gguf(&wordless).unwrap();
+    let model = text(&wordless);
+    refused(&generate(&["--model", model, "--prompt", "Hi", "--tokens", "2"]), &["okeni"]);
+    let run = json_of(&["--model", model, "--prompt-tokens", "1,2", "--tokens", "2"]);
+    assert_eq!((run["tokens"].as_array().unwrap().len(), &run["text"]), (2, &Value::from("")));
+
+    let mut plain = std::fs::read(&MODELS.small).unwrap();
+    let key = find(&plain, b"tokenizer.chat_template", 0);
+    plain[key..key + 23].copy_from_slice(b"tokenizer.some_template");
+    let plain = file("plain.gguf", &plain);
+    refused(&generate(&["--model", &plain, "--prompt", "Hi", "--chat"]), &["chat template", "--chat"]);
+}
+
+#[test]
+fn a_backend_that_the_file_system_refuses_is_an_error_and_auto_finds_another() {
+    let folder = place("ramfs");
+    std::fs::create_dir(&folder).unwrap();
+    // ramfs has no direct I/O; the mount is seen by this shell and its children only.
+    let script = r#"mount -t ramfs none "$1" && cp "$2" "$1/m.gguf" || exit 77
+        shift 2; exec "$@""#;
+    let run = |io| {
+        let args = ["--mount", "sh", "-c", script, "sh", text(&folder), text(&MODELS.small), GENERATE];
+        let model = folder.join("m.gguf");
+        let more = ["--model", text(&model), "--prompt", "Hi", "--tokens", "2", "--io", io, "--json"];
+        Command::new("unshare").args(args).args(more).stdin(Stdio::null()).output()
+    };
+    match run("auto") {
+        Ok(output) if output.status.success() => {
+            assert_eq!(last_line(stdout_of(&output))["io"], "buffered");
+            refused(&run("threads").unwrap(), &["O_DIRECT", "m.gguf"]);
+        }
+        other => eprintln!("SKIPPED: no ramfs can be mounted here: {other:?}"),
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_an_error_and_no_panic() {
+    let mut child = command(&["--model", text(&MODELS.large), "--prompt-tokens", "1", "--tokens", "2", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(1), "{said}");
+    assert!(said.contains("standard output") && !said.contains("panicked"), "{said}");
+}
+
+fn interrupt(child: &Child) {
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn an_interrupt_ends_the_run_with_its_summary() {
+    let timeline = place("interrupted.json");
+    let mut child = command(&["--model", text(&MODELS.large), "--prompt-tokens", "1", "--tokens", "60000", "--json"])
+        .args(["--device-budget", "8MiB", "--timeline", text(&timeline)])
+        .env("RUST_LOG", "info")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("ready") {
+        line.clear();
+        assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "it ended before it was ready");
+    }
+    interrupt(&child);
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{rest}");
+    assert!(rest.contains("most in use") && !rest.contains("panicked"), "{rest}");
+    let run = last_line(std::str::from_utf8(&output.stdout).unwrap());
+    assert_eq!(run["interrupted"], true);
+    assert!(run["tokens"].as_array().unwrap().len() < 60000);
+    check_timeline(&timeline, f64::INFINITY);
+}
+
+/// Reads a timeline; returns the lanes that have spans.
+fn check_timeline(path: &Path, longest_us: f64) -> HashSet<String> {
+    let events: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let events = events["traceEvents"].as_array().unwrap();
+    let (mut named, mut drawn) = (HashSet::new(), HashSet::new());
+    let mut last: std::collections::HashMap<u64, f64> = std::collections::HashMap::new();
+    for event in events {
+        assert!(event["name"].is_string() && event["pid"].is_u64(), "{event}");
+        let row = event["tid"].as_u64().unwrap();
+        match event["ph"].as_str().unwrap() {
+            "X" => {
+                let (start, length) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+                assert!(start >= 0.0 && length >= 0.0 && start + length <= longest_us, "{event}");
+                // Spans of a row follow each other; a thousandth of a microsecond is what the numbers resolve.
+                assert!(start + 0.001 >= *last.get(&row).unwrap_or(&0.0), "{event}");
+                last.insert(row, start + length);
+                drawn.insert(event["cat"].as_str().unwrap().to_owned());
+            }
+            "M" if event["name"] == "thread_name" => {
+                named.insert(event["args"]["name"].as_str().unwrap().to_owned());
+            }
+            "M" => {}
+            other => panic!("phase {other}: {event}"),
+        }
+    }
+    for lane in ["disk", "link", "compute", "stall"] {
+        assert!(named.contains(lane), "{named:?}");
+    }
+    drawn
+}
+
+#[test]
+fn a_timeline_shows_what_the_run_did() {
+    let path = place("timeline.json");
+    let since = std::time::Instant::now();
+    json_of(
+        &[
+            &["--model", text(&MODELS.large), "--device-budget", "16MiB", "--host-budget", "16MiB"][..],
+            &["--prefetch", "off", "--timeline", text(&path)],
+            &LARGE,
+        ]
+        .concat(),
+    );
+    let drawn = check_timeline(&path, since.elapsed().as_secs_f64() * 1e6);
+    for lane in ["disk", "link", "compute", "stall"] {
+        assert!(drawn.contains(lane), "{drawn:?}");
+    }
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for option in ["--help", "--version"] {
+        let output = generate(&[option]);
+        assert!(stdout_of(&output).contains("generate") || option == "--help");
+        assert!(output.stderr.is_empty());
+    }
+}
