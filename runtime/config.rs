@@ -52,7 +52,7 @@ impl fmt::Display for Verify {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, at most a quarter of the device budget.
+    /// Enough to keep a fast NVMe drive busy, at most an eighth of the device budget.
     #[default]
     Auto,
     /// Never: pages come when they are wanted.
@@ -62,17 +62,18 @@ pub enum Lookahead {
 }
 
 impl Lookahead {
-    /// Covers 10 ms of a drive of 3 GB/s, and 16 pages of 2 MiB in flight.
-    const AUTO: Bytes = Bytes::mib(32);
+    /// 5 ms of a drive of 3 GB/s, and 8 pages of 2 MiB in flight. Every page that streams is one less that stays.
+    const AUTO: Bytes = Bytes::mib(16);
 
-    /// How many pages it is with a device tier of `frames`: at most a quarter of them, unless it is off at least one.
+    /// How many pages it is with a device tier of `frames`: unless it is off, from one page up to an eighth of the
+    /// frames by itself, and up to a quarter where more is asked for.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        let wanted = match self {
+        let (wanted, share) = match self {
             Self::Off => return 0,
-            Self::Auto => page_size.pages_for(Self::AUTO.get()).max(2),
-            Self::Bytes(bytes) => page_size.pages_for(bytes.get()),
+            Self::Auto => (page_size.pages_for(Self::AUTO.get()).max(2), 8),
+            Self::Bytes(bytes) => (page_size.pages_for(bytes.get()), 4),
         };
-        (wanted.min(u64::from(u32::MAX)) as u32).min((frames / 4).max(1))
+        (wanted.min(u64::from(u32::MAX)) as u32).min((frames / share).max(1))
     }
 }
 

@@ -239,13 +239,13 @@ impl Store for Engine {
     }
 
     fn submit(&self, op: IoOp) {
-        let (token, priority) = (op.token, op.priority);
+        let (token, priority, bytes) = (op.token, op.priority, op.len);
         let accepted = self.accept(op);
         let now = Instant::now();
         let mut state = self.shared.state.lock();
         let refusal = match accepted {
             Ok(active) if !state.closing => {
-                state.queue.push(token, priority, active, now);
+                state.queue.push(token, priority, bytes, active, now);
                 None
             }
             Ok(_) => Some(closed()),
@@ -266,7 +266,7 @@ impl Store for Engine {
 
     fn raise(&self, token: Token, priority: Priority) {
         let mut state = self.shared.state.lock();
-        state.queue.raise(token, priority, Instant::now());
+        state.queue.raise(token, priority);
         drop(state);
         self.driver.wake();
     }

@@ -5,8 +5,10 @@
 //! 1. Operations start in priority order, oldest first within a priority.
 //! 2. At most `total` operations are started at once. Of those at most `background` are not demand, so that a demand
 //!    operation always finds room.
-//! 3. For [`DEMAND_WINDOW`] after a demand operation was submitted, at most `beside_demand` others are started at once:
-//!    what the disk already has cannot be taken back, so it must be little while somebody waits.
+//! 3. For [`DEMAND_WINDOW`] after a demand operation was submitted, at most `beside_demand` bytes of others (or one
+//!    operation) are started at once: what the disk already has cannot be taken back, so it must be little while
+//!    somebody waits. An operation that is raised to demand is not such a sign: it belongs to a stream that is limited
+//!    by the disk, and throttling the stream would make it later still.
 //! 4. A limit is never zero, so whenever operations wait, at least one is started, and its end is the occasion to look
 //!    again: no timer is needed when the window has passed.
 //!
@@ -24,10 +26,10 @@ use crate::error::{Error, ErrorKind, Result};
 const TOTAL_DEPTH: u32 = 16;
 /// Of the total, what only demand may use.
 const DEMAND_RESERVE: u32 = 8;
-/// Started operations that are not demand, while demand is recent. With 2 MiB operations one keeps a disk as busy as
-/// sixteen do, and a demand read waits for one of them at most: measured by `benches/store_latency.rs`, a median of
-/// 2.2 ms against 4.3 ms with two, and 1.7 ms with none.
-const BACKGROUND_DEPTH: u32 = 1;
+/// Started bytes of operations that are not demand, while demand is recent. One operation of 2 MiB keeps a disk as busy
+/// as sixteen do, and a demand read then waits for that one at most (`benches/store_latency.rs`). Smaller operations
+/// need as many bytes in flight to keep the disk busy.
+const BYTES_BESIDE_DEMAND: u64 = 2 << 20;
 /// How long after the last demand operation others are held back.
 const DEMAND_WINDOW: Duration = Duration::from_millis(250);
 const PRIORITIES: usize = 5;
@@ -71,7 +73,8 @@ impl fmt::Display for QueueDepth {
 pub(super) struct Limits {
     pub total: u32,
     pub background: u32,
-    pub beside_demand: u32,
+    /// Bytes.
+    pub beside_demand: u64,
 }
 
 impl Limits {
@@ -81,10 +84,10 @@ impl Limits {
             return Self {
                 total: TOTAL_DEPTH,
                 background: TOTAL_DEPTH - DEMAND_RESERVE,
-                beside_demand: BACKGROUND_DEPTH,
+                beside_demand: BYTES_BESIDE_DEMAND,
             };
         }
-        Self { total: depth.get(), background: depth.get(), beside_demand: BACKGROUND_DEPTH.min(depth.get()) }
+        Self { total: depth.get(), background: depth.get(), beside_demand: BYTES_BESIDE_DEMAND }
     }
 }
 
@@ -92,17 +95,26 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lane {
     Demand,
-    Other,
+    /// Not demand, and its bytes.
+    Other(u32),
+}
+
+#[derive(Debug)]
+struct Waiting<T> {
+    token: Token,
+    bytes: u32,
+    item: T,
 }
 
 #[derive(Debug)]
 pub(super) struct Queue<T> {
     limits: Limits,
-    waiting: [BTreeMap<u64, (Token, T)>; PRIORITIES],
+    waiting: [BTreeMap<u64, Waiting<T>>; PRIORITIES],
     places: HashMap<Token, (Priority, u64)>,
     submitted: u64,
     started_demand: u32,
     started_other: u32,
+    started_other_bytes: u64,
     last_demand: Option<Instant>,
 }
 
@@ -115,21 +127,24 @@ impl<T> Queue<T> {
             submitted: 0,
             started_demand: 0,
             started_other: 0,
+            started_other_bytes: 0,
             last_demand: None,
         }
     }
 
-    pub fn push(&mut self, token: Token, priority: Priority, item: T, now: Instant) {
-        self.note_demand(priority, now);
+    /// Adds an operation of `bytes` bytes.
+    pub fn push(&mut self, token: Token, priority: Priority, bytes: u32, item: T, now: Instant) {
+        if priority == Priority::Demand {
+            self.last_demand = Some(now);
+        }
         let place = self.submitted;
         self.submitted += 1;
-        self.waiting[priority as usize].insert(place, (token, item));
+        self.waiting[priority as usize].insert(place, Waiting { token, bytes, item });
         self.places.insert(token, (priority, place));
     }
 
     /// Makes a waiting operation at least as urgent as `priority`; it keeps its age.
-    pub fn raise(&mut self, token: Token, priority: Priority, now: Instant) {
-        self.note_demand(priority, now);
+    pub fn raise(&mut self, token: Token, priority: Priority) {
         let Some(&(from, place)) = self.places.get(&token) else { return };
         if priority >= from {
             return;
@@ -143,13 +158,17 @@ impl<T> Queue<T> {
     /// The next operation, if one may start; it then counts as started.
     pub fn pop(&mut self, now: Instant) -> Option<(T, Lane)> {
         let class = self.startable(now)?;
-        let (place, (token, item)) = self.waiting[class].pop_first()?;
+        let (place, Waiting { token, bytes, item }) = self.waiting[class].pop_first()?;
         if self.places.get(&token).is_some_and(|&(_, p)| p == place) {
             self.places.remove(&token);
         }
-        let lane = if class == Priority::Demand as usize { Lane::Demand } else { Lane::Other };
-        *self.started(lane) += 1;
-        Some((item, lane))
+        if class == Priority::Demand as usize {
+            self.started_demand += 1;
+            return Some((item, Lane::Demand));
+        }
+        self.started_other += 1;
+        self.started_other_bytes += u64::from(bytes);
+        Some((item, Lane::Other(bytes)))
     }
 
     /// Whether [`pop`](Self::pop) would give an operation.
@@ -159,7 +178,13 @@ impl<T> Queue<T> {
 
     /// A started operation has ended.
     pub fn finished(&mut self, lane: Lane) {
-        let count = self.started(lane);
+        let count = match lane {
+            Lane::Demand => &mut self.started_demand,
+            Lane::Other(bytes) => {
+                self.started_other_bytes = self.started_other_bytes.saturating_sub(u64::from(bytes));
+                &mut self.started_other
+            }
+        };
         debug_assert!(*count > 0, "an operation ended that never started");
         *count = count.saturating_sub(1);
     }
@@ -167,13 +192,6 @@ impl<T> Queue<T> {
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.waiting.iter().all(BTreeMap::is_empty)
-    }
-
-    fn started(&mut self, lane: Lane) -> &mut u32 {
-        match lane {
-            Lane::Demand => &mut self.started_demand,
-            Lane::Other => &mut self.started_other,
-        }
     }
 
     fn startable(&self, now: Instant) -> Option<usize> {
@@ -185,14 +203,12 @@ impl<T> Queue<T> {
             return Some(class);
         }
         let demand_is_recent = self.last_demand.is_some_and(|t| now.saturating_duration_since(t) < DEMAND_WINDOW);
-        let limit = if demand_is_recent { self.limits.beside_demand } else { self.limits.background };
-        (self.started_other < limit).then_some(class)
-    }
-
-    fn note_demand(&mut self, priority: Priority, now: Instant) {
-        if priority == Priority::Demand {
-            self.last_demand = Some(now);
-        }
+        let bytes = self.waiting[class].first_key_value().map_or(0, |(_, waiting)| u64::from(waiting.bytes));
+        let fits = self.started_other < self.limits.background
+            && (!demand_is_recent
+                || self.started_other == 0
+                || self.started_other_bytes + bytes <= self.limits.beside_demand);
+        fits.then_some(class)
     }
 }
 
@@ -200,12 +216,13 @@ impl<T> Queue<T> {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { total: 4, background: 3, beside_demand: 1 };
+    const BYTES: u32 = 64 << 10;
+    const LIMITS: Limits = Limits { total: 4, background: 3, beside_demand: BYTES as u64 };
 
     fn queue(ops: &[(u64, Priority)], now: Instant) -> Queue<u64> {
         let mut queue = Queue::new(LIMITS);
         for &(n, priority) in ops {
-            queue.push(Token(n), priority, n, now);
+            queue.push(Token(n), priority, BYTES, n, now);
         }
         queue
     }
@@ -230,9 +247,9 @@ mod tests {
         let now = Instant::now();
         let ops = [(1, Priority::Prefetch), (2, Priority::Background), (3, Priority::Prefetch)];
         let mut queue = queue(&ops, now);
-        queue.raise(Token(2), Priority::Prefetch, now);
-        queue.raise(Token(1), Priority::Background, now);
-        queue.raise(Token(99), Priority::Demand, now - 2 * DEMAND_WINDOW);
+        queue.raise(Token(2), Priority::Prefetch);
+        queue.raise(Token(1), Priority::Background);
+        queue.raise(Token(99), Priority::Demand);
         let order: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
         assert_eq!(order, [1, 2, 3]);
     }
@@ -242,10 +259,10 @@ mod tests {
         let now = Instant::now();
         let mut queue = queue(&[1, 2, 3, 4, 5].map(|n| (n, Priority::Prefetch)), now);
         for _ in 0..3 {
-            assert!(matches!(queue.pop(now), Some((_, Lane::Other))));
+            assert!(matches!(queue.pop(now), Some((_, Lane::Other(_)))));
         }
         assert!(!queue.has_startable(now));
-        queue.push(Token(9), Priority::Demand, 9, now);
+        queue.push(Token(9), Priority::Demand, BYTES, 9, now);
         assert_eq!(queue.pop(now), Some((9, Lane::Demand)));
         assert_eq!(queue.pop(now), None);
     }
@@ -255,17 +272,38 @@ mod tests {
         let now = Instant::now();
         let mut queue = queue(&[(1, Priority::Prefetch), (2, Priority::Prefetch), (3, Priority::Demand)], now);
         assert_eq!(queue.pop(now), Some((3, Lane::Demand)));
-        assert_eq!(queue.pop(now), Some((1, Lane::Other)));
+        assert_eq!(queue.pop(now), Some((1, Lane::Other(BYTES))));
         assert_eq!(queue.pop(now), None);
         queue.finished(Lane::Demand);
         assert_eq!(queue.pop(now), None);
-        assert_eq!(queue.pop(now + DEMAND_WINDOW), Some((2, Lane::Other)));
+        assert_eq!(queue.pop(now + DEMAND_WINDOW), Some((2, Lane::Other(BYTES))));
+    }
+
+    #[test]
+    fn small_operations_beside_demand_fill_the_same_bytes() {
+        let now = Instant::now();
+        let mut queue = Queue::new(Limits { beside_demand: 2 * u64::from(BYTES), ..LIMITS });
+        queue.push(Token(0), Priority::Demand, BYTES, 0, now);
+        for n in 1..=3 {
+            queue.push(Token(n), Priority::Prefetch, BYTES, n, now);
+        }
+        let started: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
+        assert_eq!(started, [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_raised_operation_does_not_hold_its_stream_back() {
+        let now = Instant::now();
+        let mut queue = queue(&[1, 2, 3].map(|n| (n, Priority::Prefetch)), now);
+        queue.raise(Token(2), Priority::Demand);
+        let started: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
+        assert_eq!(started, [2, 1, 3]);
     }
 
     #[test]
     fn limits_are_never_zero() {
         let limits = Limits::of_depth(QueueDepth::new(1).unwrap());
-        assert_eq!((limits.total, limits.background, limits.beside_demand), (1, 1, 1));
+        assert_eq!((limits.total, limits.background), (1, 1));
         assert!(QueueDepth::new(0).is_err());
     }
 }

@@ -16,7 +16,7 @@ use crate::weights::{Rows, Step, TensorId, Weights};
 /// enough that the next step's bytes arrive while this one is computed.
 const TILE_BYTES: u64 = 8 << 20;
 /// A step may pin at most this part of the device budget, so that there is room to stream.
-const TILE_SHARE: u64 = 8;
+const TILE_SHARE: u64 = 32;
 
 /// A model's weights behind a [`Runtime`].
 #[derive(Debug)]

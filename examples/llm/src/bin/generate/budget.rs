@@ -10,9 +10,9 @@ const HEADROOM_MAX: Bytes = Bytes::gib(2);
 const GROUP_HEADROOM: Bytes = Bytes::mib(8);
 /// What the process grows by after the budgets are set, beyond keys, values and activations: thread stacks, page
 /// tables, the page table of the pager, allocator slack.
-const OWN_GROWTH: Bytes = Bytes::mib(12);
+const OWN_GROWTH: Bytes = Bytes::mib(8);
 /// Frames below which pages get smaller, so that there is something to stream through.
-const FRAMES_MIN: u64 = 32;
+const FRAMES_MIN: u64 = 128;
 
 /// What the pages get.
 #[derive(Clone, Copy, Debug)]
