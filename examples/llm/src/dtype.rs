@@ -84,6 +84,11 @@ impl WeightType {
         Self::ALL.into_iter().find(|t| t.ggml_id() == id)
     }
 
+    /// The type that outcore calls `dtype`, if this crate computes with it.
+    pub fn of(dtype: outcore::DType) -> Option<Self> {
+        dtype.ggml_id().and_then(Self::from_ggml_id)
+    }
+
     /// Bytes of `elements` consecutive elements, or `None` where that is not a whole number of blocks.
     pub fn bytes(self, elements: u64) -> Option<u64> {
         let (per_block, bytes) = (self.block_elements() as u64, self.block_bytes() as u64);

@@ -8,7 +8,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 
 use aho_corasick::{AhoCorasick, MatchKind};
-use serde_json::{Map, Value};
+use outcore::format::gguf;
+use serde_json::Value;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -18,7 +19,7 @@ use tokenizers::tokenizer::SplitDelimiterBehavior;
 use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
 
 use crate::error::{Error, Result};
-use crate::files::{Container, ModelFiles, read_json};
+use crate::files::{ModelFiles, read_json};
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -65,24 +66,23 @@ enum Encoder {
 impl Tokenizer {
     /// The tokenizer of a GGUF file, or the `tokenizer.json` beside safetensors files.
     pub fn load(files: &ModelFiles) -> Result<Self> {
-        match files.container() {
-            Container::Gguf => Self::from_gguf(files.metadata()),
-            Container::Safetensors => Self::from_folder(files),
+        match files.gguf() {
+            Some(metadata) => Self::from_gguf(metadata),
+            None => Self::from_folder(files),
         }
     }
 
-    fn from_gguf(meta: &Map<String, Value>) -> Result<Self> {
-        let key = |name: &str| meta.get(&format!("tokenizer.ggml.{name}"));
-        let list = |name: &str| key(name).and_then(Value::as_array).map(Vec::as_slice);
-        let flag = |name: &str| key(name).and_then(Value::as_bool);
-        let id = |name: &str| key(name).and_then(Value::as_u64).and_then(|v| u32::try_from(v).ok());
+    fn from_gguf(meta: &gguf::Metadata) -> Result<Self> {
+        let key = |name: &str| format!("tokenizer.ggml.{name}");
+        let list = |name: &str| meta.get_array(&key(name));
+        let texts = |name: &str| list(name).filter(|all| all.element_type() == gguf::ValueType::Str);
+        let id = |name: &str| meta.get_u32(&key(name));
         let bad = |why: &str| Error::format("GGUF tokenizer", why);
 
-        let texts = list("tokens").ok_or_else(|| bad("tokens are missing"))?;
-        let tokens: Option<Vec<String>> = texts.iter().map(|t| t.as_str().map(str::to_owned)).collect();
-        let tokens = tokens.ok_or_else(|| bad("a token is not a text"))?;
-        let mut types: Vec<u64> =
-            list("token_type").unwrap_or_default().iter().map(|t| t.as_u64().unwrap_or(1)).collect();
+        let tokens = texts("tokens").ok_or_else(|| bad("tokens are missing"))?;
+        let tokens: Vec<String> = tokens.into_iter().filter_map(gguf::Value::as_str).map(str::to_owned).collect();
+        let kinds = list("token_type").map(|all| all.into_iter().map(|kind| kind.as_u64().unwrap_or(1)));
+        let mut types: Vec<u64> = kinds.into_iter().flatten().collect();
         types.resize(tokens.len(), 1);
         let (bos, mut eos) = (id("bos_token_id"), Vec::new());
         eos.extend(["eos_token_id", "eot_token_id", "eom_token_id"].into_iter().filter_map(id));
@@ -90,8 +90,8 @@ impl Tokenizer {
         eos.extend(ENDS.into_iter().filter_map(control).map(|i| i as u32));
         dedup(&mut eos);
 
-        let kind = key("model").and_then(Value::as_str).ok_or_else(|| bad("its model is not named"))?;
-        let pre = key("pre").and_then(Value::as_str).unwrap_or("default");
+        let kind = meta.get_str(&key("model")).ok_or_else(|| bad("its model is not named"))?;
+        let pre = meta.get_str(&key("pre")).unwrap_or("default");
         let spm = match kind {
             "gpt2" => false,
             "llama" => true,
@@ -110,17 +110,21 @@ impl Tokenizer {
                 .map(|(t, kind)| if *kind == token_type::CONTROL { Vec::new() } else { bpe_bytes(t, &table) })
                 .collect()
         };
-        let add_space = flag("add_space_prefix").unwrap_or(spm);
+        let add_space = meta.get_bool(&key("add_space_prefix")).unwrap_or(spm);
         let encoder = if spm {
             let scores = list("scores").ok_or_else(|| bad("scores are missing"))?;
-            let scores: Vec<f32> = scores.iter().map(|s| s.as_f64().unwrap_or(0.0) as f32).collect();
+            let scores: Vec<f32> = scores.into_iter().map(|s| s.as_f64().unwrap_or(0.0) as f32).collect();
             let unknown = id("unknown_token_id").unwrap_or(0);
             Encoder::Spm(Spm::new(&tokens, &types, scores, add_space, unknown)?)
         } else {
-            let merges = list("merges").ok_or_else(|| bad("merges are missing"))?;
-            Encoder::Hf(Box::new(byte_level_bpe(&tokens, &types, merges, pre)?), false)
+            let merges = texts("merges").ok_or_else(|| bad("merges are missing"))?;
+            Encoder::Hf(
+                Box::new(byte_level_bpe(&tokens, &types, merges.into_iter().filter_map(gguf::Value::as_str), pre)?),
+                false,
+            )
         };
-        let add_bos = flag("add_bos_token").unwrap_or(spm || matches!(pre, "llama3" | "llama-v3" | "llama-bpe"));
+        let add_bos =
+            meta.get_bool(&key("add_bos_token")).unwrap_or(spm || matches!(pre, "llama3" | "llama-v3" | "llama-bpe"));
         Ok(Self { encoder, tokens, bytes, bos, eos, add_bos, strip_first_space: spm && add_space })
     }
 
@@ -307,11 +311,16 @@ fn spm_bytes(text: &str, kind: u64) -> Vec<u8> {
     }
 }
 
-fn byte_level_bpe(tokens: &[String], types: &[u64], merges: &[Value], pre: &str) -> Result<HfTokenizer> {
+fn byte_level_bpe<'a>(
+    tokens: &[String],
+    types: &[u64],
+    merges: impl Iterator<Item = &'a str>,
+    pre: &str,
+) -> Result<HfTokenizer> {
     let bad = |why: String| Error::format("GGUF tokenizer", why);
     let vocab: Vocab = tokens.iter().cloned().zip(0..).collect();
-    let pair = |m: &Value| m.as_str().and_then(|m| m.split_once(' ')).map(|(a, b)| (a.to_owned(), b.to_owned()));
-    let merges: Option<Vec<_>> = merges.iter().map(pair).collect();
+    let pair = |m: &str| m.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned()));
+    let merges: Option<Vec<_>> = merges.map(pair).collect();
     let merges = merges.ok_or_else(|| bad("a merge is not a pair".into()))?;
     let llama3 = matches!(pre, "llama3" | "llama-v3" | "llama-bpe");
     let model = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(llama3).build();

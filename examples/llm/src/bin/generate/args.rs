@@ -52,7 +52,7 @@ pub struct Args {
     #[arg(long, default_value = "off")]
     pub verify: Verify,
     /// Randomness of the choice of tokens; 0 always takes the likeliest.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     pub temperature: f32,
     /// Seed of that randomness.
     #[arg(long, default_value_t = 0)]
