@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Runs the measurements and writes docs/results/DATE-HOST.json and .md. Called by bench.sh, which builds first.
+
+Absolute times of a shared machine mean little, so each figure stands beside a ceiling of the same run: rounds of the
+sides are interleaved, and the ratio is taken round by round.
+"""
+
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASE = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+QUICK = bool(os.environ.get("BENCH_QUICK"))
+ROUNDS = 2 if QUICK else 5
+TOKENS = "12" if QUICK else "24"
+BENCHES = ["pin", "overlap", "open", "disk_to_device", "read_write", "demand_latency"]
+SKIPPED = 77
+
+
+def run(command, **options):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, **options)
+
+
+def last_json(text):
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    return None
+
+
+def spread(values):
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": len(values)}
+
+
+def hardware(folder):
+    cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    memory = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemTotal"))
+    disk = run(["stat", "-f", "-c", "%T", folder]).stdout.strip()
+    commit = run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**20, 1),
+        "kernel": platform.release(),
+        "filesystem": disk,
+        "load_before": os.getloadavg()[0],
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def cargo_bench(name):
+    done = run(["cargo", "bench", "--bench", name], cwd=ROOT)
+    print(done.stdout, end="", flush=True)
+    found = last_json(done.stdout)
+    if done.returncode or found is None:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {"failed": done.returncode}
+    return found
+
+
+def generate(model, arguments, cap=None):
+    command = [RELEASE / "generate", "--model", model, "--tokens", TOKENS, "--json", *arguments]
+    if cap:
+        command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", cap, *command]
+    done = run(command)
+    if done.returncode == SKIPPED:
+        return None
+    found = last_json(done.stdout)
+    if found is None:
+        sys.exit(f"bench: generate failed on {model} at {cap}: {done.stderr[-500:]}")
+    return found
+
+
+def plain(model, prompt):
+    done = run([RELEASE / "llm-bench", model, "--ids", prompt, "--tokens", TOKENS])
+    found = re.search(r"median ([0-9.]+)\)", done.stdout)
+    if not found:
+        sys.exit(f"bench: llm-bench failed on {model}: {done.stderr[-500:]}")
+    return float(found.group(1))
+
+
+def probe(file, page):
+    done = run([RELEASE / "outcore", "probe", "--file", file, "--json", "--page-size", str(page)])
+    found = last_json(done.stdout)
+    return found["page_read_bytes_per_second"]
+
+
+def capped(name, model, prompt, caps):
+    """In core on plain memory, in core paged, and at each cap, interleaved; and the disk's rate in every round."""
+    size = sum(f.stat().st_size for f in ([model] if model.is_file() else model.glob("*.safetensors")))
+    file = model if model.is_file() else sorted(model.glob("*.safetensors"))[0]
+    sides = {key: [] for key in ["plain", "resident", "in_core_ratio", "disk_bytes_s"]}
+    sides.update({cap: {"tok_s": [], "of_roofline": [], "hit": [], "opt": [], "rss": []} for cap in caps})
+    logits = set()
+    for _ in range(ROUNDS):
+        sides["plain"].append(plain(model, prompt))
+        resident = generate(model, ["--prompt-tokens", prompt, "--device-budget", str(size + (64 << 20))])
+        logits.add(resident["logits_xxh3"])
+        in_core = resident["pass_s_median"]
+        sides["resident"].append(1 / in_core)
+        sides["in_core_ratio"].append(1 / in_core / sides["plain"][-1])
+        for cap in caps:
+            got = generate(model, ["--prompt-tokens", prompt], cap)
+            if got is None:
+                print(f"bench: SKIPPED {name} at {cap}: no memory cgroup can be made here")
+                continue
+            rate = probe(file, got["page_bytes"])
+            sides["disk_bytes_s"].append(rate)
+            missing = max(0, size - got["peak_device_bytes"])
+            logits.add(got["logits_xxh3"])
+            side = sides[cap]
+            side["tok_s"].append(got["decode_tok_s"])
+            side["of_roofline"].append(got["decode_tok_s"] * max(in_core, missing / rate))
+            side["hit"].append(got["hit_ratio"])
+            side["opt"].append(got["opt_hit_ratio"])
+            side["rss"].append(got["peak_rss_bytes"])
+    summary = {"model_bytes": size, "same_logits": len(logits) == 1}
+    for key, value in sides.items():
+        if isinstance(value, dict):
+            summary[key] = {inner: spread(values) for inner, values in value.items() if values}
+        elif value:
+            summary[key] = spread(value)
+    print(json.dumps({name: summary}), flush=True)
+    return summary
+
+
+def table(results):
+    def show(s, scale=1, digits=2):
+        return f"{s['median'] * scale:.{digits}f} [{s['min'] * scale:.{digits}f} - {s['max'] * scale:.{digits}f}]"
+
+    h = results["hardware"]
+    lines = [
+        f"# {h['date']}, {h['cores']} x {h['cpu']}",
+        "",
+        f"Linux {h['kernel']}, {h['memory_gib']} GiB, {h['filesystem']}, load {h['load_before']:.1f} before the run, commit"
+        f" {h['commit']}. Medians with [least - most] of the rounds; rounds of the sides interleaved.",
+        "",
+        "## Models in a memory cgroup",
+        "",
+        "Page cache counted in, caches dropped before each run. The roofline is 1 / max(in-core pass, missing bytes / disk",
+        "rate), each measured in the same round; missing is the model's size less the pages' peak.",
+        "",
+        "| model | where | tok/s | of the roofline | hits | best possible |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, summary in results.get("models", {}).items():
+        lines.append(f"| {name} | plain memory | {show(summary['plain'])} | | | |")
+        lines.append(
+            f"| | paged, all resident | {show(summary['resident'])} | {show(summary['in_core_ratio'])} of plain | | |"
+        )
+        for cap, side in summary.items():
+            if isinstance(side, dict) and "tok_s" in side:
+                lines.append(
+                    f"| | {cap} | {show(side['tok_s'])} | {show(side['of_roofline'])} | {show(side['hit'], 100, 1)} % |"
+                    f" {show(side['opt'], 100, 1)} % |"
+                )
+        lines.append(f"| | same logits everywhere | {'yes' if summary['same_logits'] else 'NO'} | | | |")
+    lines += ["", "## Benches", "", "```json"]
+    lines += [json.dumps({name: found}) for name, found in results.get("benches", {}).items()]
+    lines += ["```", ""]
+    return "\n".join(lines)
+
+
+def main(names):
+    folder = Path(tempfile.mkdtemp(prefix="outcore-bench-", dir=os.environ.get("BENCH_DIR", ROOT / "target")))
+    results = {"quick": QUICK, "hardware": hardware(folder), "benches": {}, "models": {}}
+    try:
+        for name in BENCHES:
+            if not names or name in names:
+                results["benches"][name] = cargo_bench(name)
+        ids = "1,5,9,200,33"
+        small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
+        if small.exists() and (not names or "smollm2" in names):
+            results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, ids, ["130MB"])
+        if not names or "q8_0" in names:
+            model = folder / "q8.gguf"
+            subprocess.run([RELEASE / "make_model", model], check=True)
+            results["models"]["1.17 GB Q8_0, synthetic"] = capped("q8_0", model, ids, ["1000MB", "700MB"])
+            model.unlink()
+        if not names or "bf16" in names:
+            model = folder / "bf16"
+            options = ["--format", "safetensors", "--dtype", "BF16", "--layers", "12", "--shards", "4"]
+            subprocess.run([RELEASE / "make_model", *options, model], check=True)
+            results["models"]["1.3 GB bf16, 4 shards, synthetic"] = capped("bf16", model, ids, ["1000MiB"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    stem = ROOT / "docs/results" / f"{results['hardware']['date']}-{os.cpu_count()}-cores{'-quick' if QUICK else ''}"
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Every measurement behind the tables in docs/results: bench.sh [NAME...]
+#
+# Without names: the cargo benches, then `generate` on real and synthetic models in memory cgroups. BENCH_QUICK=1 takes
+# smaller inputs and fewer rounds. Results go to docs/results as JSON and as a table.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+scripts/fetch_model.sh || echo "bench: the real model could not be fetched; its rows will be missing"
+cargo build --release -p outcore-llm --bins
+cargo build --release --features cli --bin outcore
+exec python3 scripts/bench.py "$@"
