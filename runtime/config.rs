@@ -52,7 +52,7 @@ impl fmt::Display for Verify {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, at most an eighth of the device budget.
+    /// Enough to keep a fast NVMe drive busy, at most a sixteenth of the device budget.
     #[default]
     Auto,
     /// Never: pages come when they are wanted.
@@ -62,15 +62,15 @@ pub enum Lookahead {
 }
 
 impl Lookahead {
-    /// 5 ms of a drive of 3 GB/s, and 8 pages of 2 MiB in flight. Every page that streams is one less that stays.
-    const AUTO: Bytes = Bytes::mib(16);
+    /// 10 ms of a drive of 3 GB/s. Every page that streams is one less that stays, so a small budget gets less.
+    const AUTO: Bytes = Bytes::mib(32);
 
-    /// How many pages it is with a device tier of `frames`: unless it is off, from one page up to an eighth of the
-    /// frames by itself, and up to a quarter where more is asked for.
+    /// How many pages it is with a device tier of `frames`: unless it is off, from one page up to a sixteenth of
+    /// the frames by itself, and up to a quarter where more is asked for.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
         let (wanted, share) = match self {
             Self::Off => return 0,
-            Self::Auto => (page_size.pages_for(Self::AUTO.get()).max(2), 8),
+            Self::Auto => (page_size.pages_for(Self::AUTO.get()).max(2), 16),
             Self::Bytes(bytes) => (page_size.pages_for(bytes.get()), 4),
         };
         (wanted.min(u64::from(u32::MAX)) as u32).min((frames / share).max(1))

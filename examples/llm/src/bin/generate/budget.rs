@@ -7,10 +7,10 @@ use outcore_llm::Config;
 /// Left to the rest of the system where nothing limits the process but the machine: an eighth, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
 /// Left within a control group: what the kernel charges to it for page tables, rings and the program's own file.
-const GROUP_HEADROOM: Bytes = Bytes::mib(8);
+const GROUP_HEADROOM: Bytes = Bytes::mib(2);
 /// What the process grows by after the budgets are set, beyond keys, values and activations: thread stacks, page
 /// tables, the page table of the pager, allocator slack.
-const OWN_GROWTH: Bytes = Bytes::mib(8);
+const OWN_GROWTH: Bytes = Bytes::mib(4);
 /// Frames below which pages get smaller, so that there is something to stream through.
 const FRAMES_MIN: u64 = 128;
 
