@@ -65,15 +65,17 @@ impl Lookahead {
     /// 10 ms of a drive of 3 GB/s. Every page that streams is one less that stays, so a small budget gets less.
     const AUTO: Bytes = Bytes::mib(32);
 
-    /// How many pages it is with a device tier of `frames`: unless it is off, from one page up to a sixteenth of
-    /// the frames by itself, and up to a quarter where more is asked for.
+    /// How many pages it is with a device tier of `frames`. Unless it is off, at least one. By itself at most a sixteenth
+    /// of the frames, but eight pages where that is no more than an eighth of them, and four where that is no more than a
+    /// quarter: a stream of fewer pages stalls at every unevenness. Where more is asked for, up to a quarter.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        let (wanted, share) = match self {
+        let within = |bytes: Bytes, most: u32| page_size.pages_for(bytes.get()).min(u64::from(most)) as u32;
+        let pages = match self {
             Self::Off => return 0,
-            Self::Auto => (page_size.pages_for(Self::AUTO.get()).max(2), 16),
-            Self::Bytes(bytes) => (page_size.pages_for(bytes.get()), 4),
+            Self::Auto => within(Self::AUTO, frames / 16).max((frames / 8).min(8)).max((frames / 4).min(4)),
+            Self::Bytes(bytes) => within(bytes, frames / 4),
         };
-        (wanted.min(u64::from(u32::MAX)) as u32).min((frames / share).max(1))
+        pages.max(1)
     }
 }
 
