@@ -46,6 +46,11 @@ impl Runs {
 /// Pins every page of `run` without the latch, or none.
 fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
     let words = segment.words_of(run);
+    // Looked at before anything is pinned: a pin takes the mark of a page that was filled ahead, and a run given up half
+    // way would leave such pages to be counted as hits.
+    if words.iter().any(|word| !word.load().is_resident()) {
+        return false;
+    }
     let mut first_uses = 0u32;
     for (at, word) in words.iter().enumerate() {
         match word.try_pin() {

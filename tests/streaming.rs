@@ -130,3 +130,22 @@ async fn pins_are_futures() {
     assert_eq!(set.bytes(0).unwrap().len(), 100_000);
     assert_eq!(set.bytes(1).unwrap(), &file.bytes[file.bytes.len() - 50_000..]);
 }
+
+/// Units of several pages, some filled ahead and some late: none may be counted as a hit that was not one.
+#[test]
+fn regression_hits_never_exceed_the_best_possible() {
+    let file = common::synthetic(&[90_000; 40]);
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let order: Vec<_> = (0..40).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+    runtime.plan(&order, true);
+    for _ in 0..20 {
+        for tensor in &order {
+            drop(runtime.pin(tensor).wait().unwrap());
+        }
+    }
+    let stats = runtime.stats();
+    assert_eq!(stats.optimum.uses, stats.pager.uses);
+    assert!(stats.pager.hits <= stats.optimum.hits, "{:?} against {:?}", stats.pager, stats.optimum);
+    assert!(stats.pager.hits * 10 > stats.optimum.hits * 8, "{:?} against {:?}", stats.pager, stats.optimum);
+}
