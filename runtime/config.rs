@@ -52,7 +52,7 @@ impl fmt::Display for Verify {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, at most a sixteenth of the device budget.
+    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages).
     #[default]
     Auto,
     /// Never: pages come when they are wanted.

@@ -437,7 +437,7 @@ impl Runtime {
         self.engine().observer.span(lane, what, start, end, String::new);
     }
 
-    /// Errors no call has reported: pages of read-write tensors whose bytes were lost.
+    /// Pages of read-write tensors whose bytes were lost, and why, for tensors that still exist.
     pub fn health(&self) -> Vec<Error> {
         self.engine().lost()
     }
@@ -446,7 +446,7 @@ impl Runtime {
     /// Guards stay valid until they are dropped.
     ///
     /// # Errors
-    /// The first error that no call has reported.
+    /// The first of [`health`](Self::health)'s errors, or of what was lost while closing.
     pub fn close(self) -> Result<()> {
         self.engine().shut_down()?;
         // Afterwards, because what was in flight may have failed.
