@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
 
+use std::future::Future;
+use std::pin::Pin;
+
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
 
 fn kib(n: u64) -> PageSize {
@@ -148,4 +151,28 @@ fn regression_hits_never_exceed_the_best_possible() {
     assert_eq!(stats.optimum.uses, stats.pager.uses);
     assert!(stats.pager.hits <= stats.optimum.hits, "{:?} against {:?}", stats.pager, stats.optimum);
     assert!(stats.pager.hits * 10 > stats.optimum.hits * 8, "{:?} against {:?}", stats.pager, stats.optimum);
+}
+
+/// A request that was polled and then forgotten must not outlive the pages it waits for.
+#[tokio::test]
+async fn regression_a_forgotten_request_ends_with_its_segment() {
+    let (kept, gone) = (common::synthetic(&[15_000]), common::synthetic(&[15_000]));
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16)).open().unwrap();
+    let model = runtime.open_model(&kept.path).unwrap();
+    let tensor = model.tensor("t0").unwrap();
+    let guard = runtime.pin(&tensor).wait().unwrap();
+    {
+        let model = runtime.open_model(&gone.path).unwrap();
+        let tensor = model.tensor("t0").unwrap();
+        let mut request = runtime.pin(&tensor);
+        let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(Pin::new(&mut request).poll(cx).is_pending()));
+        assert!(polled.await, "the only frame is pinned");
+        std::mem::forget(request);
+    }
+    drop(guard);
+    let again = runtime.open_model(&gone.path).unwrap().tensor("t0").unwrap();
+    let guard = runtime.pin(&again).await.unwrap();
+    assert!(guard.bytes() == &gone.bytes[gone.bytes.len() - 15_000..]);
+    drop((guard, again, tensor, model));
+    runtime.close().unwrap();
 }

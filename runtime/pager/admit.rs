@@ -4,7 +4,7 @@ use super::policy::Want;
 use super::state::{Claim, State, TryPin};
 use super::{Effects, PageRun, Pager, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, PageId, RequestId};
+use crate::ids::{Bytes, PageId, RequestId, SegmentId};
 
 /// How often the oldest request may be overtaken by younger ones that fit where it does not. Bounded, so that a large
 /// request is not starved; not zero, so that a thread that holds a pin and asks for one more is not held up by a large
@@ -170,6 +170,19 @@ impl Pager {
             self.overtaken = 0;
         }
         self.queue.retain(|queued| *queued != id);
+    }
+
+    /// Nobody can wait for pages of this segment any more: a request that still does was forgotten, not dropped.
+    pub(super) fn cancel_all_of(&mut self, segment: SegmentId, fx: &mut Effects) {
+        let forgotten: Vec<RequestId> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.runs.iter().any(|run| run.segment == segment))
+            .map(|(key, _)| self.request_id(key))
+            .collect();
+        for id in forgotten {
+            self.cancel(id, fx);
+        }
     }
 
     /// Releases every pin and every wait of an admitted request.

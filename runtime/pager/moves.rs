@@ -382,6 +382,7 @@ impl Pager {
 
     /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.
     pub fn remove_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
+        self.cancel_all_of(segment, fx);
         if let Some(table) = self.segments.get_mut(segment.index()) {
             table.dying = true;
         }
