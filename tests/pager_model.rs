@@ -252,3 +252,30 @@ fn closing_at_any_moment_comes_to_rest() {
         this.world.drain();
     }
 }
+
+/// A tier that shrinks must not use more frames than before.
+#[test]
+fn regression_an_admission_leaves_the_frames_a_shrink_has_claimed() {
+    let mut random = Random(1_187_123_052_157_783_486 | 1);
+    let mut this = Run::new(shape(&mut random));
+    let choices = [
+        7_488_604_307_776_002_536u64,
+        4_356_448_337_122_454_440,
+        4_834_960_726_387_716_746,
+        13_493_700_893_990_219_320,
+        7_826_901_282_135_636_738,
+        11_675_015_192_366_842_512,
+        11_287_093_605_534_512_176,
+        14_095_378_799_154_718_156,
+        12_093_493_379_506_445_882,
+        4_202_149_615_198_077_282,
+        10_360_506_755_730_537_330,
+        12_290_826_257_179_162_462,
+        2_817_063_613_655_757_058,
+        15_369_939_793_893_507_794,
+    ];
+    for choice in choices {
+        this.step(&mut Random(choice | 1));
+    }
+    this.rest();
+}

@@ -359,7 +359,7 @@ impl Pager {
             }
         }
         let needed = missing.len() as u32;
-        while blocked.is_none() && self.frames.free_count() + self.transit < self.awaiting.len() as u32 + needed {
+        while blocked.is_none() && self.frames.free_count() + self.transit < self.promised() + needed {
             if !self.reclaim(Want::Demand, fx) {
                 blocked = Some(if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames });
             }
@@ -372,10 +372,11 @@ impl Pager {
             request.cause = earlier(request.cause, cause);
             return false;
         }
+        let short = self.frames.free_count() < self.promised() + needed;
         let request = &mut self.requests[key];
         request.stage = Stage::Filling;
         request.remaining = needed + joined.len() as u32;
-        if self.frames.free_count() < self.awaiting.len() as u32 + needed {
+        if short {
             request.cause = earlier(request.cause, WaitCause::WriteBack);
         }
         if exclusive {
@@ -410,9 +411,14 @@ impl Pager {
         may
     }
 
+    /// Frames, free or in transit, that are spoken for: by admitted pages, and by a shrinking budget.
+    pub(super) fn promised(&self) -> u32 {
+        self.awaiting.len() as u32 + self.frames.active().saturating_sub(self.frames.target)
+    }
+
     /// Whether the frame of a page being evicted is not promised to anybody.
     fn can_rescue(&self) -> bool {
-        self.frames.free_count() + self.transit > self.awaiting.len() as u32
+        self.frames.free_count() + self.transit > self.promised()
     }
 
     /// Fails queued requests that a smaller budget can never hold.

@@ -55,7 +55,7 @@ impl Pager {
         if self.closing {
             return false;
         }
-        while self.frames.free_count() + self.transit <= self.awaiting.len() as u32 {
+        while self.frames.free_count() + self.transit <= self.promised() {
             if !self.reclaim(want, fx) {
                 return false;
             }

@@ -264,8 +264,7 @@ impl World {
             self.check_guard(at);
         }
         let (in_use, active) = self.pager.device_frames();
-        // While the tier shrinks, frames that have not left it yet may still be used; await_budget waits for them.
-        let bound = self.budget.max(self.most_in_use).max(active);
+        let bound = self.budget.max(self.most_in_use);
         assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
         self.most_in_use = in_use.max(self.budget.min(active));
         assert!(self.pager.host_frames().0 <= self.config.host_frames);
