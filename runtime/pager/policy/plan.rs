@@ -315,6 +315,13 @@ fn spread(n: usize, count: usize) -> Vec<usize> {
     (0..count).map(|i| (2 * i + 1) * n / (2 * count)).collect()
 }
 
+/// The most pages of one unit that are streamed, when `frames` of `pages` are resident and the streamed lie evenly among
+/// the kept.
+fn streamed_of_unit(unit: u32, frames: u32, pages: u32) -> u32 {
+    let streamed = u64::from(unit) * u64::from(pages - frames.min(pages)) / u64::from(pages.max(1));
+    (streamed as u32 + 2).min(unit)
+}
+
 impl PlanPolicy {
     /// Without a plan.
     pub fn new() -> Self {
@@ -331,10 +338,14 @@ impl PlanPolicy {
 
     fn divide(&mut self) {
         let frames = self.frames;
-        let stream = self.lookahead + self.unit + STREAM_SLACK;
         let host = self.host_frames as usize;
         if let Some(plan) = &mut self.plan {
-            let device = if plan.pages.len() as u32 <= frames { frames } else { frames.saturating_sub(stream) };
+            let pages = plan.pages.len() as u32;
+            let device = if pages <= frames {
+                frames
+            } else {
+                frames.saturating_sub(self.lookahead + streamed_of_unit(self.unit, frames, pages) + STREAM_SLACK)
+            };
             plan.divide(device as usize, host);
         }
     }
