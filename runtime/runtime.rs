@@ -279,6 +279,10 @@ impl Runtime {
             .remedy("choose larger pages")
         })?;
         let engine = self.engine();
+        if !engine.with(|pager, _| pager.has_room_for(pages)) {
+            let message = format!("{pages} pages more than the runtime has are more than 2^32 in all");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
+        }
         let base: DeviceAddress = engine.device.reserve(pages)?;
         let source = source(pages);
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));

@@ -117,7 +117,7 @@ impl Pager {
         } else {
             self.stats.faults += 1;
         }
-        self.trace.push(page);
+        self.traced(page);
         self.staying = None;
         self.policy.accessed(page);
     }

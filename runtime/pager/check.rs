@@ -92,7 +92,7 @@ impl Pager {
             let filling = self.filling.get(&page);
             if let Some(frame) = entry.frame() {
                 ensure!(owned.insert(frame), "{frame:?} has two pages");
-                ensure!(self.frames.owner(frame) == Some(page), "{frame:?} is not owned by {page:?}");
+                ensure!(self.frames.is_owned(frame), "{frame:?} of {page:?} is not owned");
             }
             if let Some(host) = entry.host() {
                 ensure!(hosted.insert(host), "{host:?} has two pages");

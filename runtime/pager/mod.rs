@@ -23,10 +23,13 @@
 
 mod access;
 mod admit;
+mod bits;
 mod check;
 mod frames;
 mod lookahead;
 mod moves;
+mod numbers;
+mod order;
 pub mod policy;
 mod reclaim;
 pub mod state;
@@ -47,6 +50,7 @@ pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 use admit::Request;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use moves::MoveRecord;
+use numbers::PageNumbers;
 use policy::opt::Trace;
 use table::SegmentTable;
 
@@ -260,6 +264,7 @@ pub struct PageView {
 pub struct Pager {
     config: PagerConfig,
     segments: Slab<SegmentTable>,
+    numbers: PageNumbers,
     frames: DeviceFrames,
     host: HostFrames,
     staging: StagingRing,
@@ -316,6 +321,7 @@ impl Pager {
             config,
             policy,
             segments: Slab::new(),
+            numbers: PageNumbers::default(),
             requests: Slab::new(),
             queue: VecDeque::new(),
             upgrading: Vec::new(),
@@ -342,7 +348,22 @@ impl Pager {
     pub fn add_segment(&mut self, backing: Backing, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
-        (SegmentId(self.segments.insert(table) as u32), words)
+        let segment = SegmentId(self.segments.insert(table) as u32);
+        self.numbers.add(segment, pages);
+        self.host.add_segment(segment, pages);
+        self.policy.segment(segment, pages);
+        (segment, words)
+    }
+
+    /// Whether a segment of so many pages can be [added](Self::add_segment): a pager knows fewer than 2^32 in all.
+    pub fn has_room_for(&self, pages: u32) -> bool {
+        self.numbers.has_room(pages)
+    }
+
+    fn traced(&mut self, page: PageId) {
+        if let Some(number) = self.numbers.number(page) {
+            self.trace.push(number);
+        }
     }
 
     /// Declares the order of use; `cyclic` if it repeats. An empty order withdraws the plan.
@@ -367,7 +388,7 @@ impl Pager {
         } else {
             self.stats.hits += 1;
         }
-        self.trace.push(page);
+        self.traced(page);
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);

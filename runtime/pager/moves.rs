@@ -109,7 +109,7 @@ impl Pager {
     /// Gives frames to admitted pages that wait for one.
     pub(super) fn serve_awaiting(&mut self, fx: &mut Effects) {
         while let Some(page) = self.awaiting.front().copied() {
-            let Some(frame) = self.frames.take(page) else { break };
+            let Some(frame) = self.frames.take() else { break };
             self.awaiting.pop_front();
             self.start_fill(page, frame, fx);
         }
@@ -119,7 +119,7 @@ impl Pager {
                 break;
             }
             if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
-                && let Some(frame) = self.frames.take(page)
+                && let Some(frame) = self.frames.take()
             {
                 self.awaiting.pop_front();
                 self.start_fill(page, frame, fx);
@@ -176,7 +176,7 @@ impl Pager {
             self.prefetching += 1;
         }
         self.filling.insert(page, Fill { waiters: waiter.into_iter().collect(), priority, moving: None });
-        match self.frames.take(page) {
+        match self.frames.take() {
             Some(frame) => self.start_fill(page, frame, fx),
             None => self.enqueue_awaiting(page, priority),
         }
@@ -407,6 +407,8 @@ impl Pager {
             self.drop_host_copy(page);
         }
         self.policy.forget(segment);
+        self.host.remove_segment(segment);
+        self.numbers.remove(segment);
         self.lost.retain(|(page, _)| page.segment != segment);
         self.segments.remove(segment.index());
         fx.released.push(segment);
