@@ -372,3 +372,26 @@ fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
     world.drain();
     world.read_all();
 }
+
+/// Memory that can be given back at once is found behind pages that would have to be copied first.
+#[test]
+fn regression_trim_passes_over_what_it_would_have_to_copy() {
+    for policy in PolicyKind::ALL {
+        for host in [0, 2] {
+            let mut world = World::new(config(4, host, 2, true), policy);
+            let s = world.segment(Backing::ReadWrite, 8);
+            for (index, write) in [(0, true), (1, false), (2, true), (3, false)] {
+                touch(&mut world, s, index, write);
+            }
+            let mut given = 0;
+            world.with(|pager, fx| given = pager.trim(3, fx));
+            assert_eq!((given, world.discards.len()), (2, 2), "{policy}, {host} host frames");
+            assert!(world.moves.is_empty(), "nothing is copied for it");
+            for index in [0, 2] {
+                assert_eq!(world.word(page(s, index)).load().state, State::Dirty);
+            }
+            world.drain();
+            world.read_all();
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! Pages in an order that changes: a list through an array by page number.
 
 use super::numbers::{PageNumbers, fit};
-use super::policy::Take;
+use super::policy::{Take, Want};
 use crate::ids::{PageId, SegmentId};
 
 /// The list's end.
@@ -152,9 +152,14 @@ impl Order {
         self.present_numbers().map(|number| self.numbers.page(number))
     }
 
+    /// Offers victims for what a frame is wanted for.
+    pub(super) fn offer_for(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        if want == Want::Memory { self.offer(take) } else { self.offer_all(take) }
+    }
+
     /// Offers the pages, the first to leave first. One that is skipped is in use, so it counts as used now: were pinned
     /// pages to stay first in line, every search would begin with all of them.
-    pub(super) fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+    fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         for _ in 0..self.len {
             let number = self.first;
             let page = self.numbers.page(number);

@@ -25,6 +25,9 @@ impl Pager {
             if table.entries[page.index.index()].held_back() {
                 return Take::Skip;
             }
+            if want == Want::Memory && word.load().state != State::Clean {
+                return Take::Skip;
+            }
             if want == Want::Reserve && word.load().state == State::Clean {
                 // A clean page at the head of the line is as good as a free frame.
                 return Take::Stop;
@@ -66,7 +69,9 @@ impl Pager {
             debug_assert!(false, "resident page {page:?} without a frame");
             return;
         };
-        let host = if self.entry(page).host().is_none() { self.host_room(page) } else { None };
+        // Whoever wants memory now is not served by a copy that takes its time, into more memory.
+        let copied = want != Want::Memory && self.entry(page).host().is_none();
+        let host = if copied { self.host_room(page) } else { None };
         if let Some(host) = host {
             let entry = self.entry(page);
             entry.set_host(Some(host));
@@ -182,22 +187,17 @@ impl Pager {
         count
     }
 
-    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses. The budget stays.
-    /// Returns how many frames' memory goes.
+    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses; dirty ones are
+    /// passed over, and none is copied to the host tier. The budget stays. Returns how many frames' memory goes.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
         while given < count && !self.closing {
-            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
+            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Memory, fx) {
                 break;
             }
-            match self.frames.discard() {
-                Some(frame) => {
-                    fx.discard.push(frame);
-                    given += 1;
-                }
-                // The victim is dirty and on its way; its memory stays for the next page.
-                None => break,
-            }
+            let Some(frame) = self.frames.discard() else { break };
+            fx.discard.push(frame);
+            given += 1;
         }
         given
     }

@@ -44,8 +44,8 @@ impl Policy for LruPolicy {
     fn forget(&mut self, segment: SegmentId) {
         self.order.remove_segment(segment);
     }
-    fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        self.order.offer_all(take)
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        self.order.offer_for(want, take)
     }
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
     fn has_plan(&self) -> bool {

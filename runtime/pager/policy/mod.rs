@@ -26,8 +26,10 @@ pub enum Want {
     Planned(PageId),
     /// A page somebody hinted at.
     Hint,
-    /// Room as such: the budget shrinks, or memory is given back.
+    /// Room as such: the budget shrinks.
     Room,
+    /// Memory to give back now: what would have to be copied first is skipped, and that says nothing of its use.
+    Memory,
     /// A frame kept ready for the next fault.
     Reserve,
 }

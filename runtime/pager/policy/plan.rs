@@ -514,7 +514,7 @@ impl Policy for PlanPolicy {
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else {
-            return self.recency.offer_all(take);
+            return self.recency.offer_for(want, take);
         };
         let numbers = self.recency.numbers();
         let (floor, for_kept) = match want {
