@@ -292,12 +292,14 @@ impl Runtime {
 
     /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
     /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
-    /// [a set](Self::pin_set).
+    /// [a set](Self::pin_set). A large request that waits is overtaken at most 16 times, but always by threads that hold
+    /// guards, which it may be waiting for, and by tasks, which may.
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
         PinRequest::new(SharedPin(tensor))
     }
 
-    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for.
+    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for; after 16
+    /// readers have left and others were still there, new ones wait, but for the same exceptions.
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, Exclusive<'a>> {
         PinRequest::new(Exclusive(tensor))
     }

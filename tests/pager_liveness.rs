@@ -395,3 +395,129 @@ fn regression_trim_passes_over_what_it_would_have_to_copy() {
         }
     }
 }
+
+/// Whoever holds a guard goes on, however long a large request waits for that guard.
+#[test]
+fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
+    let (mut world, s) = world(4, 0, 64);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    let large = world.pin(&[run(s, 60, 4)], false, false).unwrap().unwrap_err();
+    world.nested = true;
+    for index in 1..50 {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 2, "at pin {index}");
+        world.unpin(1);
+    }
+    // Others wait for their turn.
+    world.nested = false;
+    world.pin(&[run(s, 50, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.waiting.iter().any(|(id, ..)| *id == large));
+    world.unpin(0);
+    settle(&mut world);
+    assert!(!world.waiting.iter().any(|(id, ..)| *id == large), "the guard has ended");
+    world.drain();
+}
+
+/// A nested request that needs more than is free waits until that is free, and then passes.
+#[test]
+fn a_nested_request_passes_as_soon_as_what_remains_is_enough() {
+    let (mut world, s) = world(4, 0, 64);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    world.pin(&[run(s, 1, 2)], false, false).unwrap();
+    settle(&mut world);
+    world.pin(&[run(s, 60, 4)], false, false).unwrap().unwrap_err();
+    for index in 10..40 {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+        settle(&mut world);
+        if world.guards.len() == 3 {
+            world.unpin(2);
+        }
+    }
+    world.nested = true;
+    let nested = world.pin(&[run(s, 50, 3)], false, false).unwrap().unwrap_err();
+    world.unpin(1);
+    settle(&mut world);
+    assert!(!world.waiting.iter().any(|(id, ..)| *id == nested));
+    world.drain();
+}
+
+/// Readers that follow each other without a gap do not keep a writer out for ever.
+#[test]
+fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
+    for pages in [1, 2] {
+        let (mut world, s) = world(4, 0, 4);
+        for index in 0..pages {
+            touch(&mut world, s, index, false);
+        }
+        let all = [run(s, 0, pages)];
+        world.pin(&all, false, true).unwrap().unwrap();
+        let writer = world.pin(&all, true, false).unwrap().unwrap_err();
+        let waits = |world: &World| world.waiting.iter().any(|(id, ..)| *id == writer);
+        let mut readers = 0;
+        while waits(&world) {
+            assert!(readers < 20, "{readers} readers came while a writer waited");
+            readers += 1;
+            world.pin(&all, false, true).unwrap();
+            world.unpin(0);
+        }
+        assert!(world.guards[0].exclusive && readers > 10);
+        // The readers that came last waited for it.
+        assert_eq!(world.waiting.len(), 1);
+        world.unpin(0);
+        assert!(world.waiting.is_empty() && !world.guards[0].exclusive);
+        world.drain();
+    }
+}
+
+/// The same where each page has readers of its own, and some page is free for the writer every time.
+#[test]
+fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
+    let (mut world, s) = world(4, 0, 4);
+    for index in 0..3 {
+        touch(&mut world, s, index, false);
+    }
+    for index in [0, 2] {
+        world.pin(&[run(s, index, 1)], false, true).unwrap().unwrap();
+    }
+    let writer = world.pin(&[run(s, 0, 3)], true, false).unwrap().unwrap_err();
+    let waits = |world: &World| world.waiting.iter().any(|(id, ..)| *id == writer);
+    // Page 1 and one of the others are read by turns; the last reader of a page leaves when the next has come.
+    for step in 0..100u32 {
+        if !waits(&world) {
+            break;
+        }
+        world.pin(&[run(s, [1, 0, 2][step as usize % 3], 1)], false, true).unwrap();
+        world.unpin(0);
+    }
+    while !world.guards.is_empty() && waits(&world) {
+        world.unpin(0);
+    }
+    assert!(!waits(&world) && world.guards.iter().any(|guard| guard.exclusive));
+    assert!(!world.waiting.is_empty(), "the readers that came last waited for it");
+    world.drain();
+}
+
+/// A reader of pages that a writer waits for may pin them again: the writer waits for it.
+#[test]
+fn a_nested_reader_passes_a_writer_that_waits_for_it() {
+    let (mut world, s) = world(2, 0, 2);
+    touch(&mut world, s, 0, false);
+    let one = [run(s, 0, 1)];
+    world.pin(&one, false, true).unwrap().unwrap();
+    world.pin(&one, true, false).unwrap().unwrap_err();
+    while !world.word(page(s, 0)).load().closed {
+        world.pin(&one, false, true).unwrap().unwrap();
+        world.unpin(0);
+    }
+    world.nested = true;
+    world.pin(&one, false, true).unwrap().unwrap();
+    world.nested = false;
+    let other = world.pin(&one, false, true).unwrap().unwrap_err();
+    // The writer gives up: whoever waited for it goes on.
+    let at = world.waiting.iter().position(|(id, ..)| *id != other).unwrap();
+    world.cancel(at);
+    assert!(world.waiting.is_empty() && !world.word(page(s, 0)).load().closed);
+    world.drain();
+}

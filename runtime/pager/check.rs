@@ -110,6 +110,11 @@ impl Pager {
             ensure!(entry.frame().is_some() == frame_wanted, "{page:?}: {:?}, frame {:?}", word.state, entry.frame());
             ensure!(word.pins == 0 || word.is_resident(), "{page:?}: {} pins, {:?}", word.pins, word.state);
             ensure!(!word.exclusive || word.pins == 1 && word.state == State::Dirty, "{page:?}: {word:?}");
+            let waited_for = self.claims.get(&page).and_then(|id| self.request_standing(*id));
+            ensure!(
+                !word.closed || waited_for.is_some_and(|(_, outlasted)| outlasted > 1) && !word.exclusive,
+                "{page:?} is closed for nobody"
+            );
             ensure!(moves.fill == u32::from(word.state == State::Filling && frame_wanted), "{page:?}: fill moves");
             let copying = moves.demotion > 0;
             ensure!(entry.copying_out() == copying, "{page:?}: copying_out {}", entry.copying_out());
@@ -226,7 +231,7 @@ impl Pager {
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
-            (word.state, word.pins, word.exclusive, word.fresh).hash(&mut hasher);
+            (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh).hash(&mut hasher);
             format!("{entry:?}").hash(&mut hasher);
             match self.filling.get(&page) {
                 Some(fill) => {
@@ -242,7 +247,8 @@ impl Pager {
             (key, page, from, to, priority, staging, started).hash(&mut hasher);
         }
         for (id, stage, remaining, exclusive) in self.request_stages() {
-            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id)).hash(&mut hasher);
+            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id), self.request_standing(id))
+                .hash(&mut hasher);
         }
         for line in [&self.upgrading, &self.shrinking] {
             line.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);

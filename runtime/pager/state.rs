@@ -8,6 +8,7 @@
 //! | 4 | exclusive | the one pin is a writer's |
 //! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
 //! | 6 | fresh | filled ahead of use and not used yet |
+//! | 7 | closed | a writer that waits for readers has been overtaken often enough: no new ones but nested |
 //! | 8..32 | pins | how many guards forbid eviction |
 //! | 32..64 | generation | how often the page has left this tier |
 //!
@@ -29,7 +30,10 @@
 //! | Empty | `begin_fill` | Filling |
 //! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, fresh if nobody waits |
 //! | Filling | `fill_err` | Empty |
-//! | Clean, Dirty, WritingBack, not exclusive | `try_pin` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, not exclusive, not closed | `try_pin` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, not exclusive | `try_pin_nested` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, pins > 0, not exclusive | `close_to_readers` | same, closed |
+//! | any | `open_to_readers` | same, not closed |
 //! | Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
 //! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
 //! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
@@ -67,6 +71,7 @@ const STATE: u64 = 0xF;
 const EXCLUSIVE: u64 = 1 << 4;
 const WANTED: u64 = 1 << 5;
 const FRESH: u64 = 1 << 6;
+const CLOSED: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xFF_FFFF << 8;
 const GENERATION: u64 = 1 << 32;
@@ -106,6 +111,10 @@ pub struct Snapshot {
     pub pins: u32,
     /// Whether the one pin is a writer's.
     pub exclusive: bool,
+    /// Whether somebody waits for a pin to end.
+    pub wanted: bool,
+    /// Whether new readers wait for a writer.
+    pub closed: bool,
     /// Whether the page was filled ahead of use and not used yet.
     pub fresh: bool,
     /// How often the page has left the tier.
@@ -127,7 +136,7 @@ pub enum TryPin {
     Hit,
     /// Pinned, and this is the first use since the page was filled ahead: the caller tells the pager to look ahead.
     FirstUse,
-    /// Not pinned: not resident, being evicted, or held by a writer.
+    /// Not pinned: not resident, being evicted, held by a writer, or kept for one.
     Busy,
 }
 
@@ -189,6 +198,8 @@ impl PageWord {
             state: state_of(word),
             pins: pins_of(word) as u32,
             exclusive: word & EXCLUSIVE != 0,
+            wanted: word & WANTED != 0,
+            closed: word & CLOSED != 0,
             fresh: word & FRESH != 0,
             generation: (word >> 32) as u32,
         }
@@ -222,13 +233,36 @@ impl PageWord {
     /// Pins a resident page. Takes no lock.
     #[inline]
     pub fn try_pin(&self) -> TryPin {
+        self.pin_unless(EXCLUSIVE | CLOSED)
+    }
+
+    /// Pins a resident page for somebody who may hold guards that a waiting writer waits for.
+    pub fn try_pin_nested(&self) -> TryPin {
+        self.pin_unless(EXCLUSIVE)
+    }
+
+    #[inline]
+    fn pin_unless(&self, forbidden: u64) -> TryPin {
         self.update(|word| {
-            if !resident(state_of(word)) || word & EXCLUSIVE != 0 || pins_of(word) >= PINS_MAX {
+            if !resident(state_of(word)) || word & forbidden != 0 || pins_of(word) >= PINS_MAX {
                 return (None, TryPin::Busy);
             }
             let outcome = if word & FRESH == 0 { TryPin::Hit } else { TryPin::FirstUse };
             (Some((word & !FRESH) + PIN), outcome)
         })
+    }
+
+    /// The caller's pin is to become a writer's: new readers wait, until it is [opened](Self::open_to_readers).
+    pub fn close_to_readers(&self) {
+        self.update(|word| {
+            debug_assert!(pins_of(word) > 0 && word & EXCLUSIVE == 0, "closed by nobody");
+            (Some(word | CLOSED), ())
+        })
+    }
+
+    /// The writer has its lock, or has given up.
+    pub fn open_to_readers(&self) {
+        self.update(|word| (Some(word & !CLOSED), ()))
     }
 
     /// Ends a pin. Takes no lock. A pin is owned by its caller, so there is one to end.
