@@ -521,3 +521,69 @@ fn a_nested_reader_passes_a_writer_that_waits_for_it() {
     assert!(world.waiting.is_empty() && !world.word(page(s, 0)).load().closed);
     world.drain();
 }
+
+/// A disk that fails for a while costs no bytes, however often the pager is called meanwhile.
+#[test]
+fn regression_a_disk_that_fails_for_a_while_costs_no_bytes() {
+    // A reserve is kept, so that write backs are made while nobody waits.
+    let (mut world, s) = world(16, 0, 20);
+    for index in 0..16 {
+        touch_while_failing(&mut world, s, index, true);
+    }
+    let failed = world.completions;
+    assert!(failed > 16, "write backs were tried");
+    for _ in 0..1000 {
+        world.with(|pager, fx| pager.pump(fx));
+        fail_write_backs(&mut world);
+    }
+    assert!(world.completions > failed, "and tried again");
+    assert!(world.completions < failed + 200, "but not all the time");
+    assert!(world.pager.lost_pages().is_empty(), "{:?}", world.pager.lost_pages());
+    // The disk works again.
+    for _ in 0..10_000 {
+        world.with(|pager, fx| pager.pump(fx));
+        settle(&mut world);
+    }
+    assert!(world.pager.stats().write_backs > 0);
+    world.drain();
+    world.read_all();
+}
+
+/// Whoever needs the very frame whose bytes cannot be written is not kept waiting.
+#[test]
+fn a_demand_for_the_last_frame_does_not_wait_for_what_was_put_off() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, false);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    assert!(world.moves.is_empty(), "it is put off");
+    // A demand takes another page's frame first.
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    end(&mut world, s, 1, true);
+    settle(&mut world);
+    assert_eq!(world.word(page(s, 0)).load().state, State::Dirty);
+    world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    for _ in 0..3 {
+        end(&mut world, s, 0, false);
+    }
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.pager.lost_pages().len()), (2, 1));
+    world.drain();
+}
+
+/// Makes a page resident and dirty while every write back fails.
+fn touch_while_failing(world: &mut World, segment: SegmentId, index: u32, write: bool) {
+    let _ = world.pin(&[run(segment, index, 1)], write, false).unwrap();
+    fail_write_backs(world);
+    settle(world);
+    world.unpin(world.guards.len() - 1);
+    fail_write_backs(world);
+}
+
+fn fail_write_backs(world: &mut World) {
+    while let Some(at) = world.moves.iter().position(|(m, _)| m.to == Place::Disk) {
+        world.complete(at, false);
+    }
+}

@@ -316,7 +316,7 @@ impl Pager {
             for page in pages {
                 self.word(page).open_to_readers();
                 self.entry(page).set_on_disk(false);
-                self.entry(page).failures = 0;
+                self.forget_failures(page);
                 self.drop_host_copy(page);
             }
             self.writers += 1;

@@ -131,6 +131,7 @@ impl Pager {
                 expected.insert(page);
             }
             ensure!(entry.host_busy() == (copying || moves.host_write_back > 0), "{page:?}: host_busy");
+            ensure!(entry.put_off() == self.put_off.contains_key(&page), "{page:?}: put off {}", entry.put_off());
             ensure!(entry.host().is_some() || !entry.host_busy(), "{page:?}: busy without a host frame");
             ensure!(!entry.host_stale() || entry.host_busy(), "{page:?}: stale, but no move");
             let leaves = entry.host().is_some() && !entry.host_busy() && word.state != State::Filling;
@@ -224,7 +225,7 @@ impl Pager {
     }
 
     /// A number that two pagers share if they will answer every sequence of events alike (with LRU, or without a plan
-    /// and before one is recognised). Ids and counters are left out.
+    /// and before one is recognised), as long as no write back that was put off is due. Ids and counters are left out.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();

@@ -294,6 +294,10 @@ pub struct Pager {
     overtaken: u32,
     /// Writers admitted so far; while there were none, no victim can be dirty.
     writers: u64,
+    /// How often [`pump`](Self::pump) has run: the only time a pager knows.
+    events: u64,
+    /// Pages whose next write back is put off, and until which event.
+    put_off: HashMap<PageId, u64>,
     /// Pages whose bytes were lost, and why.
     lost: Vec<(PageId, Error)>,
     closing: bool,
@@ -336,6 +340,8 @@ impl Pager {
             staying: None,
             overtaken: 0,
             writers: 0,
+            events: 0,
+            put_off: HashMap::new(),
             lost: Vec::new(),
             closing: false,
             next_serial: 0,
@@ -485,6 +491,7 @@ impl Pager {
 
     /// Does everything that has become possible.
     pub fn pump(&mut self, fx: &mut Effects) {
+        self.events += 1;
         self.serve_awaiting(fx);
         self.retire_frames(fx);
         self.advance_upgrades(fx);
