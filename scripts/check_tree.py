@@ -25,6 +25,7 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "tests/helpers/": "system calls and raw buffers for the suites",
     "tests/device_suite.rs": "reads and writes device memory through raw addresses",
+    "tests/store_fallback.rs": "installs system-call filters",
     "tests/store_suite.rs": "owns the raw buffers the store reads into",
     "tests/concurrency.rs": "takes mappings until the kernel has none left",
     "tests/pager_cost.rs": "counts what is allocated",
