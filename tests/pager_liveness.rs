@@ -587,3 +587,50 @@ fn fail_write_backs(world: &mut World) {
         world.complete(at, false);
     }
 }
+
+/// A write back begun in the background becomes urgent when somebody comes to wait for its frame.
+#[test]
+fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
+    for (host, direct) in [(0, true), (0, false), (2, true)] {
+        let mut world = World::new(config(3, host, 1, direct), PolicyKind::Lru);
+        let s = world.segment(Backing::ReadWrite, 8);
+        for index in 0..3 {
+            touch(&mut world, s, index, true);
+        }
+        world.with(|pager, fx| pager.evict([page(s, 0), page(s, 1)].into_iter(), fx));
+        let urgency = |world: &World, index: u32| {
+            world.moves.iter().find(|(m, _)| m.page == page(s, index)).map(|(m, _)| m.priority)
+        };
+        assert_eq!(urgency(&world, 0), Some(Priority::Background), "{host} {direct}");
+        // One page is wanted: one write back is waited for, the one that was first.
+        world.pin(&[run(s, 4, 1)], false, false).unwrap().unwrap_err();
+        assert_eq!(urgency(&world, 0), Some(Priority::WriteBack), "{host} {direct}");
+        assert_ne!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+        if direct {
+            assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        } else {
+            // It has no staging buffer yet.
+            end(&mut world, s, 0, true);
+            assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        }
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 2);
+        world.drain();
+        world.read_all();
+    }
+}
+
+/// The same where the budget has to shrink.
+#[test]
+fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    world.set_budget(1);
+    assert_eq!(world.moves[0].0.priority, Priority::Background);
+    let mut fx = outcore::pager::Effects::default();
+    let waiting = world.pager.await_budget(&mut fx);
+    assert!(matches!(waiting, outcore::pager::Submitted::Waiting(_)));
+    assert_eq!(fx.raised, [(world.moves[0].0.id, Priority::WriteBack)]);
+}

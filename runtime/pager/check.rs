@@ -69,6 +69,8 @@ impl Pager {
             ensure!(*started || needs, "{record:?} waits for nothing");
             staged += u32::from(staging.is_some());
         }
+        let background = self.moves.iter().filter(|(_, record)| record.priority == Priority::Background).count();
+        ensure!(self.background as usize == background, "background is {}, not {background}", self.background);
         for (segment, table) in &self.segments {
             let counted = in_flight.get(&segment).copied().unwrap_or(0);
             ensure!(table.in_flight == counted, "segment {segment}: in_flight {} not {counted}", table.in_flight);

@@ -284,6 +284,8 @@ pub struct Pager {
     awaiting: VecDeque<PageId>,
     /// Frames on their way to the free list: demotions and write backs of victims.
     transit: u32,
+    /// Moves that nobody waited for when they were started, or since.
+    background: u32,
     moves: Slab<MoveRecord>,
     hints: VecDeque<PageId>,
     /// Fills in flight nobody waits for.
@@ -334,6 +336,7 @@ impl Pager {
             filling: HashMap::new(),
             awaiting: VecDeque::new(),
             transit: 0,
+            background: 0,
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,
@@ -502,6 +505,7 @@ impl Pager {
         }
         // An admission that failed may have made frames free for nothing.
         self.serve_awaiting(fx);
+        self.raise_victims(fx);
     }
 
     fn word(&self, page: PageId) -> &PageWord {

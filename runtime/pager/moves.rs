@@ -51,6 +51,7 @@ impl Pager {
     ) -> MoveId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let record = MoveRecord { page, from, to, priority, staging: None, started: false, serial: self.next_serial };
+        self.background += u32::from(priority == Priority::Background);
         let key = self.moves.insert(record);
         let id = self.move_id(key);
         self.segments[page.segment.index()].in_flight += 1;
@@ -146,13 +147,7 @@ impl Pager {
         match fill.moving {
             Some(id) => {
                 if let Some(key) = self.move_key(id) {
-                    self.moves[key].priority = priority;
-                    if self.moves[key].started {
-                        fx.raised.push((id, priority));
-                    } else {
-                        self.staging.raise(id, priority);
-                        self.serve_staging(fx);
-                    }
+                    self.raise_move(key, priority, fx);
                 }
             }
             None => {
@@ -160,6 +155,53 @@ impl Pager {
                     self.awaiting.remove(at);
                     self.enqueue_awaiting(page, priority);
                 }
+            }
+        }
+    }
+
+    fn raise_move(&mut self, key: usize, priority: Priority, fx: &mut Effects) {
+        let id = self.move_id(key);
+        self.moves[key].priority = priority;
+        if self.moves[key].started {
+            fx.raised.push((id, priority));
+        } else {
+            self.staging.raise(id, priority);
+            self.serve_staging(fx);
+        }
+    }
+
+    /// Makes moves urgent that were started in the background and whose frames somebody has come to wait for: as many of
+    /// the oldest as there are pages in demand without a frame; all, where a request or a budget waits for frames.
+    pub(super) fn raise_victims(&mut self, fx: &mut Effects) {
+        if self.background == 0 || self.transit == 0 {
+            return;
+        }
+        let wanted = if self.queue.is_empty() && self.shrinking.is_empty() {
+            let urgent =
+                |page: &&PageId| self.filling.get(page).is_some_and(|fill| fill.priority <= Priority::WriteBack);
+            self.awaiting.iter().take_while(urgent).count()
+        } else {
+            usize::MAX
+        };
+        if wanted == 0 {
+            return;
+        }
+        let frees = |record: &MoveRecord| {
+            let entry = &self.segments[record.page.segment.index()].entries[record.page.index.index()];
+            matches!(record.from, Place::Device(_)) && (entry.copying_out() || entry.evict_after())
+        };
+        let mut victims: Vec<(bool, u32, usize)> = self
+            .moves
+            .iter()
+            .filter(|(_, record)| frees(record))
+            .map(|(key, record)| (record.priority == Priority::Background, record.serial, key))
+            .collect();
+        // Those that are urgent already count.
+        victims.sort_unstable();
+        for (background, _, key) in victims.into_iter().take(wanted) {
+            if background {
+                self.background -= 1;
+                self.raise_move(key, Priority::WriteBack, fx);
             }
         }
     }
@@ -192,6 +234,7 @@ impl Pager {
     pub fn complete(&mut self, id: MoveId, result: Result<()>, fx: &mut Effects) {
         let Some(key) = self.move_key(id) else { return };
         let record = self.moves.remove(key);
+        self.background -= u32::from(record.priority == Priority::Background);
         if let Some(buffer) = record.staging {
             self.staging.give(buffer);
             self.serve_staging(fx);

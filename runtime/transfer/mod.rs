@@ -317,6 +317,10 @@ impl Engine {
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
+                // For the operations this move has still to come to.
+                if let Some(entry) = self.in_flight.lock().get_mut(&id) {
+                    entry.planned.priority = priority;
+                }
                 self.store.raise(Token(id.get()), priority);
             }
             for io in released {

@@ -132,8 +132,10 @@ impl World {
         for planned in fx.moves {
             self.start(planned);
         }
-        for (id, _) in fx.raised {
-            assert!(self.moves.iter().any(|(m, _)| m.id == id), "{id:?} is raised but not in flight");
+        for (id, priority) in fx.raised {
+            let raised = self.moves.iter_mut().find(|(m, _)| m.id == id).expect("what is raised is in flight");
+            assert!(priority < raised.0.priority, "{id:?} was as urgent before");
+            raised.0.priority = priority;
         }
         for frame in fx.discard {
             assert!(!self.guards.iter().any(|guard| guard.frames.contains(&frame)));
