@@ -9,6 +9,7 @@
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
+use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
@@ -40,6 +41,35 @@ impl Runs {
             Self::One(run) => std::slice::from_ref(run),
             Self::Many(runs) => runs,
         }
+    }
+}
+
+thread_local! {
+    static HELD: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Counts the guards of a thread. One that ends on another thread is missing there, so counts stay at 0 where they would
+/// fall below; whoever moves guards between threads asks for more as if it held none.
+#[derive(Debug)]
+struct Held;
+
+impl Held {
+    #[inline]
+    fn new() -> Self {
+        let _ = HELD.try_with(|held| held.set(held.get() + 1));
+        Self
+    }
+
+    fn any() -> bool {
+        HELD.try_with(Cell::get).is_ok_and(|held| held > 0)
+    }
+}
+
+impl Drop for Held {
+    #[inline]
+    fn drop(&mut self) {
+        // A thread that ends asks for nothing more.
+        let _ = HELD.try_with(|held| held.set(held.get().saturating_sub(1)));
     }
 }
 
@@ -122,8 +152,8 @@ impl<T: Target> PinRequest<'_, T> {
         Self { target, runs: None, progress: Progress::Start, marker: PhantomData }
     }
 
-    /// Starts; the guard if everything was there.
-    fn start(&mut self) -> Result<Option<T::Guard>> {
+    /// Starts; the guard if everything was there. `nested` if the caller may hold guards.
+    fn start(&mut self, nested: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
         let runs = self.target.runs();
         let Some(segment) = self.target.segment() else {
@@ -136,7 +166,7 @@ impl<T: Target> PinRequest<'_, T> {
             return Ok(Some(self.target.guard(runs)));
         }
         let since = Instant::now();
-        match engine.submit(runs.as_slice(), T::EXCLUSIVE)? {
+        match engine.submit(runs.as_slice(), T::EXCLUSIVE, nested)? {
             None => Ok(Some(self.target.guard(runs))),
             Some((id, ticket)) => {
                 self.progress = Progress::Waiting { id, ticket, since };
@@ -162,7 +192,7 @@ impl<T: Target> PinRequest<'_, T> {
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together; the failure of a fill;
     /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed).
     pub fn wait(mut self) -> Result<T::Guard> {
-        if let Some(guard) = self.start()? {
+        if let Some(guard) = self.start(Held::any())? {
             return Ok(guard);
         }
         let Progress::Waiting { ticket, since, .. } = &self.progress else {
@@ -179,7 +209,8 @@ impl<T: Target> Future for PinRequest<'_, T> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Progress::Start = self.progress {
-            match self.start() {
+            // Which guards a task holds is not known.
+            match self.start(true) {
                 Ok(Some(guard)) => {
                     self.progress = Progress::Done;
                     return Poll::Ready(Ok(guard));
@@ -239,7 +270,7 @@ impl Target for Shared<'_> {
         Runs::One(self.0.run())
     }
     fn guard(&self, _: Runs) -> PinGuard {
-        PinGuard { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len }
+        PinGuard { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len, _held: Held::new() }
     }
     fn describe(&self) -> String {
         self.0.name().to_owned()
@@ -252,6 +283,7 @@ pub struct PinGuard {
     segment: Arc<Segment>,
     offset: u64,
     len: u64,
+    _held: Held,
 }
 
 impl PinGuard {
@@ -326,7 +358,7 @@ impl Target for Exclusive<'_> {
         Runs::One(self.0.run())
     }
     fn guard(&self, _: Runs) -> PinGuardMut {
-        PinGuardMut { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len }
+        PinGuardMut { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len, _held: Held::new() }
     }
     fn describe(&self) -> String {
         self.0.name().to_owned()
@@ -339,6 +371,7 @@ pub struct PinGuardMut {
     segment: Arc<Segment>,
     offset: u64,
     len: u64,
+    _held: Held,
 }
 
 impl PinGuardMut {
@@ -417,7 +450,7 @@ impl Target for SharedSet<'_> {
         let mut segments: Vec<Arc<Segment>> = self.0.iter().map(|tensor| tensor.segment.clone()).collect();
         segments.sort_by_key(|segment| segment.id);
         segments.dedup_by_key(|segment| segment.id);
-        PinSet { tensors: self.0.to_vec(), segments, runs }
+        PinSet { tensors: self.0.to_vec(), segments, runs, _held: Held::new() }
     }
     fn describe(&self) -> String {
         match self.0 {
@@ -434,6 +467,7 @@ pub struct PinSet {
     tensors: Vec<Tensor>,
     segments: Vec<Arc<Segment>>,
     runs: Runs,
+    _held: Held,
 }
 
 impl PinSet {

@@ -279,6 +279,10 @@ impl Runtime {
             .remedy("choose larger pages")
         })?;
         let engine = self.engine();
+        if !engine.with(|pager, _| pager.has_room_for(pages)) {
+            let message = format!("{pages} pages more than the runtime has are more than 2^32 in all");
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
+        }
         let base: DeviceAddress = engine.device.reserve(pages)?;
         let source = source(pages);
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
@@ -288,12 +292,14 @@ impl Runtime {
 
     /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
     /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
-    /// [a set](Self::pin_set).
+    /// [a set](Self::pin_set). A large request that waits is overtaken at most 16 times, but always by threads that hold
+    /// guards, which it may be waiting for, and by tasks, which may.
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
         PinRequest::new(SharedPin(tensor))
     }
 
-    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for.
+    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for; after 16
+    /// readers have left and others were still there, new ones wait, but for the same exceptions.
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, Exclusive<'a>> {
         PinRequest::new(Exclusive(tensor))
     }

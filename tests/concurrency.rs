@@ -553,6 +553,32 @@ fn a_holder_that_asks_for_more_waits_for_the_other_holders() {
     });
 }
 
+/// Pages that a thread holds while it goes through others, one by one, do not make it wait for a request that waits for
+/// those pages; nor do a task's.
+#[test]
+fn regression_a_holder_passes_a_large_request_that_waits_for_it() {
+    watched("nested pins", || {
+        let runtime = setting(4).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[64, PAGE]).unwrap();
+        let held = table.rows(0..1).unwrap();
+        for blocking in [true, false] {
+            let mine = runtime.pin(&held).wait().unwrap();
+            let large = table.rows(60..64).unwrap();
+            let mut waits = runtime.pin(&large);
+            assert!(poll(&mut waits, Waker::noop()).is_pending());
+            for n in 1..50 {
+                let row = table.rows(n..n + 1).unwrap();
+                let mut request = runtime.pin(&row);
+                drop(if blocking { request.wait().unwrap() } else { block_on(&mut request).unwrap() });
+            }
+            assert!(poll(&mut waits, Waker::noop()).is_pending());
+            drop(mine);
+            drop(block_on(&mut waits).unwrap());
+        }
+        check_at_rest(runtime, vec![table, held], "nested pins");
+    });
+}
+
 #[test]
 fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
     watched("one frame", || {

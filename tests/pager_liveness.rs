@@ -372,3 +372,265 @@ fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
     world.drain();
     world.read_all();
 }
+
+/// Memory that can be given back at once is found behind pages that would have to be copied first.
+#[test]
+fn regression_trim_passes_over_what_it_would_have_to_copy() {
+    for policy in PolicyKind::ALL {
+        for host in [0, 2] {
+            let mut world = World::new(config(4, host, 2, true), policy);
+            let s = world.segment(Backing::ReadWrite, 8);
+            for (index, write) in [(0, true), (1, false), (2, true), (3, false)] {
+                touch(&mut world, s, index, write);
+            }
+            let mut given = 0;
+            world.with(|pager, fx| given = pager.trim(3, fx));
+            assert_eq!((given, world.discards.len()), (2, 2), "{policy}, {host} host frames");
+            assert!(world.moves.is_empty(), "nothing is copied for it");
+            for index in [0, 2] {
+                assert_eq!(world.word(page(s, index)).load().state, State::Dirty);
+            }
+            world.drain();
+            world.read_all();
+        }
+    }
+}
+
+/// Whoever holds a guard goes on, however long a large request waits for that guard.
+#[test]
+fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
+    let (mut world, s) = world(4, 0, 64);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    let large = world.pin(&[run(s, 60, 4)], false, false).unwrap().unwrap_err();
+    world.nested = true;
+    for index in 1..50 {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 2, "at pin {index}");
+        world.unpin(1);
+    }
+    // Others wait for their turn.
+    world.nested = false;
+    world.pin(&[run(s, 50, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.waiting.iter().any(|(id, ..)| *id == large));
+    world.unpin(0);
+    settle(&mut world);
+    assert!(!world.waiting.iter().any(|(id, ..)| *id == large), "the guard has ended");
+    world.drain();
+}
+
+/// A nested request that needs more than is free waits until that is free, and then passes.
+#[test]
+fn a_nested_request_passes_as_soon_as_what_remains_is_enough() {
+    let (mut world, s) = world(4, 0, 64);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    world.pin(&[run(s, 1, 2)], false, false).unwrap();
+    settle(&mut world);
+    world.pin(&[run(s, 60, 4)], false, false).unwrap().unwrap_err();
+    for index in 10..40 {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+        settle(&mut world);
+        if world.guards.len() == 3 {
+            world.unpin(2);
+        }
+    }
+    world.nested = true;
+    let nested = world.pin(&[run(s, 50, 3)], false, false).unwrap().unwrap_err();
+    world.unpin(1);
+    settle(&mut world);
+    assert!(!world.waiting.iter().any(|(id, ..)| *id == nested));
+    world.drain();
+}
+
+/// Readers that follow each other without a gap do not keep a writer out for ever.
+#[test]
+fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
+    for pages in [1, 2] {
+        let (mut world, s) = world(4, 0, 4);
+        for index in 0..pages {
+            touch(&mut world, s, index, false);
+        }
+        let all = [run(s, 0, pages)];
+        world.pin(&all, false, true).unwrap().unwrap();
+        let writer = world.pin(&all, true, false).unwrap().unwrap_err();
+        let waits = |world: &World| world.waiting.iter().any(|(id, ..)| *id == writer);
+        let mut readers = 0;
+        while waits(&world) {
+            assert!(readers < 20, "{readers} readers came while a writer waited");
+            readers += 1;
+            world.pin(&all, false, true).unwrap();
+            world.unpin(0);
+        }
+        assert!(world.guards[0].exclusive && readers > 10);
+        // The readers that came last waited for it.
+        assert_eq!(world.waiting.len(), 1);
+        world.unpin(0);
+        assert!(world.waiting.is_empty() && !world.guards[0].exclusive);
+        world.drain();
+    }
+}
+
+/// The same where each page has readers of its own, and some page is free for the writer every time.
+#[test]
+fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
+    let (mut world, s) = world(4, 0, 4);
+    for index in 0..3 {
+        touch(&mut world, s, index, false);
+    }
+    for index in [0, 2] {
+        world.pin(&[run(s, index, 1)], false, true).unwrap().unwrap();
+    }
+    let writer = world.pin(&[run(s, 0, 3)], true, false).unwrap().unwrap_err();
+    let waits = |world: &World| world.waiting.iter().any(|(id, ..)| *id == writer);
+    // Page 1 and one of the others are read by turns; the last reader of a page leaves when the next has come.
+    for step in 0..100u32 {
+        if !waits(&world) {
+            break;
+        }
+        world.pin(&[run(s, [1, 0, 2][step as usize % 3], 1)], false, true).unwrap();
+        world.unpin(0);
+    }
+    while !world.guards.is_empty() && waits(&world) {
+        world.unpin(0);
+    }
+    assert!(!waits(&world) && world.guards.iter().any(|guard| guard.exclusive));
+    assert!(!world.waiting.is_empty(), "the readers that came last waited for it");
+    world.drain();
+}
+
+/// A reader of pages that a writer waits for may pin them again: the writer waits for it.
+#[test]
+fn a_nested_reader_passes_a_writer_that_waits_for_it() {
+    let (mut world, s) = world(2, 0, 2);
+    touch(&mut world, s, 0, false);
+    let one = [run(s, 0, 1)];
+    world.pin(&one, false, true).unwrap().unwrap();
+    world.pin(&one, true, false).unwrap().unwrap_err();
+    while !world.word(page(s, 0)).load().closed {
+        world.pin(&one, false, true).unwrap().unwrap();
+        world.unpin(0);
+    }
+    world.nested = true;
+    world.pin(&one, false, true).unwrap().unwrap();
+    world.nested = false;
+    let other = world.pin(&one, false, true).unwrap().unwrap_err();
+    // The writer gives up: whoever waited for it goes on.
+    let at = world.waiting.iter().position(|(id, ..)| *id != other).unwrap();
+    world.cancel(at);
+    assert!(world.waiting.is_empty() && !world.word(page(s, 0)).load().closed);
+    world.drain();
+}
+
+/// A disk that fails for a while costs no bytes, however often the pager is called meanwhile.
+#[test]
+fn regression_a_disk_that_fails_for_a_while_costs_no_bytes() {
+    // A reserve is kept, so that write backs are made while nobody waits.
+    let (mut world, s) = world(16, 0, 20);
+    for index in 0..16 {
+        touch_while_failing(&mut world, s, index, true);
+    }
+    let failed = world.completions;
+    assert!(failed > 16, "write backs were tried");
+    for _ in 0..1000 {
+        world.with(|pager, fx| pager.pump(fx));
+        fail_write_backs(&mut world);
+    }
+    assert!(world.completions > failed, "and tried again");
+    assert!(world.completions < failed + 200, "but not all the time");
+    assert!(world.pager.lost_pages().is_empty(), "{:?}", world.pager.lost_pages());
+    // The disk works again.
+    for _ in 0..10_000 {
+        world.with(|pager, fx| pager.pump(fx));
+        settle(&mut world);
+    }
+    assert!(world.pager.stats().write_backs > 0);
+    world.drain();
+    world.read_all();
+}
+
+/// Whoever needs the very frame whose bytes cannot be written is not kept waiting.
+#[test]
+fn a_demand_for_the_last_frame_does_not_wait_for_what_was_put_off() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, false);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    assert!(world.moves.is_empty(), "it is put off");
+    // A demand takes another page's frame first.
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    end(&mut world, s, 1, true);
+    settle(&mut world);
+    assert_eq!(world.word(page(s, 0)).load().state, State::Dirty);
+    world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    for _ in 0..3 {
+        end(&mut world, s, 0, false);
+    }
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.pager.lost_pages().len()), (2, 1));
+    world.drain();
+}
+
+/// Makes a page resident and dirty while every write back fails.
+fn touch_while_failing(world: &mut World, segment: SegmentId, index: u32, write: bool) {
+    let _ = world.pin(&[run(segment, index, 1)], write, false).unwrap();
+    fail_write_backs(world);
+    settle(world);
+    world.unpin(world.guards.len() - 1);
+    fail_write_backs(world);
+}
+
+fn fail_write_backs(world: &mut World) {
+    while let Some(at) = world.moves.iter().position(|(m, _)| m.to == Place::Disk) {
+        world.complete(at, false);
+    }
+}
+
+/// A write back begun in the background becomes urgent when somebody comes to wait for its frame.
+#[test]
+fn regression_a_write_back_that_a_demand_relies_on_is_raised() {
+    for (host, direct) in [(0, true), (0, false), (2, true)] {
+        let mut world = World::new(config(3, host, 1, direct), PolicyKind::Lru);
+        let s = world.segment(Backing::ReadWrite, 8);
+        for index in 0..3 {
+            touch(&mut world, s, index, true);
+        }
+        world.with(|pager, fx| pager.evict([page(s, 0), page(s, 1)].into_iter(), fx));
+        let urgency = |world: &World, index: u32| {
+            world.moves.iter().find(|(m, _)| m.page == page(s, index)).map(|(m, _)| m.priority)
+        };
+        assert_eq!(urgency(&world, 0), Some(Priority::Background), "{host} {direct}");
+        // One page is wanted: one write back is waited for, the one that was first.
+        world.pin(&[run(s, 4, 1)], false, false).unwrap().unwrap_err();
+        assert_eq!(urgency(&world, 0), Some(Priority::WriteBack), "{host} {direct}");
+        assert_ne!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+        if direct {
+            assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        } else {
+            // It has no staging buffer yet.
+            end(&mut world, s, 0, true);
+            assert_eq!(urgency(&world, 1), Some(Priority::WriteBack), "{host} {direct}");
+        }
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 2);
+        world.drain();
+        world.read_all();
+    }
+}
+
+/// The same where the budget has to shrink.
+#[test]
+fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    world.set_budget(1);
+    assert_eq!(world.moves[0].0.priority, Priority::Background);
+    let mut fx = outcore::pager::Effects::default();
+    let waiting = world.pager.await_budget(&mut fx);
+    assert!(matches!(waiting, outcore::pager::Submitted::Waiting(_)));
+    assert_eq!(fx.raised, [(world.moves[0].0.id, Priority::WriteBack)]);
+}

@@ -23,6 +23,8 @@ struct Shape {
     failing: usize,
     actors: usize,
     writers: usize,
+    /// Whether those who hold guards say so.
+    nesting: bool,
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -36,6 +38,7 @@ fn shape(random: &mut Random) -> Shape {
         failing: [0, 0, 5, 20][random.below(4)],
         actors: 1 + random.below(8),
         writers: random.below(3),
+        nesting: random.below(2) == 0,
     }
 }
 
@@ -82,6 +85,7 @@ impl Run {
         match random.below(32) {
             0..8 if self.world.guards.len() + self.world.waiting.len() < actors => {
                 let budget = self.world.budget;
+                self.world.nested = self.shape.nesting && !self.world.guards.is_empty();
                 if random.below(3) < writers {
                     let count = 1 + random.below(2.min(self.shape.pages as usize / 2)) as u32;
                     let pages = self.shape.pages - self.shape.pages / 2;

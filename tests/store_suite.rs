@@ -845,3 +845,47 @@ fn a_file_is_measured() {
     let missing = probe_file(Path::new("/nowhere"), IoBackend::Auto, &[], &[], Bytes::ZERO).unwrap_err();
     assert_eq!(missing.kind(), ErrorKind::NotFound);
 }
+
+/// An operation goes on with its own file, whatever has come in that file's place while it waited to be continued.
+#[test]
+fn regression_a_continued_read_keeps_its_file_when_another_takes_the_place() {
+    on_each_backend(|backend| {
+        // The second call is the rest of a read of which half came. It is held at the gate, and with it whatever serves
+        // the store; meanwhile its file is forgotten and another is taken in.
+        let hook = Hook::scripted([(0, Injected::Short(PAGE as u32 / 2))]);
+        let gate = Arc::new(SecondCall { hook: Arc::clone(&hook), open: Mutex::new(false), changed: Condvar::new() });
+        let rig = Rig::with(StoreOptions::new(backend).depth(QueueDepth::ONE).hook(Arc::clone(&gate) as _));
+        let (file, bytes) = rig.model(PAGE);
+        rig.store.submit(rig.read(0, file, 0));
+        hook.wait_for(2);
+        rig.store.remove_file(file);
+        let path = rig.directory.path().join("another");
+        fs::write(&path, noise(PAGE, 8)).unwrap();
+        let another = rig.store.add_file(File::open(&path).unwrap(), path, FileUse::Model).unwrap();
+        *gate.open.lock().unwrap() = true;
+        gate.changed.notify_all();
+        rig.log.result(0).unwrap();
+        assert!(rig.memory.bytes(0, PAGE) == bytes, "{backend}: the rest came from another file");
+        rig.store.submit(rig.read(1, another, 0));
+        rig.log.result(1).unwrap();
+        assert_eq!(rig.memory.bytes(0, PAGE), noise(PAGE, 8));
+        rig.store.close().unwrap();
+    });
+}
+
+/// Lets the first call pass and holds later ones until it is opened.
+struct SecondCall {
+    hook: Arc<Hook>,
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl CallHook for SecondCall {
+    fn before(&self, call: &IoCall) -> Injected {
+        let answer = self.hook.before(call);
+        if answer == Injected::Nothing {
+            drop(self.changed.wait_while(self.open.lock().unwrap(), |open| !*open).unwrap());
+        }
+        answer
+    }
+}

@@ -7,9 +7,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, RequestId, SegmentId};
 
 /// How often the oldest request may be overtaken by younger ones that fit where it does not. Bounded, so that a large
-/// request is not starved; not zero, so that a thread that holds a pin and asks for one more is not held up by a large
-/// request that waits for that very pin.
+/// request is not starved. A nested request, whose submitter may hold the very guards that the oldest waits for, may
+/// always pass: it is let through by what is free, and were it not, both would wait for ever.
 const OVERTAKEN_MAX: u32 = 16;
+
+/// How often a reader may leave the pages of a waiting writer with others still there, before new readers wait for the
+/// writer. Nested ones pass here too.
+const READERS_MAX: u32 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -27,7 +31,11 @@ enum Stage {
 pub(super) struct Request {
     runs: Vec<PageRun>,
     exclusive: bool,
+    /// Its submitter may hold guards.
+    nested: bool,
     stage: Stage,
+    /// How often a reader has left and others remained, once it waits for readers to leave.
+    outlasted: u32,
     /// Pages whose fill it waits for.
     remaining: u32,
     cause: WaitCause,
@@ -54,6 +62,11 @@ impl Pager {
         self.request_key(id).map(|key| self.requests[key].runs.as_slice())
     }
 
+    /// Whether a request is nested, and how often it was outlasted by readers.
+    pub(super) fn request_standing(&self, id: RequestId) -> Option<(bool, u32)> {
+        self.request_key(id).map(|key| (self.requests[key].nested, self.requests[key].outlasted))
+    }
+
     /// Every live request: its stage as a number, what it waits for, whether it writes.
     pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
         self.requests
@@ -61,10 +74,10 @@ impl Pager {
             .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.exclusive))
     }
 
-    fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, stage: Stage) -> RequestId {
+    fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, nested: bool, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
-        let request =
-            Request { runs, exclusive, stage, remaining: 0, cause: WaitCause::None, serial: self.next_serial };
+        let (cause, serial) = (WaitCause::None, self.next_serial);
+        let request = Request { runs, exclusive, nested, stage, outlasted: 0, remaining: 0, cause, serial };
         let key = self.requests.insert(request);
         self.request_id(key)
     }
@@ -74,6 +87,19 @@ impl Pager {
     /// # Errors
     /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
     pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
+        self.submit_as(runs, exclusive, false, fx)
+    }
+
+    /// [`submit`](Self::submit) for a caller who holds guards, or may hold some. Such a request is served by what is free
+    /// even while older ones wait, since they may wait for those guards.
+    ///
+    /// # Errors
+    /// As for [`submit`](Self::submit).
+    pub fn submit_nested(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
+        self.submit_as(runs, exclusive, true, fx)
+    }
+
+    fn submit_as(&mut self, runs: &[PageRun], exclusive: bool, nested: bool, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
         }
@@ -95,7 +121,7 @@ impl Pager {
             }
         }
         self.policy.unit(total as u32);
-        let id = self.add_request(runs.to_vec(), exclusive, Stage::Queued);
+        let id = self.add_request(runs.to_vec(), exclusive, nested, Stage::Queued);
         if let Some(key) = self.request_key(id) {
             self.requests[key].cause = cause;
         }
@@ -117,7 +143,7 @@ impl Pager {
         } else {
             self.stats.faults += 1;
         }
-        self.trace.push(page);
+        self.traced(page);
         self.staying = None;
         self.policy.accessed(page);
     }
@@ -142,7 +168,7 @@ impl Pager {
         if self.frames.existing() <= self.frames.target {
             return Submitted::Ready;
         }
-        let id = self.add_request(Vec::new(), false, Stage::Shrinking);
+        let id = self.add_request(Vec::new(), false, false, Stage::Shrinking);
         self.shrinking.push(id);
         self.pump(fx);
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
@@ -193,6 +219,7 @@ impl Pager {
         for page in pages {
             if self.claims.get(&page) == Some(&id) {
                 self.claims.remove(&page);
+                self.word(page).open_to_readers();
             }
             let waits = self.filling.get_mut(&page).is_some_and(|fill| {
                 let before = fill.waiters.len();
@@ -262,17 +289,34 @@ impl Pager {
                 continue;
             }
             let clean: Vec<bool> = pages.iter().map(|page| self.word(*page).load().state == State::Clean).collect();
-            let locked = pages.iter().take_while(|page| self.word(**page).lock() == Claim::Won).count();
+            let (mut locked, mut left) = (0, false);
+            for page in &pages {
+                // The mark of an earlier attempt that met pins is gone if one of them has ended since.
+                left = !self.word(*page).load().wanted;
+                if self.word(*page).lock() != Claim::Won {
+                    break;
+                }
+                locked += 1;
+            }
             if locked < pages.len() {
+                let request = &mut self.requests[key];
+                let closes = left && request.outlasted + 1 == READERS_MAX;
+                if left && request.outlasted < READERS_MAX {
+                    request.outlasted += 1;
+                }
                 for (page, clean) in pages[..locked].iter().zip(clean) {
                     let _ = self.word(*page).unlock_to_shared(clean);
+                }
+                if closes {
+                    pages.iter().for_each(|page| self.word(*page).close_to_readers());
                 }
                 self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
                 continue;
             }
             for page in pages {
+                self.word(page).open_to_readers();
                 self.entry(page).set_on_disk(false);
-                self.entry(page).failures = 0;
+                self.forget_failures(page);
                 self.drop_host_copy(page);
             }
             self.writers += 1;
@@ -294,16 +338,17 @@ impl Pager {
     pub(super) fn admit_queued(&mut self, fx: &mut Effects) {
         let mut index = 0;
         while let Some(id) = self.queue.get(index).copied() {
-            if index > 0 && self.overtaken >= OVERTAKEN_MAX {
-                break;
-            }
             let Some(key) = self.request_key(id) else {
                 self.queue.remove(index);
                 continue;
             };
+            if index > 0 && self.overtaken >= OVERTAKEN_MAX && !self.requests[key].nested {
+                index += 1;
+                continue;
+            }
             if self.try_admit(id, key, fx) {
                 self.queue.retain(|queued| *queued != id);
-                self.overtaken = if index == 0 { 0 } else { self.overtaken + 1 };
+                self.overtaken = if index == 0 { 0 } else { (self.overtaken + 1).min(OVERTAKEN_MAX) };
                 // What was admitted may have finished at once and changed what fits.
             } else {
                 index += 1;
@@ -314,7 +359,7 @@ impl Pager {
     /// Takes everything the request needs, or nothing.
     fn try_admit(&mut self, id: RequestId, key: usize, fx: &mut Effects) -> bool {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
-        let exclusive = self.requests[key].exclusive;
+        let Request { exclusive, nested, .. } = self.requests[key];
         if exclusive && pages.iter().any(|page| self.claims.contains_key(page)) {
             self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
             return false;
@@ -324,7 +369,8 @@ impl Pager {
         let mut missing = Vec::new();
         let mut blocked = None;
         for page in pages.iter().copied() {
-            match self.word(page).try_pin() {
+            let word = self.word(page);
+            match if nested { word.try_pin_nested() } else { word.try_pin() } {
                 TryPin::Hit | TryPin::FirstUse => {
                     pinned.push(page);
                     if self.entry(page).evict_after() && !self.spare(page) {

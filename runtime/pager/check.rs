@@ -69,6 +69,8 @@ impl Pager {
             ensure!(*started || needs, "{record:?} waits for nothing");
             staged += u32::from(staging.is_some());
         }
+        let background = self.moves.iter().filter(|(_, record)| record.priority == Priority::Background).count();
+        ensure!(self.background as usize == background, "background is {}, not {background}", self.background);
         for (segment, table) in &self.segments {
             let counted = in_flight.get(&segment).copied().unwrap_or(0);
             ensure!(table.in_flight == counted, "segment {segment}: in_flight {} not {counted}", table.in_flight);
@@ -92,7 +94,7 @@ impl Pager {
             let filling = self.filling.get(&page);
             if let Some(frame) = entry.frame() {
                 ensure!(owned.insert(frame), "{frame:?} has two pages");
-                ensure!(self.frames.owner(frame) == Some(page), "{frame:?} is not owned by {page:?}");
+                ensure!(self.frames.is_owned(frame), "{frame:?} of {page:?} is not owned");
             }
             if let Some(host) = entry.host() {
                 ensure!(hosted.insert(host), "{host:?} has two pages");
@@ -110,6 +112,11 @@ impl Pager {
             ensure!(entry.frame().is_some() == frame_wanted, "{page:?}: {:?}, frame {:?}", word.state, entry.frame());
             ensure!(word.pins == 0 || word.is_resident(), "{page:?}: {} pins, {:?}", word.pins, word.state);
             ensure!(!word.exclusive || word.pins == 1 && word.state == State::Dirty, "{page:?}: {word:?}");
+            let waited_for = self.claims.get(&page).and_then(|id| self.request_standing(*id));
+            ensure!(
+                !word.closed || waited_for.is_some_and(|(_, outlasted)| outlasted > 1) && !word.exclusive,
+                "{page:?} is closed for nobody"
+            );
             ensure!(moves.fill == u32::from(word.state == State::Filling && frame_wanted), "{page:?}: fill moves");
             let copying = moves.demotion > 0;
             ensure!(entry.copying_out() == copying, "{page:?}: copying_out {}", entry.copying_out());
@@ -126,6 +133,7 @@ impl Pager {
                 expected.insert(page);
             }
             ensure!(entry.host_busy() == (copying || moves.host_write_back > 0), "{page:?}: host_busy");
+            ensure!(entry.put_off() == self.put_off.contains_key(&page), "{page:?}: put off {}", entry.put_off());
             ensure!(entry.host().is_some() || !entry.host_busy(), "{page:?}: busy without a host frame");
             ensure!(!entry.host_stale() || entry.host_busy(), "{page:?}: stale, but no move");
             let leaves = entry.host().is_some() && !entry.host_busy() && word.state != State::Filling;
@@ -219,14 +227,14 @@ impl Pager {
     }
 
     /// A number that two pagers share if they will answer every sequence of events alike (with LRU, or without a plan
-    /// and before one is recognised). Ids and counters are left out.
+    /// and before one is recognised), as long as no write back that was put off is due. Ids and counters are left out.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
-            (word.state, word.pins, word.exclusive, word.fresh).hash(&mut hasher);
+            (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh).hash(&mut hasher);
             format!("{entry:?}").hash(&mut hasher);
             match self.filling.get(&page) {
                 Some(fill) => {
@@ -242,7 +250,8 @@ impl Pager {
             (key, page, from, to, priority, staging, started).hash(&mut hasher);
         }
         for (id, stage, remaining, exclusive) in self.request_stages() {
-            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id)).hash(&mut hasher);
+            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id), self.request_standing(id))
+                .hash(&mut hasher);
         }
         for line in [&self.upgrading, &self.shrinking] {
             line.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);

@@ -2,16 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use lru::LruCache;
-
 use super::Priority;
-use crate::ids::{FrameId, HostFrameId, MoveId, PageId, StagingId};
+use super::order::Order;
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, SegmentId, StagingId};
 
 /// Frames of the device tier. A frame is free, owned by a page, being given back to the system, or retired because the
 /// budget shrank.
 #[derive(Debug)]
 pub(super) struct DeviceFrames {
-    owners: Vec<Option<PageId>>,
+    /// Whether a page has the frame; which one is in the page's entry.
+    owned: Vec<bool>,
     in_use: u32,
     /// Last freed, first reused: its memory is warm.
     free: VecDeque<FrameId>,
@@ -27,7 +27,7 @@ pub(super) struct DeviceFrames {
 impl DeviceFrames {
     pub(super) fn new(count: u32) -> Self {
         Self {
-            owners: vec![None; count as usize],
+            owned: vec![false; count as usize],
             in_use: 0,
             free: (0..count).rev().map(FrameId).collect(),
             retired: Vec::new(),
@@ -46,20 +46,20 @@ impl DeviceFrames {
     }
     /// Frames that have memory, or still have some of it.
     pub(super) fn existing(&self) -> u32 {
-        (self.owners.len() - self.retired.len()) as u32
+        (self.owned.len() - self.retired.len()) as u32
     }
     pub(super) fn in_use(&self) -> u32 {
         self.in_use
     }
-    pub(super) fn take(&mut self, page: PageId) -> Option<FrameId> {
+    pub(super) fn take(&mut self) -> Option<FrameId> {
         let frame = self.free.pop_back()?;
-        self.owners[frame.index()] = Some(page);
+        self.owned[frame.index()] = true;
         self.in_use += 1;
         Some(frame)
     }
     pub(super) fn give(&mut self, frame: FrameId) {
-        debug_assert!(self.owners[frame.index()].is_some(), "frame {frame:?} freed twice");
-        self.owners[frame.index()] = None;
+        debug_assert!(self.owned[frame.index()], "frame {frame:?} freed twice");
+        self.owned[frame.index()] = false;
         self.in_use -= 1;
         self.free.push_back(frame);
     }
@@ -86,17 +86,17 @@ impl DeviceFrames {
             self.free.push_front(frame);
         }
     }
-    pub(super) fn owner(&self, frame: FrameId) -> Option<PageId> {
-        self.owners.get(frame.index()).copied().flatten()
+    pub(super) fn is_owned(&self, frame: FrameId) -> bool {
+        self.owned.get(frame.index()).copied().unwrap_or(false)
     }
     /// Each frame is exactly one of free, owned, being discarded, retired.
     pub(super) fn check(&self) -> Result<(), String> {
         let mut seen: Vec<FrameId> = self.free.iter().chain(&self.retired).chain(&self.discarding).copied().collect();
-        let owned = (0..self.owners.len()).filter(|frame| self.owners[*frame].is_some());
+        let owned = (0..self.owned.len()).filter(|frame| self.owned[*frame]);
         seen.extend(owned.map(|frame| FrameId(frame as u32)));
         seen.sort_unstable();
-        let all: Vec<FrameId> = (0..self.owners.len() as u32).map(FrameId).collect();
-        let counts = self.in_use as usize == self.owners.iter().flatten().count()
+        let all: Vec<FrameId> = (0..self.owned.len() as u32).map(FrameId).collect();
+        let counts = self.in_use as usize == self.owned.iter().filter(|owned| **owned).count()
             && self.retiring as usize <= self.discarding.len();
         if seen == all && counts { Ok(()) } else { Err(format!("frames are not in one place each: {self:?}")) }
     }
@@ -108,12 +108,12 @@ impl DeviceFrames {
                 continue;
             }
             let frame = self.retired.pop().unwrap_or_else(|| {
-                self.owners.push(None);
-                FrameId(self.owners.len() as u32 - 1)
+                self.owned.push(false);
+                FrameId(self.owned.len() as u32 - 1)
             });
             self.free.push_front(frame);
         }
-        self.owners.len() as u32
+        self.owned.len() as u32
     }
 }
 
@@ -123,12 +123,20 @@ pub(super) struct HostFrames {
     free: Vec<HostFrameId>,
     total: u32,
     /// Pages with a valid host copy, least recently demoted first to go.
-    order: LruCache<PageId, ()>,
+    order: Order,
 }
 
 impl HostFrames {
     pub(super) fn new(count: u32) -> Self {
-        Self { free: (0..count).rev().map(HostFrameId).collect(), total: count, order: LruCache::unbounded() }
+        Self { free: (0..count).rev().map(HostFrameId).collect(), total: count, order: Order::new() }
+    }
+    pub(super) fn add_segment(&mut self, segment: SegmentId, pages: u32) {
+        if self.total > 0 {
+            self.order.add_segment(segment, pages);
+        }
+    }
+    pub(super) fn remove_segment(&mut self, segment: SegmentId) {
+        self.order.remove_segment(segment);
     }
     pub(super) fn total(&self) -> u32 {
         self.total
@@ -143,24 +151,24 @@ impl HostFrames {
         self.free.push(frame);
     }
     pub(super) fn entered(&mut self, page: PageId) {
-        self.order.put(page, ());
+        self.order.insert(page);
     }
     /// The copy became a duplicate of a device-resident page: first to go.
     pub(super) fn duplicated(&mut self, page: PageId) {
-        self.order.demote(&page);
+        self.order.demote(page);
     }
     pub(super) fn left(&mut self, page: PageId) {
-        self.order.pop(&page);
+        self.order.remove(page);
     }
     pub(super) fn ordered(&self, page: PageId) -> bool {
-        self.order.contains(&page)
+        self.order.contains(page)
     }
     pub(super) fn order_for_check(&self) -> (&[HostFrameId], Vec<PageId>) {
-        (&self.free, self.order.iter().map(|(page, ())| *page).collect())
+        (&self.free, self.order.pages().collect())
     }
     /// The first page in leaving order that `fits`.
     pub(super) fn victim(&self, mut fits: impl FnMut(PageId) -> bool) -> Option<PageId> {
-        self.order.iter().rev().map(|(page, ())| *page).find(|page| fits(*page))
+        self.order.pages().find(|page| fits(*page))
     }
 }
 

@@ -23,10 +23,13 @@
 
 mod access;
 mod admit;
+mod bits;
 mod check;
 mod frames;
 mod lookahead;
 mod moves;
+mod numbers;
+mod order;
 pub mod policy;
 mod reclaim;
 pub mod state;
@@ -47,6 +50,7 @@ pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 use admit::Request;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use moves::MoveRecord;
+use numbers::PageNumbers;
 use policy::opt::Trace;
 use table::SegmentTable;
 
@@ -260,6 +264,7 @@ pub struct PageView {
 pub struct Pager {
     config: PagerConfig,
     segments: Slab<SegmentTable>,
+    numbers: PageNumbers,
     frames: DeviceFrames,
     host: HostFrames,
     staging: StagingRing,
@@ -279,6 +284,8 @@ pub struct Pager {
     awaiting: VecDeque<PageId>,
     /// Frames on their way to the free list: demotions and write backs of victims.
     transit: u32,
+    /// Moves that nobody waited for when they were started, or since.
+    background: u32,
     moves: Slab<MoveRecord>,
     hints: VecDeque<PageId>,
     /// Fills in flight nobody waits for.
@@ -289,6 +296,10 @@ pub struct Pager {
     overtaken: u32,
     /// Writers admitted so far; while there were none, no victim can be dirty.
     writers: u64,
+    /// How often [`pump`](Self::pump) has run: the only time a pager knows.
+    events: u64,
+    /// Pages whose next write back is put off, and until which event.
+    put_off: HashMap<PageId, u64>,
     /// Pages whose bytes were lost, and why.
     lost: Vec<(PageId, Error)>,
     closing: bool,
@@ -316,6 +327,7 @@ impl Pager {
             config,
             policy,
             segments: Slab::new(),
+            numbers: PageNumbers::default(),
             requests: Slab::new(),
             queue: VecDeque::new(),
             upgrading: Vec::new(),
@@ -324,12 +336,15 @@ impl Pager {
             filling: HashMap::new(),
             awaiting: VecDeque::new(),
             transit: 0,
+            background: 0,
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,
             staying: None,
             overtaken: 0,
             writers: 0,
+            events: 0,
+            put_off: HashMap::new(),
             lost: Vec::new(),
             closing: false,
             next_serial: 0,
@@ -342,7 +357,22 @@ impl Pager {
     pub fn add_segment(&mut self, backing: Backing, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
-        (SegmentId(self.segments.insert(table) as u32), words)
+        let segment = SegmentId(self.segments.insert(table) as u32);
+        self.numbers.add(segment, pages);
+        self.host.add_segment(segment, pages);
+        self.policy.segment(segment, pages);
+        (segment, words)
+    }
+
+    /// Whether a segment of so many pages can be [added](Self::add_segment): a pager knows fewer than 2^32 in all.
+    pub fn has_room_for(&self, pages: u32) -> bool {
+        self.numbers.has_room(pages)
+    }
+
+    fn traced(&mut self, page: PageId) {
+        if let Some(number) = self.numbers.number(page) {
+            self.trace.push(number);
+        }
     }
 
     /// Declares the order of use; `cyclic` if it repeats. An empty order withdraws the plan.
@@ -367,7 +397,7 @@ impl Pager {
         } else {
             self.stats.hits += 1;
         }
-        self.trace.push(page);
+        self.traced(page);
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);
@@ -464,6 +494,7 @@ impl Pager {
 
     /// Does everything that has become possible.
     pub fn pump(&mut self, fx: &mut Effects) {
+        self.events += 1;
         self.serve_awaiting(fx);
         self.retire_frames(fx);
         self.advance_upgrades(fx);
@@ -474,6 +505,7 @@ impl Pager {
         }
         // An admission that failed may have made frames free for nothing.
         self.serve_awaiting(fx);
+        self.raise_victims(fx);
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -6,8 +6,14 @@ use super::{Effects, Fill, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
 
-/// Write backs of one page that may fail in a row before its bytes are given up.
-pub(super) const WRITE_BACK_ATTEMPTS: u8 = 3;
+/// Write backs of one page that may fail in a row, while somebody waits for its frame and there is no other, before its
+/// bytes are given up: whoever waits goes on, and whoever wants the page hears of it.
+const URGENT_ATTEMPTS: u8 = 3;
+/// The same with all those counted that nobody waited for. After each of these the next one is put off, twice as long
+/// every time, so that a disk that fails for a while costs no bytes.
+const ATTEMPTS: u8 = 8;
+/// For how many events a write back is put off after the first failure.
+const PUT_OFF: u64 = 64;
 
 /// A move in flight, or waiting for its staging buffer.
 #[derive(Debug)]
@@ -45,6 +51,7 @@ impl Pager {
     ) -> MoveId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let record = MoveRecord { page, from, to, priority, staging: None, started: false, serial: self.next_serial };
+        self.background += u32::from(priority == Priority::Background);
         let key = self.moves.insert(record);
         let id = self.move_id(key);
         self.segments[page.segment.index()].in_flight += 1;
@@ -109,7 +116,7 @@ impl Pager {
     /// Gives frames to admitted pages that wait for one.
     pub(super) fn serve_awaiting(&mut self, fx: &mut Effects) {
         while let Some(page) = self.awaiting.front().copied() {
-            let Some(frame) = self.frames.take(page) else { break };
+            let Some(frame) = self.frames.take() else { break };
             self.awaiting.pop_front();
             self.start_fill(page, frame, fx);
         }
@@ -119,7 +126,7 @@ impl Pager {
                 break;
             }
             if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
-                && let Some(frame) = self.frames.take(page)
+                && let Some(frame) = self.frames.take()
             {
                 self.awaiting.pop_front();
                 self.start_fill(page, frame, fx);
@@ -140,13 +147,7 @@ impl Pager {
         match fill.moving {
             Some(id) => {
                 if let Some(key) = self.move_key(id) {
-                    self.moves[key].priority = priority;
-                    if self.moves[key].started {
-                        fx.raised.push((id, priority));
-                    } else {
-                        self.staging.raise(id, priority);
-                        self.serve_staging(fx);
-                    }
+                    self.raise_move(key, priority, fx);
                 }
             }
             None => {
@@ -154,6 +155,53 @@ impl Pager {
                     self.awaiting.remove(at);
                     self.enqueue_awaiting(page, priority);
                 }
+            }
+        }
+    }
+
+    fn raise_move(&mut self, key: usize, priority: Priority, fx: &mut Effects) {
+        let id = self.move_id(key);
+        self.moves[key].priority = priority;
+        if self.moves[key].started {
+            fx.raised.push((id, priority));
+        } else {
+            self.staging.raise(id, priority);
+            self.serve_staging(fx);
+        }
+    }
+
+    /// Makes moves urgent that were started in the background and whose frames somebody has come to wait for: as many of
+    /// the oldest as there are pages in demand without a frame; all, where a request or a budget waits for frames.
+    pub(super) fn raise_victims(&mut self, fx: &mut Effects) {
+        if self.background == 0 || self.transit == 0 {
+            return;
+        }
+        let wanted = if self.queue.is_empty() && self.shrinking.is_empty() {
+            let urgent =
+                |page: &&PageId| self.filling.get(page).is_some_and(|fill| fill.priority <= Priority::WriteBack);
+            self.awaiting.iter().take_while(urgent).count()
+        } else {
+            usize::MAX
+        };
+        if wanted == 0 {
+            return;
+        }
+        let frees = |record: &MoveRecord| {
+            let entry = &self.segments[record.page.segment.index()].entries[record.page.index.index()];
+            matches!(record.from, Place::Device(_)) && (entry.copying_out() || entry.evict_after())
+        };
+        let mut victims: Vec<(bool, u32, usize)> = self
+            .moves
+            .iter()
+            .filter(|(_, record)| frees(record))
+            .map(|(key, record)| (record.priority == Priority::Background, record.serial, key))
+            .collect();
+        // Those that are urgent already count.
+        victims.sort_unstable();
+        for (background, _, key) in victims.into_iter().take(wanted) {
+            if background {
+                self.background -= 1;
+                self.raise_move(key, Priority::WriteBack, fx);
             }
         }
     }
@@ -176,7 +224,7 @@ impl Pager {
             self.prefetching += 1;
         }
         self.filling.insert(page, Fill { waiters: waiter.into_iter().collect(), priority, moving: None });
-        match self.frames.take(page) {
+        match self.frames.take() {
             Some(frame) => self.start_fill(page, frame, fx),
             None => self.enqueue_awaiting(page, priority),
         }
@@ -186,6 +234,7 @@ impl Pager {
     pub fn complete(&mut self, id: MoveId, result: Result<()>, fx: &mut Effects) {
         let Some(key) = self.move_key(id) else { return };
         let record = self.moves.remove(key);
+        self.background -= u32::from(record.priority == Priority::Background);
         if let Some(buffer) = record.staging {
             self.staging.give(buffer);
             self.serve_staging(fx);
@@ -193,8 +242,8 @@ impl Pager {
         self.segments[record.page.segment.index()].in_flight -= 1;
         match (record.from, record.to) {
             (from, Place::Device(frame)) => self.filled(record.page, from, frame, result, fx),
-            (Place::Device(frame), Place::Host(host)) => self.copied_down(record.page, frame, host, result, fx),
-            (Place::Device(frame), _) => self.written_back(record.page, frame, result, fx),
+            (Place::Device(frame), Place::Host(host)) => self.copied_down(&record, frame, host, result, fx),
+            (Place::Device(frame), _) => self.written_back(&record, frame, result, fx),
             (Place::Host(host), _) => self.host_written_back(record.page, host, result),
             _ => debug_assert!(false, "a move from {:?} to {:?}", record.from, record.to),
         }
@@ -230,7 +279,7 @@ impl Pager {
         if dirty {
             // The device may change the page from here on: the host copy must not outlive this move as the newest.
             self.drop_host_copy(page);
-            self.entry(page).failures = 0;
+            self.forget_failures(page);
         }
         // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
         let _ = self.word(page).fill_ok(fill.waiters.len() as u32, dirty);
@@ -264,7 +313,15 @@ impl Pager {
     }
 
     /// A device page was copied into a host frame: a victim's demotion, clean or dirty.
-    fn copied_down(&mut self, page: PageId, frame: FrameId, host: HostFrameId, result: Result<()>, fx: &mut Effects) {
+    fn copied_down(
+        &mut self,
+        record: &MoveRecord,
+        frame: FrameId,
+        host: HostFrameId,
+        result: Result<()>,
+        fx: &mut Effects,
+    ) {
+        let page = record.page;
         let state = self.word(page).load().state;
         let was_dirty = state == State::WritingBack;
         let entry = self.entry(page);
@@ -284,7 +341,7 @@ impl Pager {
         if was_dirty {
             match result {
                 Ok(()) => self.now_clean(page, frame, fx),
-                Err(error) => self.write_back_failed(page, frame, &error, fx),
+                Err(error) => self.write_back_failed(record, frame, &error, fx),
             }
         } else if state == State::Evicting {
             self.transit -= 1;
@@ -296,21 +353,22 @@ impl Pager {
         }
     }
 
-    fn written_back(&mut self, page: PageId, frame: FrameId, result: Result<()>, fx: &mut Effects) {
+    fn written_back(&mut self, record: &MoveRecord, frame: FrameId, result: Result<()>, fx: &mut Effects) {
+        let page = record.page;
         match result {
             Ok(()) => {
                 self.stats.write_backs += 1;
                 self.entry(page).set_on_disk(true);
                 self.now_clean(page, frame, fx);
             }
-            Err(error) => self.write_back_failed(page, frame, &error, fx),
+            Err(error) => self.write_back_failed(record, frame, &error, fx),
         }
     }
 
     /// WritingBack to Clean, and on to the frame's release if the page was a victim.
     fn now_clean(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+        self.forget_failures(page);
         let entry = self.entry(page);
-        entry.failures = 0;
         let evict = entry.evict_after();
         entry.set_evict_after(false);
         let _ = self.word(page).write_back_ok();
@@ -326,10 +384,37 @@ impl Pager {
         }
     }
 
-    fn write_back_failed(&mut self, page: PageId, frame: FrameId, error: &Error, fx: &mut Effects) {
+    /// A write back has succeeded, or what failed is out of date.
+    pub(super) fn forget_failures(&mut self, page: PageId) {
+        let entry = self.entry(page);
+        (entry.failures, entry.urgent_failures) = (0, 0);
+        if entry.put_off() {
+            entry.set_put_off(false);
+            self.put_off.remove(&page);
+        }
+    }
+
+    /// One more write back of this page has failed: the next one that nobody waits for comes later.
+    fn put_off(&mut self, page: PageId) {
         let entry = self.entry(page);
         entry.failures = entry.failures.saturating_add(1);
-        let give_up = entry.failures >= WRITE_BACK_ATTEMPTS;
+        entry.set_put_off(true);
+        let wait = PUT_OFF << (entry.failures - 1).min(ATTEMPTS);
+        self.put_off.insert(page, self.events + wait);
+    }
+
+    /// Whether a write back of this page has failed too short a while ago.
+    pub(super) fn is_put_off(&self, page: PageId) -> bool {
+        let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+        entry.put_off() && self.put_off.get(&page).is_some_and(|until| self.events < *until)
+    }
+
+    fn write_back_failed(&mut self, record: &MoveRecord, frame: FrameId, error: &Error, fx: &mut Effects) {
+        let page = record.page;
+        self.put_off(page);
+        let entry = self.entry(page);
+        entry.urgent_failures += u8::from(record.priority <= Priority::WriteBack);
+        let give_up = entry.urgent_failures >= URGENT_ATTEMPTS || entry.failures >= ATTEMPTS;
         let evict = entry.evict_after();
         entry.set_evict_after(false);
         let _ = self.word(page).write_back_err();
@@ -339,6 +424,7 @@ impl Pager {
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
             self.policy.removed(page);
+            self.forget_failures(page);
             self.lost.push((page, error.clone()));
             self.vacate(page, frame, fx);
         } else if evict {
@@ -368,11 +454,11 @@ impl Pager {
             Ok(()) => {
                 entry.set_host_dirty(false);
                 entry.set_on_disk(true);
-                entry.failures = 0;
+                self.forget_failures(page);
                 self.stats.write_backs += 1;
             }
-            // The copy stays, dirty: nothing is lost, and the next victim search may try again.
-            Err(_) => entry.failures = entry.failures.saturating_add(1),
+            // The copy stays, dirty: nothing is lost, and there will be another attempt.
+            Err(_) => self.put_off(page),
         }
         // While the page is on its way up, a move may be reading this copy: `filled` enters it again.
         if self.word(page).load().state != State::Filling {
@@ -405,8 +491,11 @@ impl Pager {
                 self.vacate(page, frame, fx);
             }
             self.drop_host_copy(page);
+            self.forget_failures(page);
         }
         self.policy.forget(segment);
+        self.host.remove_segment(segment);
+        self.numbers.remove(segment);
         self.lost.retain(|(page, _)| page.segment != segment);
         self.segments.remove(segment.index());
         fx.released.push(segment);

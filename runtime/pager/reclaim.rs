@@ -1,6 +1,5 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
-use super::moves::WRITE_BACK_ATTEMPTS;
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, State};
 use super::{Effects, Pager, Place, Priority};
@@ -16,13 +15,33 @@ enum Taken {
 impl Pager {
     /// Makes one more frame free, or puts one in transit. `false` if every frame is pinned, in motion, or worth more
     /// than what wants it.
+    ///
+    /// Pages whose write back has just failed are passed over. Where somebody waits and there is nothing else, they are
+    /// tried again all the same.
     pub(super) fn reclaim(&mut self, want: Want, fx: &mut Effects) -> bool {
-        let Self { policy, segments, .. } = self;
+        let last_resort = self.is_urgent(want) && !self.put_off.is_empty();
+        self.reclaim_among(want, false, fx) || last_resort && self.reclaim_among(want, true, fx)
+    }
+
+    /// Whether somebody waits for what a frame is wanted for.
+    fn is_urgent(&self, want: Want) -> bool {
+        want.is_demand() || want == Want::Room && !self.shrinking.is_empty()
+    }
+
+    fn reclaim_among(&mut self, want: Want, with_put_off: bool, fx: &mut Effects) -> bool {
+        let Self { policy, segments, put_off, events, .. } = self;
         let mut taken = None;
         let victim = policy.victim(want, &mut |page: PageId| {
             let table = &segments[page.segment.index()];
             let word = &table.words[page.index.index()];
-            if table.entries[page.index.index()].held_back() {
+            let entry = &table.entries[page.index.index()];
+            if entry.held_back() {
+                return Take::Skip;
+            }
+            if !with_put_off && entry.put_off() && put_off.get(&page).is_some_and(|until| *events < *until) {
+                return Take::Skip;
+            }
+            if want == Want::Memory && word.load().state != State::Clean {
                 return Take::Skip;
             }
             if want == Want::Reserve && word.load().state == State::Clean {
@@ -47,7 +66,7 @@ impl Pager {
 
     /// Evicts this page if nothing forbids it.
     pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
-        if self.entry(page).held_back() {
+        if self.entry(page).held_back() || self.is_put_off(page) {
             return false;
         }
         let word = self.word(page);
@@ -66,7 +85,10 @@ impl Pager {
             debug_assert!(false, "resident page {page:?} without a frame");
             return;
         };
-        let host = if self.entry(page).host().is_none() { self.host_room(page) } else { None };
+        let priority = if self.is_urgent(want) { Priority::WriteBack } else { Priority::Background };
+        // Whoever wants memory now is not served by a copy that takes its time, into more memory.
+        let copied = want != Want::Memory && self.entry(page).host().is_none();
+        let host = if copied { self.host_room(page) } else { None };
         if let Some(host) = host {
             let entry = self.entry(page);
             entry.set_host(Some(host));
@@ -74,12 +96,10 @@ impl Pager {
             entry.set_copying_out(true);
             entry.set_evict_after(taken == Taken::Dirty);
             self.transit += 1;
-            let priority = if want.is_demand() { Priority::WriteBack } else { Priority::Background };
             self.start_move(page, Place::Device(frame), Place::Host(host), priority, fx);
         } else if taken == Taken::Dirty {
             self.entry(page).set_evict_after(true);
             self.transit += 1;
-            let priority = if want.is_demand() { Priority::WriteBack } else { Priority::Background };
             self.start_move(page, Place::Device(frame), Place::Disk, priority, fx);
         } else {
             let _ = self.word(page).evicted();
@@ -109,12 +129,11 @@ impl Pager {
         if self.host.total() == 0 || self.host.total() - self.host.in_use() > 0 {
             return;
         }
-        let Self { host, segments, .. } = self;
-        let Some(page) = host.victim(|candidate| {
-            let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
-            // What failed again and again stays, dirty; nobody would end the attempts.
-            !entry.host_busy() && (!entry.host_dirty() || entry.failures < WRITE_BACK_ATTEMPTS)
-        }) else {
+        let candidate = self.host.victim(|candidate| {
+            let entry = &self.segments[candidate.segment.index()].entries[candidate.index.index()];
+            !entry.host_busy() && (!entry.host_dirty() || !self.is_put_off(candidate))
+        });
+        let Some(page) = candidate else {
             return;
         };
         let entry = self.entry(page);
@@ -182,22 +201,17 @@ impl Pager {
         count
     }
 
-    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses. The budget stays.
-    /// Returns how many frames' memory goes.
+    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses; dirty ones are
+    /// passed over, and none is copied to the host tier. The budget stays. Returns how many frames' memory goes.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
         while given < count && !self.closing {
-            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Room, fx) {
+            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Memory, fx) {
                 break;
             }
-            match self.frames.discard() {
-                Some(frame) => {
-                    fx.discard.push(frame);
-                    given += 1;
-                }
-                // The victim is dirty and on its way; its memory stays for the next page.
-                None => break,
-            }
+            let Some(frame) = self.frames.discard() else { break };
+            fx.discard.push(frame);
+            given += 1;
         }
         given
     }

@@ -8,6 +8,7 @@
 //! | 4 | exclusive | the one pin is a writer's |
 //! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
 //! | 6 | fresh | filled ahead of use and not used yet |
+//! | 7 | closed | a writer that waits for readers has been overtaken often enough: no new ones but nested |
 //! | 8..32 | pins | how many guards forbid eviction |
 //! | 32..64 | generation | how often the page has left this tier |
 //!
@@ -29,7 +30,10 @@
 //! | Empty | `begin_fill` | Filling |
 //! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, fresh if nobody waits |
 //! | Filling | `fill_err` | Empty |
-//! | Clean, Dirty, WritingBack, not exclusive | `try_pin` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, not exclusive, not closed | `try_pin` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, not exclusive | `try_pin_nested` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, WritingBack, pins > 0, not exclusive | `close_to_readers` | same, closed |
+//! | any | `open_to_readers` | same, not closed |
 //! | Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
 //! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
 //! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
@@ -67,6 +71,7 @@ const STATE: u64 = 0xF;
 const EXCLUSIVE: u64 = 1 << 4;
 const WANTED: u64 = 1 << 5;
 const FRESH: u64 = 1 << 6;
+const CLOSED: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xFF_FFFF << 8;
 const GENERATION: u64 = 1 << 32;
@@ -106,6 +111,10 @@ pub struct Snapshot {
     pub pins: u32,
     /// Whether the one pin is a writer's.
     pub exclusive: bool,
+    /// Whether somebody waits for a pin to end.
+    pub wanted: bool,
+    /// Whether new readers wait for a writer.
+    pub closed: bool,
     /// Whether the page was filled ahead of use and not used yet.
     pub fresh: bool,
     /// How often the page has left the tier.
@@ -127,7 +136,7 @@ pub enum TryPin {
     Hit,
     /// Pinned, and this is the first use since the page was filled ahead: the caller tells the pager to look ahead.
     FirstUse,
-    /// Not pinned: not resident, being evicted, or held by a writer.
+    /// Not pinned: not resident, being evicted, held by a writer, or kept for one.
     Busy,
 }
 
@@ -189,6 +198,8 @@ impl PageWord {
             state: state_of(word),
             pins: pins_of(word) as u32,
             exclusive: word & EXCLUSIVE != 0,
+            wanted: word & WANTED != 0,
+            closed: word & CLOSED != 0,
             fresh: word & FRESH != 0,
             generation: (word >> 32) as u32,
         }
@@ -222,13 +233,36 @@ impl PageWord {
     /// Pins a resident page. Takes no lock.
     #[inline]
     pub fn try_pin(&self) -> TryPin {
+        self.pin_unless(EXCLUSIVE | CLOSED)
+    }
+
+    /// Pins a resident page for somebody who may hold guards that a waiting writer waits for.
+    pub fn try_pin_nested(&self) -> TryPin {
+        self.pin_unless(EXCLUSIVE)
+    }
+
+    #[inline]
+    fn pin_unless(&self, forbidden: u64) -> TryPin {
         self.update(|word| {
-            if !resident(state_of(word)) || word & EXCLUSIVE != 0 || pins_of(word) >= PINS_MAX {
+            if !resident(state_of(word)) || word & forbidden != 0 || pins_of(word) >= PINS_MAX {
                 return (None, TryPin::Busy);
             }
             let outcome = if word & FRESH == 0 { TryPin::Hit } else { TryPin::FirstUse };
             (Some((word & !FRESH) + PIN), outcome)
         })
+    }
+
+    /// The caller's pin is to become a writer's: new readers wait, until it is [opened](Self::open_to_readers).
+    pub fn close_to_readers(&self) {
+        self.update(|word| {
+            debug_assert!(pins_of(word) > 0 && word & EXCLUSIVE == 0, "closed by nobody");
+            (Some(word | CLOSED), ())
+        })
+    }
+
+    /// The writer has its lock, or has given up.
+    pub fn open_to_readers(&self) {
+        self.update(|word| (Some(word & !CLOSED), ()))
     }
 
     /// Ends a pin. Takes no lock. A pin is owned by its caller, so there is one to end.
@@ -437,7 +471,7 @@ mod tests {
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
-    use loom::sync::Arc;
+    use loom::sync::{Arc, Mutex};
     use loom::thread;
 
     fn filled(pins: u32) -> Arc<PageWord> {
@@ -498,6 +532,266 @@ mod loom_tests {
                 let unpin = reader.join().unwrap();
                 assert_eq!(unpin, Some(Unpin::Wanted));
             }
+        });
+    }
+
+    /// A frame: what it holds, and who uses it. The bytes are read and written without order of their own, so that a pin
+    /// that does not publish them is found.
+    #[derive(Default)]
+    struct Frame {
+        bytes: AtomicU64,
+        users: AtomicU64,
+    }
+
+    const WRITING: u64 = 1 << 16;
+
+    impl Frame {
+        fn read(&self) -> u64 {
+            assert!(self.users.fetch_add(1, Ordering::Relaxed) < WRITING, "read while written");
+            let bytes = self.bytes.load(Ordering::Relaxed);
+            self.users.fetch_sub(1, Ordering::Relaxed);
+            bytes
+        }
+        fn write(&self, bytes: u64) {
+            assert_eq!(self.users.fetch_add(WRITING, Ordering::Relaxed), 0, "written while used");
+            self.bytes.store(bytes, Ordering::Relaxed);
+            self.users.fetch_sub(WRITING, Ordering::Relaxed);
+        }
+    }
+
+    /// A page, its frame, and what is under the latch: how many wait for the fill, and whether a writer waits.
+    #[derive(Default)]
+    struct Page {
+        word: PageWord,
+        frame: Frame,
+        waiters: Mutex<u32>,
+        writer_waits: Mutex<bool>,
+    }
+
+    impl Page {
+        /// As a reader does it: pinned without the latch, or what is seen under it.
+        fn read_if_pinned(&self) -> Option<u64> {
+            if self.word.try_pin() == TryPin::Busy {
+                return None;
+            }
+            Some(self.frame.read())
+        }
+
+        /// Under the latch: the waiting writer gets its lock if nobody is in its way.
+        fn advance_writer(&self, waits: &mut bool) -> bool {
+            let won = *waits && self.word.lock() == Claim::Won;
+            *waits &= !won;
+            won
+        }
+    }
+
+    /// A reader that comes while the page is filled has its pin from the fill, or pins it afterwards; either way it sees
+    /// the bytes.
+    #[test]
+    fn loom_fill_with_a_waiter() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            page.word.begin_fill().unwrap();
+            let filler = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    page.frame.write(7);
+                    let waiters = page.waiters.lock().unwrap();
+                    page.word.fill_ok(*waiters, false).unwrap();
+                })
+            };
+            let reader = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    if let Some(bytes) = page.read_if_pinned() {
+                        assert_eq!(bytes, 7);
+                        return;
+                    }
+                    let mut waiters = page.waiters.lock().unwrap();
+                    if page.word.load().state == State::Filling {
+                        *waiters += 1;
+                    } else {
+                        assert_ne!(page.word.try_pin(), TryPin::Busy);
+                        assert_eq!(page.frame.read(), 7);
+                    }
+                })
+            };
+            filler.join().unwrap();
+            reader.join().unwrap();
+            // The reader's pin, whoever took it.
+            assert_eq!(page.word.load().pins, 1);
+            assert_eq!(page.frame.read(), 7);
+        });
+    }
+
+    /// Of two readers of a page that was filled ahead, one is the first.
+    #[test]
+    fn loom_first_use_is_told_once() {
+        loom::model(|| {
+            let word = filled(0);
+            let readers = [word.clone(), word.clone()].map(|word| thread::spawn(move || word.try_pin()));
+            let firsts = readers.map(|reader| reader.join().unwrap() == TryPin::FirstUse);
+            assert!(firsts[0] != firsts[1]);
+        });
+    }
+
+    /// A page that is wanted again while it is evicted is rescued with its bytes, or has left; its frame is used again
+    /// only when nobody can have pinned it.
+    #[test]
+    fn loom_rescue_against_the_end_of_an_eviction() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            page.word.begin_fill().unwrap();
+            page.frame.write(7);
+            page.word.fill_ok(0, false).unwrap();
+            let evictor = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    let latch = page.waiters.lock().unwrap();
+                    let won = page.word.begin_evict() == BeginEvict::Won;
+                    drop(latch);
+                    // Here the copy down runs.
+                    let _latch = page.waiters.lock().unwrap();
+                    if won && page.word.load().state == State::Evicting {
+                        page.word.evicted().unwrap();
+                        page.frame.write(99);
+                    }
+                })
+            };
+            let passer = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    if let Some(bytes) = page.read_if_pinned() {
+                        assert_eq!(bytes, 7);
+                        let _ = page.word.unpin();
+                    }
+                })
+            };
+            match page.read_if_pinned() {
+                Some(bytes) => assert_eq!(bytes, 7),
+                None => {
+                    let _latch = page.waiters.lock().unwrap();
+                    match page.word.load().state {
+                        State::Evicting => {
+                            page.word.rescue().unwrap();
+                            assert_eq!(page.frame.read(), 7);
+                        }
+                        State::Empty => {
+                            page.word.begin_fill().unwrap();
+                            page.frame.write(7);
+                            page.word.fill_ok(1, false).unwrap();
+                        }
+                        other => panic!("{other:?}"),
+                    }
+                }
+            }
+            evictor.join().unwrap();
+            passer.join().unwrap();
+            let end = page.word.load();
+            assert_eq!((end.state, end.pins), (State::Clean, 1));
+            assert_eq!(page.frame.read(), 7);
+        });
+    }
+
+    /// A page is written again while its write back runs: not before that has read it, never beside a reader, and the
+    /// writer gets its turn whoever ends first.
+    #[test]
+    fn loom_dirty_again_while_written_back() {
+        for closed in [false, true] {
+            loom::model(move || {
+                let page = Arc::new(Page::default());
+                page.word.begin_fill().unwrap();
+                page.frame.write(7);
+                // The writer's pin, and a reader's.
+                page.word.fill_ok(2, true).unwrap();
+                assert_eq!(page.word.begin_write_back(), Claim::Won);
+                if closed {
+                    page.word.close_to_readers();
+                }
+                let write = |page: &Page| {
+                    page.word.open_to_readers();
+                    page.frame.write(8);
+                    assert_ne!(page.word.begin_write_back(), Claim::Won, "written back while it is written");
+                    let _ = page.word.unlock();
+                };
+                let store = {
+                    let page = page.clone();
+                    thread::spawn(move || {
+                        assert_eq!(page.frame.read(), 7, "the write back reads what was dirty");
+                        let mut waits = page.writer_waits.lock().unwrap();
+                        page.word.write_back_ok().unwrap();
+                        if page.advance_writer(&mut waits) {
+                            write(&page);
+                        }
+                    })
+                };
+                let reader = {
+                    let page = page.clone();
+                    thread::spawn(move || {
+                        assert_eq!(page.frame.read(), 7);
+                        if page.word.unpin() == Unpin::Wanted {
+                            let mut waits = page.writer_waits.lock().unwrap();
+                            if page.advance_writer(&mut waits) {
+                                write(&page);
+                            }
+                        }
+                    })
+                };
+                {
+                    let mut waits = page.writer_waits.lock().unwrap();
+                    *waits = true;
+                    if page.advance_writer(&mut waits) {
+                        write(&page);
+                    }
+                }
+                store.join().unwrap();
+                reader.join().unwrap();
+                assert!(!*page.writer_waits.lock().unwrap(), "the writer waits for ever");
+                let end = page.word.load();
+                assert_eq!((end.state, end.pins, end.closed), (State::Dirty, 0, false));
+                // What was written is written back in turn.
+                assert_eq!(page.word.begin_write_back(), Claim::Won);
+                assert_eq!(page.frame.read(), 8);
+            });
+        }
+    }
+
+    /// Once a page is closed to readers, its writer gets it when those that are there have left.
+    #[test]
+    fn loom_closed_to_readers() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            page.word.begin_fill().unwrap();
+            page.word.fill_ok(2, false).unwrap();
+            *page.writer_waits.lock().unwrap() = true;
+            let leaving = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    if page.word.unpin() == Unpin::Wanted {
+                        let mut waits = page.writer_waits.lock().unwrap();
+                        page.advance_writer(&mut waits);
+                    }
+                })
+            };
+            let coming = {
+                let page = page.clone();
+                thread::spawn(move || {
+                    if page.word.try_pin() != TryPin::Busy && page.word.unpin() == Unpin::Wanted {
+                        let mut waits = page.writer_waits.lock().unwrap();
+                        page.advance_writer(&mut waits);
+                    }
+                })
+            };
+            {
+                let mut waits = page.writer_waits.lock().unwrap();
+                if !page.advance_writer(&mut waits) && *waits {
+                    page.word.close_to_readers();
+                }
+            }
+            leaving.join().unwrap();
+            coming.join().unwrap();
+            assert!(!*page.writer_waits.lock().unwrap(), "the writer waits for ever");
+            assert!(page.word.load().exclusive);
         });
     }
 }

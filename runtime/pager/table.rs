@@ -16,6 +16,8 @@ pub(super) struct Entry {
     flags: u16,
     /// Write backs of this page that failed in a row.
     pub(super) failures: u8,
+    /// Those among them that somebody waited for.
+    pub(super) urgent_failures: u8,
 }
 
 macro_rules! flags {
@@ -47,6 +49,8 @@ flags! {
     evict_after set_evict_after = 4;
     /// The device frame is being read into a host frame: it must keep its page until that ends.
     copying_out set_copying_out = 5;
+    /// A write back has failed, and the next one that nobody waits for is put off.
+    put_off set_put_off = 6;
 }
 
 impl Entry {
@@ -85,7 +89,7 @@ pub(super) struct SegmentTable {
 
 impl SegmentTable {
     pub(super) fn new(backing: Backing, pages: u32) -> Self {
-        let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0 };
+        let mut entry = Entry { frame: NONE, host: NONE, flags: 0, failures: 0, urgent_failures: 0 };
         entry.set_on_disk(backing == Backing::File);
         Self {
             backing,

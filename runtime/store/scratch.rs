@@ -15,6 +15,7 @@ use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::mem;
+use std::num::NonZeroU64;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -70,7 +71,7 @@ struct Slots {
     count: u64,
     /// Free ranges: first slot to number of slots.
     free: BTreeMap<u64, u64>,
-    checksums: Vec<Option<u64>>,
+    checksums: Vec<Option<NonZeroU64>>,
     /// The file system does not preallocate.
     sparse: bool,
 }
@@ -162,7 +163,7 @@ impl ScratchFile {
     /// Notes what a slot holds from now on.
     pub fn record(&self, slot: SlotIndex, checksum: u64) {
         if let Some(place) = self.0.slots.lock().checksums.get_mut(slot.0 as usize) {
-            *place = Some(checksum);
+            *place = Some(noted(checksum));
         }
     }
 
@@ -175,7 +176,7 @@ impl ScratchFile {
         let Some(written) = self.0.slots.lock().checksums.get(slot.0 as usize).copied().flatten() else {
             return Ok(());
         };
-        if read == written {
+        if noted(read) == written {
             return Ok(());
         }
         Err(Error::new(
@@ -187,6 +188,11 @@ impl ScratchFile {
         )
         .remedy("check the disk and the memory; put the scratch file on another disk"))
     }
+}
+
+/// A checksum as it is kept, in 8 bytes a slot: 0 is 1.
+fn noted(checksum: u64) -> NonZeroU64 {
+    NonZeroU64::new(checksum).unwrap_or(NonZeroU64::MIN)
 }
 
 impl Inner {
@@ -209,6 +215,12 @@ impl Inner {
         let added = (new - old) / page;
         slots.give_back(slots.count, added);
         slots.count += added;
+        let more = slots.count as usize - slots.checksums.len();
+        if slots.checksums.capacity() - slots.checksums.len() < more {
+            // Doubling would take twice the memory for a while.
+            let spare = slots.checksums.len() / 8;
+            slots.checksums.reserve_exact(more.max(spare));
+        }
         slots.checksums.resize(slots.count as usize, None);
         Ok(())
     }

@@ -229,10 +229,12 @@ struct Piece {
     index: u16,
 }
 
-/// An operation the kernel has.
+/// An operation the kernel has, or will have with the next submission.
 struct InFlight {
     active: Active,
     lane: Lane,
+    /// The registered file of its last call.
+    slot: Option<u32>,
 }
 
 /// The thread's end: the ring and all that belongs to it.
@@ -257,11 +259,52 @@ struct Ring {
     complained: bool,
 }
 
+/// The table of registered files.
+///
+/// The kernel may look a slot up long after a call that names it was queued: at submission, or when one of its workers
+/// takes the call up. So a slot changes only while no operation names it; one whose file was forgotten is emptied when
+/// the last such operation has ended.
 #[derive(Default)]
 struct FixedFiles {
     slots: HashMap<FileId, u32>,
     free: Vec<u32>,
     next: u32,
+    /// By slot: operations in flight that name it.
+    named: Vec<u32>,
+    /// Slots whose file was forgotten while operations named them.
+    leaving: Vec<u32>,
+}
+
+impl FixedFiles {
+    /// The slot of a file, named by one more operation.
+    fn name(&mut self, file: FileId) -> Option<u32> {
+        let slot = self.slots.get(&file).copied()?;
+        self.named[slot as usize] += 1;
+        Some(slot)
+    }
+
+    /// An operation that named the slot has ended, or goes on without it. The slot is given back if it is to be emptied
+    /// now.
+    fn unname(&mut self, slot: u32) -> Option<u32> {
+        let named = &mut self.named[slot as usize];
+        debug_assert!(*named > 0, "a registered file is no longer named, and never was");
+        *named = named.saturating_sub(1);
+        if *named > 0 {
+            return None;
+        }
+        let at = self.leaving.iter().position(|leaving| *leaving == slot)?;
+        Some(self.leaving.swap_remove(at))
+    }
+
+    /// Forgets a file. Its slot is given back if it is to be emptied now.
+    fn forget(&mut self, file: FileId) -> Option<u32> {
+        let slot = self.slots.remove(&file)?;
+        if self.named[slot as usize] == 0 {
+            return Some(slot);
+        }
+        self.leaving.push(slot);
+        None
+    }
 }
 
 impl Ring {
@@ -298,7 +341,7 @@ impl Ring {
     fn run(&mut self) {
         while self.admit() {
             for (active, lane) in mem::take(&mut self.starting) {
-                let key = self.in_flight.insert(InFlight { active, lane });
+                let key = self.in_flight.insert(InFlight { active, lane, slot: None });
                 self.issue(key);
             }
             self.settle();
@@ -362,7 +405,7 @@ impl Ring {
 
     /// Hands the next call of an operation to the kernel, or to the hook.
     fn issue(&mut self, key: usize) {
-        let Some(InFlight { active, .. }) = self.in_flight.get_mut(key) else { return };
+        let Some(InFlight { active, slot, .. }) = self.in_flight.get_mut(key) else { return };
         if let Some(answer) = active.consult(self.shared.hook.as_deref()) {
             self.answers.push((key as u64, answer));
             return;
@@ -370,7 +413,9 @@ impl Ring {
         let rest = active.remainder();
         let (address, len, offset) = (rest.buffer.as_ptr(), rest.len, rest.offset);
         let piece = piece_of(&self.pieces, address.addr() as u64, u64::from(len));
-        let slot = self.fixed_files.as_ref().and_then(|files| files.slots.get(&active.op.file).copied());
+        let before = *slot;
+        *slot = self.fixed_files.as_mut().and_then(|files| files.name(active.op.file));
+        let slot = *slot;
         macro_rules! entry {
             ($fd:expr) => {
                 match (active.op.kind, piece) {
@@ -389,6 +434,8 @@ impl Ring {
         // that beside this thread.
         let flags = if active.file.is_direct() { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
         self.push(&entry.flags(flags).user_data(key as u64));
+        // After the next call has its own name for the file: the slot stays through a continued operation.
+        self.unname(before);
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
@@ -439,13 +486,14 @@ impl Ring {
     fn settle(&mut self) {
         while let Some((key, answer)) = self.answers.pop() {
             let key = key as usize;
-            let Some(InFlight { active, lane }) = self.in_flight.get_mut(key) else { continue };
-            let lane = *lane;
+            let Some(InFlight { active, lane, slot }) = self.in_flight.get_mut(key) else { continue };
+            let (lane, slot) = (*lane, *slot);
             match active.advance(answer) {
                 None => self.issue(key),
                 Some(result) => {
                     let token = active.op.token;
                     self.in_flight.remove(key);
+                    self.unname(slot);
                     self.ended.push(lane);
                     self.done.push(Completion { token, result });
                 }
@@ -459,6 +507,7 @@ impl Ring {
             Some(slot) => slot,
             None if files.next < FIXED_FILES => {
                 files.next += 1;
+                files.named.push(0);
                 files.next - 1
             }
             None => return,
@@ -471,10 +520,22 @@ impl Ring {
         }
     }
 
-    /// The kernel keeps the file for operations it has; those that come later use the descriptor they hold.
+    /// Operations that hold the file and come later use its descriptor.
     fn remove_file(&mut self, id: FileId) {
-        let Some(files) = &mut self.fixed_files else { return };
-        if let Some(slot) = files.slots.remove(&id)
+        let slot = self.fixed_files.as_mut().and_then(|files| files.forget(id));
+        self.empty(slot);
+    }
+
+    fn unname(&mut self, slot: Option<u32>) {
+        if let (Some(files), Some(slot)) = (&mut self.fixed_files, slot) {
+            let slot = files.unname(slot);
+            self.empty(slot);
+        }
+    }
+
+    /// Takes the file out of a slot that no operation names.
+    fn empty(&mut self, slot: Option<u32>) {
+        if let (Some(files), Some(slot)) = (&mut self.fixed_files, slot)
             && self.ring.submitter().register_files_update(slot, &[-1]).is_ok()
         {
             files.free.push(slot);

@@ -220,16 +220,21 @@ impl Engine {
         result
     }
 
-    /// Submits a request; a ticket comes back if it has to wait.
+    /// Submits a request; a ticket comes back if it has to wait. `nested` if the caller may hold guards.
     pub(crate) fn submit(
         &self,
         runs: &[crate::pager::PageRun],
         exclusive: bool,
+        nested: bool,
     ) -> Result<Option<(RequestId, Arc<Ticket>)>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
-        let submitted = latched.pager.submit(runs, exclusive, &mut fx);
+        let submitted = if nested {
+            latched.pager.submit_nested(runs, exclusive, &mut fx)
+        } else {
+            latched.pager.submit(runs, exclusive, &mut fx)
+        };
         let ticket = match &submitted {
             Ok(crate::pager::Submitted::Waiting(id)) => {
                 let ticket = Arc::new(Ticket::default());
@@ -312,6 +317,10 @@ impl Engine {
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
+                // For the operations this move has still to come to.
+                if let Some(entry) = self.in_flight.lock().get_mut(&id) {
+                    entry.planned.priority = priority;
+                }
                 self.store.raise(Token(id.get()), priority);
             }
             for io in released {

@@ -51,6 +51,8 @@ pub struct World {
     /// Fail the move completion with this number; 0 is none.
     pub fail_nth: u64,
     pub completions: u64,
+    /// Whether requests say that their submitter may hold guards.
+    pub nested: bool,
 }
 
 pub fn config(frames: u32, host_frames: u32, staging: u32, direct_io: bool) -> PagerConfig {
@@ -87,6 +89,7 @@ impl World {
             most_in_use: 0,
             fail_nth: 0,
             completions: 0,
+            nested: false,
         }
     }
 
@@ -129,8 +132,10 @@ impl World {
         for planned in fx.moves {
             self.start(planned);
         }
-        for (id, _) in fx.raised {
-            assert!(self.moves.iter().any(|(m, _)| m.id == id), "{id:?} is raised but not in flight");
+        for (id, priority) in fx.raised {
+            let raised = self.moves.iter_mut().find(|(m, _)| m.id == id).expect("what is raised is in flight");
+            assert!(priority < raised.0.priority, "{id:?} was as urgent before");
+            raised.0.priority = priority;
         }
         for frame in fx.discard {
             assert!(!self.guards.iter().any(|guard| guard.frames.contains(&frame)));
@@ -289,7 +294,12 @@ impl World {
             }
         }
         let mut fx = Effects::default();
-        match self.pager.submit(runs, exclusive, &mut fx) {
+        let submitted = if self.nested {
+            self.pager.submit_nested(runs, exclusive, &mut fx)
+        } else {
+            self.pager.submit(runs, exclusive, &mut fx)
+        };
+        match submitted {
             Ok(Submitted::Ready) => {
                 self.acquired(runs, exclusive);
                 self.settle(fx);

@@ -9,7 +9,6 @@ pub mod opt;
 mod plan;
 
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind};
@@ -17,29 +16,6 @@ use crate::ids::{PageId, SegmentId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
-
-/// For maps by page.
-type PageHashing = BuildHasherDefault<PageHasher>;
-
-/// Page ids are small numbers the pager hands out itself: one multiplication spreads them, and nobody can choose them to
-/// collide. Every use of a page costs several look-ups.
-#[derive(Clone, Copy, Debug, Default)]
-struct PageHasher(u64);
-
-impl Hasher for PageHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-    fn write_u32(&mut self, n: u32) {
-        self.write_u64(u64::from(n));
-    }
-    fn write_u64(&mut self, n: u64) {
-        self.0 = (self.0.rotate_left(32) ^ n).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    }
-    fn finish(&self) -> u64 {
-        self.0 ^ (self.0 >> 32)
-    }
-}
 
 /// What a frame is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +26,10 @@ pub enum Want {
     Planned(PageId),
     /// A page somebody hinted at.
     Hint,
-    /// Room as such: the budget shrinks, or memory is given back.
+    /// Room as such: the budget shrinks.
     Room,
+    /// Memory to give back now: what would have to be copied first is skipped, and that says nothing of its use.
+    Memory,
     /// A frame kept ready for the next fault.
     Reserve,
 }
@@ -88,6 +66,8 @@ pub trait Policy: Send + fmt::Debug {
     fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32);
     /// A request covers this many pages at once.
     fn unit(&mut self, pages: u32);
+    /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
+    fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// A page is used.
     fn accessed(&mut self, page: PageId);
     /// A page is resident in the device tier.

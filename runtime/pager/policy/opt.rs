@@ -4,8 +4,6 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use crate::ids::PageId;
-
 /// What [`Trace::optimum`] found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Optimum {
@@ -27,16 +25,17 @@ impl Optimum {
 /// The order of use, bounded.
 #[derive(Debug, Default)]
 pub struct Trace {
-    pages: Vec<PageId>,
+    /// By page numbers. One that is given out again stands for another page; only the count of hits suffers.
+    pages: Vec<u32>,
     truncated: bool,
 }
 
 impl Trace {
-    /// 2 MiB of page ids: hundreds of passes of a model of hundreds of pages.
+    /// 1 MiB of page numbers: hundreds of passes of a model of hundreds of pages.
     const LIMIT: usize = 1 << 18;
 
     /// Adds a use.
-    pub fn push(&mut self, page: PageId) {
+    pub(in crate::pager) fn push(&mut self, page: u32) {
         if self.pages.len() < Self::LIMIT {
             self.pages.push(page);
         } else {
@@ -52,18 +51,18 @@ impl Trace {
 }
 
 /// Hits of MIN on `order` with `frames` frames. O(n log frames).
-pub fn min_hits(order: &[PageId], frames: usize) -> u64 {
+fn min_hits(order: &[u32], frames: usize) -> u64 {
     const NEVER: usize = usize::MAX;
     if frames == 0 {
         return 0;
     }
     let mut next = vec![NEVER; order.len()];
-    let mut seen: HashMap<PageId, usize> = HashMap::new();
+    let mut seen: HashMap<u32, usize> = HashMap::new();
     for (at, page) in order.iter().enumerate().rev() {
         next[at] = seen.insert(*page, at).unwrap_or(NEVER);
     }
-    let mut resident: HashMap<PageId, usize> = HashMap::new();
-    let mut by_next: BTreeSet<(usize, PageId)> = BTreeSet::new();
+    let mut resident: HashMap<u32, usize> = HashMap::new();
+    let mut by_next: BTreeSet<(usize, u32)> = BTreeSet::new();
     let mut hits = 0;
     for (at, page) in order.iter().enumerate() {
         match resident.get(page).copied() {
@@ -87,16 +86,11 @@ pub fn min_hits(order: &[PageId], frames: usize) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::{PageIndex, SegmentId};
-
-    fn order(numbers: &[u32]) -> Vec<PageId> {
-        numbers.iter().map(|n| PageId { segment: SegmentId(0), index: PageIndex(*n) }).collect()
-    }
 
     #[test]
     fn a_cycle_larger_than_memory_hits_all_but_one_frame() {
         let pass: Vec<u32> = (0..10).collect();
-        let three = order(&pass.repeat(3));
+        let three = pass.repeat(3);
         // On a cycle of N pages MIN keeps M - 1 of them a pass once warm: (M - 1) of every N - 1 uses.
         let hits = min_hits(&three, 4);
         assert!((6..=8).contains(&hits), "{hits}");
@@ -107,7 +101,7 @@ mod tests {
     /// The textbook reference string with 3 frames has 9 faults of 20.
     #[test]
     fn textbook_reference_string() {
-        let string = order(&[7, 0, 1, 2, 0, 3, 0, 4, 2, 3, 0, 3, 2, 1, 2, 0, 1, 7, 0, 1]);
+        let string = [7, 0, 1, 2, 0, 3, 0, 4, 2, 3, 0, 3, 2, 1, 2, 0, 1, 7, 0, 1];
         assert_eq!(string.len() as u64 - min_hits(&string, 3), 9);
     }
 }

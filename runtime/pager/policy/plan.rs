@@ -22,12 +22,14 @@
 //! nothing is filled ahead, until either a few uses in a row follow the plan again, or the recorder has recognised a new
 //! cycle, which takes its place.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::HashSet;
 
 use super::cycle::CycleRecorder;
-use super::lru::LruOrder;
-use super::{PageHashing, Policy, Take, Want};
+use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
+use crate::pager::bits::Bits;
+use crate::pager::numbers::PageNumbers;
+use crate::pager::order::Order;
 
 /// Consecutive uses at a new position after which the cursor moves there.
 const RESYNC_RUN: u32 = 3;
@@ -44,21 +46,24 @@ pub struct PlanPolicy {
     lookahead: u32,
     unit: u32,
     /// Every resident page, in order of use.
-    recency: LruOrder,
+    recency: Order,
     recorder: CycleRecorder,
     plan: Option<Active>,
 }
 
-/// A plan being followed. Times are uses since it was taken up.
+/// A plan being followed. Pages go by their numbers; times are uses since it was taken up.
+///
+/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and two bits.
 #[derive(Debug)]
 struct Active {
-    pages: Vec<PageId>,
-    number: HashMap<PageId, u32, PageHashing>,
-    /// The order, as indices into `pages`.
+    /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
     order: Vec<u32>,
-    /// For page `i`, its positions in `order` are `positions[starts[i]..starts[i + 1]]`.
-    starts: Vec<u32>,
-    positions: Vec<u32>,
+    /// By page: its one position in `order`; or, with [`REPEATED`], where in `repeats` they are; or [`UNPLANNED`].
+    at: Vec<u32>,
+    /// For each page with several positions, how many, then the positions in order.
+    repeats: Vec<u32>,
+    /// Pages named.
+    planned: u32,
     cyclic: bool,
     keep: Vec<Keep>,
     /// The next expected use.
@@ -71,60 +76,76 @@ struct Active {
     suspended: bool,
     /// Filled ahead, not used yet.
     ahead: HashSet<u32>,
-    /// Resident pages by next use, by class.
-    streamed: BTreeSet<(u64, u32)>,
-    kept: BTreeSet<(u64, u32)>,
-    /// The next use under which a resident page is filed.
-    filed: Vec<u64>,
+    /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
+    /// no cycle, is at the last position it had. So positions from the one before the cursor downwards, round the end
+    /// to the cursor, are in order of next use, farthest first.
+    streamed: Bits,
+    kept: Bits,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 enum Keep {
     Device,
     Host,
     Streamed,
 }
 
-const NOT_FILED: u64 = u64::MAX;
+const UNPLANNED: u32 = u32::MAX;
+const REPEATED: u32 = 1 << 31;
+/// Later than every use.
+const NEVER: u64 = u64::MAX - 1;
 
 impl Active {
-    fn new(order: &[PageId], cyclic: bool) -> Self {
-        let mut pages = Vec::new();
-        let mut number = HashMap::default();
-        let mut indices: Vec<u32> = Vec::with_capacity(order.len());
-        for page in order {
-            let index = *number.entry(*page).or_insert_with(|| {
-                pages.push(*page);
-                pages.len() as u32 - 1
-            });
-            if indices.last() != Some(&index) {
-                indices.push(index);
+    /// `None` if the order is longer than its numbers reach.
+    fn new(pages: impl Iterator<Item = u32>, cyclic: bool, numbers: usize) -> Option<Self> {
+        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
+        for number in pages {
+            if order.last() != Some(&number) {
+                order.push(number);
             }
         }
-        if cyclic && indices.len() > 1 && indices.first() == indices.last() {
-            indices.pop();
+        if cyclic && order.len() > 1 && order.first() == order.last() {
+            order.pop();
         }
-        let mut starts = vec![0u32; pages.len() + 1];
-        for index in &indices {
-            starts[*index as usize + 1] += 1;
+        order.shrink_to_fit();
+        if order.len() >= (REPEATED / 2) as usize {
+            return None;
         }
-        for at in 1..starts.len() {
-            starts[at] += starts[at - 1];
+        let mut at = vec![UNPLANNED; numbers];
+        let mut planned = 0;
+        let mut again = Vec::new();
+        for (position, number) in order.iter().enumerate() {
+            let known = &mut at[*number as usize];
+            match *known {
+                UNPLANNED => {
+                    planned += 1;
+                    *known = position as u32;
+                }
+                first => {
+                    if first & REPEATED == 0 {
+                        again.push((*number, first));
+                        *known = first | REPEATED;
+                    }
+                    again.push((*number, position as u32));
+                }
+            }
         }
-        let mut fill = starts.clone();
-        let mut positions = vec![0u32; indices.len()];
-        for (at, index) in indices.iter().enumerate() {
-            positions[fill[*index as usize] as usize] = at as u32;
-            fill[*index as usize] += 1;
+        again.sort_unstable();
+        let mut repeats = Vec::with_capacity(again.len() * 3 / 2);
+        for positions in again.chunk_by(|a, b| a.0 == b.0) {
+            at[positions[0].0 as usize] = REPEATED | repeats.len() as u32;
+            repeats.push(positions.len() as u32);
+            repeats.extend(positions.iter().map(|(_, position)| *position));
         }
-        Self {
-            keep: vec![Keep::Streamed; pages.len()],
-            filed: vec![NOT_FILED; pages.len()],
-            pages,
-            number,
-            order: indices,
-            starts,
-            positions,
+        Some(Self {
+            keep: vec![Keep::Streamed; numbers],
+            streamed: Bits::new(order.len()),
+            kept: Bits::new(order.len()),
+            order,
+            at,
+            repeats,
+            planned,
             cyclic,
             cursor: 0,
             scan: 0,
@@ -133,30 +154,54 @@ impl Active {
             confidence: CONFIDENCE_MAX,
             suspended: false,
             ahead: HashSet::new(),
-            streamed: BTreeSet::new(),
-            kept: BTreeSet::new(),
-        }
+        })
     }
 
     fn len(&self) -> u64 {
         self.order.len() as u64
     }
 
-    fn positions(&self, index: u32) -> &[u32] {
-        &self.positions[self.starts[index as usize] as usize..self.starts[index as usize + 1] as usize]
+    /// Whether the plan names the page. It may be a page of a segment that is younger than the plan.
+    fn names(&self, number: u32) -> bool {
+        self.at.get(number as usize).is_some_and(|at| *at != UNPLANNED)
     }
 
-    /// When page `index` is next used at or after `from`; `u64::MAX - 1` if never again.
-    fn next_use(&self, index: u32, from: u64) -> u64 {
-        let n = self.len();
-        let (pass, at) = (from / n, (from % n) as u32);
-        let positions = self.positions(index);
-        let later = positions.partition_point(|position| *position < at);
-        match positions.get(later) {
-            Some(position) => pass * n + u64::from(*position),
-            None if self.cyclic => (pass + 1) * n + u64::from(positions[0]),
-            None => NOT_FILED - 1,
+    fn keep(&self, number: u32) -> Option<Keep> {
+        self.names(number).then(|| self.keep[number as usize])
+    }
+
+    /// The positions of a page the plan names.
+    fn positions(&self, number: u32) -> &[u32] {
+        let at = &self.at[number as usize];
+        if at & REPEATED == 0 {
+            return std::slice::from_ref(at);
         }
+        let from = (at & !REPEATED) as usize;
+        &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
+    }
+
+    /// The position of a page's next use at or after the cursor; its last one if there is none.
+    fn next_position(&self, number: u32) -> u32 {
+        let at = (self.cursor % self.len()) as u32;
+        let positions = self.positions(number);
+        let later = positions.partition_point(|position| *position < at);
+        let none = if self.cyclic { 0 } else { positions.len() - 1 };
+        positions[if later < positions.len() { later } else { none }]
+    }
+
+    /// The time of the first use at or after the cursor that has this position.
+    fn time_of(&self, position: u32) -> u64 {
+        let n = self.len();
+        let (pass, at) = (self.cursor / n, (self.cursor % n) as u32);
+        match position {
+            later if later >= at => pass * n + u64::from(later),
+            earlier if self.cyclic => (pass + 1) * n + u64::from(earlier),
+            _ => NEVER,
+        }
+    }
+
+    fn next_use(&self, number: u32) -> u64 {
+        self.time_of(self.next_position(number))
     }
 
     /// Whether the plan has anything left to say.
@@ -164,53 +209,61 @@ impl Active {
         !self.cyclic && self.cursor >= self.len()
     }
 
-    fn file(&mut self, index: u32, next: u64) {
-        self.unfile(index);
-        self.filed[index as usize] = next;
-        self.class(index).insert((next, index));
-    }
-
-    fn unfile(&mut self, index: u32) {
-        let next = self.filed[index as usize];
-        if next != NOT_FILED {
-            self.class(index).remove(&(next, index));
-            self.filed[index as usize] = NOT_FILED;
+    /// The page is resident.
+    fn file(&mut self, number: u32) {
+        let position = self.next_position(number) as usize;
+        match self.keep[number as usize] {
+            Keep::Device => self.kept.insert(position),
+            _ => self.streamed.insert(position),
         }
     }
 
-    fn class(&mut self, index: u32) -> &mut BTreeSet<(u64, u32)> {
-        match self.keep[index as usize] {
-            Keep::Device => &mut self.kept,
-            _ => &mut self.streamed,
-        }
+    /// The page is not resident any more. When it would have been used, if it was.
+    fn unfile(&mut self, number: u32) -> Option<u64> {
+        let position = self.next_position(number);
+        let filed = self.streamed.remove(position as usize) || self.kept.remove(position as usize);
+        filed.then(|| self.time_of(position))
     }
 
     /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
     /// those used most often first.
     fn divide(&mut self, device: usize, host: usize) {
-        let filed: Vec<(u32, u64)> = (0..self.pages.len() as u32)
-            .filter(|index| self.filed[*index as usize] != NOT_FILED)
-            .map(|index| (index, self.filed[index as usize]))
+        let resident: Vec<u32> = (0..self.order.len())
+            .filter(|position| self.streamed.contains(*position) || self.kept.contains(*position))
+            .map(|position| self.order[position])
             .collect();
         self.streamed.clear();
         self.kept.clear();
-        self.filed.fill(NOT_FILED);
         self.keep.fill(Keep::Streamed);
-        let often: Vec<usize> = (0..self.pages.len()).filter(|i| self.positions(*i as u32).len() > 1).collect();
-        let once: Vec<usize> = (0..self.pages.len()).filter(|i| self.positions(*i as u32).len() == 1).collect();
-        let of_often = spread(often.len(), device);
-        for at in of_often.iter() {
-            self.keep[often[*at]] = Keep::Device;
+        let often = self.at.iter().filter(|at| **at != UNPLANNED && **at & REPEATED != 0).count();
+        let once = self.planned as usize - often;
+        let of_often = often.min(device);
+        self.choose(Keep::Device, often, of_often, |plan, number| plan.at[number as usize] & REPEATED != 0);
+        let of_once = once.min(device - of_often);
+        self.choose(Keep::Device, once, of_once, |plan, number| plan.at[number as usize] & REPEATED == 0);
+        let rest = self.planned as usize - of_often - of_once;
+        self.choose(Keep::Host, rest, host, |plan, number| plan.keep[number as usize] == Keep::Streamed);
+        for number in resident {
+            self.file(number);
         }
-        for at in spread(once.len(), device - of_often.len()) {
-            self.keep[once[at]] = Keep::Device;
-        }
-        let rest: Vec<usize> = (0..self.pages.len()).filter(|i| self.keep[*i] == Keep::Streamed).collect();
-        for at in spread(rest.len(), host) {
-            self.keep[rest[at]] = Keep::Host;
-        }
-        for (index, next) in filed {
-            self.file(index, next);
+    }
+
+    /// Keeps `count` of the `of` pages that are `among` in order of first use.
+    fn choose(&mut self, keep: Keep, of: usize, count: usize, among: impl Fn(&Self, u32) -> bool) {
+        let mut places = spread(of, count).peekable();
+        let mut place = 0;
+        for position in 0..self.order.len() {
+            if places.peek().is_none() {
+                break;
+            }
+            let number = self.order[position];
+            if self.positions(number)[0] as usize != position || !among(self, number) {
+                continue;
+            }
+            if places.next_if_eq(&place).is_some() {
+                self.keep[number as usize] = keep;
+            }
+            place += 1;
         }
     }
 
@@ -230,15 +283,15 @@ impl Active {
     }
 
     /// Takes in a use of a page the plan names.
-    fn advance(&mut self, index: u32) {
+    fn advance(&mut self, number: u32) {
         let n = self.len();
-        if self.last_used == Some(index) {
+        if self.last_used == Some(number) {
             return;
         }
         let near = (n / 8).max(8);
-        let position = self.next_use(index, self.cursor);
+        let position = self.next_use(number);
         let distance = position - self.cursor;
-        if distance <= near && position < NOT_FILED - 1 {
+        if distance <= near && position < NEVER {
             self.step_to(position);
             self.judge(distance == 0);
         } else {
@@ -248,59 +301,71 @@ impl Active {
                 _ => 1,
             };
             self.stray = Some((position, run));
-            if run >= RESYNC_RUN && position < NOT_FILED - 1 {
+            if run >= RESYNC_RUN && position < NEVER {
                 self.step_to(position);
                 if self.suspended {
                     self.resume();
                 }
             }
         }
-        self.last_used = Some(index);
-        self.ahead.remove(&index);
-        if self.filed[index as usize] != NOT_FILED {
-            let next = self.next_use(index, self.cursor);
-            self.file(index, next);
+        self.last_used = Some(number);
+        self.ahead.remove(&number);
+    }
+
+    /// The use at time `now` has happened.
+    fn step_to(&mut self, now: u64) {
+        let n = self.len();
+        let (from, to) = ((self.cursor % n) as usize, (now % n) as usize);
+        self.cursor = now + 1;
+        self.scan = self.scan.max(self.cursor);
+        self.stray = None;
+        // What is at a position that has passed, used or skipped, goes where its next use is.
+        if from <= to {
+            self.refile(from, to);
+        } else {
+            self.refile(from, self.order.len() - 1);
+            self.refile(0, to);
         }
     }
 
-    /// The use at `position` has happened.
-    fn step_to(&mut self, position: u64) {
-        let skipped = position - self.cursor;
-        self.cursor = position + 1;
-        self.scan = self.scan.max(self.cursor);
-        self.stray = None;
-        if skipped > 0 {
-            // What was skipped is filed under a use that will not come; file it under the one that will.
-            let passed: Vec<u32> = self
-                .streamed
-                .range(..(self.cursor, 0))
-                .chain(self.kept.range(..(self.cursor, 0)))
-                .map(|(_, index)| *index)
-                .collect();
-            for index in passed {
-                let next = self.next_use(index, self.cursor);
-                self.file(index, next);
-                self.ahead.remove(&index);
+    fn refile(&mut self, from: usize, to: usize) {
+        let mut position = from;
+        loop {
+            let next = [self.streamed.first_from(position), self.kept.first_from(position)].into_iter().flatten().min();
+            let Some(passed) = next.filter(|passed| *passed <= to) else { return };
+            let number = self.order[passed];
+            self.ahead.remove(&number);
+            if self.at[number as usize] & REPEATED != 0 {
+                let _ = self.streamed.remove(passed) || self.kept.remove(passed);
+                if !self.exhausted() {
+                    self.file(number);
+                }
             }
+            position = passed + 1;
         }
     }
 
     /// Pages by farthest next use, of one class, down to but not including `floor`.
     fn offer(
         &self,
-        class: &BTreeSet<(u64, u32)>,
+        class: &Bits,
+        numbers: &PageNumbers,
         floor: Option<u64>,
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> Result<Option<PageId>, Stopped> {
-        for (next, index) in class.iter().rev() {
-            if floor.is_some_and(|floor| *next <= floor) {
-                break;
-            }
-            let page = self.pages[*index as usize];
-            match take(page) {
-                Take::Yes => return Ok(Some(page)),
-                Take::Skip => {}
-                Take::Stop => return Err(Stopped),
+        let cursor = (self.cursor % self.len()) as usize;
+        for (mut end, start) in [(cursor, 0), (self.order.len(), cursor)] {
+            while let Some(position) = class.last_below(end).filter(|position| *position >= start) {
+                if floor.is_some_and(|floor| self.time_of(position as u32) <= floor) {
+                    return Ok(None);
+                }
+                let page = numbers.page(self.order[position]);
+                match take(page) {
+                    Take::Yes => return Ok(Some(page)),
+                    Take::Skip => {}
+                    Take::Stop => return Err(Stopped),
+                }
+                end = position;
             }
         }
         Ok(None)
@@ -310,9 +375,9 @@ impl Active {
 struct Stopped;
 
 /// `count` of `n` places, evenly spread; all of them if `count >= n`.
-fn spread(n: usize, count: usize) -> Vec<usize> {
+fn spread(n: usize, count: usize) -> impl Iterator<Item = usize> {
     let count = count.min(n);
-    (0..count).map(|i| (2 * i + 1) * n / (2 * count)).collect()
+    (0..count).map(move |i| (2 * i + 1) * n / (2 * count))
 }
 
 /// The most pages of one unit that are streamed, when `frames` of `pages` are resident and the streamed lie evenly among
@@ -330,7 +395,7 @@ impl PlanPolicy {
             host_frames: 0,
             lookahead: 0,
             unit: 1,
-            recency: LruOrder::new(),
+            recency: Order::new(),
             recorder: CycleRecorder::default(),
             plan: None,
         }
@@ -340,7 +405,7 @@ impl PlanPolicy {
         let frames = self.frames;
         let host = self.host_frames as usize;
         if let Some(plan) = &mut self.plan {
-            let pages = plan.pages.len() as u32;
+            let pages = plan.planned;
             let device = if pages <= frames {
                 frames
             } else {
@@ -350,16 +415,22 @@ impl PlanPolicy {
         }
     }
 
-    fn follow(&mut self, order: &[PageId], cyclic: bool) {
-        let mut plan = Active::new(order, cyclic);
-        for page in self.recency.pages() {
-            if let Some(index) = plan.number.get(&page).copied() {
-                let next = plan.next_use(index, 0);
-                plan.file(index, next);
+    fn follow(&mut self, order: impl Iterator<Item = u32>, cyclic: bool) {
+        self.plan = Active::new(order, cyclic, self.recency.numbers().end()).filter(|plan| plan.len() > 0);
+        if let Some(plan) = &mut self.plan {
+            for number in self.recency.present_numbers() {
+                if plan.names(number) {
+                    plan.file(number);
+                }
             }
         }
-        self.plan = Some(plan);
         self.divide();
+    }
+
+    /// A page that the plan names, by its number.
+    fn planned(&self, page: PageId) -> Option<(&Active, u32)> {
+        let number = self.recency.numbers().number(page)?;
+        self.plan.as_ref().filter(|plan| plan.names(number)).map(|plan| (plan, number))
     }
 
     fn drop_plan(&mut self) {
@@ -393,12 +464,18 @@ impl Policy for PlanPolicy {
         }
     }
 
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.recency.add_segment(segment, pages);
+    }
+
     fn accessed(&mut self, page: PageId) {
+        let Some(number) = self.recency.numbers().number(page) else { return };
         self.recency.touch(page);
         if let Some(plan) = &mut self.plan {
-            match plan.number.get(&page).copied() {
-                Some(index) => plan.advance(index),
-                None => plan.judge(false),
+            if plan.names(number) {
+                plan.advance(number);
+            } else {
+                plan.judge(false);
             }
             if plan.exhausted() {
                 self.drop_plan();
@@ -406,31 +483,31 @@ impl Policy for PlanPolicy {
                 return;
             }
         }
-        if let Some(order) = self.recorder.push(page) {
+        if let Some(order) = self.recorder.push(number, self.recency.numbers().end()) {
             self.recorder.clear();
-            self.follow(&order, true);
+            self.follow(order.into_iter(), true);
         }
     }
 
     fn inserted(&mut self, page: PageId) {
         self.recency.insert(page);
         if let Some(plan) = &mut self.plan
-            && let Some(index) = plan.number.get(&page).copied()
+            && let Some(number) = self.recency.numbers().number(page)
+            && plan.names(number)
         {
-            let next = plan.next_use(index, plan.cursor);
-            plan.file(index, next);
+            plan.file(number);
         }
     }
 
     fn removed(&mut self, page: PageId) {
         self.recency.remove(page);
         if let Some(plan) = &mut self.plan
-            && let Some(index) = plan.number.get(&page).copied()
+            && let Some(number) = self.recency.numbers().number(page)
+            && plan.names(number)
         {
-            let next = plan.filed[index as usize];
-            plan.unfile(index);
-            plan.ahead.remove(&index);
-            if next < plan.scan {
+            let next = plan.unfile(number);
+            plan.ahead.remove(&number);
+            if let Some(next) = next.filter(|next| *next < plan.scan) {
                 // All from the cursor up to here is resident but this page.
                 plan.scan = next.max(plan.cursor);
             }
@@ -438,33 +515,33 @@ impl Policy for PlanPolicy {
     }
 
     fn forget(&mut self, segment: SegmentId) {
-        self.recorder.forget(segment);
-        if self.plan.as_ref().is_some_and(|plan| plan.pages.iter().any(|page| page.segment == segment)) {
+        let numbers = self.recency.numbers().of_segment(segment);
+        self.recorder.forget(numbers.clone());
+        if self.plan.as_ref().is_some_and(|plan| numbers.into_iter().any(|number| plan.names(number as u32))) {
             self.drop_plan();
         }
+        self.recency.remove_segment(segment);
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else {
-            return self.recency.offer_all(take);
+            return self.recency.offer_for(want, take);
         };
-        let floor = match want {
-            Want::Planned(page) => Some(plan.number.get(&page).map_or(0, |index| plan.next_use(*index, plan.cursor))),
-            _ => None,
+        let numbers = self.recency.numbers();
+        let (floor, for_kept) = match want {
+            Want::Planned(page) => match self.planned(page) {
+                Some((plan, number)) => (Some(plan.next_use(number)), plan.keep(number) == Some(Keep::Device)),
+                None => (Some(0), false),
+            },
+            Want::Hint => (None, false),
+            _ => (None, true),
         };
-        let for_kept = match want {
-            Want::Planned(page) => {
-                plan.number.get(&page).is_some_and(|index| plan.keep[*index as usize] == Keep::Device)
-            }
-            Want::Hint => false,
-            _ => true,
-        };
-        // Pages outside the plan are few; skipping the others costs one lookup each.
+        // Pages outside the plan are few; skipping the others costs one look each.
         let outside = self.recency.len() > plan.streamed.len() + plan.kept.len();
         if outside {
             let mut stopped = false;
             let found = self.recency.offer(&mut |page| {
-                if plan.number.contains_key(&page) {
+                if numbers.number(page).is_some_and(|number| plan.names(number)) {
                     return Take::Skip;
                 }
                 let taken = take(page);
@@ -475,7 +552,7 @@ impl Policy for PlanPolicy {
                 return found;
             }
         }
-        match plan.offer(&plan.streamed, floor, take) {
+        match plan.offer(&plan.streamed, numbers, floor, take) {
             Err(Stopped) => return None,
             Ok(Some(page)) => return Some(page),
             Ok(None) => {}
@@ -483,13 +560,14 @@ impl Policy for PlanPolicy {
         if !for_kept {
             return None;
         }
-        plan.offer(&plan.kept, floor, take).ok().flatten()
+        plan.offer(&plan.kept, numbers, floor, take).ok().flatten()
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
         self.drop_plan();
         if !order.is_empty() {
-            self.follow(order, cyclic);
+            let numbers = self.recency.numbers().clone();
+            self.follow(order.iter().filter_map(|page| numbers.number(*page)), cyclic);
         }
     }
 
@@ -503,7 +581,7 @@ impl Policy for PlanPolicy {
         let n = plan.len();
         let end = if plan.cyclic { plan.cursor + n } else { n };
         while plan.ahead.len() < lookahead && plan.scan < end {
-            let page = plan.pages[plan.order[(plan.scan % n) as usize] as usize];
+            let page = self.recency.numbers().page(plan.order[(plan.scan % n) as usize]);
             if !present(page) {
                 return Some(page);
             }
@@ -514,10 +592,11 @@ impl Policy for PlanPolicy {
 
     fn filling(&mut self, page: PageId) {
         if let Some(plan) = &mut self.plan
-            && let Some(index) = plan.number.get(&page).copied()
+            && let Some(number) = self.recency.numbers().number(page)
+            && plan.names(number)
         {
-            plan.ahead.insert(index);
-            if plan.order[(plan.scan % plan.len()) as usize] == index {
+            plan.ahead.insert(number);
+            if plan.order[(plan.scan % plan.len()) as usize] == number {
                 // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
                 plan.scan += 1;
             }
@@ -525,8 +604,7 @@ impl Policy for PlanPolicy {
     }
 
     fn worth_host(&self, page: PageId) -> bool {
-        let Some(plan) = &self.plan else { return true };
-        plan.number.get(&page).is_none_or(|index| plan.keep[*index as usize] != Keep::Streamed)
+        self.planned(page).is_none_or(|(plan, number)| plan.keep(number) != Some(Keep::Streamed))
     }
 
     fn tracked(&self) -> Vec<PageId> {
@@ -534,8 +612,7 @@ impl Policy for PlanPolicy {
     }
 
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
-        let Some(plan) = &self.plan else { return true };
-        let class = |page: PageId| plan.number.get(&page).map(|index| plan.keep[*index as usize]);
+        let class = |page: PageId| self.planned(page).and_then(|(plan, number)| plan.keep(number));
         class(candidate) != Some(Keep::Host) || class(incoming).is_none()
     }
 }
@@ -549,8 +626,15 @@ mod tests {
         PageId { segment: SegmentId(0), index: PageIndex(n) }
     }
 
+    fn policy() -> PlanPolicy {
+        let mut policy = PlanPolicy::new();
+        policy.segment(SegmentId(0), 4096);
+        policy
+    }
+
     #[test]
     fn places_are_spread_evenly() {
+        let spread = |n, count| super::spread(n, count).collect::<Vec<usize>>();
         assert_eq!(spread(10, 5), [1, 3, 5, 7, 9]);
         assert_eq!(spread(4, 9), [0, 1, 2, 3]);
         assert_eq!(spread(7, 0), [0usize; 0]);
@@ -602,7 +686,7 @@ mod tests {
 
     #[test]
     fn every_use_makes_room_for_the_next_fill_ahead() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(64, 0, 4);
         let order: Vec<PageId> = (0..40).map(page).collect();
         policy.declare(&order, true);
@@ -620,7 +704,7 @@ mod tests {
 
     #[test]
     fn a_declared_cycle_streams_only_what_does_not_fit() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(64, 0, 4);
         let order: Vec<PageId> = (0..100).map(page).collect();
         policy.declare(&order, true);
@@ -633,7 +717,7 @@ mod tests {
 
     #[test]
     fn an_undeclared_cycle_is_learned_and_relearned_when_it_changes() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(64, 0, 4);
         let fills = fills_per_pass(&mut policy, 100, 64, 6);
         assert!(policy.has_plan());
@@ -646,7 +730,7 @@ mod tests {
     /// A page that was filled ahead and then used must make room for the next one.
     #[test]
     fn regression_lookahead_goes_on_after_its_first_window() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(64, 0, 4);
         let order: Vec<PageId> = (0..100).map(page).collect();
         policy.declare(&order, true);
@@ -664,7 +748,7 @@ mod tests {
 
     #[test]
     fn a_plan_survives_a_stretch_of_other_uses() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(64, 0, 4);
         let order: Vec<PageId> = (0..100).map(page).collect();
         policy.declare(&order, true);
@@ -681,11 +765,73 @@ mod tests {
     }
 
     #[test]
+    fn a_unit_needs_streaming_frames_for_its_streamed_pages_only() {
+        assert_eq!(streamed_of_unit(4, 900, 1000), 2);
+        assert_eq!(streamed_of_unit(40, 900, 1000), 6);
+        assert_eq!(streamed_of_unit(4, 100, 1000), 4);
+        assert_eq!(streamed_of_unit(1, 0, 7), 1);
+    }
+
+    #[test]
     fn everything_fits_nothing_moves() {
-        let mut policy = PlanPolicy::new();
+        let mut policy = policy();
         policy.resize(100, 0, 8);
         let order: Vec<PageId> = (0..100).map(page).collect();
         policy.declare(&order, true);
         assert_eq!(fills_per_pass(&mut policy, 100, 100, 3), [100, 0, 0]);
+    }
+
+    /// Victims come in the order of their next uses, farthest first, whatever is resident, used, skipped or repeated.
+    #[test]
+    fn victims_are_those_used_farthest_in_the_future() {
+        let mut x = 7u32;
+        let mut random = |below: u32| {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (x >> 8) % below
+        };
+        for round in 0..200u32 {
+            let cyclic = round % 2 == 0;
+            let length = 2 + random(if round % 3 == 0 { 70 } else { 9 });
+            let mut order: Vec<u32> = Vec::new();
+            while (order.len() as u32) < length {
+                let n = random(1 + length * 2 / 3);
+                if order.last() != Some(&n) && !(order.len() as u32 == length - 1 && order.first() == Some(&n)) {
+                    order.push(n);
+                } else if length < 4 {
+                    order.push(100 + order.len() as u32);
+                }
+            }
+            let mut policy = policy();
+            policy.resize(8, 0, 2);
+            policy.declare(&order.iter().map(|n| page(*n)).collect::<Vec<_>>(), cyclic);
+            let mut resident: HashSet<u32> = HashSet::new();
+            for _ in 0..100 {
+                let n = order[random(order.len() as u32) as usize];
+                match random(4) {
+                    0 if resident.remove(&n) => policy.removed(page(n)),
+                    0 | 1 => {
+                        resident.insert(n);
+                        policy.inserted(page(n));
+                    }
+                    _ => policy.accessed(page(n)),
+                }
+                let Some(plan) = policy.plan.as_ref().filter(|plan| !plan.suspended) else { break };
+                let cursor = plan.cursor as usize;
+                let next = |n: u32| {
+                    let uses = (cursor..cursor + order.len()).filter(|at| cyclic || *at < order.len());
+                    uses.into_iter().find(|at| order[at % order.len()] == n).unwrap_or(usize::MAX)
+                };
+                let mut offered = Vec::new();
+                policy.victim(Want::Demand, &mut |victim| {
+                    offered.push(victim.index.0);
+                    Take::Skip
+                });
+                assert_eq!(offered.iter().copied().collect::<HashSet<_>>(), resident, "{order:?}");
+                let plan = policy.plan.as_ref().unwrap();
+                let key = |n: &u32| (plan.keep(*n) == Some(Keep::Device), std::cmp::Reverse(next(*n)));
+                assert!(offered.is_sorted_by_key(key), "{order:?} at {cursor}: {offered:?}");
+                assert!(resident.iter().all(|n| plan.next_use(*n) == (next(*n) as u64).min(NEVER)));
+            }
+        }
     }
 }

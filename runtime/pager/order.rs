@@ -1,0 +1,267 @@
+//! Pages in an order that changes: a list through an array by page number.
+
+use super::numbers::{PageNumbers, fit};
+use super::policy::{Take, Want};
+use crate::ids::{PageId, SegmentId};
+
+/// The list's end.
+const NONE: u32 = u32::MAX;
+/// Not in the list.
+const ABSENT: u32 = u32::MAX - 1;
+const _: () = assert!(PageNumbers::LIMIT <= ABSENT);
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    /// Towards the first to leave.
+    before: u32,
+    /// Towards the last to leave.
+    after: u32,
+}
+
+/// Pages in order of their last use, or of their coming: the first is the first to leave. 8 bytes for each page that
+/// exists, whether in the list or not.
+#[derive(Debug)]
+pub(super) struct Order {
+    numbers: PageNumbers,
+    links: Vec<Link>,
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
+impl Order {
+    pub(super) fn new() -> Self {
+        Self { numbers: PageNumbers::default(), links: Vec::new(), first: NONE, last: NONE, len: 0 }
+    }
+
+    /// A segment's pages may come from now on.
+    pub(super) fn add_segment(&mut self, segment: SegmentId, pages: u32) {
+        self.numbers.add(segment, pages);
+        fit(&mut self.links, self.numbers.end(), Link { before: ABSENT, after: ABSENT });
+    }
+
+    /// The segment is gone, and its pages with it.
+    pub(super) fn remove_segment(&mut self, segment: SegmentId) {
+        for number in self.numbers.of_segment(segment) {
+            self.remove_number(number as u32);
+        }
+        self.numbers.remove(segment);
+        fit(&mut self.links, self.numbers.end(), Link { before: ABSENT, after: ABSENT });
+    }
+
+    pub(super) fn numbers(&self) -> &PageNumbers {
+        &self.numbers
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    fn present(&self, number: u32) -> bool {
+        self.links[number as usize].before != ABSENT
+    }
+
+    pub(super) fn contains(&self, page: PageId) -> bool {
+        self.numbers.number(page).is_some_and(|number| self.present(number))
+    }
+
+    fn unlink(&mut self, number: u32) {
+        let Link { before, after } = self.links[number as usize];
+        match before {
+            NONE => self.first = after,
+            before => self.links[before as usize].after = after,
+        }
+        match after {
+            NONE => self.last = before,
+            after => self.links[after as usize].before = before,
+        }
+    }
+
+    fn link_last(&mut self, number: u32) {
+        self.links[number as usize] = Link { before: self.last, after: NONE };
+        match self.last {
+            NONE => self.first = number,
+            last => self.links[last as usize].after = number,
+        }
+        self.last = number;
+    }
+
+    fn link_first(&mut self, number: u32) {
+        self.links[number as usize] = Link { before: NONE, after: self.first };
+        match self.first {
+            NONE => self.last = number,
+            first => self.links[first as usize].before = number,
+        }
+        self.first = number;
+    }
+
+    /// If the page is there, it is now the last to leave.
+    pub(super) fn touch(&mut self, page: PageId) {
+        if let Some(number) = self.numbers.number(page)
+            && self.present(number)
+            && self.last != number
+        {
+            self.unlink(number);
+            self.link_last(number);
+        }
+    }
+
+    /// The page comes, or is touched: it is the last to leave.
+    pub(super) fn insert(&mut self, page: PageId) {
+        let Some(number) = self.numbers.number(page) else { return };
+        if self.present(number) {
+            self.unlink(number);
+        } else {
+            self.len += 1;
+        }
+        self.link_last(number);
+    }
+
+    /// If the page is there, it is now the first to leave.
+    pub(super) fn demote(&mut self, page: PageId) {
+        if let Some(number) = self.numbers.number(page)
+            && self.present(number)
+        {
+            self.unlink(number);
+            self.link_first(number);
+        }
+    }
+
+    pub(super) fn remove(&mut self, page: PageId) {
+        if let Some(number) = self.numbers.number(page) {
+            self.remove_number(number);
+        }
+    }
+
+    fn remove_number(&mut self, number: u32) {
+        if self.present(number) {
+            self.unlink(number);
+            self.links[number as usize] = Link { before: ABSENT, after: ABSENT };
+            self.len -= 1;
+        }
+    }
+
+    /// The pages' numbers, the first to leave first.
+    pub(super) fn present_numbers(&self) -> impl Iterator<Item = u32> {
+        let existing = |number: u32| (number != NONE).then_some(number);
+        std::iter::successors(existing(self.first), move |number| existing(self.links[*number as usize].after))
+    }
+
+    /// The pages, the first to leave first.
+    pub(super) fn pages(&self) -> impl Iterator<Item = PageId> {
+        self.present_numbers().map(|number| self.numbers.page(number))
+    }
+
+    /// Offers victims for what a frame is wanted for.
+    pub(super) fn offer_for(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        if want == Want::Memory { self.offer(take) } else { self.offer_all(take) }
+    }
+
+    /// Offers the pages, the first to leave first. One that is skipped is in use, so it counts as used now: were pinned
+    /// pages to stay first in line, every search would begin with all of them.
+    fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        for _ in 0..self.len {
+            let number = self.first;
+            let page = self.numbers.page(number);
+            match take(page) {
+                Take::Yes => return Some(page),
+                Take::Skip => {
+                    self.unlink(number);
+                    self.link_last(number);
+                }
+                Take::Stop => return None,
+            }
+        }
+        None
+    }
+
+    /// Offers the pages in the same order, without changing it.
+    pub(super) fn offer(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        for page in self.pages() {
+            match take(page) {
+                Take::Yes => return Some(page),
+                Take::Skip => {}
+                Take::Stop => return None,
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::PageIndex;
+    use std::collections::VecDeque;
+
+    fn page(n: u32) -> PageId {
+        PageId { segment: SegmentId(n / 8), index: PageIndex(n % 8) }
+    }
+
+    /// Against a queue that is searched.
+    #[test]
+    fn does_what_a_queue_would() {
+        let mut order = Order::new();
+        let mut model: VecDeque<PageId> = VecDeque::new();
+        for segment in 0..3 {
+            order.add_segment(SegmentId(segment), 8);
+        }
+        let mut x = 1u32;
+        for _ in 0..20_000 {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let page = page((x >> 8) % 24);
+            let at = model.iter().position(|other| *other == page);
+            match x >> 29 {
+                0..3 => {
+                    order.insert(page);
+                    at.map(|at| model.remove(at));
+                    model.push_back(page);
+                }
+                3 => {
+                    order.touch(page);
+                    if let Some(at) = at {
+                        model.remove(at);
+                        model.push_back(page);
+                    }
+                }
+                4 => {
+                    order.demote(page);
+                    if let Some(at) = at {
+                        model.remove(at);
+                        model.push_front(page);
+                    }
+                }
+                5 => {
+                    order.remove(page);
+                    at.map(|at| model.remove(at));
+                }
+                6 => {
+                    let mut left = 2;
+                    order.offer_all(&mut |_| {
+                        left -= 1;
+                        if left == 0 { Take::Yes } else { Take::Skip }
+                    });
+                    if let Some(skipped) = model.pop_front() {
+                        model.push_back(skipped);
+                    }
+                }
+                _ if x & 1 == 0 => {
+                    order.remove_segment(page.segment);
+                    model.retain(|other| other.segment != page.segment);
+                    order.add_segment(page.segment, 8);
+                }
+                _ => assert_eq!(order.contains(page), at.is_some()),
+            }
+            assert_eq!(order.pages().collect::<VecDeque<_>>(), model);
+            assert_eq!(order.len(), model.len());
+        }
+    }
+
+    #[test]
+    fn pages_of_unknown_segments_are_not_kept() {
+        let mut order = Order::new();
+        order.insert(page(3));
+        order.touch(page(3));
+        assert_eq!((order.len(), order.contains(page(3))), (0, false));
+    }
+}
