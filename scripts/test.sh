@@ -21,7 +21,8 @@ step_workspace() {
 }
 
 step_doctests() {
-    cargo test --workspace --doc --no-fail-fast
+    # The features of the step before, so that nothing is built twice.
+    cargo test --workspace --features outcore/cli --doc --no-fail-fast
 }
 
 # The library again, with evicted ranges inaccessible.
