@@ -22,8 +22,6 @@
 //! nothing is filled ahead, until either a few uses in a row follow the plan again, or the recorder has recognised a new
 //! cycle, which takes its place.
 
-use std::collections::HashSet;
-
 use super::cycle::CycleRecorder;
 use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
@@ -55,7 +53,7 @@ pub struct PlanPolicy {
 
 /// A plan being followed. Pages go by their numbers; times are uses since it was taken up.
 ///
-/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and two bits.
+/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits.
 #[derive(Debug)]
 struct Active {
     /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
@@ -76,8 +74,8 @@ struct Active {
     stray: Option<(u64, u32)>,
     confidence: i32,
     suspended: bool,
-    /// Filled ahead, not used yet.
-    ahead: HashSet<u32>,
+    /// Filled ahead, not used yet; by page.
+    ahead: Bits,
     /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
     /// no cycle, is at the last position it had. So positions from the one before the cursor downwards, round the end
     /// to the cursor, are in order of next use, farthest first.
@@ -163,7 +161,7 @@ impl Active {
             stray: None,
             confidence: CONFIDENCE_MAX,
             suspended: false,
-            ahead: HashSet::new(),
+            ahead: Bits::new(numbers),
         })
     }
 
@@ -328,7 +326,7 @@ impl Active {
             }
         }
         self.last_used = Some(number);
-        self.ahead.remove(&number);
+        self.ahead.remove(number as usize);
     }
 
     /// The use at time `now` has happened.
@@ -354,7 +352,7 @@ impl Active {
             let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
-            self.ahead.remove(&number);
+            self.ahead.remove(number as usize);
             if self.at[number as usize] & REPEATED != 0 {
                 self.unfile_at(passed);
                 if !self.exhausted() {
@@ -555,7 +553,7 @@ impl Policy for PlanPolicy {
             && plan.names(number)
         {
             let next = plan.unfile(number);
-            plan.ahead.remove(&number);
+            plan.ahead.remove(number as usize);
             if let Some(next) = next.filter(|next| *next < plan.scan) {
                 // All from the cursor up to here is resident but this page.
                 plan.scan = next.max(plan.cursor);
@@ -643,7 +641,7 @@ impl Policy for PlanPolicy {
             && let Some(number) = self.recency.numbers().number(page)
             && plan.names(number)
         {
-            plan.ahead.insert(number);
+            plan.ahead.insert(number as usize);
             if plan.order[(plan.scan % plan.len()) as usize] == number {
                 // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
                 plan.scan += 1;
@@ -669,6 +667,7 @@ impl Policy for PlanPolicy {
 mod tests {
     use super::*;
     use crate::ids::PageIndex;
+    use std::collections::HashSet;
 
     fn page(n: u32) -> PageId {
         PageId { segment: SegmentId(0), index: PageIndex(n) }
