@@ -22,8 +22,6 @@
 //! nothing is filled ahead, until either a few uses in a row follow the plan again, or the recorder has recognised a new
 //! cycle, which takes its place.
 
-use std::collections::HashSet;
-
 use super::cycle::CycleRecorder;
 use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
@@ -37,6 +35,8 @@ const RESYNC_RUN: u32 = 3;
 const CONFIDENCE_MAX: i32 = 64;
 /// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
 const STREAM_SLACK: u32 = 2;
+/// Pages that could not be taken which are tried again at each search.
+const RETURNING: usize = 4;
 
 /// Follows the order in which pages will be used, declared or recognised; falls back to least recently used.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ pub struct PlanPolicy {
 
 /// A plan being followed. Pages go by their numbers; times are uses since it was taken up.
 ///
-/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and two bits.
+/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits.
 #[derive(Debug)]
 struct Active {
     /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
@@ -74,13 +74,19 @@ struct Active {
     stray: Option<(u64, u32)>,
     confidence: i32,
     suspended: bool,
-    /// Filled ahead, not used yet.
-    ahead: HashSet<u32>,
+    /// Filled ahead, not used yet; by page.
+    ahead: Bits,
     /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
     /// no cycle, is at the last position it had. So positions from the one before the cursor downwards, round the end
     /// to the cursor, are in order of next use, farthest first.
     streamed: Bits,
     kept: Bits,
+    /// Resident pages of either class that were offered and could not be taken, most likely because they are pinned:
+    /// were they offered every time, every search would begin with all of them. A few come back at each search, and all
+    /// that are left before one that somebody waits for is given up.
+    held: Bits,
+    /// Where the next of them come back from.
+    returning: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,6 +148,8 @@ impl Active {
             keep: vec![Keep::Streamed; numbers],
             streamed: Bits::new(order.len()),
             kept: Bits::new(order.len()),
+            held: Bits::new(order.len()),
+            returning: 0,
             order,
             at,
             repeats,
@@ -153,7 +161,7 @@ impl Active {
             stray: None,
             confidence: CONFIDENCE_MAX,
             suspended: false,
-            ahead: HashSet::new(),
+            ahead: Bits::new(numbers),
         })
     }
 
@@ -221,19 +229,28 @@ impl Active {
     /// The page is not resident any more. When it would have been used, if it was.
     fn unfile(&mut self, number: u32) -> Option<u64> {
         let position = self.next_position(number);
-        let filed = self.streamed.remove(position as usize) || self.kept.remove(position as usize);
-        filed.then(|| self.time_of(position))
+        self.unfile_at(position as usize).then(|| self.time_of(position))
+    }
+
+    /// Whether there was a page at this position.
+    fn unfile_at(&mut self, position: usize) -> bool {
+        self.streamed.remove(position) || self.kept.remove(position) || self.held.remove(position)
+    }
+
+    fn resident(&self) -> usize {
+        self.streamed.len() + self.kept.len() + self.held.len()
     }
 
     /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
     /// those used most often first.
     fn divide(&mut self, device: usize, host: usize) {
         let resident: Vec<u32> = (0..self.order.len())
-            .filter(|position| self.streamed.contains(*position) || self.kept.contains(*position))
+            .filter(|at| self.streamed.contains(*at) || self.kept.contains(*at) || self.held.contains(*at))
             .map(|position| self.order[position])
             .collect();
         self.streamed.clear();
         self.kept.clear();
+        self.held.clear();
         self.keep.fill(Keep::Streamed);
         let often = self.at.iter().filter(|at| **at != UNPLANNED && **at & REPEATED != 0).count();
         let once = self.planned as usize - often;
@@ -309,7 +326,7 @@ impl Active {
             }
         }
         self.last_used = Some(number);
-        self.ahead.remove(&number);
+        self.ahead.remove(number as usize);
     }
 
     /// The use at time `now` has happened.
@@ -331,12 +348,13 @@ impl Active {
     fn refile(&mut self, from: usize, to: usize) {
         let mut position = from;
         loop {
-            let next = [self.streamed.first_from(position), self.kept.first_from(position)].into_iter().flatten().min();
+            let classes = [&self.streamed, &self.kept, &self.held];
+            let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
-            self.ahead.remove(&number);
+            self.ahead.remove(number as usize);
             if self.at[number as usize] & REPEATED != 0 {
-                let _ = self.streamed.remove(passed) || self.kept.remove(passed);
+                self.unfile_at(passed);
                 if !self.exhausted() {
                     self.file(number);
                 }
@@ -345,12 +363,14 @@ impl Active {
         }
     }
 
-    /// Pages by farthest next use, of one class, down to but not including `floor`.
+    /// Pages by farthest next use, of one class, down to but not including `floor`. The positions of those that could
+    /// not be taken go to `skipped`.
     fn offer(
         &self,
         class: &Bits,
         numbers: &PageNumbers,
         floor: Option<u64>,
+        skipped: &mut Vec<usize>,
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> Result<Option<PageId>, Stopped> {
         let cursor = (self.cursor % self.len()) as usize;
@@ -362,13 +382,51 @@ impl Active {
                 let page = numbers.page(self.order[position]);
                 match take(page) {
                     Take::Yes => return Ok(Some(page)),
-                    Take::Skip => {}
+                    Take::Skip => skipped.push(position),
                     Take::Stop => return Err(Stopped),
                 }
                 end = position;
             }
         }
         Ok(None)
+    }
+
+    /// Offers what a frame may be taken from: streamed pages, then kept ones if it is `for_kept`, and in the end those
+    /// that could not be taken before, if it `must` be found.
+    fn victim(
+        &mut self,
+        numbers: &PageNumbers,
+        floor: Option<u64>,
+        for_kept: bool,
+        must: bool,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> (Result<Option<PageId>, Stopped>, Vec<usize>) {
+        for _ in 0..RETURNING.min(self.held.len()) {
+            let Some(position) = self.held.first_from(self.returning).or_else(|| self.held.first_from(0)) else {
+                break;
+            };
+            self.held.remove(position);
+            self.file(self.order[position]);
+            self.returning = position + 1;
+        }
+        let mut skipped = Vec::new();
+        let mut found = self.offer(&self.streamed, numbers, floor, &mut skipped, take);
+        if for_kept && matches!(found, Ok(None)) {
+            found = self.offer(&self.kept, numbers, floor, &mut skipped, take);
+        }
+        if must && matches!(found, Ok(None)) {
+            found = self.offer(&self.held, numbers, floor, &mut Vec::new(), take);
+        }
+        (found, skipped)
+    }
+
+    /// The pages at these positions could not be taken.
+    fn hold(&mut self, positions: Vec<usize>) {
+        for position in positions {
+            if self.streamed.remove(position) || self.kept.remove(position) {
+                self.held.insert(position);
+            }
+        }
     }
 }
 
@@ -506,7 +564,7 @@ impl Policy for PlanPolicy {
             && plan.names(number)
         {
             let next = plan.unfile(number);
-            plan.ahead.remove(&number);
+            plan.ahead.remove(number as usize);
             if let Some(next) = next.filter(|next| *next < plan.scan) {
                 // All from the cursor up to here is resident but this page.
                 plan.scan = next.max(plan.cursor);
@@ -524,10 +582,9 @@ impl Policy for PlanPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let Some(plan) = self.plan.as_ref().filter(|plan| !plan.suspended) else {
+        if !self.has_plan() {
             return self.recency.offer_for(want, take);
-        };
-        let numbers = self.recency.numbers();
+        }
         let (floor, for_kept) = match want {
             Want::Planned(page) => match self.planned(page) {
                 Some((plan, number)) => (Some(plan.next_use(number)), plan.keep(number) == Some(Keep::Device)),
@@ -536,8 +593,10 @@ impl Policy for PlanPolicy {
             Want::Hint => (None, false),
             _ => (None, true),
         };
+        let plan = self.plan.as_mut()?;
+        let numbers = self.recency.numbers();
         // Pages outside the plan are few; skipping the others costs one look each.
-        let outside = self.recency.len() > plan.streamed.len() + plan.kept.len();
+        let outside = self.recency.len() > plan.resident();
         if outside {
             let mut stopped = false;
             let found = self.recency.offer(&mut |page| {
@@ -552,15 +611,13 @@ impl Policy for PlanPolicy {
                 return found;
             }
         }
-        match plan.offer(&plan.streamed, numbers, floor, take) {
-            Err(Stopped) => return None,
-            Ok(Some(page)) => return Some(page),
-            Ok(None) => {}
+        // What nobody waits for is not worth a look at everything.
+        let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
+        let (found, skipped) = plan.victim(numbers, floor, for_kept, must, take);
+        if want != Want::Memory {
+            plan.hold(skipped);
         }
-        if !for_kept {
-            return None;
-        }
-        plan.offer(&plan.kept, numbers, floor, take).ok().flatten()
+        found.ok().flatten()
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
@@ -595,7 +652,7 @@ impl Policy for PlanPolicy {
             && let Some(number) = self.recency.numbers().number(page)
             && plan.names(number)
         {
-            plan.ahead.insert(number);
+            plan.ahead.insert(number as usize);
             if plan.order[(plan.scan % plan.len()) as usize] == number {
                 // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
                 plan.scan += 1;
@@ -621,6 +678,7 @@ impl Policy for PlanPolicy {
 mod tests {
     use super::*;
     use crate::ids::PageIndex;
+    use std::collections::HashSet;
 
     fn page(n: u32) -> PageId {
         PageId { segment: SegmentId(0), index: PageIndex(n) }
@@ -822,7 +880,7 @@ mod tests {
                     uses.into_iter().find(|at| order[at % order.len()] == n).unwrap_or(usize::MAX)
                 };
                 let mut offered = Vec::new();
-                policy.victim(Want::Demand, &mut |victim| {
+                policy.victim(Want::Memory, &mut |victim| {
                     offered.push(victim.index.0);
                     Take::Skip
                 });
@@ -833,5 +891,35 @@ mod tests {
                 assert!(resident.iter().all(|n| plan.next_use(*n) == (next(*n) as u64).min(NEVER)));
             }
         }
+    }
+
+    /// Pages that are pinned do not lengthen every search, and are found again when they no longer are.
+    #[test]
+    fn regression_pinned_pages_are_not_offered_at_every_search() {
+        let mut policy = policy();
+        policy.resize(2000, 0, 2);
+        policy.declare(&(0..4000).map(page).collect::<Vec<_>>(), true);
+        for n in 0..2000 {
+            policy.accessed(page(n));
+            policy.inserted(page(n));
+        }
+        // The pages used last are those used farthest in the future.
+        let pinned = |n: u32| n >= 1000;
+        let mut offers = 0;
+        for _ in 0..900 {
+            let victim = policy.victim(Want::Demand, &mut |victim| {
+                offers += 1;
+                if pinned(victim.index.0) { Take::Skip } else { Take::Yes }
+            });
+            let victim = victim.unwrap();
+            assert!(!pinned(victim.index.0));
+            policy.removed(victim);
+        }
+        assert!(offers < 900 * (1 + RETURNING as u32) + 2 * 1000, "{offers} offers for 900 victims");
+        for _ in 0..1100 {
+            let victim = policy.victim(Want::Demand, &mut |_| Take::Yes).unwrap();
+            policy.removed(victim);
+        }
+        assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes), None);
     }
 }
