@@ -201,24 +201,45 @@ impl Runtime {
     /// them. Reads headers only.
     ///
     /// # Errors
-    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        let header = format::open(path.as_ref())?;
+        self.open_parsed(format::open(path.as_ref())?)
+    }
+
+    /// Opens a model whose headers were read before, to choose budgets by them, say; they are not read again.
+    ///
+    /// ```no_run
+    /// use outcore::{Bytes, Runtime, format};
+    ///
+    /// let header = format::open("model.gguf")?;
+    /// let budget = Bytes::new(header.tensor_bytes() / 4);
+    /// let runtime = Runtime::builder().device_budget(budget).open()?;
+    /// let model = runtime.open_parsed(header)?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ModelChanged`](ErrorKind::ModelChanged) if a file is no longer what it was when its header was read;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the header was changed and contradicts the files;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
+        let header = header.into();
+        // Its fields are public, and what tensors say becomes slices of memory.
+        header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
         for file in &header.files {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
             let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
             if FileState::of(&now) != file.state {
-                let message = format!("{} changed while it was opened", file.path.display());
+                let message = format!("{} changed after its header was read", file.path.display());
                 return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
             }
-            let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
-            let path = file.path.clone();
-            segments.push(self.add_segment(Backing::File, file.len, |pages| Source::File {
-                file: id,
-                path,
-                learned: LearnedHashes::new(self.shared.verify, pages),
+            segments.push(self.add_segment(Backing::File, file.len, |pages| {
+                let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
+                let learned = LearnedHashes::new(self.shared.verify, pages);
+                Ok(Source::File { file: id, path: file.path.clone(), learned })
             })?);
         }
         let mut tensors = HashMap::with_capacity(header.tensors.len());
@@ -230,7 +251,7 @@ impl Runtime {
                 Tensor::new(segment.clone(), tensor.offset, tensor.len, tensor.dtype, &tensor.shape, &tensor.name);
             tensors.insert(tensor.name.clone(), handle);
         }
-        Ok(Model { header: Arc::new(header), tensors: Arc::new(tensors) })
+        Ok(Model { header, tensors: Arc::new(tensors) })
     }
 
     /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
@@ -254,7 +275,7 @@ impl Runtime {
         }
         let (scratch, file) = self.scratch()?;
         let slots = scratch.reserve(Bytes::new(bytes))?;
-        let segment = self.add_segment(Backing::ReadWrite, bytes, |_| Source::Scratch { file, scratch, slots })?;
+        let segment = self.add_segment(Backing::ReadWrite, bytes, |_| Ok(Source::Scratch { file, scratch, slots }))?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
 
@@ -269,7 +290,13 @@ impl Runtime {
         Ok((file, id))
     }
 
-    fn add_segment(&self, backing: Backing, len: u64, source: impl FnOnce(u32) -> Source) -> Result<Arc<Segment>> {
+    /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
+    fn add_segment(
+        &self,
+        backing: Backing,
+        len: u64,
+        source: impl FnOnce(u32) -> Result<Source>,
+    ) -> Result<Arc<Segment>> {
         let page_size = self.shared.page_size;
         let pages = u32::try_from(page_size.pages_for(len).max(1)).map_err(|_| {
             Error::new(
@@ -280,7 +307,11 @@ impl Runtime {
         })?;
         let engine = self.engine();
         let base: DeviceAddress = engine.device.reserve(pages)?;
-        let source = source(pages);
+        let source = source(pages).inspect_err(|_| {
+            if let Err(error) = engine.device.release(base, pages) {
+                tracing::warn!(%error, ?base, "release a segment's addresses");
+            }
+        })?;
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
         engine.add_segment_io(id, SegmentIo { base, pages, len, source });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))

@@ -261,6 +261,64 @@ fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold() {
     });
 }
 
+/// How many descriptors of this process are for `path`.
+fn open_descriptors(path: &Path) -> usize {
+    let path = path.canonicalize().unwrap();
+    let all = std::fs::read_dir("/proc/self/fd").unwrap();
+    all.filter(|fd| fd.as_ref().is_ok_and(|fd| std::fs::read_link(fd.path()).is_ok_and(|file| file == path))).count()
+}
+
+/// Run by the test below, because it leaves no addresses to others.
+#[test]
+fn child_no_addresses_are_left() {
+    if std::env::var_os("OUTCORE_CHILD").is_none() {
+        return;
+    }
+    watched("no addresses are left", || {
+        // A file of nearly 16 TiB, the most that ext4 takes, nothing of which is on disk.
+        const LEN: u64 = 17_000_000_000_000;
+        const MODELS_MAX: usize = 64;
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("model.safetensors");
+        let data = LEN - 128;
+        let header = format!("{{\"t\":{{\"dtype\":\"U8\",\"shape\":[{data}],\"data_offsets\":[0,{data}]}}}}");
+        let mut bytes = 120u64.to_le_bytes().to_vec();
+        bytes.extend(format!("{header:120}").as_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        if let Err(cause) = std::fs::File::options().write(true).open(&path).unwrap().set_len(LEN) {
+            println!("SKIPPED: the file system takes no such file: {cause}; the child ran");
+            return;
+        }
+        let page = Bytes::gib(1);
+        let runtime = Setting { page, device: 1, host: 0, link: false, ..Setting::tiers()[0] }.builder(None).open();
+        let runtime = runtime.unwrap();
+        let mut models = Vec::new();
+        let error = loop {
+            assert!(models.len() < MODELS_MAX, "the address space has no end");
+            match runtime.open_model(&path) {
+                Ok(model) => models.push(model),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+        assert!(!models.is_empty() && open_descriptors(&path) == models.len(), "{error}");
+        drop(models);
+        runtime.close().unwrap();
+        println!("the child ran");
+    });
+}
+
+#[test]
+fn regression_a_model_that_cannot_be_opened_leaves_no_file_in_the_store() {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_no_addresses_are_left", "--nocapture"])
+        .env("OUTCORE_CHILD", "1")
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && text.contains("the child ran"), "{:?}: {text}", child.status);
+}
+
 /// Run by the test below with a small file system mounted.
 #[test]
 fn child_a_full_scratch_disk() {
