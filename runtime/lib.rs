@@ -4,7 +4,8 @@
 //! across device memory, host memory and disk, brings each page up before it is needed, and takes it away when something
 //! else needs the room. A tensor has one contiguous address from open to close; budgets are hard.
 //!
-//! - [`Runtime::builder`] opens a runtime: budgets, page size, [policy](PolicyKind), [I/O backend](IoBackend).
+//! - [`Runtime::builder`] opens a runtime: budgets, page size, [policy](PolicyKind), or
+//!   [one of your own](RuntimeBuilder::custom_policy), [I/O backend](IoBackend).
 //! - [`Runtime::open_model`] takes in a GGUF or safetensors model where it lies; [`Runtime::alloc`] makes a read-write
 //!   tensor, which may be larger than memory.
 //! - [`Runtime::pin`] and [`Runtime::pin_mut`] bring a [`Tensor`], or [some of its rows](Tensor::rows), into memory and

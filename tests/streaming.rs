@@ -2,11 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
+mod harness;
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
 
+use harness::{Setting, check_at_rest, watched};
+use outcore::pager::policy::{Policy, Take, Want};
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
+use outcore::{DType, PageId, PageIndex, SegmentId};
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
@@ -175,4 +180,76 @@ async fn regression_a_forgotten_request_ends_with_its_segment() {
     assert!(guard.bytes() == &gone.bytes[gone.bytes.len() - 15_000..]);
     drop((guard, again, tensor, model));
     runtime.close().unwrap();
+}
+
+/// What a policy of the user's might do: first in, first out, and, where it is `hostile`, against every rule of the
+/// contract that can be broken without hanging.
+#[derive(Debug)]
+struct OwnPolicy {
+    resident: VecDeque<PageId>,
+    hostile: bool,
+}
+
+impl Policy for OwnPolicy {
+    fn name(&self) -> &'static str {
+        "own"
+    }
+    fn accessed(&mut self, _page: PageId) {}
+    fn inserted(&mut self, page: PageId) {
+        self.resident.push_back(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.resident.retain(|other| *other != page);
+    }
+    fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let page = |segment, index| PageId { segment: SegmentId::new(segment), index: PageIndex::new(index) };
+        if self.hostile {
+            for segment in [0, 1, u32::MAX] {
+                [0, 1, u32::MAX].map(|index| take(page(segment, index)));
+            }
+        }
+        let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
+        if self.hostile {
+            self.resident.iter().for_each(|page| drop(take(*page)));
+            return (self.resident.len() % 2 == 0).then(|| page(u32::MAX, 3));
+        }
+        taken
+    }
+    fn next_fill(&mut self, _present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        let odd = self.resident.len() % 2;
+        let anywhere = PageId { segment: SegmentId::new(7), index: PageIndex::new(u32::MAX) };
+        self.hostile.then(|| self.resident.get(odd).copied().unwrap_or(anywhere))
+    }
+}
+
+#[test]
+fn a_policy_of_the_users_decides_and_cannot_cost_bytes() {
+    watched("a policy of one's own", || {
+        for setting in Setting::tiers() {
+            for hostile in [false, true] {
+                let file = common::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
+                let own = move || Box::new(OwnPolicy { resident: VecDeque::new(), hostile }) as Box<dyn Policy>;
+                let runtime = setting.builder(None).custom_policy(own).open().unwrap();
+                let model = runtime.open_model(&file.path).unwrap();
+                let table = runtime.alloc(DType::U8, &[12, 16 << 10]).unwrap();
+                for round in 0..3u8 {
+                    for header in &model.header().tensors {
+                        let guard = runtime.pin(&model.tensor(&header.name).unwrap()).wait().unwrap();
+                        assert!(guard.bytes() == &file.bytes[header.offset as usize..header.end() as usize]);
+                    }
+                    for row in 0..12 {
+                        let row = table.rows(row..row + 1).unwrap();
+                        let mut guard = runtime.pin_mut(&row).wait().unwrap();
+                        assert!(guard.bytes().iter().all(|byte| *byte == round));
+                        guard.bytes_mut().fill(round + 1);
+                    }
+                }
+                let stats = runtime.stats();
+                assert!(stats.policy == "own" && stats.pager.evictions > 0, "{stats:?}");
+                let tensors = vec![model.tensor("t0").unwrap(), table];
+                drop(model);
+                check_at_rest(runtime, tensors, &format!("{setting:?}, hostile: {hostile}"));
+            }
+        }
+    });
 }

@@ -38,7 +38,8 @@ impl Pager {
             let next = policy.next_fill(&|page: PageId| {
                 !segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
             });
-            let Some(page) = next else { return };
+            // A policy of the user's may name what it should not.
+            let Some(page) = next.filter(|page| self.fillable(*page)) else { return };
             if !self.fill_ahead(page, Want::Planned(page), fx) {
                 return;
             }
