@@ -64,9 +64,9 @@ pub use device::LinkModel;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
-    Bytes, FileId, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, StagingId,
+    Bytes, FileId, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, StagingId, Tier,
 };
-pub use observe::{Lane, Span, StallStats, Traffic};
+pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
 pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet};
 pub use runtime::{Model, Runtime, SegmentView, Stats};

@@ -20,12 +20,12 @@ use std::time::Instant;
 use bytemuck::{AnyBitPattern, NoUninit};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, PageIndex, RequestId};
+use crate::ids::{PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
-use crate::transfer::Engine;
 use crate::transfer::ticket::Ticket;
+use crate::transfer::{Engine, Waiting};
 
 /// The pages of one request: almost always one run.
 #[derive(Clone, Debug)]
@@ -85,7 +85,7 @@ fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
 #[derive(Debug)]
 enum Progress {
     Start,
-    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant },
+    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)> },
     Done,
 }
 
@@ -138,19 +138,19 @@ impl<T: Target> PinRequest<'_, T> {
         let since = Instant::now();
         match engine.submit(runs.as_slice(), T::EXCLUSIVE)? {
             None => Ok(Some(self.target.guard(runs))),
-            Some((id, ticket)) => {
-                self.progress = Progress::Waiting { id, ticket, since };
+            Some(Waiting { id, ticket, page }) => {
+                self.progress = Progress::Waiting { id, ticket, since, page };
                 self.runs = Some(runs);
                 Ok(None)
             }
         }
     }
 
-    fn finish(&mut self, since: Instant, result: Result<WaitCause>) -> Result<T::Guard> {
-        self.progress = Progress::Done;
+    fn finish(&mut self, result: Result<WaitCause>) -> Result<T::Guard> {
+        let progress = std::mem::replace(&mut self.progress, Progress::Done);
         let cause = result?;
-        if let Some(segment) = self.target.segment() {
-            segment.shared.engine.observer.stall(cause, since, || self.target.describe());
+        if let (Some(segment), Progress::Waiting { since, page, .. }) = (self.target.segment(), progress) {
+            segment.shared.engine.stalled(cause, page, since, || self.target.describe());
         }
         let runs = self.runs.take().unwrap_or(Runs::Many(Vec::new()));
         Ok(self.target.guard(runs))
@@ -165,12 +165,11 @@ impl<T: Target> PinRequest<'_, T> {
         if let Some(guard) = self.start()? {
             return Ok(guard);
         }
-        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+        let Progress::Waiting { ticket, .. } = &self.progress else {
             return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
         };
-        let (ticket, since) = (ticket.clone(), *since);
-        let result = ticket.wait();
-        self.finish(since, result)
+        let result = ticket.clone().wait();
+        self.finish(result)
     }
 }
 
@@ -191,12 +190,11 @@ impl<T: Target> Future for PinRequest<'_, T> {
                 }
             }
         }
-        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+        let Progress::Waiting { ticket, .. } = &self.progress else {
             return Poll::Ready(Err(Error::new(ErrorKind::InvalidArgument, "a pin request was polled after it ended")));
         };
-        let (ticket, since) = (ticket.clone(), *since);
-        match ticket.poll(cx.waker()) {
-            Poll::Ready(result) => Poll::Ready(self.finish(since, result)),
+        match ticket.clone().poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,
         }
     }

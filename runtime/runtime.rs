@@ -14,7 +14,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
-use crate::observe::{Lane, Observer, Span, StallStats, Traffic};
+use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{Exclusive, PinRequest, Shared as SharedPin, SharedSet};
@@ -91,8 +91,10 @@ pub struct Stats {
     pub optimum: Optimum,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
-    /// Waiting, by cause.
+    /// Waiting, by cause and tier.
     pub stalls: Vec<StallStats>,
+    /// The pages, of tensors that still exist, that were waited for longest; at most sixteen, the worst first.
+    pub worst_pages: Vec<PageStalls>,
     /// The policy.
     pub policy: &'static str,
     /// Whether it is following a plan, declared or recognised.
@@ -228,7 +230,7 @@ impl Runtime {
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
-        for file in &header.files {
+        for (index, file) in header.files.iter().enumerate() {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
             let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
@@ -239,7 +241,7 @@ impl Runtime {
             segments.push(self.add_segment(Backing::File, file.len, |pages| {
                 let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
                 let learned = LearnedHashes::new(self.shared.verify, pages);
-                Ok(Source::File { file: id, path: file.path.clone(), learned })
+                Ok(Source::File { file: id, model: header.clone(), index: index as u32, learned })
             })?);
         }
         let mut tensors = HashMap::with_capacity(header.tensors.len());
@@ -275,7 +277,9 @@ impl Runtime {
         }
         let (scratch, file) = self.scratch()?;
         let slots = scratch.reserve(Bytes::new(bytes))?;
-        let segment = self.add_segment(Backing::ReadWrite, bytes, |_| Ok(Source::Scratch { file, scratch, slots }))?;
+        let label = format!("{dtype} {shape:?}");
+        let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
+        let segment = self.add_segment(Backing::ReadWrite, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
 
@@ -313,7 +317,7 @@ impl Runtime {
             }
         })?;
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
-        engine.add_segment_io(id, SegmentIo { base, pages, len, source });
+        engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
@@ -433,6 +437,7 @@ impl Runtime {
             optimum,
             traffic: engine.observer.traffic(),
             stalls: engine.observer.stalls(),
+            worst_pages: engine.worst_pages(WORST_PAGES),
             policy,
             planned,
             io: engine.store.backend(),
@@ -484,6 +489,9 @@ impl Runtime {
         self.health().into_iter().next().map_or(Ok(()), Err)
     }
 }
+
+/// How many pages [`Stats::worst_pages`] names.
+const WORST_PAGES: usize = 16;
 
 fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
     u32::try_from(budget.get() / page.bytes()).map_err(|_| {

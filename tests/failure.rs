@@ -229,7 +229,7 @@ fn close_reports_what_was_lost() {
         }
         let error = runtime.close().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
-        assert!(error.to_string().contains("page 0 of a read-write tensor is lost"), "{error}");
+        assert!(error.to_string().contains("page 0 of a read-write tensor U8 [16384] is lost"), "{error}");
         drop(victim);
     });
 }

@@ -7,11 +7,12 @@ mod harness;
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
 use harness::{Setting, check_at_rest, watched};
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
-use outcore::{DType, PageId, PageIndex, SegmentId};
+use outcore::{DType, PageId, PageIndex, SegmentId, Tier, WaitCause};
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
@@ -182,6 +183,53 @@ async fn regression_a_forgotten_request_ends_with_its_segment() {
     runtime.close().unwrap();
 }
 
+/// Every wait has a cause, a tier and a page, and they add up.
+#[test]
+fn waits_are_told_by_cause_tier_and_page() {
+    watched("waits", || {
+        for setting in Setting::tiers() {
+            let setting = Setting { policy: PolicyKind::Lru, ..setting };
+            let file = common::synthetic(&[40_000, 33_000, 16, 50_000]);
+            let runtime = setting.builder(None).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let table = runtime.alloc(DType::U8, &[16 << 10]).unwrap();
+            for _ in 0..3 {
+                for n in [1, 0, 2, 3] {
+                    drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+                }
+            }
+            drop(runtime.pin(&table).wait().unwrap());
+            let stats = runtime.stats();
+            let of = |cause| stats.stalls.iter().find(|stalls| stalls.cause == cause).unwrap();
+            for stalls in &stats.stalls {
+                assert_eq!(stalls.tiers.map(|at| at.tier), Tier::ALL);
+                assert_eq!(stalls.tiers.iter().map(|at| at.count).sum::<u64>(), stalls.count, "{stalls:?}");
+                assert_eq!(stalls.tiers.iter().map(|at| at.time).sum::<Duration>(), stalls.time, "{stalls:?}");
+            }
+            let (disk, host, zero) = (of(WaitCause::Disk), of(WaitCause::Host), of(WaitCause::Zero));
+            assert!(disk.count > 0 && disk.tiers[Tier::Disk as usize].count == disk.count, "{disk:?}");
+            assert!((host.count > 0) == (setting.host > 0), "{setting:?}: {host:?}");
+            assert_eq!(host.tiers[Tier::Host as usize].count, host.count, "{host:?}");
+            assert_eq!((zero.count, zero.tiers[Tier::Device as usize].count), (1, 1), "{zero:?}");
+
+            let worst = &stats.worst_pages;
+            assert!(worst.len() <= 16 && worst.is_sorted_by_key(|page| std::cmp::Reverse(page.time)), "{worst:?}");
+            // Few enough pages that all of them are there.
+            let counts = stats.stalls.iter().map(|stalls| stalls.count).sum::<u64>();
+            assert_eq!(worst.iter().map(|page| page.count).sum::<u64>(), counts, "{worst:?}");
+            assert_eq!(worst.iter().map(|page| page.time).sum::<Duration>(), stats.stall_time(), "{worst:?}");
+            let first =
+                worst.iter().find(|page| page.page == PageId { index: PageIndex::new(0), ..page.page }).unwrap();
+            assert!(first.count > 0 && !first.name.is_empty(), "{first:?}");
+            let named = |text: &str| worst.iter().any(|page| page.tensor == text);
+            // The page of t0's end is t1's beginning.
+            assert!(named("t0") && named("t0 and 1 more") && named("U8 [16384]"), "{worst:?}");
+            drop(model);
+            check_at_rest(runtime, vec![table], "waits");
+        }
+    });
+}
+
 /// What a policy of the user's might do: first in, first out, and, where it is `hostile`, against every rule of the
 /// contract that can be broken without hanging.
 #[derive(Debug)]
@@ -205,12 +253,12 @@ impl Policy for OwnPolicy {
         let page = |segment, index| PageId { segment: SegmentId::new(segment), index: PageIndex::new(index) };
         if self.hostile {
             for segment in [0, 1, u32::MAX] {
-                [0, 1, u32::MAX].map(|index| take(page(segment, index)));
+                [0, 1, u32::MAX].map(|index| page(segment, index)).iter().for_each(|page| _ = take(*page));
             }
         }
         let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
         if self.hostile {
-            self.resident.iter().for_each(|page| drop(take(*page)));
+            self.resident.iter().for_each(|page| _ = take(*page));
             return (self.resident.len() % 2 == 0).then(|| page(u32::MAX, 3));
         }
         taken

@@ -168,6 +168,13 @@ impl ModelHeader {
         })
     }
 
+    /// The tensors that have bytes in `[start, end)` of a file.
+    pub(crate) fn tensors_in(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = &TensorHeader> {
+        // By file and offset, and nothing overlaps but tied tensors: ends are in order too.
+        let first = self.tensors.partition_point(|t| (t.file, t.end()) <= (file, start));
+        self.tensors.iter().skip(first).take_while(move |t| t.file == file && t.offset < end)
+    }
+
     /// The key-values, if the model is GGUF.
     pub fn gguf(&self) -> Option<&gguf::Metadata> {
         match &self.metadata {

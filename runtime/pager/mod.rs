@@ -38,7 +38,7 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::error::Error;
-use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId};
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
 
 pub use access::{Access, AccessLog};
 pub use policy::{Policy, PolicyKind};
@@ -410,6 +410,22 @@ impl Pager {
     /// Where the pages of a segment are.
     pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
         self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
+    }
+
+    /// What a request for these pages would wait for: the first page that is not resident, or else the first of all; and
+    /// the fastest tier that has its bytes. A page that is nowhere yet is made in the device tier.
+    pub fn awaited(&self, runs: &[PageRun]) -> Option<(PageId, Tier)> {
+        let pages = || runs.iter().flat_map(|run| run.pages());
+        let absent = pages().find(|page| !self.word(*page).load().is_resident());
+        let page = absent.or_else(|| pages().next())?;
+        let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+        let tier = match (absent, entry.valid_host(), entry.on_disk()) {
+            (None, ..) => Tier::Device,
+            (_, Some(_), _) => Tier::Host,
+            (_, None, true) => Tier::Disk,
+            (_, None, false) => Tier::Device,
+        };
+        Some((page, tier))
     }
 
     /// Takes the errors of pages whose bytes were lost since the last call.

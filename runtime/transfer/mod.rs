@@ -18,7 +18,6 @@ pub(crate) mod ticket;
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
@@ -31,8 +30,9 @@ use crate::device::{
     Completion, Completions, Device, DeviceAddress, HostPointer, HostSlab, StreamId, StreamKind, StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId};
-use crate::observe::{Observer, Resource};
+use crate::format::ModelHeader;
+use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
+use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
 use crate::pager::{AccessLog, Effects, Move, Pager, Place, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
@@ -46,14 +46,51 @@ pub(crate) struct SegmentIo {
     /// Bytes that exist; the last page may be short.
     pub(crate) len: u64,
     pub(crate) source: Source,
+    pub(crate) waits: PageWaits,
 }
 
 #[derive(Debug)]
 pub(crate) enum Source {
     /// A model file, read in place.
-    File { file: FileId, path: PathBuf, learned: Option<LearnedHashes> },
-    /// Slots of the scratch file.
-    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun },
+    File { file: FileId, model: Arc<ModelHeader>, index: u32, learned: Option<LearnedHashes> },
+    /// Slots of the scratch file. The label is for messages.
+    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun, label: String },
+}
+
+impl Source {
+    /// "model.gguf", or "a read-write tensor F32 [1024, 1024]".
+    fn name(&self) -> String {
+        match self {
+            Self::File { model, index, .. } => {
+                model.files.get(*index as usize).map(|file| file.path.display().to_string()).unwrap_or_default()
+            }
+            Self::Scratch { label, .. } => format!("a read-write tensor {label}"),
+        }
+    }
+
+    /// Whose bytes are in `[start, end)`.
+    fn tensors(&self, start: u64, end: u64) -> String {
+        match self {
+            Self::File { model, index, .. } => {
+                let mut tensors = model.tensors_in(*index, start, end);
+                let first = tensors.next().map(|t| t.name.clone()).unwrap_or_default();
+                match tensors.count() {
+                    0 => first,
+                    more => format!("{first} and {more} more"),
+                }
+            }
+            Self::Scratch { label, .. } => label.clone(),
+        }
+    }
+}
+
+/// A request that has to wait.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) id: RequestId,
+    pub(crate) ticket: Arc<Ticket>,
+    /// What it waits for first, and where that is.
+    pub(crate) page: Option<(PageId, Tier)>,
 }
 
 /// A hash per page, learned when the page is first read. 0 is "not learned".
@@ -221,20 +258,17 @@ impl Engine {
     }
 
     /// Submits a request; a ticket comes back if it has to wait.
-    pub(crate) fn submit(
-        &self,
-        runs: &[crate::pager::PageRun],
-        exclusive: bool,
-    ) -> Result<Option<(RequestId, Arc<Ticket>)>> {
+    pub(crate) fn submit(&self, runs: &[crate::pager::PageRun], exclusive: bool) -> Result<Option<Waiting>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
+        let page = latched.pager.awaited(runs);
         let submitted = latched.pager.submit(runs, exclusive, &mut fx);
         let ticket = match &submitted {
             Ok(crate::pager::Submitted::Waiting(id)) => {
                 let ticket = Arc::new(Ticket::default());
                 latched.tickets.insert(*id, ticket.clone());
-                Some((*id, ticket))
+                Some(Waiting { id: *id, ticket, page })
             }
             _ => None,
         };
@@ -442,7 +476,9 @@ impl Engine {
         let valid = self.valid(io, planned.page);
         let (file, offset) = match &io.source {
             Source::File { file, .. } => (*file, u64::from(planned.page.index.0) * self.page_bytes),
-            Source::Scratch { file, scratch, slots } => (*file, scratch.offset_of(slot(slots, planned.page.index)?)),
+            Source::Scratch { file, scratch, slots, .. } => {
+                (*file, scratch.offset_of(slot(slots, planned.page.index)?))
+            }
         };
         let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
@@ -495,14 +531,59 @@ impl Engine {
         }
     }
 
-    /// "page 7 of model.gguf".
+    /// "page 7 of model.gguf (blk.0.attn_q.weight)".
     fn describe(&self, page: PageId) -> String {
-        match self.segment_io(page.segment).as_deref() {
-            Ok(SegmentIo { source: Source::File { path, .. }, .. }) => {
-                format!("page {} of {}", page.index.0, path.display())
-            }
-            _ => format!("page {} of a read-write tensor", page.index.0),
+        let Ok(io) = self.segment_io(page.segment) else {
+            return format!("page {} of a tensor that is gone", page.index.0);
+        };
+        let name = io.source.name();
+        match &io.source {
+            Source::File { .. } => format!("page {} of {name} ({})", page.index.0, self.tensors_of(&io, page.index)),
+            Source::Scratch { .. } => format!("page {} of {name}", page.index.0),
         }
+    }
+
+    fn tensors_of(&self, io: &SegmentIo, page: PageIndex) -> String {
+        let start = u64::from(page.get()) * self.page_bytes;
+        io.source.tensors(start, start + self.page_bytes)
+    }
+
+    /// Somebody waited for a page since then.
+    pub(crate) fn stalled(
+        &self,
+        cause: WaitCause,
+        page: Option<(PageId, Tier)>,
+        since: Instant,
+        detail: impl FnOnce() -> String,
+    ) {
+        let tier = page.map_or(Tier::Device, |(_, tier)| tier);
+        let time = self.observer.stall(cause, tier, since, detail);
+        if let Some((page, tier)) = page
+            && let Ok(io) = self.segment_io(page.segment)
+        {
+            io.waits.add(io.pages, page.index, cause, tier, time);
+        }
+    }
+
+    /// The `most` pages, of the segments there are, that were waited for longest.
+    pub(crate) fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        let segments: Vec<_> = self.segments.read().iter().cloned().enumerate().collect();
+        let mut worst: Vec<(usize, &Arc<SegmentIo>, Waited)> = Vec::new();
+        for (id, io) in segments.iter().filter_map(|(id, io)| Some((*id, io.as_ref()?))) {
+            worst.extend(io.waits.waited().map(|waited| (id, io, waited)));
+            worst.sort_by_key(|(id, _, waited)| (std::cmp::Reverse(waited.time), *id, waited.page));
+            worst.truncate(most);
+        }
+        let named = |(id, io, waited): (usize, &Arc<SegmentIo>, Waited)| PageStalls {
+            page: PageId { segment: SegmentId(id as u32), index: waited.page },
+            tensor: self.tensors_of(io, waited.page),
+            count: waited.count,
+            time: waited.time,
+            cause: waited.cause,
+            name: cause_name(waited.cause),
+            tier: waited.tier,
+        };
+        worst.into_iter().map(named).collect()
     }
 
     /// Goes on with a move whose operation succeeded; `false` if that was the last.
@@ -538,12 +619,12 @@ impl Engine {
     fn check(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) -> Result<()> {
         match &io.source {
             Source::File { learned: None, .. } => Ok(()),
-            Source::File { learned: Some(learned), path, .. } => {
+            Source::File { learned: Some(learned), .. } => {
                 let hash = || buffer.checksum(self.valid(io, page));
                 learned.check(page.index, hash).map_err(|(expected, found)| {
                     let message = format!(
                         "{} has other bytes than when it was first read (hash {expected:016x}, now {found:016x})",
-                        path.display()
+                        io.source.name()
                     );
                     Error::new(ErrorKind::Corrupt, message)
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")

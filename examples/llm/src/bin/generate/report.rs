@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, Lane, Result, Span, Stats};
+use outcore::{Bytes, Error, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
 
 /// A finished run.
@@ -58,8 +58,26 @@ impl Run {
         let stalls: serde_json::Map<String, Value> = stats
             .stalls
             .iter()
-            .map(|stall| (stall.name.to_owned(), json!({"count": stall.count, "seconds": stall.time.as_secs_f64()})))
+            .map(|stall| {
+                let of_tier = |at: &TierStalls| {
+                    (at.tier.to_string(), json!({"count": at.count, "seconds": at.time.as_secs_f64()}))
+                };
+                let tiers: serde_json::Map<String, Value> = stall.tiers.iter().map(of_tier).collect();
+                let value = json!({"count": stall.count, "seconds": stall.time.as_secs_f64(), "tiers": tiers});
+                (stall.name.to_owned(), value)
+            })
             .collect();
+        let of_page = |page: &PageStalls| {
+            json!({
+                "tensor": page.tensor,
+                "page": page.page.index.get(),
+                "count": page.count,
+                "seconds": page.time.as_secs_f64(),
+                "cause": page.name,
+                "tier": page.tier.to_string(),
+            })
+        };
+        let worst_pages: Vec<Value> = stats.worst_pages.iter().map(of_page).collect();
         json!({
             "model": self.model,
             "device": self.device,
@@ -88,6 +106,7 @@ impl Run {
             "logits_xxh3": format!("{:016x}", self.logits_hash),
             "interrupted": self.interrupted,
             "stalls": stalls,
+            "worst_pages": worst_pages,
             "uses": stats.pager.uses,
             "hits": stats.pager.hits,
             "prefetched": stats.pager.prefetched,
@@ -114,6 +133,10 @@ impl Run {
         );
         for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
             row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));
+        }
+        if let Some(worst) = stats.worst_pages.first() {
+            let (page, tensor, time) = (worst.page.index.get(), &worst.tensor, seconds(worst.time));
+            row("", format!("longest for page {page}, {tensor}: {time} in {} waits", worst.count));
         }
         row(
             "budget",
