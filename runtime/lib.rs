@@ -68,7 +68,7 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
-pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet};
+pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut};
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;

@@ -17,11 +17,11 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{Exclusive, PinRequest, Shared as SharedPin, SharedSet};
+use crate::pin::{Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
-use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source};
+use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
 #[derive(Debug)]
@@ -339,6 +339,12 @@ impl Runtime {
         PinRequest::new(SharedSet(tensors))
     }
 
+    /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
+    /// fine.
+    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, ExclusiveSet<'a>> {
+        PinRequest::new(ExclusiveSet(tensors))
+    }
+
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
     /// ranges.
     ///
@@ -409,6 +415,8 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker, which may run on a thread that it would
+    /// wait for; then the budget is as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
         let frames = frames_of("device", budget, self.shared.page_size)?;
         if frames == 0 {
@@ -419,8 +427,15 @@ impl Runtime {
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
-        engine.with(|pager, fx| pager.set_frames(frames, fx));
-        engine.await_budget()
+        engine.with(|pager, fx| {
+            if frames < pager.device_frames().1 {
+                may_wait("a smaller budget")?;
+            }
+            pager.set_frames(frames, fx);
+            Ok(())
+        })?;
+        // Elsewhere a smaller budget may still be waited for; this one has been met.
+        if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
     /// Counters.

@@ -200,6 +200,21 @@ impl Drop for Reporting {
     }
 }
 
+/// Refuses to wait where that might never end.
+///
+/// # Errors
+/// `InvalidArgument` in a waker that runs on a thread of a store or a device.
+pub(crate) fn may_wait(what: &str) -> Result<()> {
+    if !REPORTING.get() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::InvalidArgument,
+        format!("{what} cannot be waited for in a waker: it may be waiting for this very thread"),
+    )
+    .remedy("let the waker wake a task or a thread, and wait there"))
+}
+
 pub(crate) struct Parts {
     pub(crate) pager: Pager,
     pub(crate) device: Arc<dyn Device>,
