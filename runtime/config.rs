@@ -244,7 +244,7 @@ impl RuntimeBuilder {
         self
     }
 
-    /// How far ahead of use fills start.
+    /// How far ahead of use fills start. Follows the device budget when [that changes](Runtime::set_device_budget).
     pub fn lookahead(mut self, lookahead: Lookahead) -> Self {
         self.lookahead = lookahead;
         self

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::config::{RuntimeBuilder, Verify};
+use crate::config::{Lookahead, RuntimeBuilder, Verify};
 use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -32,6 +33,9 @@ pub(crate) struct Shared {
     scratch_dir: std::path::PathBuf,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
     host_budget: Bytes,
+    lookahead: Lookahead,
+    /// Frames of the largest device budget so far.
+    most_frames: AtomicU32,
 }
 
 impl Drop for Shared {
@@ -87,7 +91,8 @@ impl Model {
 pub struct Stats {
     /// Uses, hits, faults, fills, evictions.
     pub pager: PagerStats,
-    /// The best any policy could have done on the same uses with the same frames, every page coming on demand.
+    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
+    /// and what was done, on the same uses: the first 262,144.
     pub optimum: Optimum,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
@@ -103,6 +108,8 @@ pub struct Stats {
     pub io: IoBackend,
     /// Bytes of a page.
     pub page_size: PageSize,
+    /// How far ahead of use fills start. It follows the device budget.
+    pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     pub device: (Bytes, Bytes),
     /// Host-tier memory in frames now, and the budget.
@@ -110,7 +117,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Hits over uses; 0 where there were none.
+    /// Hits over all uses; 0 where there were none. What compares with the best possible is
+    /// [`optimum.actual_ratio()`](Optimum::actual_ratio): a long run has more uses than [`optimum`](Self::optimum) covers.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }
@@ -191,6 +199,8 @@ impl Runtime {
                 scratch_dir: config.scratch_dir.unwrap_or_else(std::env::temp_dir),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
+                lookahead: config.lookahead,
+                most_frames: AtomicU32::new(frames),
             }),
         })
     }
@@ -431,7 +441,9 @@ impl Runtime {
             if frames < pager.device_frames().1 {
                 may_wait("a smaller budget")?;
             }
+            pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
             pager.set_frames(frames, fx);
+            self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
             Ok(())
         })?;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
@@ -442,14 +454,14 @@ impl Runtime {
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
         let page = self.shared.page_size.bytes();
-        let (pager, optimum, (policy, planned), device, host) = engine.with(|pager, _| {
-            let (in_use, budget) = pager.device_frames();
-            (pager.stats(), pager.optimal_hits(budget), pager.policy_state(), (in_use, budget), pager.host_frames())
+        let (pager, trace, (policy, planned), lookahead, device, host) = engine.with(|pager, _| {
+            let state = pager.policy_state();
+            (pager.stats(), pager.trace(), state, pager.lookahead(), pager.device_frames(), pager.host_frames())
         });
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
         Stats {
             pager,
-            optimum,
+            optimum: trace.optimum(self.shared.most_frames.load(Ordering::Relaxed)),
             traffic: engine.observer.traffic(),
             stalls: engine.observer.stalls(),
             worst_pages: engine.worst_pages(WORST_PAGES),
@@ -457,6 +469,7 @@ impl Runtime {
             planned,
             io: engine.store.backend(),
             page_size: self.shared.page_size,
+            lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
         }

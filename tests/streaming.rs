@@ -154,7 +154,7 @@ fn regression_hits_never_exceed_the_best_possible() {
         }
     }
     let stats = runtime.stats();
-    assert_eq!(stats.optimum.uses, stats.pager.uses);
+    assert_eq!((stats.optimum.uses, stats.optimum.actual_hits), (stats.pager.uses, stats.pager.hits));
     assert!(stats.pager.hits <= stats.optimum.hits, "{:?} against {:?}", stats.pager, stats.optimum);
     assert!(stats.pager.hits * 10 > stats.optimum.hits * 8, "{:?} against {:?}", stats.pager, stats.optimum);
 }
@@ -181,6 +181,41 @@ async fn regression_a_forgotten_request_ends_with_its_segment() {
     assert!(guard.bytes() == &gone.bytes[gone.bytes.len() - 15_000..]);
     drop((guard, again, tensor, model));
     runtime.close().unwrap();
+}
+
+/// What is right for the budget at the start is too much, or too little, for another.
+#[test]
+fn regression_the_lookahead_follows_the_budget() {
+    let pages = |n: u64| Bytes::kib(16 * n);
+    for (asked, at_1024, at_64) in [
+        (Lookahead::Auto, pages(64), pages(8)),
+        (Lookahead::Bytes(Bytes::mib(1)), pages(64), pages(16)),
+        (Lookahead::Off, pages(0), pages(0)),
+    ] {
+        let runtime = Runtime::builder().page_size(kib(16)).device_budget(pages(1024)).lookahead(asked).open().unwrap();
+        assert_eq!(runtime.stats().lookahead, at_1024, "{asked:?}");
+        runtime.set_device_budget(pages(64)).unwrap();
+        assert_eq!(runtime.stats().lookahead, at_64, "{asked:?}");
+        runtime.set_device_budget(pages(1024)).unwrap();
+        assert_eq!(runtime.stats().lookahead, at_1024, "{asked:?}");
+        runtime.close().unwrap();
+    }
+}
+
+/// A budget that has been larger allowed more hits than the present one could.
+#[test]
+fn regression_the_best_possible_is_of_the_largest_budget() {
+    let file = common::synthetic(&[16 << 10; 8]);
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 16)).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    for _ in 0..10 {
+        for n in 0..8 {
+            drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+        }
+    }
+    runtime.set_device_budget(Bytes::kib(16 * 2)).unwrap();
+    let optimum = runtime.stats().optimum;
+    assert!(optimum.actual_hits > 0 && optimum.actual_hits <= optimum.hits, "{optimum:?}");
 }
 
 /// Every wait has a cause, a tier and a page, and they add up.

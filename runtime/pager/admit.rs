@@ -117,7 +117,7 @@ impl Pager {
         } else {
             self.stats.faults += 1;
         }
-        self.trace.push(page);
+        self.trace.push(page, false);
         self.staying = None;
         self.policy.accessed(page);
     }

@@ -18,6 +18,16 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// How many pages ahead of use fills start.
+    pub fn lookahead(&self) -> u32 {
+        self.config.lookahead
+    }
+
+    /// Changes it. The policy hears of it with the next [`set_frames`](Self::set_frames).
+    pub fn set_lookahead(&mut self, pages: u32) {
+        self.config.lookahead = pages;
+    }
+
     /// Starts fills ahead of use, as far as frames and the lookahead allow.
     pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
         if !self.queue.is_empty() {

@@ -367,7 +367,7 @@ impl Pager {
         } else {
             self.stats.hits += 1;
         }
-        self.trace.push(page);
+        self.trace.push(page, !first_use);
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);
@@ -386,10 +386,9 @@ impl Pager {
         self.stats
     }
 
-    /// The order of use so far (its first uses, up to a fixed number) and how many hits the best possible policy would
-    /// have had with `frames` frames.
-    pub fn optimal_hits(&self, frames: u32) -> policy::opt::Optimum {
-        self.trace.optimum(frames)
+    /// The order of use so far: its first uses, up to a fixed number.
+    pub fn trace(&self) -> Trace {
+        self.trace.clone()
     }
 
     /// The policy's name and whether it is following a plan.

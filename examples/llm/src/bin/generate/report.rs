@@ -97,8 +97,10 @@ impl Run {
             "disk_read_bytes": stats.traffic.disk_read.get(),
             "disk_written_bytes": stats.traffic.disk_written.get(),
             "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
-            "hit_ratio": stats.hit_ratio(),
+            // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
+            "hit_ratio": stats.optimum.actual_ratio(),
             "opt_hit_ratio": stats.optimum.ratio(),
+            "ratio_uses": stats.optimum.uses,
             "overlap": self.overlap(),
             "peak_device_bytes": stats.traffic.peak_device.get(),
             "peak_host_bytes": stats.traffic.peak_host.get(),
@@ -175,7 +177,7 @@ impl Run {
             format!(
                 "{}: {} hit (best possible {}), {} filled ahead, {} late, {} faults",
                 stats.pager.uses,
-                percent(stats.hit_ratio()),
+                percent(stats.optimum.actual_ratio()),
                 percent(stats.optimum.ratio()),
                 percent(stats.pager.prefetched as f64 / uses),
                 percent(stats.pager.late as f64 / uses),
