@@ -501,20 +501,28 @@ impl Runtime {
         self.engine().observer.span(lane, what, start, end, String::new);
     }
 
-    /// Pages of read-write tensors whose bytes were lost, and why, for tensors that still exist.
+    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, and why,
+    /// also of tensors that are gone; then those that stay in host memory because the disk does not take them. Of each,
+    /// up to 64; of what was lost, how many more.
     pub fn health(&self) -> Vec<Error> {
-        self.engine().lost()
+        self.engine().health()
     }
 
     /// Stops: waiting requests end with [`Closed`](ErrorKind::Closed), what is in flight is finished, threads end.
     /// Guards stay valid until they are dropped.
     ///
     /// # Errors
-    /// The first of [`health`](Self::health)'s errors, or of what was lost while closing.
+    /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker, and nothing is closed.
     pub fn close(self) -> Result<()> {
-        self.engine().shut_down()?;
+        may_wait("the end of a runtime")?;
+        let closed = self.engine().shut_down();
         // Afterwards, because what was in flight may have failed.
-        self.health().into_iter().next().map_or(Ok(()), Err)
+        match (self.engine().lost(), closed) {
+            (None, closed) => closed,
+            (Some(lost), Ok(())) => Err(lost),
+            (Some(lost), Err(closed)) => Err(lost.context(format!("closing failed ({closed}), and before that"))),
+        }
     }
 }
 

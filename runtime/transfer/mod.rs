@@ -17,7 +17,7 @@
 pub(crate) mod ticket;
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
@@ -238,7 +238,40 @@ pub(crate) struct Engine {
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
+    failures: Mutex<Failures>,
     page_bytes: u64,
+}
+
+/// What nobody was there to be told.
+#[derive(Debug, Default)]
+struct Failures {
+    /// Pages whose bytes were lost, first to last, whether or not their tensors still exist.
+    lost: Vec<Failure>,
+    /// Further ones, of which nothing is known but their number.
+    more: u64,
+    /// Pages whose newest bytes are in the host tier because the disk did not take them, by the last attempt.
+    held: BTreeMap<PageId, Failure>,
+}
+
+#[derive(Clone, Debug)]
+struct Failure {
+    page: String,
+    error: Error,
+}
+
+impl Failures {
+    /// Kept of each kind; the rest is counted, or told when these are gone.
+    const MOST: usize = 64;
+    /// Named in one message.
+    const NAMED: usize = 8;
+
+    fn lose(&mut self, failure: Failure) {
+        if self.lost.len() < Self::MOST {
+            self.lost.push(failure);
+        } else {
+            self.more += 1;
+        }
+    }
 }
 
 impl Engine {
@@ -257,6 +290,7 @@ impl Engine {
             in_flight: Mutex::new(HashMap::new()),
             segments: RwLock::new(Vec::new()),
             observer,
+            failures: Mutex::default(),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
         Ok(engine)
@@ -357,7 +391,7 @@ impl Engine {
             let mut ended = Vec::new();
             for planned in fx.moves.drain(..) {
                 if let Err(error) = self.start(planned) {
-                    ended.push((planned.id, Err(error.context(self.describe(planned.page)))));
+                    ended.push((planned, Err(error.context(self.describe(planned.page)))));
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
@@ -380,8 +414,8 @@ impl Engine {
             for frame in discarded {
                 latched.pager.discarded(frame, &mut fx);
             }
-            for (id, result) in ended {
-                latched.pager.complete(id, result, &mut fx);
+            for (planned, result) in ended {
+                self.complete(&mut latched.pager, planned, result, &mut fx);
             }
         }
         for waker in wakers {
@@ -403,6 +437,7 @@ impl Engine {
     }
 
     fn forget(&self, id: SegmentId) -> Option<Arc<SegmentIo>> {
+        self.failures.lock().held.retain(|page, _| page.segment != id);
         self.segments.write().get_mut(id.index()).and_then(Option::take)
     }
 
@@ -526,16 +561,39 @@ impl Engine {
             }
             match result.and_then(|()| self.next_stage(&entry)) {
                 Ok(true) => {}
-                Ok(false) => ended.push((id, Ok(()))),
-                Err(error) => ended.push((id, Err(error.context(self.describe(entry.planned.page))))),
+                Ok(false) => ended.push((entry.planned, Ok(()))),
+                Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
             }
         }
         if !ended.is_empty() {
             self.with(|pager, fx| {
-                for (id, result) in ended {
-                    pager.complete(id, result, fx);
+                for (planned, result) in ended {
+                    self.complete(pager, planned, result, fx);
                 }
             });
+        }
+    }
+
+    /// Tells the pager, and keeps what nobody else is told: a page that was given up, a copy in the host tier that the
+    /// disk does not take.
+    fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
+        let from_host = matches!(planned.from, Place::Host(_));
+        if from_host {
+            let held = &mut self.failures.lock().held;
+            match (&result, planned.to) {
+                (Err(error), Place::Disk) if held.len() < Failures::MOST || held.contains_key(&planned.page) => {
+                    let error = error.clone();
+                    held.insert(planned.page, Failure { page: self.describe(planned.page), error });
+                }
+                // Written, or on its way to a tier from which it will be written.
+                (Ok(()), _) => drop(held.remove(&planned.page)),
+                (Err(_), _) => {}
+            }
+        }
+        let lost = pager.lost_pages().len();
+        pager.complete(planned.id, result, fx);
+        if let Some((page, error)) = pager.lost_pages().get(lost) {
+            self.failures.lock().lose(Failure { page: self.describe(*page), error: error.clone() });
         }
     }
 
@@ -687,12 +745,34 @@ impl Engine {
         store.and(device)
     }
 
-    /// Errors that no call has reported: pages whose bytes were lost.
-    pub(crate) fn lost(&self) -> Vec<Error> {
-        self.with(|pager, _| pager.lost_pages().to_vec())
-            .into_iter()
-            .map(|(page, error)| error.context(format!("{} is lost", self.describe(page))))
-            .collect()
+    /// Errors that no call has reported.
+    pub(crate) fn health(&self) -> Vec<Error> {
+        let failures = self.failures.lock();
+        let lost = failures.lost.iter().map(|lost| lost.error.clone().context(format!("{} is lost", lost.page)));
+        let more = (failures.more > 0).then(|| {
+            let what = format!("{} more pages are lost, of which the errors were not kept", failures.more);
+            Error::new(ErrorKind::Poisoned, what).remedy("see the first ones")
+        });
+        let held = failures.held.values().map(|held| {
+            let what = format!("{} cannot be written and stays in host memory", held.page);
+            held.error.clone().context(what)
+        });
+        lost.chain(more).chain(held).collect()
+    }
+
+    /// What was lost since the start, as one error; the first is the cause.
+    pub(crate) fn lost(&self) -> Option<Error> {
+        let failures = self.failures.lock();
+        let first = failures.lost.first()?;
+        if failures.lost.len() == 1 {
+            return Some(first.error.clone().context(format!("{} is lost", first.page)));
+        }
+        let count = failures.lost.len() as u64 + failures.more;
+        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.page.as_str()).collect();
+        let rest = count - named.len() as u64;
+        let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
+        let what = format!("{count} pages are lost: {}{rest}; the first, because of", named.join(", "));
+        Some(Error::new(first.error.kind(), what).caused_by(first.error.clone()))
     }
 }
 
