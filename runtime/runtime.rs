@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ pub(crate) struct Shared {
     pub(crate) engine: Arc<Engine>,
     page_size: PageSize,
     verify: Verify,
-    scratch_dir: std::path::PathBuf,
+    scratch_dir: PathBuf,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
     host_budget: Bytes,
     lookahead: Lookahead,
@@ -106,6 +106,9 @@ pub struct Stats {
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
+    /// Open files that are read through the page cache nevertheless, because their file system refuses O_DIRECT. Only
+    /// where the backend was chosen automatically; asked for by name, it refuses such files.
+    pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
     /// How far ahead of use fills start. It follows the device budget.
@@ -359,7 +362,8 @@ impl Runtime {
     /// ranges.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a single row does not.
     pub fn waves(&self, tensors: &[Tensor], pages: u32) -> Result<Vec<Vec<Tensor>>> {
         let mut waves: Vec<Vec<Tensor>> = Vec::new();
         let mut used = 0u64;
@@ -376,6 +380,17 @@ impl Runtime {
             }
             for part in parts {
                 let count = part.page_count();
+                if count > u64::from(pages) {
+                    let page = self.shared.page_size.bytes();
+                    let have = Bytes::new(u64::from(pages).saturating_mul(page));
+                    let what = format!(
+                        "a row of {tensor:?} has {} in {count} pages, but a wave has {pages} ({have})",
+                        part.size()
+                    );
+                    return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(format!(
+                        "make waves of at least {count} pages, or reshape the tensor to shorter rows"
+                    )));
+                }
                 match waves.last_mut() {
                     Some(wave) if used + count <= u64::from(pages) => wave.push(part),
                     _ => {
@@ -468,6 +483,7 @@ impl Runtime {
             policy,
             planned,
             io: engine.store.backend(),
+            buffered_files: engine.store.buffered_files(),
             page_size: self.shared.page_size,
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),

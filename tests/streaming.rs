@@ -12,7 +12,7 @@ use std::time::Duration;
 use harness::{Setting, check_at_rest, watched};
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
-use outcore::{DType, PageId, PageIndex, SegmentId, Tier, WaitCause};
+use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
@@ -216,6 +216,26 @@ fn regression_the_best_possible_is_of_the_largest_budget() {
     runtime.set_device_budget(Bytes::kib(16 * 2)).unwrap();
     let optimum = runtime.stats().optimum;
     assert!(optimum.actual_hits > 0 && optimum.actual_hits <= optimum.hits, "{optimum:?}");
+}
+
+/// A wave that cannot hold one row could only be refused later, by the pin.
+#[test]
+fn regression_waves_refuse_a_row_that_is_wider_than_a_wave() {
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
+    let wide = [runtime.alloc(DType::U8, &[2, 40 << 10]).unwrap()];
+    let error = runtime.waves(&wide, 2).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
+    for part in ["U8 [2, 40960]", "40.0 KiB", "3 pages", "2 (32.0 KiB)", "at least 3 pages"] {
+        assert!(text.contains(part), "{text:?} does not say {part:?}");
+    }
+    // A row of a page fits where it begins with one.
+    let fitting = [runtime.alloc(DType::U8, &[4, 16 << 10]).unwrap()];
+    assert_eq!(runtime.waves(&fitting, 1).unwrap().len(), 4);
+    for wave in runtime.waves(&wide, 4).unwrap() {
+        assert!(wave.iter().map(|part| part.page_count()).sum::<u64>() <= 4);
+        drop(runtime.pin_set(&wave).wait().unwrap());
+    }
 }
 
 /// Every wait has a cause, a tier and a page, and they add up.

@@ -86,6 +86,7 @@ impl Run {
             "host_budget_bytes": self.host_budget.get(),
             "policy": stats.policy,
             "io": stats.io.to_string(),
+            "io_buffered_files": stats.buffered_files,
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
             "text": self.text,
@@ -162,6 +163,10 @@ impl Run {
             "read from disk",
             format!("{} by {}, {} hidden behind compute", stats.traffic.disk_read, stats.io, percent(self.overlap())),
         );
+        if let [first, rest @ ..] = stats.buffered_files.as_slice() {
+            let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+            row("", format!("through the page cache, because O_DIRECT is refused: {}{more}", first.display()));
+        }
         if stats.traffic.disk_written > Bytes::ZERO || stats.traffic.link_in > Bytes::ZERO {
             row(
                 "moved",
