@@ -298,7 +298,9 @@ fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
     }
     let start = segment.base.offset(offset).get() as *const u8;
     // SAFETY: the guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
-    // unchanged (module documentation); the range lies within one reservation, which the segment keeps.
+    // unchanged (module documentation). The range lies within the segment, which whoever makes tensors sees to
+    // (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`, `Tensor::rows`), and the guard holds the segment,
+    // which keeps the reservation.
     unsafe { std::slice::from_raw_parts(start, len as usize) }
 }
 
