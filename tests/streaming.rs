@@ -314,7 +314,7 @@ impl Policy for OwnPolicy {
         let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
         if self.hostile {
             self.resident.iter().for_each(|page| _ = take(*page));
-            return (self.resident.len() % 2 == 0).then(|| page(u32::MAX, 3));
+            return self.resident.len().is_multiple_of(2).then(|| page(u32::MAX, 3));
         }
         taken
     }
