@@ -33,7 +33,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
-use crate::pager::{AccessLog, Effects, Move, Pager, Place, WaitCause};
+use crate::pager::{AccessLog, Effects, Move, PageRun, Pager, Place, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
@@ -272,6 +272,12 @@ impl Failures {
             self.more += 1;
         }
     }
+
+    fn hold(&mut self, page: PageId, failure: Failure) {
+        if self.held.len() < Self::MOST || self.held.contains_key(&page) {
+            self.held.insert(page, failure);
+        }
+    }
 }
 
 impl Engine {
@@ -307,7 +313,7 @@ impl Engine {
     }
 
     /// Submits a request; a ticket comes back if it has to wait.
-    pub(crate) fn submit(&self, runs: &[crate::pager::PageRun], exclusive: bool) -> Result<Option<Waiting>> {
+    pub(crate) fn submit(&self, runs: &[PageRun], exclusive: bool) -> Result<Option<Waiting>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -577,23 +583,25 @@ impl Engine {
     /// Tells the pager, and keeps what nobody else is told: a page that was given up, a copy in the host tier that the
     /// disk does not take.
     fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
-        let from_host = matches!(planned.from, Place::Host(_));
-        if from_host {
-            let held = &mut self.failures.lock().held;
-            match (&result, planned.to) {
-                (Err(error), Place::Disk) if held.len() < Failures::MOST || held.contains_key(&planned.page) => {
-                    let error = error.clone();
-                    held.insert(planned.page, Failure { page: self.describe(planned.page), error });
-                }
-                // Written, or on its way to a tier from which it will be written.
-                (Ok(()), _) => drop(held.remove(&planned.page)),
-                (Err(_), _) => {}
+        let Move { id, page, from, to, .. } = planned;
+        let error = result.as_ref().err().cloned();
+        let lost = pager.stats().poisoned;
+        pager.complete(id, result, fx);
+        match error {
+            Some(error) if pager.stats().poisoned > lost => {
+                self.failures.lock().lose(Failure { page: self.describe(page), error });
             }
-        }
-        let lost = pager.lost_pages().len();
-        pager.complete(planned.id, result, fx);
-        if let Some((page, error)) = pager.lost_pages().get(lost) {
-            self.failures.lock().lose(Failure { page: self.describe(*page), error: error.clone() });
+            Some(error) if matches!((from, to), (Place::Host(_), Place::Disk)) => {
+                let run = PageRun { segment: page.segment, first: page.index, count: 1 };
+                let gone = fx.released.contains(&page.segment);
+                // Unless the device tier has newer bytes by now.
+                if !gone && pager.awaited(&[run]).is_some_and(|(_, tier)| tier == Tier::Host) {
+                    self.failures.lock().hold(page, Failure { page: self.describe(page), error });
+                }
+            }
+            // Written, or in the device tier, from which it will be written.
+            None if matches!(from, Place::Host(_)) => drop(self.failures.lock().held.remove(&page)),
+            _ => {}
         }
     }
 
