@@ -57,14 +57,9 @@ fn tour(path: &Path) -> Result<(), Box<dyn Error>> {
     let traffic = &stats.traffic;
     println!("{} read, {} written, by {}", traffic.disk_read, traffic.disk_written, stats.io);
     println!("at most {} in memory, budget {}", traffic.peak_device, stats.device.1);
-    println!(
-        "{:.0} % of {} uses were hits; stalled {:.1?}",
-        100.0 * stats.hit_ratio(),
-        stats.pager.uses,
-        stats.stall_time()
-    );
-    rt.close()?;
-    Ok(())
+    let (hits, uses) = (100.0 * stats.hit_ratio(), stats.pager.uses);
+    println!("{hits:.0} % of {uses} uses were hits; stalled {:.1?}", stats.stall_time());
+    Ok(rt.close()?)
 }
 
 /// A safetensors file of one tensor of 40 MiB.

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use crate::device::LinkModel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
-use crate::pager::PolicyKind;
+use crate::pager::{Policy, PolicyKind};
 use crate::runtime::Runtime;
 use crate::store::{IoBackend, StoreOptions};
 
@@ -91,6 +92,31 @@ impl FromStr for Lookahead {
     }
 }
 
+/// Where a runtime's policy comes from.
+#[derive(Clone)]
+pub(crate) enum PolicyChoice {
+    Kind(PolicyKind),
+    Custom(Arc<dyn Fn() -> Box<dyn Policy> + Send + Sync>),
+}
+
+impl PolicyChoice {
+    pub(crate) fn build(&self) -> Box<dyn Policy> {
+        match self {
+            Self::Kind(kind) => kind.build(),
+            Self::Custom(make) => make(),
+        }
+    }
+}
+
+impl fmt::Debug for PolicyChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kind(kind) => write!(f, "{kind}"),
+            Self::Custom(_) => f.write_str("custom"),
+        }
+    }
+}
+
 /// Opens a [`Runtime`]. Every setting has a default; the device budget's is 1 GiB.
 #[derive(Clone)]
 #[must_use]
@@ -98,7 +124,7 @@ pub struct RuntimeBuilder {
     pub(crate) device_budget: Bytes,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: PageSize,
-    pub(crate) policy: PolicyKind,
+    pub(crate) policy: PolicyChoice,
     pub(crate) lookahead: Lookahead,
     pub(crate) verify: Verify,
     pub(crate) store: StoreOptions,
@@ -128,7 +154,7 @@ impl RuntimeBuilder {
             device_budget: Bytes::gib(1),
             host_budget: Bytes::ZERO,
             page_size: PageSize::DEFAULT,
-            policy: PolicyKind::default(),
+            policy: PolicyChoice::Kind(PolicyKind::default()),
             lookahead: Lookahead::default(),
             verify: Verify::default(),
             store: StoreOptions::new(IoBackend::Auto),
@@ -160,11 +186,65 @@ impl RuntimeBuilder {
 
     /// Which page goes when a frame is needed.
     pub fn policy(mut self, policy: PolicyKind) -> Self {
-        self.policy = policy;
+        self.policy = PolicyChoice::Kind(policy);
         self
     }
 
-    /// How far ahead of use fills start.
+    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened.
+    ///
+    /// ```
+    /// use std::collections::VecDeque;
+    ///
+    /// use outcore::pager::policy::{Policy, Take, Want};
+    /// use outcore::{Bytes, DType, PageId, Runtime};
+    ///
+    /// /// First in, first out.
+    /// #[derive(Debug, Default)]
+    /// struct Fifo(VecDeque<PageId>);
+    ///
+    /// impl Policy for Fifo {
+    ///     fn name(&self) -> &'static str {
+    ///         "fifo"
+    ///     }
+    ///     fn accessed(&mut self, _page: PageId) {}
+    ///     fn inserted(&mut self, page: PageId) {
+    ///         self.0.push_back(page);
+    ///     }
+    ///     fn removed(&mut self, page: PageId) {
+    ///         self.0.retain(|other| *other != page);
+    ///     }
+    ///     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+    ///         if matches!(want, Want::Hint | Want::Planned(_)) {
+    ///             return None; // no page is worth less than one that may be used
+    ///         }
+    ///         for page in &self.0 {
+    ///             match take(*page) {
+    ///                 Take::Yes => return Some(*page),
+    ///                 Take::Skip => {}
+    ///                 Take::Stop => break,
+    ///             }
+    ///         }
+    ///         None
+    ///     }
+    /// }
+    ///
+    /// let builder = Runtime::builder().device_budget(Bytes::mib(4));
+    /// let runtime = builder.custom_policy(|| Box::new(Fifo::default())).open()?;
+    /// let table = runtime.alloc(DType::U8, &[8 << 20])?;
+    /// for half in [0..4 << 20, 4 << 20..8 << 20] {
+    ///     runtime.pin_mut(&table.rows(half)?).wait()?.bytes_mut().fill(1);
+    /// }
+    /// assert_eq!(runtime.stats().policy, "fifo");
+    /// # drop(table);
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn custom_policy(mut self, make: impl Fn() -> Box<dyn Policy> + Send + Sync + 'static) -> Self {
+        self.policy = PolicyChoice::Custom(Arc::new(make));
+        self
+    }
+
+    /// How far ahead of use fills start. Follows the device budget when [that changes](Runtime::set_device_budget).
     pub fn lookahead(mut self, lookahead: Lookahead) -> Self {
         self.lookahead = lookahead;
         self

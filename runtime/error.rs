@@ -39,8 +39,6 @@ pub enum ErrorKind {
     Poisoned,
     /// The runtime is closing or closed.
     Closed,
-    /// The request was given up before it was served.
-    Cancelled,
     /// A broken internal invariant: a bug in outcore.
     Internal,
 }
@@ -105,7 +103,17 @@ impl Error {
         self.0.kind
     }
 
-    /// Whether the same call may succeed later without anything being changed.
+    /// Whether the same call, unchanged, may succeed later: a disk or a network file system recovers, somebody else frees
+    /// room. The runtime has repeated what is worth repeating at once; whoever has time may ask again. Any other error
+    /// stays until the program, the file or the budget is another.
+    ///
+    /// ```
+    /// use outcore::{Error, ErrorKind};
+    ///
+    /// let full = std::io::Error::from_raw_os_error(28); // ENOSPC
+    /// assert!(Error::io("reserve 64 MiB in the scratch file", full).is_transient());
+    /// assert!(!Error::new(ErrorKind::Poisoned, "page 7 is lost").is_transient());
+    /// ```
     pub fn is_transient(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Io | ErrorKind::DiskFull)
     }

@@ -148,6 +148,38 @@ impl fmt::Debug for PageSize {
     }
 }
 
+/// A kind of memory pages can be in, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Tier {
+    /// The device's memory: where pages are used.
+    Device,
+    /// The host's memory.
+    Host,
+    /// Model files and the scratch file.
+    Disk,
+}
+
+impl Tier {
+    /// All of them, fastest first.
+    pub const ALL: [Self; 3] = [Self::Device, Self::Host, Self::Disk];
+
+    /// Its name in lower case.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+            Self::Disk => "disk",
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $inner:ty, $prefix:literal) => {
         $(#[$doc])*

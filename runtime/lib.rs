@@ -4,7 +4,8 @@
 //! across device memory, host memory and disk, brings each page up before it is needed, and takes it away when something
 //! else needs the room. A tensor has one contiguous address from open to close; budgets are hard.
 //!
-//! - [`Runtime::builder`] opens a runtime: budgets, page size, [policy](PolicyKind), [I/O backend](IoBackend).
+//! - [`Runtime::builder`] opens a runtime: budgets, page size, [policy](PolicyKind), or
+//!   [one of your own](RuntimeBuilder::custom_policy), [I/O backend](IoBackend).
 //! - [`Runtime::open_model`] takes in a GGUF or safetensors model where it lies; [`Runtime::alloc`] makes a read-write
 //!   tensor, which may be larger than memory.
 //! - [`Runtime::pin`] and [`Runtime::pin_mut`] bring a [`Tensor`], or [some of its rows](Tensor::rows), into memory and
@@ -63,11 +64,11 @@ pub use device::LinkModel;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
-    Bytes, FileId, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, StagingId,
+    Bytes, FileId, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, StagingId, Tier,
 };
-pub use observe::{Lane, Span, StallStats, Traffic};
+pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
-pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet};
+pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut};
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;

@@ -1,11 +1,12 @@
 //! What happened: counters that are always on, and a timeline of spans that is kept on request.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::ids::Bytes;
+use crate::ids::{Bytes, PageId, PageIndex, Tier};
 use crate::pager::WaitCause;
 
 /// Spans kept at most: 40 MiB of them, hours of a run; later ones are counted, not kept.
@@ -81,7 +82,8 @@ pub(crate) struct Observer {
     link_out: AtomicU64,
     disk_busy: Busy,
     link_busy: Busy,
-    stalls: [Stall; CAUSES.len()],
+    /// By cause, then by tier.
+    stalls: [[Stall; Tier::ALL.len()]; CAUSES.len()],
     peak_device: AtomicU64,
     peak_host: AtomicU64,
 }
@@ -171,14 +173,23 @@ impl Observer {
         self.span(lane, what, since, now, detail);
     }
 
-    pub(crate) fn stall(&self, cause: WaitCause, since: Instant, detail: impl FnOnce() -> String) {
+    /// Somebody waited since then, for bytes that were in `tier`. Returns how long.
+    pub(crate) fn stall(
+        &self,
+        cause: WaitCause,
+        tier: Tier,
+        since: Instant,
+        detail: impl FnOnce() -> String,
+    ) -> Duration {
         let now = Instant::now();
+        let time = now.saturating_duration_since(since);
         if let Some(at) = CAUSES.iter().position(|known| *known == cause) {
-            self.stalls[at].count.fetch_add(1, Ordering::Relaxed);
-            let nanos = now.saturating_duration_since(since).as_nanos() as u64;
-            self.stalls[at].nanos.fetch_add(nanos, Ordering::Relaxed);
+            let stall = &self.stalls[at][tier as usize];
+            stall.count.fetch_add(1, Ordering::Relaxed);
+            stall.nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
         }
         self.span(Lane::Stall, cause_name(cause), since, now, detail);
+        time
     }
 
     pub(crate) fn span(
@@ -232,13 +243,17 @@ impl Observer {
     }
 
     pub(crate) fn stalls(&self) -> Vec<StallStats> {
-        let stall = |(cause, stall): (&WaitCause, &Stall)| StallStats {
-            cause: *cause,
-            name: cause_name(*cause),
-            count: stall.count.load(Ordering::Relaxed),
-            time: Duration::from_nanos(stall.nanos.load(Ordering::Relaxed)),
+        let of_cause = |(cause, stalls): (&WaitCause, &[Stall; Tier::ALL.len()])| {
+            let tiers = Tier::ALL.map(|tier| {
+                let stall = &stalls[tier as usize];
+                let time = Duration::from_nanos(stall.nanos.load(Ordering::Relaxed));
+                TierStalls { tier, count: stall.count.load(Ordering::Relaxed), time }
+            });
+            let count = tiers.iter().map(|stalls| stalls.count).sum();
+            let time = tiers.iter().map(|stalls| stalls.time).sum();
+            StallStats { cause: *cause, name: cause_name(*cause), count, time, tiers }
         };
-        CAUSES.iter().zip(&self.stalls).map(stall).collect()
+        CAUSES.iter().zip(&self.stalls).map(of_cause).collect()
     }
 }
 
@@ -266,6 +281,7 @@ pub struct Traffic {
 
 /// Time callers waited, for one cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StallStats {
     /// The cause.
     pub cause: WaitCause,
@@ -275,4 +291,88 @@ pub struct StallStats {
     pub count: u64,
     /// How long in all.
     pub time: Duration,
+    /// The same by the tier that had the bytes of the page that was waited for, fastest first.
+    pub tiers: [TierStalls; Tier::ALL.len()],
+}
+
+/// Time callers waited for pages whose bytes were in one tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TierStalls {
+    /// The tier; [`Device`](Tier::Device) if the page was there, but pinned or in motion, or had yet to be made.
+    pub tier: Tier,
+    /// How often.
+    pub count: u64,
+    /// How long in all.
+    pub time: Duration,
+}
+
+/// Time callers waited for one page. A request for several pages counts for the first of them that was not there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageStalls {
+    /// The page.
+    pub page: PageId,
+    /// The tensors whose bytes it holds, as text: the first by name, the others as a number; of a tensor that was
+    /// allocated, its type and shape.
+    pub tensor: String,
+    /// How often.
+    pub count: u64,
+    /// How long in all.
+    pub time: Duration,
+    /// The cause of the last time.
+    pub cause: WaitCause,
+    /// That cause in words.
+    pub name: &'static str,
+    /// The tier that had its bytes, the last time.
+    pub tier: Tier,
+}
+
+/// Waiting for each page of a segment: 16 bytes a page, from the first wait on.
+#[derive(Debug, Default)]
+pub(crate) struct PageWaits(OnceLock<Box<[PageWait]>>);
+
+#[derive(Debug, Default)]
+struct PageWait {
+    nanos: AtomicU64,
+    count: AtomicU32,
+    /// Cause and tier of the last wait.
+    last: AtomicU8,
+}
+
+impl PageWaits {
+    pub(crate) fn add(&self, pages: u32, page: PageIndex, cause: WaitCause, tier: Tier, time: Duration) {
+        let Some(cause) = CAUSES.iter().position(|known| *known == cause) else { return };
+        let all = self.0.get_or_init(|| (0..pages).map(|_| PageWait::default()).collect());
+        let Some(wait) = all.get(page.index()) else { return };
+        wait.nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+        wait.count.fetch_add(1, Ordering::Relaxed);
+        wait.last.store((cause * Tier::ALL.len() + tier as usize) as u8, Ordering::Relaxed);
+    }
+
+    /// Every page that was waited for.
+    pub(crate) fn waited(&self) -> impl Iterator<Item = Waited> {
+        let all = self.0.get().map(|all| &**all).unwrap_or_default();
+        all.iter().enumerate().filter_map(|(index, wait)| {
+            let count = wait.count.load(Ordering::Relaxed);
+            let last = usize::from(wait.last.load(Ordering::Relaxed));
+            (count > 0).then(|| Waited {
+                page: PageIndex(index as u32),
+                count: count.into(),
+                time: Duration::from_nanos(wait.nanos.load(Ordering::Relaxed)),
+                cause: CAUSES[last / Tier::ALL.len()],
+                tier: Tier::ALL[last % Tier::ALL.len()],
+            })
+        })
+    }
+}
+
+/// A page that was waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Waited {
+    pub(crate) page: PageIndex,
+    pub(crate) count: u64,
+    pub(crate) time: Duration,
+    pub(crate) cause: WaitCause,
+    pub(crate) tier: Tier,
 }

@@ -21,12 +21,12 @@ use std::time::Instant;
 use bytemuck::{AnyBitPattern, NoUninit};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, PageIndex, RequestId};
+use crate::ids::{PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
-use crate::transfer::Engine;
 use crate::transfer::ticket::Ticket;
+use crate::transfer::{Engine, Waiting, may_wait};
 
 /// The pages of one request: almost always one run.
 #[derive(Clone, Debug)]
@@ -115,7 +115,7 @@ fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
 #[derive(Debug)]
 enum Progress {
     Start,
-    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant },
+    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)> },
     Done,
 }
 
@@ -168,19 +168,19 @@ impl<T: Target> PinRequest<'_, T> {
         let since = Instant::now();
         match engine.submit(runs.as_slice(), T::EXCLUSIVE, nested)? {
             None => Ok(Some(self.target.guard(runs))),
-            Some((id, ticket)) => {
-                self.progress = Progress::Waiting { id, ticket, since };
+            Some(Waiting { id, ticket, page }) => {
+                self.progress = Progress::Waiting { id, ticket, since, page };
                 self.runs = Some(runs);
                 Ok(None)
             }
         }
     }
 
-    fn finish(&mut self, since: Instant, result: Result<WaitCause>) -> Result<T::Guard> {
-        self.progress = Progress::Done;
+    fn finish(&mut self, result: Result<WaitCause>) -> Result<T::Guard> {
+        let progress = std::mem::replace(&mut self.progress, Progress::Done);
         let cause = result?;
-        if let Some(segment) = self.target.segment() {
-            segment.shared.engine.observer.stall(cause, since, || self.target.describe());
+        if let (Some(segment), Progress::Waiting { since, page, .. }) = (self.target.segment(), progress) {
+            segment.shared.engine.stalled(cause, page, since, || self.target.describe());
         }
         let runs = self.runs.take().unwrap_or(Runs::Many(Vec::new()));
         Ok(self.target.guard(runs))
@@ -190,17 +190,20 @@ impl<T: Target> PinRequest<'_, T> {
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together; the failure of a fill;
-    /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed).
+    /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed);
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker, which may run on a thread that the
+    /// pages are waiting for.
     pub fn wait(mut self) -> Result<T::Guard> {
         if let Some(guard) = self.start(Held::any())? {
             return Ok(guard);
         }
-        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+        let Progress::Waiting { ticket, .. } = &self.progress else {
             return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
         };
-        let (ticket, since) = (ticket.clone(), *since);
+        let ticket = ticket.clone();
+        may_wait("a pin")?;
         let result = ticket.wait();
-        self.finish(since, result)
+        self.finish(result)
     }
 }
 
@@ -222,12 +225,11 @@ impl<T: Target> Future for PinRequest<'_, T> {
                 }
             }
         }
-        let Progress::Waiting { ticket, since, .. } = &self.progress else {
+        let Progress::Waiting { ticket, .. } = &self.progress else {
             return Poll::Ready(Err(Error::new(ErrorKind::InvalidArgument, "a pin request was polled after it ended")));
         };
-        let (ticket, since) = (ticket.clone(), *since);
-        match ticket.poll(cx.waker()) {
-            Poll::Ready(result) => Poll::Ready(self.finish(since, result)),
+        match ticket.clone().poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,
         }
     }
@@ -328,7 +330,9 @@ fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
     }
     let start = segment.base.offset(offset).get() as *const u8;
     // SAFETY: the guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
-    // unchanged (module documentation); the range lies within one reservation, which the segment keeps.
+    // unchanged (module documentation). The range lies within the segment, which whoever makes tensors sees to
+    // (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`, `Tensor::rows`), and the guard holds the segment,
+    // which keeps the reservation.
     unsafe { std::slice::from_raw_parts(start, len as usize) }
 }
 
@@ -391,6 +395,14 @@ impl PinGuardMut {
         unsafe { std::slice::from_raw_parts_mut(start, self.len as usize) }
     }
 
+    /// The tensor's bytes as values.
+    ///
+    /// # Errors
+    /// As [`PinGuard::view`].
+    pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
+        bytemuck::try_cast_slice(self.bytes()).map_err(cast_error::<T>)
+    }
+
     /// The tensor's bytes as values, for writing.
     ///
     /// # Errors
@@ -427,37 +439,58 @@ impl Target for SharedSet<'_> {
     type Guard = PinSet;
     const EXCLUSIVE: bool = false;
     fn check(&self) -> Result<()> {
-        let mut runtimes = self.0.iter().map(|tensor| Arc::as_ptr(&tensor.segment.shared));
-        let first = runtimes.next();
-        if runtimes.all(|other| Some(other) == first) {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, "the tensors of a set belong to different runtimes")
-            .remedy("pin the tensors of each runtime as a set of its own"))
+        of_one_runtime(self.0)
     }
     fn segment(&self) -> Option<&Arc<Segment>> {
-        self.0.iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+        first_segment(self.0)
     }
     fn runs(&self) -> Runs {
-        let mut runs: Vec<PageRun> = self.0.iter().map(Tensor::run).collect();
-        PageRun::normalize(&mut runs);
-        match runs[..] {
-            [run] => Runs::One(run),
-            _ => Runs::Many(runs),
-        }
+        runs_of(self.0)
     }
     fn guard(&self, runs: Runs) -> PinSet {
-        let mut segments: Vec<Arc<Segment>> = self.0.iter().map(|tensor| tensor.segment.clone()).collect();
-        segments.sort_by_key(|segment| segment.id);
-        segments.dedup_by_key(|segment| segment.id);
-        PinSet { tensors: self.0.to_vec(), segments, runs, _held: Held::new() }
+        PinSet { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
     }
     fn describe(&self) -> String {
-        match self.0 {
-            [] => String::new(),
-            [one] => one.name().to_owned(),
-            [first, .., last] => format!("{} .. {}", first.name(), last.name()),
-        }
+        describe_set(self.0)
+    }
+}
+
+fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
+    let mut runtimes = tensors.iter().map(|tensor| Arc::as_ptr(&tensor.segment.shared));
+    let first = runtimes.next();
+    if runtimes.all(|other| Some(other) == first) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "the tensors of a set belong to different runtimes")
+        .remedy("pin the tensors of each runtime as a set of its own"))
+}
+
+fn first_segment(tensors: &[Tensor]) -> Option<&Arc<Segment>> {
+    tensors.iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+}
+
+fn runs_of(tensors: &[Tensor]) -> Runs {
+    let mut runs: Vec<PageRun> = tensors.iter().map(Tensor::run).collect();
+    PageRun::normalize(&mut runs);
+    match runs[..] {
+        [run] => Runs::One(run),
+        _ => Runs::Many(runs),
+    }
+}
+
+/// Each segment once, by id.
+fn segments_of(tensors: &[Tensor]) -> Vec<Arc<Segment>> {
+    let mut segments: Vec<Arc<Segment>> = tensors.iter().map(|tensor| tensor.segment.clone()).collect();
+    segments.sort_by_key(|segment| segment.id);
+    segments.dedup_by_key(|segment| segment.id);
+    segments
+}
+
+fn describe_set(tensors: &[Tensor]) -> String {
+    match tensors {
+        [] => String::new(),
+        [one] => one.name().to_owned(),
+        [first, .., last] => format!("{} .. {}", first.name(), last.name()),
     }
 }
 
@@ -480,6 +513,20 @@ impl PinSet {
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
         self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
     }
+
+    /// The bytes of the `index`th tensor of the set as values.
+    ///
+    /// # Errors
+    /// As [`PinGuard::view`]; [`InvalidArgument`](ErrorKind::InvalidArgument) too if the set has no such tensor.
+    pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
+        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
+        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+    }
+}
+
+fn no_such_tensor(index: usize, count: usize) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("there is no tensor {index} in a set of {count}"))
+        .remedy("count from 0, in the order in which the set was given")
 }
 
 impl Drop for PinSet {
@@ -495,5 +542,130 @@ impl Drop for PinSet {
 impl fmt::Debug for PinSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PinSet({} tensors)", self.tensors.len())
+    }
+}
+
+/// Target of [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
+#[derive(Debug)]
+pub struct ExclusiveSet<'a>(pub(crate) &'a [Tensor]);
+
+impl Target for ExclusiveSet<'_> {
+    type Guard = PinSetMut;
+    const EXCLUSIVE: bool = true;
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)?;
+        self.0.iter().try_for_each(|tensor| Exclusive(tensor).check())?;
+        // What makes the slices of the guard disjoint.
+        let mut by_place: Vec<&Tensor> = self.0.iter().filter(|tensor| tensor.len > 0).collect();
+        by_place.sort_by_key(|tensor| (tensor.segment.id, tensor.offset));
+        for pair in by_place.windows(2) {
+            if let [a, b] = pair
+                && a.segment.id == b.segment.id
+                && a.offset + a.len > b.offset
+            {
+                let what = format!(
+                    "two tensors of a set to write share bytes: {a:?} at byte {} of its allocation, and {b:?} at byte {}",
+                    a.offset, b.offset
+                );
+                return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave one of them out"));
+            }
+        }
+        Ok(())
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        first_segment(self.0)
+    }
+    fn runs(&self) -> Runs {
+        runs_of(self.0)
+    }
+    fn guard(&self, runs: Runs) -> PinSetMut {
+        PinSetMut { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
+    }
+    fn describe(&self) -> String {
+        describe_set(self.0)
+    }
+}
+
+/// The only guard of the pages of a set of tensors, pinned as a unit: gives their bytes for writing. The pages are dirty
+/// when it is dropped.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinSetMut {
+    /// No two share a byte; see [`ExclusiveSet::check`].
+    tensors: Vec<Tensor>,
+    segments: Vec<Arc<Segment>>,
+    runs: Runs,
+    _held: Held,
+}
+
+impl PinSetMut {
+    /// How many tensors the set has.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The bytes of the `index`th tensor of the set.
+    pub fn bytes(&self, index: usize) -> Option<&[u8]> {
+        self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
+    }
+
+    /// The bytes of the `index`th tensor of the set, for writing.
+    pub fn bytes_mut(&mut self, index: usize) -> Option<&mut [u8]> {
+        self.all_mut().nth(index)
+    }
+
+    /// The bytes of every tensor of the set, in order, for writing: what is computed from some of them can be written
+    /// to others.
+    pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
+        self.tensors.iter().map(|tensor| {
+            if tensor.len == 0 {
+                return Default::default();
+            }
+            let start = tensor.segment.base.offset(tensor.offset).get() as *mut u8;
+            // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them. No
+            // two tensors of the set share a byte, which `ExclusiveSet::check` has seen to, and the iterator borrows the
+            // guard exclusively and gives each once: no other slice overlaps this one.
+            unsafe { std::slice::from_raw_parts_mut(start, tensor.len as usize) }
+        })
+    }
+
+    /// The bytes of the `index`th tensor of the set as values.
+    ///
+    /// # Errors
+    /// As [`PinSet::view`].
+    pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
+        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
+        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+    }
+
+    /// The bytes of the `index`th tensor of the set as values, for writing.
+    ///
+    /// # Errors
+    /// As [`PinSet::view`].
+    pub fn view_mut<T: AnyBitPattern + NoUninit>(&mut self, index: usize) -> Result<&mut [T]> {
+        let count = self.count();
+        let bytes = self.bytes_mut(index).ok_or_else(|| no_such_tensor(index, count))?;
+        bytemuck::try_cast_slice_mut(bytes).map_err(cast_error::<T>)
+    }
+}
+
+impl Drop for PinSetMut {
+    fn drop(&mut self) {
+        let runs = self.runs.as_slice();
+        for run in runs {
+            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
+                for word in segment.words_of(*run) {
+                    let _ = word.unlock();
+                }
+            }
+        }
+        if let Some(segment) = self.segments.first().filter(|_| !runs.is_empty()) {
+            segment.shared.engine.with(|pager, fx| pager.unlocked(runs, fx));
+        }
+    }
+}
+
+impl fmt::Debug for PinSetMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinSetMut({} tensors)", self.tensors.len())
     }
 }

@@ -2,26 +2,27 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::config::{RuntimeBuilder, Verify};
+use crate::config::{Lookahead, RuntimeBuilder, Verify};
 use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
-use crate::observe::{Lane, Observer, Span, StallStats, Traffic};
+use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{Exclusive, PinRequest, Shared as SharedPin, SharedSet};
+use crate::pin::{Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
-use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source};
+use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
 #[derive(Debug)]
@@ -29,9 +30,12 @@ pub(crate) struct Shared {
     pub(crate) engine: Arc<Engine>,
     page_size: PageSize,
     verify: Verify,
-    scratch_dir: std::path::PathBuf,
+    scratch_dir: PathBuf,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
     host_budget: Bytes,
+    lookahead: Lookahead,
+    /// Frames of the largest device budget so far.
+    most_frames: AtomicU32,
 }
 
 impl Drop for Shared {
@@ -87,20 +91,28 @@ impl Model {
 pub struct Stats {
     /// Uses, hits, faults, fills, evictions.
     pub pager: PagerStats,
-    /// The best any policy could have done on the same uses with the same frames, every page coming on demand.
+    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
+    /// and what was done, on the same uses: the first 262,144.
     pub optimum: Optimum,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
-    /// Waiting, by cause.
+    /// Waiting, by cause and tier.
     pub stalls: Vec<StallStats>,
+    /// The pages, of tensors that still exist, that were waited for longest; at most sixteen, the worst first.
+    pub worst_pages: Vec<PageStalls>,
     /// The policy.
     pub policy: &'static str,
     /// Whether it is following a plan, declared or recognised.
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
+    /// Open files that are read through the page cache nevertheless, because their file system refuses O_DIRECT. Only
+    /// where the backend was chosen automatically; asked for by name, it refuses such files.
+    pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
+    /// How far ahead of use fills start. It follows the device budget.
+    pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     pub device: (Bytes, Bytes),
     /// Host-tier memory in frames now, and the budget.
@@ -108,7 +120,8 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Hits over uses; 0 where there were none.
+    /// Hits over all uses; 0 where there were none. What compares with the best possible is
+    /// [`optimum.actual_ratio()`](Optimum::actual_ratio): a long run has more uses than [`optimum`](Self::optimum) covers.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }
@@ -189,6 +202,8 @@ impl Runtime {
                 scratch_dir: config.scratch_dir.unwrap_or_else(std::env::temp_dir),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
+                lookahead: config.lookahead,
+                most_frames: AtomicU32::new(frames),
             }),
         })
     }
@@ -201,24 +216,45 @@ impl Runtime {
     /// them. Reads headers only.
     ///
     /// # Errors
-    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile; [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    /// As [`format::open`]; [`ModelChanged`](ErrorKind::ModelChanged) if a file is replaced meanwhile;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_model(&self, path: impl AsRef<Path>) -> Result<Model> {
-        let header = format::open(path.as_ref())?;
+        self.open_parsed(format::open(path.as_ref())?)
+    }
+
+    /// Opens a model whose headers were read before, to choose budgets by them, say; they are not read again.
+    ///
+    /// ```no_run
+    /// use outcore::{Bytes, Runtime, format};
+    ///
+    /// let header = format::open("model.gguf")?;
+    /// let budget = Bytes::new(header.tensor_bytes() / 4);
+    /// let runtime = Runtime::builder().device_budget(budget).open()?;
+    /// let model = runtime.open_parsed(header)?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ModelChanged`](ErrorKind::ModelChanged) if a file is no longer what it was when its header was read;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the header was changed and contradicts the files;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
+    pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
+        let header = header.into();
+        // Its fields are public, and what tensors say becomes slices of memory.
+        header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
-        for file in &header.files {
+        for (index, file) in header.files.iter().enumerate() {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
             let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
             if FileState::of(&now) != file.state {
-                let message = format!("{} changed while it was opened", file.path.display());
+                let message = format!("{} changed after its header was read", file.path.display());
                 return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
             }
-            let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
-            let path = file.path.clone();
-            segments.push(self.add_segment(Backing::File, file.len, |pages| Source::File {
-                file: id,
-                path,
-                learned: LearnedHashes::new(self.shared.verify, pages),
+            segments.push(self.add_segment(Backing::File, file.len, |pages| {
+                let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
+                let learned = LearnedHashes::new(self.shared.verify, pages);
+                Ok(Source::File { file: id, model: header.clone(), index: index as u32, learned })
             })?);
         }
         let mut tensors = HashMap::with_capacity(header.tensors.len());
@@ -230,7 +266,7 @@ impl Runtime {
                 Tensor::new(segment.clone(), tensor.offset, tensor.len, tensor.dtype, &tensor.shape, &tensor.name);
             tensors.insert(tensor.name.clone(), handle);
         }
-        Ok(Model { header: Arc::new(header), tensors: Arc::new(tensors) })
+        Ok(Model { header, tensors: Arc::new(tensors) })
     }
 
     /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
@@ -254,7 +290,9 @@ impl Runtime {
         }
         let (scratch, file) = self.scratch()?;
         let slots = scratch.reserve(Bytes::new(bytes))?;
-        let segment = self.add_segment(Backing::ReadWrite, bytes, |_| Source::Scratch { file, scratch, slots })?;
+        let label = format!("{dtype} {shape:?}");
+        let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
+        let segment = self.add_segment(Backing::ReadWrite, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
 
@@ -269,7 +307,13 @@ impl Runtime {
         Ok((file, id))
     }
 
-    fn add_segment(&self, backing: Backing, len: u64, source: impl FnOnce(u32) -> Source) -> Result<Arc<Segment>> {
+    /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
+    fn add_segment(
+        &self,
+        backing: Backing,
+        len: u64,
+        source: impl FnOnce(u32) -> Result<Source>,
+    ) -> Result<Arc<Segment>> {
         let page_size = self.shared.page_size;
         let pages = u32::try_from(page_size.pages_for(len).max(1)).map_err(|_| {
             Error::new(
@@ -284,9 +328,13 @@ impl Runtime {
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
         }
         let base: DeviceAddress = engine.device.reserve(pages)?;
-        let source = source(pages);
+        let source = source(pages).inspect_err(|_| {
+            if let Err(error) = engine.device.release(base, pages) {
+                tracing::warn!(%error, ?base, "release a segment's addresses");
+            }
+        })?;
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
-        engine.add_segment_io(id, SegmentIo { base, pages, len, source });
+        engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
@@ -310,11 +358,18 @@ impl Runtime {
         PinRequest::new(SharedSet(tensors))
     }
 
+    /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
+    /// fine.
+    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, ExclusiveSet<'a>> {
+        PinRequest::new(ExclusiveSet(tensors))
+    }
+
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
     /// ranges.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if a tensor has no rows and does not fit;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a single row does not.
     pub fn waves(&self, tensors: &[Tensor], pages: u32) -> Result<Vec<Vec<Tensor>>> {
         let mut waves: Vec<Vec<Tensor>> = Vec::new();
         let mut used = 0u64;
@@ -331,6 +386,17 @@ impl Runtime {
             }
             for part in parts {
                 let count = part.page_count();
+                if count > u64::from(pages) {
+                    let page = self.shared.page_size.bytes();
+                    let have = Bytes::new(u64::from(pages).saturating_mul(page));
+                    let what = format!(
+                        "a row of {tensor:?} has {} in {count} pages, but a wave has {pages} ({have})",
+                        part.size()
+                    );
+                    return Err(Error::new(ErrorKind::BudgetTooSmall, what).remedy(format!(
+                        "make waves of at least {count} pages, or reshape the tensor to shorter rows"
+                    )));
+                }
                 match waves.last_mut() {
                     Some(wave) if used + count <= u64::from(pages) => wave.push(part),
                     _ => {
@@ -380,6 +446,8 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker, which may run on a thread that it would
+    /// wait for; then the budget is as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
         let frames = frames_of("device", budget, self.shared.page_size)?;
         if frames == 0 {
@@ -390,28 +458,40 @@ impl Runtime {
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
-        engine.with(|pager, fx| pager.set_frames(frames, fx));
-        engine.await_budget()
+        engine.with(|pager, fx| {
+            if frames < pager.device_frames().1 {
+                may_wait("a smaller budget")?;
+            }
+            pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
+            pager.set_frames(frames, fx);
+            self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
+            Ok(())
+        })?;
+        // Elsewhere a smaller budget may still be waited for; this one has been met.
+        if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
     /// Counters.
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
         let page = self.shared.page_size.bytes();
-        let (pager, optimum, (policy, planned), device, host) = engine.with(|pager, _| {
-            let (in_use, budget) = pager.device_frames();
-            (pager.stats(), pager.optimal_hits(budget), pager.policy_state(), (in_use, budget), pager.host_frames())
+        let (pager, trace, (policy, planned), lookahead, device, host) = engine.with(|pager, _| {
+            let state = pager.policy_state();
+            (pager.stats(), pager.trace(), state, pager.lookahead(), pager.device_frames(), pager.host_frames())
         });
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
         Stats {
             pager,
-            optimum,
+            optimum: trace.optimum(self.shared.most_frames.load(Ordering::Relaxed)),
             traffic: engine.observer.traffic(),
             stalls: engine.observer.stalls(),
+            worst_pages: engine.worst_pages(WORST_PAGES),
             policy,
             planned,
             io: engine.store.backend(),
+            buffered_files: engine.store.buffered_files(),
             page_size: self.shared.page_size,
+            lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
         }
@@ -443,22 +523,33 @@ impl Runtime {
         self.engine().observer.span(lane, what, start, end, String::new);
     }
 
-    /// Pages of read-write tensors whose bytes were lost, and why, for tensors that still exist.
+    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, and why,
+    /// also of tensors that are gone; then those that stay in host memory because the disk does not take them. Of each,
+    /// up to 64; of what was lost, how many more.
     pub fn health(&self) -> Vec<Error> {
-        self.engine().lost()
+        self.engine().health()
     }
 
     /// Stops: waiting requests end with [`Closed`](ErrorKind::Closed), what is in flight is finished, threads end.
     /// Guards stay valid until they are dropped.
     ///
     /// # Errors
-    /// The first of [`health`](Self::health)'s errors, or of what was lost while closing.
+    /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker, and nothing is closed.
     pub fn close(self) -> Result<()> {
-        self.engine().shut_down()?;
+        may_wait("the end of a runtime")?;
+        let closed = self.engine().shut_down();
         // Afterwards, because what was in flight may have failed.
-        self.health().into_iter().next().map_or(Ok(()), Err)
+        match (self.engine().lost(), closed) {
+            (None, closed) => closed,
+            (Some(lost), Ok(())) => Err(lost),
+            (Some(lost), Err(closed)) => Err(lost.context(format!("closing failed ({closed}), and before that"))),
+        }
     }
 }
+
+/// How many pages [`Stats::worst_pages`] names.
+const WORST_PAGES: usize = 16;
 
 fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
     u32::try_from(budget.get() / page.bytes()).map_err(|_| {

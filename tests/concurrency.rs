@@ -299,6 +299,52 @@ fn closing_by_a_waker_is_refused() {
     });
 }
 
+/// On a thread that reports completions nothing may wait for completions. What has not to wait is done.
+#[test]
+fn regression_waiting_in_a_waker_is_refused() {
+    watched("waiting in a waker", || {
+        for io in IoBackend::CHOICES {
+            for link in [false, true] {
+                let gate = Gate::holding(IoKind::Read);
+                let setting = Setting { io, link, ..setting(4) };
+                let runtime = gated(&setting, &gate);
+                let file = common::synthetic(&[10_000, 30_000]);
+                let model = runtime.open_model(&file.path).unwrap();
+                let (here, away) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
+                let mut request = runtime.pin(&here);
+                let (ended, end) = mpsc::channel();
+                let (own, near, far) = (runtime.clone(), here.clone(), away.clone());
+                let budget = |pages| Bytes::new(pages * setting.page.get());
+                let (fewer, more) = (budget(2), budget(6));
+                let waker = OnWake::waker(move || {
+                    let waited = own.pin(&far).wait().map(drop).unwrap_err();
+                    let shrunk = own.set_device_budget(fewer).unwrap_err();
+                    let kept = own.stats().device.1;
+                    own.set_device_budget(more).unwrap();
+                    drop(own.pin(&near).wait().unwrap());
+                    ended.send((waited, shrunk, kept)).unwrap();
+                });
+                assert!(poll(&mut request, &waker).is_pending());
+                gate.await_arrivals(1);
+                gate.open();
+                let (waited, shrunk, kept) = end.recv().unwrap();
+                for error in [waited, shrunk] {
+                    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+                    assert!(error.to_string().contains("in a waker") && error.advice().is_some(), "{error}");
+                }
+                assert_eq!(kept, budget(4), "a refused budget was taken");
+                assert!(poll(&mut request, Waker::noop()).is_ready());
+                drop(request);
+                // What was refused there goes on here.
+                runtime.set_device_budget(budget(3)).unwrap();
+                drop(runtime.pin(&away).wait().unwrap());
+                drop(model);
+                check_at_rest(runtime, vec![here, away], "waiting in a waker");
+            }
+        }
+    });
+}
+
 /// Segments come and go on several threads, so ids are reused at once.
 #[test]
 fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id() {
@@ -644,6 +690,84 @@ fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit() {
         assert_eq!(runtime.pin_set(&foreign).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
         drop((guard, models, foreign, table));
         check_at_rest(runtime, Vec::from(set), "a set across segments");
+    });
+}
+
+/// Rows that share pages, written together; what shares bytes, cannot be written, or is of another runtime is refused.
+#[test]
+fn a_set_is_written_as_a_unit() {
+    watched("a set to write", || {
+        for setting in Setting::tiers() {
+            let runtime = setting.builder(None).open().unwrap();
+            let [a, b] = [0, 1].map(|_| runtime.alloc(DType::U32, &[8, 3000]).unwrap());
+            let row = |tensor: &Tensor, n: u64| tensor.rows(n..n + 1).unwrap();
+            for n in 0..8 {
+                let set = [row(&b, n), row(&a, n), row(&a, (n + 1) % 8), a.rows(3..3).unwrap()];
+                let mut guard = runtime.pin_set_mut(&set).wait().unwrap();
+                assert_eq!(guard.count(), 4);
+                guard.view_mut::<u32>(0).unwrap().fill(n as u32 + 1);
+                let mut all = guard.all_mut();
+                let (from, to) = (all.next().unwrap(), all.next().unwrap());
+                to.copy_from_slice(from);
+                assert_eq!(all.map(|bytes| bytes.len()).collect::<Vec<_>>(), [12_000, 0]);
+                assert_eq!(guard.view::<u32>(1).unwrap(), guard.view::<u32>(0).unwrap());
+                assert_eq!(guard.view::<u64>(9).unwrap_err().kind(), ErrorKind::InvalidArgument);
+                assert!(guard.bytes_mut(4).is_none() && guard.bytes_mut(3).unwrap().is_empty());
+            }
+            for n in 0..8 {
+                let set = [row(&a, n), row(&b, n)];
+                let guard = runtime.pin_set(&set).wait().unwrap();
+                for at in 0..2 {
+                    assert!(guard.view::<u32>(at).unwrap().iter().all(|value| *value == n as u32 + 1));
+                }
+                assert_eq!(guard.view::<u32>(2).unwrap_err().kind(), ErrorKind::InvalidArgument);
+            }
+            let file = common::synthetic(&[1000]);
+            let model = runtime.open_model(&file.path).unwrap();
+            let other = setting.builder(None).open().unwrap();
+            let refused = [
+                ([row(&a, 2), a.rows(1..3).unwrap()], "share bytes"),
+                ([row(&a, 2), row(&a, 2)], "share bytes"),
+                ([row(&a, 2), model.tensor("t0").unwrap()], "read-only"),
+                ([row(&a, 2), other.alloc(DType::U8, &[1]).unwrap()], "different runtimes"),
+            ];
+            for (set, why) in &refused {
+                let error = runtime.pin_set_mut(set).wait().unwrap_err();
+                assert!(error.kind() == ErrorKind::InvalidArgument && error.to_string().contains(why), "{error}");
+                assert!(error.advice().is_some());
+            }
+            assert_eq!(runtime.pin_set_mut(&[]).wait().unwrap().count(), 0);
+            drop((refused, model));
+            check_at_rest(runtime, vec![a, b], "a set to write");
+        }
+    });
+}
+
+/// Two writers that want the same tensors in other orders: neither ever holds one and waits for the other.
+#[test]
+fn writers_of_sets_never_hold_half() {
+    watched("writers of sets", || {
+        let runtime = setting(6).builder(None).open().unwrap();
+        let tables = [0, 1, 2].map(|_| runtime.alloc(DType::U64, &[PAGE / 8]).unwrap());
+        let threads: Vec<_> = (0..3)
+            .map(|n| {
+                let (runtime, tables) = (runtime.clone(), tables.clone());
+                thread::spawn(move || {
+                    let set = [tables[n].clone(), tables[(n + 1) % 3].clone()];
+                    for _ in 0..300 {
+                        let mut guard = runtime.pin_set_mut(&set).wait().unwrap();
+                        for at in 0..2 {
+                            guard.view_mut::<u64>(at).unwrap().iter_mut().for_each(|value| *value += 1);
+                        }
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        for table in &tables {
+            assert!(runtime.pin(table).wait().unwrap().view::<u64>().unwrap().iter().all(|value| *value == 600));
+        }
+        check_at_rest(runtime, Vec::from(tables), "writers of sets");
     });
 }
 

@@ -229,8 +229,86 @@ fn close_reports_what_was_lost() {
         }
         let error = runtime.close().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
-        assert!(error.to_string().contains("page 0 of a read-write tensor is lost"), "{error}");
+        assert!(error.to_string().contains("page 0 of a read-write tensor U8 [16384] is lost"), "{error}");
         drop(victim);
+    });
+}
+
+/// Every loss is told, also of tensors that are gone.
+#[test]
+fn regression_every_loss_is_reported_also_of_tensors_that_are_gone() {
+    watched("several losses", || {
+        let io = IoBackend::Threads;
+        let setting = Setting { io, policy: PolicyKind::Lru, page: Bytes::kib(16), device: 90, host: 0, link: false };
+        let faults = Faults::new();
+        let runtime = setting.builder(Some(&faults)).open().unwrap();
+        let lose = |pages: u64| {
+            let before = runtime.stats().pager.poisoned;
+            let victim = runtime.alloc(DType::U8, &[pages, 16 << 10]).unwrap();
+            runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+            while runtime.stats().pager.poisoned < before + pages {
+                runtime.evict(&victim);
+                std::thread::yield_now();
+            }
+        };
+        faults.all(IoKind::Write, Fault::Errno(libc::EIO));
+        lose(2);
+        lose(1);
+        let told: Vec<String> = runtime.health().iter().map(Error::to_string).collect();
+        assert_eq!(told.len(), 3, "{told:?}");
+        for (page, of) in [(0, "U8 [2, 16384]"), (1, "U8 [2, 16384]"), (0, "U8 [1, 16384]")] {
+            let what = format!("page {page} of a read-write tensor {of} is lost");
+            assert!(told.iter().any(|text| text.contains(&what) && text.contains("os error 5")), "{told:?}");
+        }
+        // A list has an end, a count has none.
+        lose(80);
+        let health = runtime.health();
+        assert_eq!(health.len(), 65, "{health:?}");
+        assert!(health[64].to_string().contains("19 more pages"), "{health:?}");
+        let error = runtime.close().unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::Io, "{text}");
+        assert!(text.contains("83 pages are lost") && text.contains("U8 [1, 16384]") && text.len() < 2000, "{text}");
+        assert!(std::error::Error::source(&error).unwrap().to_string().contains("os error 5"), "{text}");
+    });
+}
+
+/// Nothing is lost, so nobody's call fails; but a host tier full of what the disk refuses is no tier any more.
+#[test]
+fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is() {
+    watched("a host copy that cannot be written", || {
+        for setting in Setting::tiers().into_iter().filter(|setting| setting.host > 0) {
+            let faults = Faults::new();
+            let runtime = setting.builder(Some(&faults)).open().unwrap();
+            let pages = setting.device + setting.host;
+            let table = runtime.alloc(DType::U8, &[pages, 16 << 10]).unwrap();
+            let rows: Vec<Tensor> = (0..pages).map(|row| table.rows(row..row + 1).unwrap()).collect();
+            faults.all(IoKind::Write, Fault::Errno(libc::EIO));
+            for (row, part) in rows.iter().enumerate() {
+                runtime.pin_mut(part).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+            }
+            while runtime.health().is_empty() {
+                std::thread::yield_now();
+            }
+            let error = runtime.health().remove(0);
+            let text = error.to_string();
+            assert!(error.kind() == ErrorKind::Io && text.contains("os error 5"), "{setting:?}: {text}");
+            assert!(text.contains("stays in host memory") && text.contains("a read-write tensor U8"), "{text}");
+            faults.off();
+            for _ in 0..2 {
+                for (row, part) in rows.iter().enumerate() {
+                    let guard = runtime.pin(part).wait().unwrap();
+                    assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "{setting:?}: row {row}");
+                }
+            }
+            // The next pin finds the host tier's pages in the device tier, or written.
+            while !runtime.health().is_empty() {
+                rows.iter().for_each(|part| drop(runtime.pin(part).wait().unwrap()));
+            }
+            assert_eq!(runtime.stats().pager.poisoned, 0);
+            drop(rows);
+            check_at_rest(runtime, vec![table], &format!("{setting:?}"));
+        }
     });
 }
 
@@ -259,6 +337,64 @@ fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold() {
             check_at_rest(runtime, vec![table, other], &format!("{setting:?}"));
         }
     });
+}
+
+/// How many descriptors of this process are for `path`.
+fn open_descriptors(path: &Path) -> usize {
+    let path = path.canonicalize().unwrap();
+    let all = std::fs::read_dir("/proc/self/fd").unwrap();
+    all.filter(|fd| fd.as_ref().is_ok_and(|fd| std::fs::read_link(fd.path()).is_ok_and(|file| file == path))).count()
+}
+
+/// Run by the test below, because it leaves no addresses to others.
+#[test]
+fn child_no_addresses_are_left() {
+    if std::env::var_os("OUTCORE_CHILD").is_none() {
+        return;
+    }
+    watched("no addresses are left", || {
+        // A file of nearly 16 TiB, the most that ext4 takes, nothing of which is on disk.
+        const LEN: u64 = 17_000_000_000_000;
+        const MODELS_MAX: usize = 64;
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("model.safetensors");
+        let data = LEN - 128;
+        let header = format!("{{\"t\":{{\"dtype\":\"U8\",\"shape\":[{data}],\"data_offsets\":[0,{data}]}}}}");
+        let mut bytes = 120u64.to_le_bytes().to_vec();
+        bytes.extend(format!("{header:120}").as_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        if let Err(cause) = std::fs::File::options().write(true).open(&path).unwrap().set_len(LEN) {
+            println!("SKIPPED: the file system takes no such file: {cause}; the child ran");
+            return;
+        }
+        let page = Bytes::gib(1);
+        let runtime = Setting { page, device: 1, host: 0, link: false, ..Setting::tiers()[0] }.builder(None).open();
+        let runtime = runtime.unwrap();
+        let mut models = Vec::new();
+        let error = loop {
+            assert!(models.len() < MODELS_MAX, "the address space has no end");
+            match runtime.open_model(&path) {
+                Ok(model) => models.push(model),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+        assert!(!models.is_empty() && open_descriptors(&path) == models.len(), "{error}");
+        drop(models);
+        runtime.close().unwrap();
+        println!("the child ran");
+    });
+}
+
+#[test]
+fn regression_a_model_that_cannot_be_opened_leaves_no_file_in_the_store() {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_no_addresses_are_left", "--nocapture"])
+        .env("OUTCORE_CHILD", "1")
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && text.contains("the child ran"), "{:?}: {text}", child.status);
 }
 
 /// Run by the test below with a small file system mounted.

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use outcore::format::{self, gguf, safetensors};
-use outcore::{DType, Error, ErrorKind};
+use outcore::{Bytes, DType, Error, ErrorKind, Runtime};
 use support::{GgufFile, Kv, rich_gguf, rich_index, rich_safetensors};
 use tempfile::TempDir;
 
@@ -467,6 +467,65 @@ mod files {
         assert!(file.header().len() > 5 << 20);
         let model = format::open(folder.put("big.gguf", file.bytes())).unwrap();
         assert!(model.gguf().unwrap().get_array_str("many").unwrap().eq(tokens.iter()));
+    }
+
+    /// Bytes this thread has read with system calls, those of asking left out; `None` where the kernel does not count.
+    fn read_by_this_thread() -> Option<u64> {
+        thread_local!(static ASKING: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
+        let text = fs::read_to_string("/proc/thread-self/io").ok()?;
+        let read = text.lines().find_map(|line| line.strip_prefix("rchar: "))?.parse::<u64>().ok()?;
+        let before = ASKING.get();
+        ASKING.set(before + text.len() as u64);
+        Some(read - before)
+    }
+
+    /// A GGUF header does not say how long it is, so a little of what follows comes along; the data, never.
+    #[test]
+    fn opening_reads_headers_and_next_to_no_data() {
+        const SLACK: u64 = 128 << 10;
+        const BEGINNINGS: u64 = 4096 + 64;
+        if read_by_this_thread().is_none() {
+            eprintln!("SKIPPED: the kernel does not count what threads read");
+            return;
+        }
+        let folder = Folder::new();
+        let tokens: Vec<String> = (0..200_000).map(|i| format!("t{i}")).collect();
+        let long = rich_gguf().kv("many", Kv::strs(tokens.iter().map(String::as_str)));
+        let weights = |file: GgufFile| file.tensor("weights", &[32 << 20], 0, 128 << 20);
+        for (name, file) in [("long", weights(long)), ("short", weights(rich_gguf()))] {
+            let header = file.header();
+            let path = folder.put(&format!("{name}.gguf"), &header);
+            let data = (header.len() as u64).next_multiple_of(32);
+            fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(data + file.data_len).unwrap();
+
+            let before = read_by_this_thread().unwrap();
+            let parsed = format::open(&path).unwrap();
+            let read = read_by_this_thread().unwrap() - before;
+            let most = header.len() as u64 + SLACK + BEGINNINGS;
+            assert!(
+                read >= header.len() as u64 && read <= most,
+                "{name}: {read} read, the header has {}",
+                header.len()
+            );
+
+            // The header is not read again; the store looks at the first block, to see whether O_DIRECT works.
+            let runtime = Runtime::builder().device_budget(Bytes::mib(8)).open().unwrap();
+            let before = read_by_this_thread().unwrap();
+            let model = runtime.open_parsed(parsed).unwrap();
+            let read = read_by_this_thread().unwrap() - before;
+            assert!(read <= BEGINNINGS, "{name}: {read} read though the header was there");
+            assert!(model.contains("weights"));
+            assert_eq!(runtime.stats().traffic.disk_read, Bytes::ZERO);
+            drop(model);
+            runtime.close().unwrap();
+        }
+        // Safetensors says how long its header is: no byte of data comes along.
+        let json = r#"{"w":{"dtype":"U8","shape":[1048576],"data_offsets":[0,1048576]}}"#;
+        let path = folder.put("one.safetensors", support::safetensors(json, 1 << 20));
+        let before = read_by_this_thread().unwrap();
+        format::open(&path).unwrap();
+        let read = read_by_this_thread().unwrap() - before;
+        assert!(read <= 2 * 64 + json.len() as u64 + 8, "{read} read");
     }
 
     #[test]

@@ -162,3 +162,47 @@ fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
         assert_eq!(mixed, None);
     });
 }
+
+/// Between reading headers and opening by them a program may take its time.
+#[test]
+fn a_header_that_was_read_before_is_taken_only_for_the_same_file() {
+    watched("a header read before", || {
+        let file = common::synthetic(&LENGTHS);
+        set_modified(&file.path, SystemTime::now() - Duration::from_secs(100));
+        let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+        let header = std::sync::Arc::new(outcore::format::open(&file.path).unwrap());
+        let model = runtime.open_parsed(header.clone()).unwrap();
+        assert!(runtime.pin(&model.tensor("t0").unwrap()).wait().unwrap().bytes() == bytes_of(&file, &model, "t0"));
+        drop(model);
+        OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&[1; 4096], 140_000).unwrap();
+        let error = runtime.open_parsed(header).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ModelChanged, "{error}");
+        assert!(error.to_string().contains(file.path.to_str().unwrap()) && error.advice().is_some(), "{error}");
+        runtime.close().unwrap();
+    });
+}
+
+/// A header's fields are public; what they say is not believed.
+#[test]
+fn a_header_that_was_edited_is_refused_where_it_lies() {
+    let file = common::synthetic(&LENGTHS);
+    let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+    let edits: [fn(&mut outcore::format::ModelHeader); 5] = [
+        |header| header.tensors[1].offset += 100_000,
+        |header| header.tensors[1].len += 1,
+        |header| header.tensors[1].shape[0] = u64::MAX,
+        |header| header.tensors[1].file = 7,
+        |header| {
+            header.files[0].len *= 2;
+            header.tensors[1].offset += 100_000;
+        },
+    ];
+    for edit in edits {
+        let mut header = outcore::format::open(&file.path).unwrap();
+        edit(&mut header);
+        let error = runtime.open_parsed(header).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+        assert!(error.advice().is_some(), "{error}");
+    }
+    runtime.close().unwrap();
+}

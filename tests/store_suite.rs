@@ -571,6 +571,23 @@ fn direct_io_refused_is_an_error_where_it_was_asked_for() {
     assert!(auto.store.add_file(File::open(path).unwrap(), path.into(), FileUse::Model).is_ok());
 }
 
+#[test]
+fn a_store_names_the_files_it_reads_through_the_page_cache() {
+    let path = Path::new("/proc/version");
+    let add = |rig: &Rig| rig.store.add_file(File::open(path).unwrap(), path.into(), FileUse::Model).unwrap();
+    let auto = Rig::new(IoBackend::Auto);
+    let (first, second) = (add(&auto), add(&auto));
+    assert_eq!(auto.store.buffered_files(), [path, path]);
+    auto.store.remove_file(first);
+    assert_eq!(auto.store.buffered_files(), [path]);
+    auto.store.remove_file(second);
+    assert!(auto.store.buffered_files().is_empty());
+    // Who asked for the page cache knows.
+    let buffered = Rig::new(IoBackend::Buffered);
+    add(&buffered);
+    assert!(buffered.store.buffered_files().is_empty());
+}
+
 // --------------------------------------------------------------------------------------------------------- identity
 
 /// A change made while the read is held at the gate.

@@ -2,11 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
+mod harness;
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
+use harness::{Setting, check_at_rest, watched};
+use outcore::pager::policy::{Policy, Take, Want};
 use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
+use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
@@ -148,7 +154,7 @@ fn regression_hits_never_exceed_the_best_possible() {
         }
     }
     let stats = runtime.stats();
-    assert_eq!(stats.optimum.uses, stats.pager.uses);
+    assert_eq!((stats.optimum.uses, stats.optimum.actual_hits), (stats.pager.uses, stats.pager.hits));
     assert!(stats.pager.hits <= stats.optimum.hits, "{:?} against {:?}", stats.pager, stats.optimum);
     assert!(stats.pager.hits * 10 > stats.optimum.hits * 8, "{:?} against {:?}", stats.pager, stats.optimum);
 }
@@ -175,4 +181,178 @@ async fn regression_a_forgotten_request_ends_with_its_segment() {
     assert!(guard.bytes() == &gone.bytes[gone.bytes.len() - 15_000..]);
     drop((guard, again, tensor, model));
     runtime.close().unwrap();
+}
+
+/// What is right for the budget at the start is too much, or too little, for another.
+#[test]
+fn regression_the_lookahead_follows_the_budget() {
+    let pages = |n: u64| Bytes::kib(16 * n);
+    for (asked, at_1024, at_64) in [
+        (Lookahead::Auto, pages(64), pages(8)),
+        (Lookahead::Bytes(Bytes::mib(1)), pages(64), pages(16)),
+        (Lookahead::Off, pages(0), pages(0)),
+    ] {
+        let runtime = Runtime::builder().page_size(kib(16)).device_budget(pages(1024)).lookahead(asked).open().unwrap();
+        assert_eq!(runtime.stats().lookahead, at_1024, "{asked:?}");
+        runtime.set_device_budget(pages(64)).unwrap();
+        assert_eq!(runtime.stats().lookahead, at_64, "{asked:?}");
+        runtime.set_device_budget(pages(1024)).unwrap();
+        assert_eq!(runtime.stats().lookahead, at_1024, "{asked:?}");
+        runtime.close().unwrap();
+    }
+}
+
+/// A budget that has been larger allowed more hits than the present one could.
+#[test]
+fn regression_the_best_possible_is_of_the_largest_budget() {
+    let file = common::synthetic(&[16 << 10; 8]);
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 16)).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    for _ in 0..10 {
+        for n in 0..8 {
+            drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+        }
+    }
+    runtime.set_device_budget(Bytes::kib(16 * 2)).unwrap();
+    let optimum = runtime.stats().optimum;
+    assert!(optimum.actual_hits > 0 && optimum.actual_hits <= optimum.hits, "{optimum:?}");
+}
+
+/// A wave that cannot hold one row could only be refused later, by the pin.
+#[test]
+fn regression_waves_refuse_a_row_that_is_wider_than_a_wave() {
+    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
+    let wide = [runtime.alloc(DType::U8, &[2, 40 << 10]).unwrap()];
+    let error = runtime.waves(&wide, 2).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
+    for part in ["U8 [2, 40960]", "40.0 KiB", "3 pages", "2 (32.0 KiB)", "at least 3 pages"] {
+        assert!(text.contains(part), "{text:?} does not say {part:?}");
+    }
+    // A row of a page fits where it begins with one.
+    let fitting = [runtime.alloc(DType::U8, &[4, 16 << 10]).unwrap()];
+    assert_eq!(runtime.waves(&fitting, 1).unwrap().len(), 4);
+    for wave in runtime.waves(&wide, 4).unwrap() {
+        assert!(wave.iter().map(|part| part.page_count()).sum::<u64>() <= 4);
+        drop(runtime.pin_set(&wave).wait().unwrap());
+    }
+}
+
+/// Every wait has a cause, a tier and a page, and they add up.
+#[test]
+fn waits_are_told_by_cause_tier_and_page() {
+    watched("waits", || {
+        for setting in Setting::tiers() {
+            let setting = Setting { policy: PolicyKind::Lru, ..setting };
+            let file = common::synthetic(&[40_000, 33_000, 16, 50_000]);
+            let runtime = setting.builder(None).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let table = runtime.alloc(DType::U8, &[16 << 10]).unwrap();
+            for _ in 0..3 {
+                for n in [1, 0, 2, 3] {
+                    drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+                }
+            }
+            drop(runtime.pin(&table).wait().unwrap());
+            let stats = runtime.stats();
+            let of = |cause| stats.stalls.iter().find(|stalls| stalls.cause == cause).unwrap();
+            for stalls in &stats.stalls {
+                assert_eq!(stalls.tiers.map(|at| at.tier), Tier::ALL);
+                assert_eq!(stalls.tiers.iter().map(|at| at.count).sum::<u64>(), stalls.count, "{stalls:?}");
+                assert_eq!(stalls.tiers.iter().map(|at| at.time).sum::<Duration>(), stalls.time, "{stalls:?}");
+            }
+            let (disk, host, zero) = (of(WaitCause::Disk), of(WaitCause::Host), of(WaitCause::Zero));
+            assert!(disk.count > 0 && disk.tiers[Tier::Disk as usize].count == disk.count, "{disk:?}");
+            assert!((host.count > 0) == (setting.host > 0), "{setting:?}: {host:?}");
+            assert_eq!(host.tiers[Tier::Host as usize].count, host.count, "{host:?}");
+            assert_eq!((zero.count, zero.tiers[Tier::Device as usize].count), (1, 1), "{zero:?}");
+
+            let worst = &stats.worst_pages;
+            assert!(worst.len() <= 16 && worst.is_sorted_by_key(|page| std::cmp::Reverse(page.time)), "{worst:?}");
+            // Few enough pages that all of them are there.
+            let counts = stats.stalls.iter().map(|stalls| stalls.count).sum::<u64>();
+            assert_eq!(worst.iter().map(|page| page.count).sum::<u64>(), counts, "{worst:?}");
+            assert_eq!(worst.iter().map(|page| page.time).sum::<Duration>(), stats.stall_time(), "{worst:?}");
+            let first =
+                worst.iter().find(|page| page.page == PageId { index: PageIndex::new(0), ..page.page }).unwrap();
+            assert!(first.count > 0 && !first.name.is_empty(), "{first:?}");
+            let named = |text: &str| worst.iter().any(|page| page.tensor == text);
+            // The page of t0's end is t1's beginning.
+            assert!(named("t0") && named("t0 and 1 more") && named("U8 [16384]"), "{worst:?}");
+            drop(model);
+            check_at_rest(runtime, vec![table], "waits");
+        }
+    });
+}
+
+/// What a policy of the user's might do: first in, first out, and, where it is `hostile`, against every rule of the
+/// contract that can be broken without hanging.
+#[derive(Debug)]
+struct OwnPolicy {
+    resident: VecDeque<PageId>,
+    hostile: bool,
+}
+
+impl Policy for OwnPolicy {
+    fn name(&self) -> &'static str {
+        "own"
+    }
+    fn accessed(&mut self, _page: PageId) {}
+    fn inserted(&mut self, page: PageId) {
+        self.resident.push_back(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.resident.retain(|other| *other != page);
+    }
+    fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let page = |segment, index| PageId { segment: SegmentId::new(segment), index: PageIndex::new(index) };
+        if self.hostile {
+            for segment in [0, 1, u32::MAX] {
+                [0, 1, u32::MAX].map(|index| page(segment, index)).iter().for_each(|page| _ = take(*page));
+            }
+        }
+        let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
+        if self.hostile {
+            self.resident.iter().for_each(|page| _ = take(*page));
+            return self.resident.len().is_multiple_of(2).then(|| page(u32::MAX, 3));
+        }
+        taken
+    }
+    fn next_fill(&mut self, _present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        let odd = self.resident.len() % 2;
+        let anywhere = PageId { segment: SegmentId::new(7), index: PageIndex::new(u32::MAX) };
+        self.hostile.then(|| self.resident.get(odd).copied().unwrap_or(anywhere))
+    }
+}
+
+#[test]
+fn a_policy_of_the_users_decides_and_cannot_cost_bytes() {
+    watched("a policy of one's own", || {
+        for setting in Setting::tiers() {
+            for hostile in [false, true] {
+                let file = common::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
+                let own = move || Box::new(OwnPolicy { resident: VecDeque::new(), hostile }) as Box<dyn Policy>;
+                let runtime = setting.builder(None).custom_policy(own).open().unwrap();
+                let model = runtime.open_model(&file.path).unwrap();
+                let table = runtime.alloc(DType::U8, &[12, 16 << 10]).unwrap();
+                for round in 0..3u8 {
+                    for header in &model.header().tensors {
+                        let guard = runtime.pin(&model.tensor(&header.name).unwrap()).wait().unwrap();
+                        assert!(guard.bytes() == &file.bytes[header.offset as usize..header.end() as usize]);
+                    }
+                    for row in 0..12 {
+                        let row = table.rows(row..row + 1).unwrap();
+                        let mut guard = runtime.pin_mut(&row).wait().unwrap();
+                        assert!(guard.bytes().iter().all(|byte| *byte == round));
+                        guard.bytes_mut().fill(round + 1);
+                    }
+                }
+                let stats = runtime.stats();
+                assert!(stats.policy == "own" && stats.pager.evictions > 0, "{stats:?}");
+                let tensors = vec![model.tensor("t0").unwrap(), table];
+                drop(model);
+                check_at_rest(runtime, tensors, &format!("{setting:?}, hostile: {hostile}"));
+            }
+        }
+    });
 }

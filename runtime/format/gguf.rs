@@ -65,31 +65,18 @@ pub struct Gguf {
 /// limit of this module; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for big-endian files, version 1,
 /// versions newer than 3, and withdrawn or unknown tensor types.
 pub fn parse(bytes: &[u8], file_len: u64) -> Result<Gguf> {
-    let scan = scan(bytes, file_len).map_err(|stop| stop.into_error(bytes.len() as u64, file_len))?;
-    let kept = bytes.get(..scan.values_end).unwrap_or_default().to_vec();
-    Ok(scan.finish(kept))
+    let mut scanner = Scanner::default();
+    scanner.resume(bytes, file_len).map_err(|stop| stop.into_error(bytes.len() as u64, file_len))?;
+    let kept = bytes.get(..scanner.values_end).unwrap_or_default().to_vec();
+    scanner.finish(kept, file_len)
 }
 
 /// An array's element type and count.
 const ARRAY_HEAD_BYTES: usize = 12;
-
-/// How one attempt at a prefix of the file ended.
-pub(super) enum Attempt {
-    /// The whole header was there.
-    Done(Box<Gguf>),
-    /// The header goes on to at least this many bytes from the start of the file; the prefix is handed back.
-    NeedMore(Vec<u8>, u64),
-}
-
-/// Parses `prefix`, the first bytes of a file, or says how many more are needed. Keeps the buffer of a header that
-/// parses: its strings are not copied.
-pub(super) fn attempt(prefix: Vec<u8>, file_len: u64) -> Result<Attempt> {
-    match scan(&prefix, file_len) {
-        Ok(scan) => Ok(Attempt::Done(Box::new(scan.finish(prefix)))),
-        Err(Stop::NeedMore(n)) if n <= file_len.min(MAX_HEADER_BYTES) => Ok(Attempt::NeedMore(prefix, n)),
-        Err(stop) => Err(stop.into_error(prefix.len() as u64, file_len)),
-    }
-}
+/// Fewest bytes of a key with its value: the name's length, the type, a value of one byte.
+const KEY_VALUE_BYTES: u64 = 13;
+/// Fewest bytes of a tensor info: the name's length, the number of dimensions, the type, the offset.
+const TENSOR_INFO_BYTES: u64 = 24;
 
 /// Why a scan stopped early.
 enum Stop {
@@ -124,34 +111,151 @@ impl Stop {
     }
 }
 
-/// A header that parsed, before it is given the buffer it points into.
-struct Scan {
-    version: u32,
-    alignment: u32,
-    data_offset: u64,
-    tensors: Vec<TensorHeader>,
+/// Scans a header whose bytes come in pieces, always from the start of the file. Where they end it stays in front of what
+/// they cut off, so that no byte is scanned twice.
+#[derive(Default)]
+pub(super) struct Scanner {
+    /// Everything before is scanned.
+    pos: usize,
+    head: Option<Head>,
+    open: Option<OpenKey>,
     entries: Vec<Entry>,
+    /// Once all keys are there.
+    alignment: Option<u32>,
     values_end: usize,
+    tensors: Vec<TensorHeader>,
 }
 
-impl Scan {
-    fn finish(self, mut buffer: Vec<u8>) -> Gguf {
+#[derive(Clone, Copy)]
+struct Head {
+    version: u32,
+    tensor_count: u64,
+    kv_count: u64,
+}
+
+/// A key whose value is being scanned.
+struct OpenKey {
+    key: Range<usize>,
+    at: usize,
+    kind: ValueType,
+    start: usize,
+    /// What is to come: values of one type in a row, those of the innermost array last.
+    rest: Vec<(ValueType, u64)>,
+}
+
+impl Scanner {
+    /// Goes on with `prefix`, the first bytes of the file and at least as many as before. `None` if the whole header is
+    /// there, else how many bytes it has at least.
+    pub(super) fn scan(&mut self, prefix: &[u8], file_len: u64) -> Result<Option<u64>> {
+        match self.resume(prefix, file_len) {
+            Ok(()) => Ok(None),
+            Err(Stop::NeedMore(n)) if n <= file_len.min(MAX_HEADER_BYTES) => Ok(Some(n)),
+            Err(stop) => Err(stop.into_error(prefix.len() as u64, file_len)),
+        }
+    }
+
+    /// The header, of which `buffer` has at least the key-values. Its strings are not copied.
+    pub(super) fn finish(mut self, mut buffer: Vec<u8>, file_len: u64) -> Result<Gguf> {
+        let (Some(head), Some(alignment)) = (self.head, self.alignment) else {
+            return Err(Error::new(crate::ErrorKind::Internal, "a GGUF header that was not scanned to its end"));
+        };
+        let data_offset = (self.pos as u64).next_multiple_of(u64::from(alignment));
+        place(&mut self.tensors, data_offset, file_len)?;
         buffer.truncate(self.values_end);
-        Gguf {
-            version: self.version,
-            alignment: self.alignment,
-            data_offset: self.data_offset,
+        Ok(Gguf {
+            version: head.version,
+            alignment,
+            data_offset,
             tensors: self.tensors,
             metadata: Metadata { buffer: buffer.into(), entries: self.entries },
+        })
+    }
+
+    fn resume(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Stop> {
+        // Bytes behind the file's end are not part of it, whatever the caller's buffer holds.
+        let visible = usize::try_from(file_len).unwrap_or(usize::MAX).min(bytes.len());
+        let mut r = Reader { bytes: bytes.get(..visible).unwrap_or_default(), pos: self.pos };
+        loop {
+            match self.step(&mut r) {
+                Ok(more) => {
+                    self.pos = r.pos;
+                    if !more {
+                        return Ok(());
+                    }
+                }
+                Err(Stop::NeedMore(end)) => return Err(Stop::NeedMore(end.saturating_add(self.to_come()))),
+                Err(bad) => return Err(bad),
+            }
         }
+    }
+
+    /// Fewest bytes of what comes behind the value, the key or the tensor info that is cut off.
+    fn to_come(&self) -> u64 {
+        let Some(head) = self.head else { return 0 };
+        // What is cut off is one of each count.
+        let behind = |count: u64, bytes: u64| count.saturating_sub(1).saturating_mul(bytes);
+        let tensors_left = head.tensor_count - self.tensors.len() as u64;
+        if self.alignment.is_some() {
+            return behind(tensors_left, TENSOR_INFO_BYTES);
+        }
+        // Of values of fixed size all are taken at once.
+        let values = self.open.iter().flat_map(|open| &open.rest).filter(|(kind, _)| kind.fixed_bytes().is_none());
+        let values = values.fold(0u64, |sum, (kind, count)| sum.saturating_add(behind(*count, kind.least_bytes())));
+        let keys = behind(head.kv_count - self.entries.len() as u64, KEY_VALUE_BYTES);
+        values.saturating_add(keys).saturating_add(tensors_left.saturating_mul(TENSOR_INFO_BYTES))
+    }
+
+    /// Scans the next part; `false` if there is none. Where the bytes do not suffice nothing has changed but `r`.
+    fn step(&mut self, r: &mut Reader<'_>) -> Result<bool, Stop> {
+        let Some(head) = self.head else {
+            self.head = Some(scan_head(r)?);
+            return Ok(true);
+        };
+        if let Some(open) = &mut self.open {
+            let named = |open: &OpenKey, e: Error| {
+                e.context(format_args!("key {} at byte {}", quoted(text(slice(r.bytes, &open.key))), open.at))
+            };
+            let mut value = Reader { bytes: r.bytes, pos: r.pos };
+            let more = scan_values(&mut value, &mut open.rest).map_err(|stop| match stop {
+                Stop::Bad(e) => Stop::Bad(named(open, e)),
+                more => more,
+            });
+            // What was scanned of a value is done, also where the rest is missing.
+            r.pos = value.pos;
+            self.pos = value.pos;
+            more?;
+            if let Some(OpenKey { key, kind, start, .. }) = self.open.take() {
+                self.entries.push(Entry { key, kind, value: start..r.pos });
+            }
+            return Ok(true);
+        }
+        if (self.entries.len() as u64) < head.kv_count {
+            let (key, text) = r.name(|| format!("key {}", self.entries.len()))?;
+            let at = r.pos;
+            let tag = r.u32()?;
+            let kind = ValueType::from_id(tag)
+                .ok_or_else(|| damaged(Damage::Malformed, format!("key {}: {}", quoted(text), no_such_type(tag))))?;
+            self.open = Some(OpenKey { key, at, kind, start: r.pos, rest: vec![(kind, 1)] });
+            return Ok(true);
+        }
+        let Some(alignment) = self.alignment else {
+            sort_entries(r.bytes, &mut self.entries)?;
+            self.alignment = Some(find_alignment(r.bytes, &self.entries)?);
+            self.values_end = r.pos;
+            // The count is not trusted: room is made for as many as there can be.
+            let fit = r.remaining() / TENSOR_INFO_BYTES as usize + 1;
+            self.tensors.reserve(usize::try_from(head.tensor_count).unwrap_or(fit).min(fit));
+            return Ok(true);
+        };
+        if (self.tensors.len() as u64) < head.tensor_count {
+            self.tensors.push(scan_tensor(r, self.tensors.len() as u64, alignment)?);
+            return Ok(true);
+        }
+        Ok(false)
     }
 }
 
-fn scan(bytes: &[u8], file_len: u64) -> Result<Scan, Stop> {
-    // Bytes behind the file's end are not part of it, whatever the caller's buffer holds.
-    let visible = usize::try_from(file_len).unwrap_or(usize::MAX).min(bytes.len());
-    let mut r = Reader { bytes: bytes.get(..visible).unwrap_or_default(), pos: 0 };
-
+fn scan_head(r: &mut Reader<'_>) -> Result<Head, Stop> {
     if r.take(4)? != MAGIC {
         return Err(damaged(Damage::Malformed, "the file does not start with \"GGUF\"").into());
     }
@@ -176,20 +280,46 @@ fn scan(bytes: &[u8], file_len: u64) -> Result<Scan, Stop> {
     }
     let tensor_count = limited(r.u64()?, MAX_TENSORS, "tensors")?;
     let kv_count = limited(r.u64()?, MAX_KEY_VALUES, "key-values")?;
+    Ok(Head { version, tensor_count, kv_count })
+}
 
-    let entries = scan_key_values(&mut r, kv_count)?;
-    let values_end = r.pos;
-    let alignment = find_alignment(r.bytes, &entries)?;
-
-    // Every tensor info takes at least 24 bytes, so the count is checked before room is made for it.
-    r.expect_remaining(tensor_count.saturating_mul(24), file_len)?;
-    let mut tensors = Vec::with_capacity(usize::try_from(tensor_count).unwrap_or(0).min(r.remaining() / 24 + 1));
-    for index in 0..tensor_count {
-        tensors.push(scan_tensor(&mut r, index, alignment)?);
+/// Checks values at the cursor, which moves behind each, until there are no more to come.
+fn scan_values(r: &mut Reader<'_>, rest: &mut Vec<(ValueType, u64)>) -> Result<(), Stop> {
+    loop {
+        let depth = rest.len().saturating_sub(1) as u32;
+        let Some((kind, count)) = rest.last_mut() else { return Ok(()) };
+        if *count == 0 {
+            rest.pop();
+            continue;
+        }
+        let start = r.pos;
+        let begun = match (*kind, kind.fixed_bytes()) {
+            (ValueType::Bool, _) => {
+                let scanned = r.take(*count).and_then(|bools| match bools.iter().find(|b| **b > 1) {
+                    Some(b) => Err(damaged(Damage::Malformed, format!("a bool is {b}; it must be 0 or 1")).into()),
+                    None => Ok(()),
+                });
+                scanned.map(|()| None)
+            }
+            (_, Some(size)) => r.take(count.saturating_mul(size)).map(|_| None),
+            (ValueType::Str, None) => r.string().map(|_| None),
+            (_, None) if depth >= MAX_ARRAY_DEPTH => {
+                let what = format!("arrays are nested deeper than {MAX_ARRAY_DEPTH}");
+                Err(damaged(Damage::Malformed, what).into())
+            }
+            (_, None) => r.array_head().map(Some),
+        };
+        match begun {
+            Ok(inner) => {
+                *count = if kind.fixed_bytes().is_some() { 0 } else { *count - 1 };
+                rest.extend(inner);
+            }
+            Err(stop) => {
+                r.pos = start;
+                return Err(stop);
+            }
+        }
     }
-    let data_offset = (r.pos as u64).next_multiple_of(u64::from(alignment));
-    place(&mut tensors, data_offset, file_len)?;
-    Ok(Scan { version, alignment, data_offset, tensors, entries, values_end })
 }
 
 fn limited(count: u64, limit: u64, what: &str) -> Result<u64> {
@@ -199,31 +329,17 @@ fn limited(count: u64, limit: u64, what: &str) -> Result<u64> {
     Err(damaged(Damage::Malformed, format!("the GGUF header declares {count} {what}; at most {limit} are accepted")))
 }
 
-fn scan_key_values(r: &mut Reader<'_>, count: u64) -> Result<Vec<Entry>, Stop> {
-    let mut entries = Vec::new();
-    for index in 0..count {
-        let (key, text) = r.name(|| format!("key {index}"))?;
-        let at = r.pos;
-        let tag = r.u32()?;
-        let kind = ValueType::from_id(tag)
-            .ok_or_else(|| damaged(Damage::Malformed, format!("key {}: {}", quoted(text), no_such_type(tag))))?;
-        let start = r.pos;
-        r.skip_value(kind, 0).map_err(|stop| match stop {
-            Stop::Bad(e) => Stop::Bad(e.context(format_args!("key {} at byte {at}", quoted(text)))),
-            more => more,
-        })?;
-        entries.push(Entry { key, kind, value: start..r.pos });
-    }
-    entries.sort_unstable_by(|a, b| slice(r.bytes, &a.key).cmp(slice(r.bytes, &b.key)));
+fn sort_entries(bytes: &[u8], entries: &mut [Entry]) -> Result<()> {
+    entries.sort_unstable_by(|a, b| slice(bytes, &a.key).cmp(slice(bytes, &b.key)));
     for pair in entries.windows(2) {
         if let [a, b] = pair
-            && slice(r.bytes, &a.key) == slice(r.bytes, &b.key)
+            && slice(bytes, &a.key) == slice(bytes, &b.key)
         {
-            let key = text(slice(r.bytes, &a.key));
-            return Err(damaged(Damage::Malformed, format!("key {} appears twice", quoted(key))).into());
+            let key = text(slice(bytes, &a.key));
+            return Err(damaged(Damage::Malformed, format!("key {} appears twice", quoted(key))));
         }
     }
-    Ok(entries)
+    Ok(())
 }
 
 fn no_such_type(tag: u32) -> String {
@@ -526,6 +642,16 @@ impl ValueType {
         }
     }
 
+    /// Fewest bytes a value takes.
+    fn least_bytes(self) -> u64 {
+        match self {
+            // An array's type and count; a string's length.
+            Self::Array => ARRAY_HEAD_BYTES as u64,
+            Self::Str => 8,
+            other => other.fixed_bytes().unwrap_or(1),
+        }
+    }
+
     /// Whether it is one of the eight integer types.
     pub const fn is_integer(self) -> bool {
         !matches!(self, Self::F32 | Self::F64 | Self::Bool | Self::Str | Self::Array)
@@ -771,12 +897,6 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Fails at once if `n` more bytes would pass the end of the file, rather than after parsing up to there.
-    fn expect_remaining(&self, n: u64, file_len: u64) -> Result<(), Stop> {
-        let end = (self.pos as u64).saturating_add(n);
-        if end > file_len { Err(Stop::NeedMore(end)) } else { Ok(()) }
-    }
-
     /// A key or a tensor name.
     fn name(&mut self, what: impl Fn() -> String) -> Result<(Range<usize>, &'a str), Stop> {
         let len = self.u64()?;
@@ -811,36 +931,6 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Checks the value at the cursor and moves behind it. `depth` counts the arrays around it.
-    fn skip_value(&mut self, kind: ValueType, depth: u32) -> Result<(), Stop> {
-        match (kind, kind.fixed_bytes()) {
-            (ValueType::Bool, _) => self.bool().map(drop),
-            (ValueType::Str, _) => self.string().map(drop),
-            (_, Some(n)) => self.take(n).map(drop),
-            (_, None) => {
-                if depth >= MAX_ARRAY_DEPTH {
-                    let what = format!("arrays are nested deeper than {MAX_ARRAY_DEPTH}");
-                    return Err(damaged(Damage::Malformed, what).into());
-                }
-                let (element, len) = self.array_head()?;
-                match element.fixed_bytes() {
-                    Some(1) if element == ValueType::Bool => {
-                        let bytes = self.take(len)?;
-                        match bytes.iter().find(|&&b| b > 1) {
-                            Some(b) => {
-                                let what = format!("a bool is {b}; it must be 0 or 1");
-                                Err(damaged(Damage::Malformed, what).into())
-                            }
-                            None => Ok(()),
-                        }
-                    }
-                    Some(size) => self.take(len.saturating_mul(size)).map(drop),
-                    None => (0..len).try_for_each(|_| self.skip_value(element, depth + 1)),
-                }
-            }
-        }
-    }
-
     fn array_head(&mut self) -> Result<(ValueType, u64), Stop> {
         let tag = self.u32()?;
         let element = ValueType::from_id(tag).ok_or_else(|| damaged(Damage::Malformed, no_such_type(tag)))?;
@@ -865,12 +955,97 @@ impl<'a> Reader<'a> {
             ValueType::Array => {
                 let (element, len) = self.clone().array_head()?;
                 let start = self.pos;
-                self.skip_value(ValueType::Array, 0)?;
+                scan_values(self, &mut vec![(ValueType::Array, 1)])?;
                 let whole = self.bytes.get(start..self.pos).unwrap_or_default();
                 // The elements were just walked, so there are no more of them than bytes.
                 let len = usize::try_from(len).unwrap_or(0);
                 Value::Array(Array { element, len, bytes: whole.get(ARRAY_HEAD_BYTES..).unwrap_or_default() })
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use super::*;
+
+    fn string(out: &mut Vec<u8>, text: &str) {
+        out.extend((text.len() as u64).to_le_bytes());
+        out.extend(text.as_bytes());
+    }
+
+    /// A header with every shape of value: fixed, strings, bools, arrays of arrays; and two tensors.
+    fn header() -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        out.extend(3u32.to_le_bytes());
+        out.extend(2u64.to_le_bytes());
+        out.extend(5u64.to_le_bytes());
+        let array = |out: &mut Vec<u8>, element: u32, len: u64| {
+            out.extend(element.to_le_bytes());
+            out.extend(len.to_le_bytes());
+        };
+        for (key, kind) in [("b.u32", 4u32), ("a.name", 8), ("c.tokens", 9), ("d.flags", 9), ("e.nested", 9)] {
+            string(&mut out, key);
+            out.extend(kind.to_le_bytes());
+            match key {
+                "b.u32" => out.extend(7u32.to_le_bytes()),
+                "a.name" => string(&mut out, "llama"),
+                "c.tokens" => {
+                    array(&mut out, 8, 3);
+                    ["", "the", "s"].iter().for_each(|token| string(&mut out, token));
+                }
+                "d.flags" => {
+                    array(&mut out, 7, 3);
+                    out.extend([0, 1, 1]);
+                }
+                _ => {
+                    array(&mut out, 9, 2);
+                    array(&mut out, 8, 2);
+                    ["x", "yz"].iter().for_each(|token| string(&mut out, token));
+                    array(&mut out, 6, 2);
+                    out.extend([0; 8]);
+                }
+            }
+        }
+        for n in 0..2u64 {
+            string(&mut out, &format!("t{n}"));
+            out.extend(1u32.to_le_bytes());
+            out.extend(8u64.to_le_bytes());
+            out.extend(0u32.to_le_bytes());
+            out.extend((n * 32).to_le_bytes());
+        }
+        out
+    }
+
+    /// Bytes come one at a time; what is asked for is never beyond the header, and always more than there is.
+    #[test]
+    fn a_header_in_pieces_is_the_header_and_never_more_is_wanted() {
+        let header = header();
+        let data = header.len().next_multiple_of(32);
+        let mut file = header.clone();
+        file.resize(data + 64, 0);
+        let len = file.len() as u64;
+        let whole = parse(&file, len).unwrap();
+        for step in [1, 2, 7, 50] {
+            let mut scanner = Scanner::default();
+            let mut have = 0;
+            while let Some(at_least) = scanner.scan(&file[..have], len).unwrap() {
+                assert!(at_least > have as u64 && at_least <= header.len() as u64, "{at_least} wanted, {have} there");
+                have = (have + step).min(header.len());
+            }
+            let parsed = scanner.finish(file[..have].to_vec(), len).unwrap();
+            assert_eq!((parsed.version, parsed.alignment, parsed.data_offset), (3, 32, data as u64));
+            assert_eq!(parsed.tensors, whole.tensors);
+            assert_eq!(format!("{:?}", parsed.metadata), format!("{:?}", whole.metadata));
+        }
+        // Reading what is asked for, and no more, is enough.
+        let mut scanner = Scanner::default();
+        let mut have = 0;
+        while let Some(at_least) = scanner.scan(&file[..have], len).unwrap() {
+            have = at_least as usize;
+        }
+        assert_eq!(have, header.len());
     }
 }

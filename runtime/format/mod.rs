@@ -124,16 +124,30 @@ impl ModelHeader {
     /// inside it, or there are more than 2^32 tensors.
     pub fn new(files: Vec<ModelFile>, mut tensors: Vec<TensorHeader>, metadata: Metadata) -> Result<Self> {
         tensors.sort_by(|a, b| (a.file, a.offset, a.len, &a.name).cmp(&(b.file, b.offset, b.len, &b.name)));
-        for t in &tensors {
-            let end = t.offset.checked_add(t.len);
-            let inside = files.get(t.file as usize).is_some_and(|file| end.is_some_and(|end| end <= file.len));
-            if !inside {
-                let what = format!("tensor {} does not lie inside file {} of the model", quoted(&t.name), t.file);
-                return Err(damaged(Damage::Malformed, what));
-            }
+        if let Some(t) = tensors.iter().find(|t| !inside(t, &files)) {
+            let what = format!("tensor {} does not lie inside file {} of the model", quoted(&t.name), t.file);
+            return Err(damaged(Damage::Malformed, what));
         }
         let by_name = unique_names(&tensors)?;
         Ok(Self { files, tensors, metadata, by_name })
+    }
+
+    /// Whether what [`open`] promised still holds, as far as memory depends on it.
+    pub(crate) fn check(&self) -> Result<()> {
+        let changed = |what: String| {
+            Error::new(ErrorKind::InvalidArgument, what).remedy("leave a header's files and tensors as open gave them")
+        };
+        if let Some(file) = self.files.iter().find(|file| file.len != file.state.len) {
+            let (path, is) = (file.path.display(), file.state.len);
+            return Err(changed(format!("the header says that {path} has {} bytes, but it has {is}", file.len)));
+        }
+        match self.tensors.iter().find(|t| !inside(t, &self.files) || t.dtype.bytes_for(t.elements()) != Some(t.len)) {
+            Some(t) => {
+                let (name, len) = (quoted(&t.name), t.len);
+                Err(changed(format!("tensor {name} of {len} bytes does not fit its type, its shape or its file")))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The tensor called `name`.
@@ -154,6 +168,13 @@ impl ModelHeader {
         })
     }
 
+    /// The tensors that have bytes in `[start, end)` of a file.
+    pub(crate) fn tensors_in(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = &TensorHeader> {
+        // By file and offset, and nothing overlaps but tied tensors: ends are in order too.
+        let first = self.tensors.partition_point(|t| (t.file, t.end()) <= (file, start));
+        self.tensors.iter().skip(first).take_while(move |t| t.file == file && t.offset < end)
+    }
+
     /// The key-values, if the model is GGUF.
     pub fn gguf(&self) -> Option<&gguf::Metadata> {
         match &self.metadata {
@@ -166,6 +187,11 @@ impl ModelHeader {
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().fold(0, |sum, t| sum.saturating_add(t.len))
     }
+}
+
+fn inside(t: &TensorHeader, files: &[ModelFile]) -> bool {
+    let end = t.offset.checked_add(t.len);
+    files.get(t.file as usize).is_some_and(|file| end.is_some_and(|end| end <= file.len))
 }
 
 /// What is wrong with a file; decides what to advise.

@@ -1,8 +1,8 @@
 //! Finds a model's files and reads their headers.
 //!
 //! Formats are told apart by their first bytes, never by the file's name; names matter only where the format itself
-//! uses them, to find the other files of a model. Reads are bounded: a header is read up to the limit its parser sets,
-//! tensor data not at all.
+//! uses them, to find the other files of a model. Reads are bounded: a header is read up to the limit its parser sets, and
+//! of tensor data no more than a GGUF header's last read takes along.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -18,8 +18,9 @@ use super::safetensors::{self, Safetensors};
 use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
 use crate::error::{Error, ErrorKind, Result};
 
-/// What is read of a GGUF file before it is known how long its header is, in bytes. Most headers fit: one read.
-const FIRST_READ: u64 = 2 << 20;
+/// What is read of a GGUF file beyond what its header is known to have, in bytes. A GGUF header does not say how long it
+/// is: that much, at most, is read of what lies behind it. Most headers take one to ten reads.
+const READ: u64 = 128 << 10;
 /// What is looked at to tell formats apart, in bytes.
 const SNIFF: u64 = 64;
 /// Most threads that share the shards of a model.
@@ -165,18 +166,13 @@ impl HeaderFile {
     }
 
     fn gguf(&self) -> Result<Gguf> {
-        let mut prefix = self.prefix(FIRST_READ)?;
-        loop {
-            match gguf::attempt(prefix, self.len).map_err(in_file(&self.path))? {
-                gguf::Attempt::Done(header) => return Ok(*header),
-                gguf::Attempt::NeedMore(shorter, at_least) => {
-                    prefix = shorter;
-                    // Four times as much each time: at most four reads and four scans up to the limit.
-                    let want = at_least.max((prefix.len() as u64).saturating_mul(4)).min(gguf::MAX_HEADER_BYTES);
-                    self.extend(&mut prefix, want)?;
-                }
-            }
+        let mut scanner = gguf::Scanner::default();
+        let mut prefix = self.prefix(READ)?;
+        while let Some(at_least) = scanner.scan(&prefix, self.len).map_err(in_file(&self.path))? {
+            let want = at_least.max(prefix.len() as u64 + READ).min(gguf::MAX_HEADER_BYTES);
+            self.extend(&mut prefix, want)?;
         }
+        scanner.finish(prefix, self.len).map_err(in_file(&self.path))
     }
 
     fn safetensors(&self) -> Result<Safetensors> {

@@ -143,7 +143,7 @@ impl Pager {
         } else {
             self.stats.faults += 1;
         }
-        self.traced(page);
+        self.traced(page, false);
         self.staying = None;
         self.policy.accessed(page);
     }

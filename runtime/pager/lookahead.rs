@@ -18,6 +18,16 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// How many pages ahead of use fills start.
+    pub fn lookahead(&self) -> u32 {
+        self.config.lookahead
+    }
+
+    /// Changes it. The policy hears of it with the next [`set_frames`](Self::set_frames).
+    pub fn set_lookahead(&mut self, pages: u32) {
+        self.config.lookahead = pages;
+    }
+
     /// Starts fills ahead of use, as far as frames and the lookahead allow.
     pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
         if !self.queue.is_empty() {
@@ -38,7 +48,8 @@ impl Pager {
             let next = policy.next_fill(&|page: PageId| {
                 !segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
             });
-            let Some(page) = next else { return };
+            // A policy of the user's may name what it should not.
+            let Some(page) = next.filter(|page| self.fillable(*page)) else { return };
             if !self.fill_ahead(page, Want::Planned(page), fx) {
                 return;
             }

@@ -41,7 +41,7 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::error::Error;
-use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId};
+use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
 
 pub use access::{Access, AccessLog};
 pub use policy::{Policy, PolicyKind};
@@ -369,9 +369,9 @@ impl Pager {
         self.numbers.has_room(pages)
     }
 
-    fn traced(&mut self, page: PageId) {
+    fn traced(&mut self, page: PageId, hit: bool) {
         if let Some(number) = self.numbers.number(page) {
-            self.trace.push(number);
+            self.trace.push(number, hit);
         }
     }
 
@@ -397,7 +397,7 @@ impl Pager {
         } else {
             self.stats.hits += 1;
         }
-        self.traced(page);
+        self.traced(page, !first_use);
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);
@@ -416,10 +416,9 @@ impl Pager {
         self.stats
     }
 
-    /// The order of use so far (its first uses, up to a fixed number) and how many hits the best possible policy would
-    /// have had with `frames` frames.
-    pub fn optimal_hits(&self, frames: u32) -> policy::opt::Optimum {
-        self.trace.optimum(frames)
+    /// The order of use so far: its first uses, up to a fixed number.
+    pub fn trace(&self) -> Trace {
+        self.trace.clone()
     }
 
     /// The policy's name and whether it is following a plan.
@@ -440,6 +439,22 @@ impl Pager {
     /// Where the pages of a segment are.
     pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
         self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
+    }
+
+    /// What a request for these pages would wait for: the first page that is not resident, or else the first of all; and
+    /// the fastest tier that has its bytes. A page that is nowhere yet is made in the device tier.
+    pub fn awaited(&self, runs: &[PageRun]) -> Option<(PageId, Tier)> {
+        let pages = || runs.iter().flat_map(|run| run.pages());
+        let absent = pages().find(|page| !self.word(*page).load().is_resident());
+        let page = absent.or_else(|| pages().next())?;
+        let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+        let tier = match (absent, entry.valid_host(), entry.on_disk()) {
+            (None, ..) => Tier::Device,
+            (_, Some(_), _) => Tier::Host,
+            (_, None, true) => Tier::Disk,
+            (_, None, false) => Tier::Device,
+        };
+        Some((page, tier))
     }
 
     /// Takes the errors of pages whose bytes were lost since the last call.

@@ -30,11 +30,18 @@ impl Pager {
 
     fn reclaim_among(&mut self, want: Want, with_put_off: bool, fx: &mut Effects) -> bool {
         let Self { policy, segments, put_off, events, .. } = self;
+        // What was taken counts, not what the policy says was: policies may be the user's.
         let mut taken = None;
-        let victim = policy.victim(want, &mut |page: PageId| {
-            let table = &segments[page.segment.index()];
-            let word = &table.words[page.index.index()];
-            let entry = &table.entries[page.index.index()];
+        policy.victim(want, &mut |page: PageId| {
+            if taken.is_some() {
+                return Take::Stop;
+            }
+            let Some(table) = segments.get(page.segment.index()) else { return Take::Skip };
+            let (Some(word), Some(entry)) =
+                (table.words.get(page.index.index()), table.entries.get(page.index.index()))
+            else {
+                return Take::Skip;
+            };
             if entry.held_back() {
                 return Take::Skip;
             }
@@ -49,18 +56,18 @@ impl Pager {
                 return Take::Stop;
             }
             taken = match word.begin_evict() {
-                BeginEvict::Won => Some(Taken::Clean),
-                BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Some(Taken::Dirty),
+                BeginEvict::Won => Some((page, Taken::Clean)),
+                BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Some((page, Taken::Dirty)),
                 _ => None,
             };
             if taken.is_some() { Take::Yes } else { Take::Skip }
         });
-        match (victim, taken) {
-            (Some(page), Some(taken)) => {
+        match taken {
+            Some((page, taken)) => {
                 self.take_down(page, taken, want, fx);
                 true
             }
-            _ => false,
+            None => false,
         }
     }
 

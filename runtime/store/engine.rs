@@ -227,6 +227,16 @@ impl Store for Engine {
         Ok(id)
     }
 
+    fn buffered_files(&self) -> Vec<PathBuf> {
+        if self.direct != DirectIo::Preferred {
+            return Vec::new();
+        }
+        let files = self.files.lock();
+        let mut buffered: Vec<_> = files.open.iter().filter(|(_, file)| !file.is_direct()).collect();
+        buffered.sort_by_key(|(id, _)| **id);
+        buffered.into_iter().map(|(_, file)| file.path().to_owned()).collect()
+    }
+
     fn remove_file(&self, file: FileId) {
         let removed = self.files.lock().open.remove(&file);
         if removed.is_some() {

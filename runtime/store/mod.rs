@@ -146,6 +146,10 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn backend(&self) -> IoBackend;
     /// Takes a file into the store. `path` is for messages and for opening with other flags.
     fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
+    /// The files it holds that go through the page cache though direct I/O was preferred, in the order they were added.
+    fn buffered_files(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
     /// Forgets a file; its operations in flight complete first.
     fn remove_file(&self, file: FileId);
     /// Offers memory that will be used for many operations, for registration with the kernel. Refusal costs a little

@@ -17,8 +17,7 @@
 pub(crate) mod ticket;
 
 use std::cell::Cell;
-use std::collections::HashMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
@@ -31,9 +30,10 @@ use crate::device::{
     Completion, Completions, Device, DeviceAddress, HostPointer, HostSlab, StreamId, StreamKind, StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId};
-use crate::observe::{Observer, Resource};
-use crate::pager::{AccessLog, Effects, Move, Pager, Place, WaitCause};
+use crate::format::ModelHeader;
+use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
+use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
+use crate::pager::{AccessLog, Effects, Move, PageRun, Pager, Place, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
@@ -46,14 +46,51 @@ pub(crate) struct SegmentIo {
     /// Bytes that exist; the last page may be short.
     pub(crate) len: u64,
     pub(crate) source: Source,
+    pub(crate) waits: PageWaits,
 }
 
 #[derive(Debug)]
 pub(crate) enum Source {
     /// A model file, read in place.
-    File { file: FileId, path: PathBuf, learned: Option<LearnedHashes> },
-    /// Slots of the scratch file.
-    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun },
+    File { file: FileId, model: Arc<ModelHeader>, index: u32, learned: Option<LearnedHashes> },
+    /// Slots of the scratch file. The label is for messages.
+    Scratch { file: FileId, scratch: ScratchFile, slots: SlotRun, label: String },
+}
+
+impl Source {
+    /// "model.gguf", or "a read-write tensor F32 [1024, 1024]".
+    fn name(&self) -> String {
+        match self {
+            Self::File { model, index, .. } => {
+                model.files.get(*index as usize).map(|file| file.path.display().to_string()).unwrap_or_default()
+            }
+            Self::Scratch { label, .. } => format!("a read-write tensor {label}"),
+        }
+    }
+
+    /// Whose bytes are in `[start, end)`.
+    fn tensors(&self, start: u64, end: u64) -> String {
+        match self {
+            Self::File { model, index, .. } => {
+                let mut tensors = model.tensors_in(*index, start, end);
+                let first = tensors.next().map(|t| t.name.clone()).unwrap_or_default();
+                match tensors.count() {
+                    0 => first,
+                    more => format!("{first} and {more} more"),
+                }
+            }
+            Self::Scratch { label, .. } => label.clone(),
+        }
+    }
+}
+
+/// A request that has to wait.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) id: RequestId,
+    pub(crate) ticket: Arc<Ticket>,
+    /// What it waits for first, and where that is.
+    pub(crate) page: Option<(PageId, Tier)>,
 }
 
 /// A hash per page, learned when the page is first read. 0 is "not learned".
@@ -163,6 +200,21 @@ impl Drop for Reporting {
     }
 }
 
+/// Refuses to wait where that might never end.
+///
+/// # Errors
+/// `InvalidArgument` in a waker that runs on a thread of a store or a device.
+pub(crate) fn may_wait(what: &str) -> Result<()> {
+    if !REPORTING.get() {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::InvalidArgument,
+        format!("{what} cannot be waited for in a waker: it may be waiting for this very thread"),
+    )
+    .remedy("let the waker wake a task or a thread, and wait there"))
+}
+
 pub(crate) struct Parts {
     pub(crate) pager: Pager,
     pub(crate) device: Arc<dyn Device>,
@@ -186,7 +238,46 @@ pub(crate) struct Engine {
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
+    failures: Mutex<Failures>,
     page_bytes: u64,
+}
+
+/// What nobody was there to be told.
+#[derive(Debug, Default)]
+struct Failures {
+    /// Pages whose bytes were lost, first to last, whether or not their tensors still exist.
+    lost: Vec<Failure>,
+    /// Further ones, of which nothing is known but their number.
+    more: u64,
+    /// Pages whose newest bytes are in the host tier because the disk did not take them, by the last attempt.
+    held: BTreeMap<PageId, Failure>,
+}
+
+#[derive(Clone, Debug)]
+struct Failure {
+    page: String,
+    error: Error,
+}
+
+impl Failures {
+    /// Kept of each kind; the rest is counted, or told when these are gone.
+    const MOST: usize = 64;
+    /// Named in one message.
+    const NAMED: usize = 8;
+
+    fn lose(&mut self, failure: Failure) {
+        if self.lost.len() < Self::MOST {
+            self.lost.push(failure);
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn hold(&mut self, page: PageId, failure: Failure) {
+        if self.held.len() < Self::MOST || self.held.contains_key(&page) {
+            self.held.insert(page, failure);
+        }
+    }
 }
 
 impl Engine {
@@ -205,6 +296,7 @@ impl Engine {
             in_flight: Mutex::new(HashMap::new()),
             segments: RwLock::new(Vec::new()),
             observer,
+            failures: Mutex::default(),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
         Ok(engine)
@@ -221,15 +313,11 @@ impl Engine {
     }
 
     /// Submits a request; a ticket comes back if it has to wait. `nested` if the caller may hold guards.
-    pub(crate) fn submit(
-        &self,
-        runs: &[crate::pager::PageRun],
-        exclusive: bool,
-        nested: bool,
-    ) -> Result<Option<(RequestId, Arc<Ticket>)>> {
+    pub(crate) fn submit(&self, runs: &[PageRun], exclusive: bool, nested: bool) -> Result<Option<Waiting>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
+        let page = latched.pager.awaited(runs);
         let submitted = if nested {
             latched.pager.submit_nested(runs, exclusive, &mut fx)
         } else {
@@ -239,7 +327,7 @@ impl Engine {
             Ok(crate::pager::Submitted::Waiting(id)) => {
                 let ticket = Arc::new(Ticket::default());
                 latched.tickets.insert(*id, ticket.clone());
-                Some((*id, ticket))
+                Some(Waiting { id: *id, ticket, page })
             }
             _ => None,
         };
@@ -313,7 +401,7 @@ impl Engine {
             let mut ended = Vec::new();
             for planned in fx.moves.drain(..) {
                 if let Err(error) = self.start(planned) {
-                    ended.push((planned.id, Err(error.context(self.describe(planned.page)))));
+                    ended.push((planned, Err(error.context(self.describe(planned.page)))));
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
@@ -340,8 +428,8 @@ impl Engine {
             for frame in discarded {
                 latched.pager.discarded(frame, &mut fx);
             }
-            for (id, result) in ended {
-                latched.pager.complete(id, result, &mut fx);
+            for (planned, result) in ended {
+                self.complete(&mut latched.pager, planned, result, &mut fx);
             }
         }
         for waker in wakers {
@@ -363,6 +451,7 @@ impl Engine {
     }
 
     fn forget(&self, id: SegmentId) -> Option<Arc<SegmentIo>> {
+        self.failures.lock().held.retain(|page, _| page.segment != id);
         self.segments.write().get_mut(id.index()).and_then(Option::take)
     }
 
@@ -451,7 +540,9 @@ impl Engine {
         let valid = self.valid(io, planned.page);
         let (file, offset) = match &io.source {
             Source::File { file, .. } => (*file, u64::from(planned.page.index.0) * self.page_bytes),
-            Source::Scratch { file, scratch, slots } => (*file, scratch.offset_of(slot(slots, planned.page.index)?)),
+            Source::Scratch { file, scratch, slots, .. } => {
+                (*file, scratch.offset_of(slot(slots, planned.page.index)?))
+            }
         };
         let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
@@ -484,16 +575,41 @@ impl Engine {
             }
             match result.and_then(|()| self.next_stage(&entry)) {
                 Ok(true) => {}
-                Ok(false) => ended.push((id, Ok(()))),
-                Err(error) => ended.push((id, Err(error.context(self.describe(entry.planned.page))))),
+                Ok(false) => ended.push((entry.planned, Ok(()))),
+                Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
             }
         }
         if !ended.is_empty() {
             self.with(|pager, fx| {
-                for (id, result) in ended {
-                    pager.complete(id, result, fx);
+                for (planned, result) in ended {
+                    self.complete(pager, planned, result, fx);
                 }
             });
+        }
+    }
+
+    /// Tells the pager, and keeps what nobody else is told: a page that was given up, a copy in the host tier that the
+    /// disk does not take.
+    fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
+        let Move { id, page, from, to, .. } = planned;
+        let error = result.as_ref().err().cloned();
+        let lost = pager.stats().poisoned;
+        pager.complete(id, result, fx);
+        match error {
+            Some(error) if pager.stats().poisoned > lost => {
+                self.failures.lock().lose(Failure { page: self.describe(page), error });
+            }
+            Some(error) if matches!((from, to), (Place::Host(_), Place::Disk)) => {
+                let run = PageRun { segment: page.segment, first: page.index, count: 1 };
+                let gone = fx.released.contains(&page.segment);
+                // Unless the device tier has newer bytes by now.
+                if !gone && pager.awaited(&[run]).is_some_and(|(_, tier)| tier == Tier::Host) {
+                    self.failures.lock().hold(page, Failure { page: self.describe(page), error });
+                }
+            }
+            // Written, or in the device tier, from which it will be written.
+            None if matches!(from, Place::Host(_)) => drop(self.failures.lock().held.remove(&page)),
+            _ => {}
         }
     }
 
@@ -504,14 +620,59 @@ impl Engine {
         }
     }
 
-    /// "page 7 of model.gguf".
+    /// "page 7 of model.gguf (blk.0.attn_q.weight)".
     fn describe(&self, page: PageId) -> String {
-        match self.segment_io(page.segment).as_deref() {
-            Ok(SegmentIo { source: Source::File { path, .. }, .. }) => {
-                format!("page {} of {}", page.index.0, path.display())
-            }
-            _ => format!("page {} of a read-write tensor", page.index.0),
+        let Ok(io) = self.segment_io(page.segment) else {
+            return format!("page {} of a tensor that is gone", page.index.0);
+        };
+        let name = io.source.name();
+        match &io.source {
+            Source::File { .. } => format!("page {} of {name} ({})", page.index.0, self.tensors_of(&io, page.index)),
+            Source::Scratch { .. } => format!("page {} of {name}", page.index.0),
         }
+    }
+
+    fn tensors_of(&self, io: &SegmentIo, page: PageIndex) -> String {
+        let start = u64::from(page.get()) * self.page_bytes;
+        io.source.tensors(start, start + self.page_bytes)
+    }
+
+    /// Somebody waited for a page since then.
+    pub(crate) fn stalled(
+        &self,
+        cause: WaitCause,
+        page: Option<(PageId, Tier)>,
+        since: Instant,
+        detail: impl FnOnce() -> String,
+    ) {
+        let tier = page.map_or(Tier::Device, |(_, tier)| tier);
+        let time = self.observer.stall(cause, tier, since, detail);
+        if let Some((page, tier)) = page
+            && let Ok(io) = self.segment_io(page.segment)
+        {
+            io.waits.add(io.pages, page.index, cause, tier, time);
+        }
+    }
+
+    /// The `most` pages, of the segments there are, that were waited for longest.
+    pub(crate) fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        let segments: Vec<_> = self.segments.read().iter().cloned().enumerate().collect();
+        let mut worst: Vec<(usize, &Arc<SegmentIo>, Waited)> = Vec::new();
+        for (id, io) in segments.iter().filter_map(|(id, io)| Some((*id, io.as_ref()?))) {
+            worst.extend(io.waits.waited().map(|waited| (id, io, waited)));
+            worst.sort_by_key(|(id, _, waited)| (std::cmp::Reverse(waited.time), *id, waited.page));
+            worst.truncate(most);
+        }
+        let named = |(id, io, waited): (usize, &Arc<SegmentIo>, Waited)| PageStalls {
+            page: PageId { segment: SegmentId(id as u32), index: waited.page },
+            tensor: self.tensors_of(io, waited.page),
+            count: waited.count,
+            time: waited.time,
+            cause: waited.cause,
+            name: cause_name(waited.cause),
+            tier: waited.tier,
+        };
+        worst.into_iter().map(named).collect()
     }
 
     /// Goes on with a move whose operation succeeded; `false` if that was the last.
@@ -547,12 +708,12 @@ impl Engine {
     fn check(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) -> Result<()> {
         match &io.source {
             Source::File { learned: None, .. } => Ok(()),
-            Source::File { learned: Some(learned), path, .. } => {
+            Source::File { learned: Some(learned), .. } => {
                 let hash = || buffer.checksum(self.valid(io, page));
                 learned.check(page.index, hash).map_err(|(expected, found)| {
                     let message = format!(
                         "{} has other bytes than when it was first read (hash {expected:016x}, now {found:016x})",
-                        path.display()
+                        io.source.name()
                     );
                     Error::new(ErrorKind::Corrupt, message)
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
@@ -600,12 +761,34 @@ impl Engine {
         store.and(device)
     }
 
-    /// Errors that no call has reported: pages whose bytes were lost.
-    pub(crate) fn lost(&self) -> Vec<Error> {
-        self.with(|pager, _| pager.lost_pages().to_vec())
-            .into_iter()
-            .map(|(page, error)| error.context(format!("{} is lost", self.describe(page))))
-            .collect()
+    /// Errors that no call has reported.
+    pub(crate) fn health(&self) -> Vec<Error> {
+        let failures = self.failures.lock();
+        let lost = failures.lost.iter().map(|lost| lost.error.clone().context(format!("{} is lost", lost.page)));
+        let more = (failures.more > 0).then(|| {
+            let what = format!("{} more pages are lost, of which the errors were not kept", failures.more);
+            Error::new(ErrorKind::Poisoned, what).remedy("see the first ones")
+        });
+        let held = failures.held.values().map(|held| {
+            let what = format!("{} cannot be written and stays in host memory", held.page);
+            held.error.clone().context(what)
+        });
+        lost.chain(more).chain(held).collect()
+    }
+
+    /// What was lost since the start, as one error; the first is the cause.
+    pub(crate) fn lost(&self) -> Option<Error> {
+        let failures = self.failures.lock();
+        let first = failures.lost.first()?;
+        if failures.lost.len() == 1 {
+            return Some(first.error.clone().context(format!("{} is lost", first.page)));
+        }
+        let count = failures.lost.len() as u64 + failures.more;
+        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.page.as_str()).collect();
+        let rest = count - named.len() as u64;
+        let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
+        let what = format!("{count} pages are lost: {}{rest}; the first, because of", named.join(", "));
+        Some(Error::new(first.error.kind(), what).caused_by(first.error.clone()))
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use outcore::format::{self, ModelHeader, gguf};
 use serde_json::{Map, Value};
@@ -27,7 +28,7 @@ pub struct ModelFiles {
     paths: Vec<PathBuf>,
     tensors: Vec<WeightInfo>,
     by_name: HashMap<String, TensorId>,
-    gguf: Option<gguf::Metadata>,
+    header: Arc<ModelHeader>,
     metadata: Map<String, Value>,
 }
 
@@ -40,14 +41,13 @@ impl ModelFiles {
 
     fn new(header: ModelHeader) -> Result<Self> {
         let paths: Vec<PathBuf> = header.files.iter().map(|file| file.path.clone()).collect();
-        let gguf = header.gguf().cloned();
-        let (container, metadata) = match &gguf {
+        let (container, metadata) = match header.gguf() {
             Some(all) => (Container::Gguf, short_values(all)),
             None => (Container::Safetensors, read_json(&folder_of(&paths).join("config.json"))?),
         };
         let mut tensors = Vec::with_capacity(header.tensors.len());
         let mut by_name = HashMap::with_capacity(header.tensors.len());
-        for (index, t) in header.tensors.into_iter().enumerate() {
+        for (index, t) in header.tensors.iter().enumerate() {
             let dtype = WeightType::of(t.dtype)
                 .ok_or_else(|| Error::Unsupported(format!("tensor {:?} has type {}", t.name, t.dtype)))?;
             let bad = |why: &str| Error::format(format!("tensor {:?}", t.name), why);
@@ -58,9 +58,10 @@ impl ModelFiles {
             let row_bytes = dtype.bytes(cols).ok_or_else(|| bad("its rows are not a whole number of blocks"))?;
             let id = TensorId(index as u32);
             by_name.insert(t.name.clone(), id);
-            tensors.push(WeightInfo { id, name: t.name, dtype, rows, cols, file: t.file, offset: t.offset, row_bytes });
+            let (name, file, offset) = (t.name.clone(), t.file, t.offset);
+            tensors.push(WeightInfo { id, name, dtype, rows, cols, file, offset, row_bytes });
         }
-        Ok(Self { container, paths, tensors, by_name, gguf, metadata })
+        Ok(Self { container, paths, tensors, by_name, header: Arc::new(header), metadata })
     }
 
     /// Which conventions the model follows.
@@ -83,9 +84,14 @@ impl ModelFiles {
         self.by_name.get(name).and_then(|id| self.tensors.get(id.0 as usize))
     }
 
+    /// The headers as they were read; a runtime [takes them](outcore::Runtime::open_parsed) without reading them again.
+    pub fn header(&self) -> &Arc<ModelHeader> {
+        &self.header
+    }
+
     /// All metadata of a GGUF model, read on demand.
     pub fn gguf(&self) -> Option<&gguf::Metadata> {
-        self.gguf.as_ref()
+        self.header.gguf()
     }
 
     /// GGUF metadata without its long arrays, or the contents of `config.json`.

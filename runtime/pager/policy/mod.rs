@@ -51,21 +51,26 @@ pub enum Take {
     Stop,
 }
 
-/// The order in which pages leave and come.
+/// The order in which pages leave and come. [`RuntimeBuilder::custom_policy`](crate::RuntimeBuilder::custom_policy) opens
+/// a runtime with one of the user's.
 ///
 /// # Contract
 ///
 /// 1. [`victim`](Self::victim) offers only pages that were [`inserted`](Self::inserted) and not
 ///    [`removed`](Self::removed) since, each at most once a call, and returns the one that was taken.
-/// 2. For [`Want::Planned`] and [`Want::Hint`] it offers only pages that are worth less than what is to be filled.
+/// 2. For [`Want::Planned`] and [`Want::Hint`] it offers only pages that are worth less than what is to be filled; for
+///    any other want, every page there is: whoever waits for a frame may need the last one.
 /// 3. A page may be used without being inserted (a fault), and inserted without being used (a fill ahead).
+/// 4. It is called under the runtime's latch: it returns soon, and does not call the runtime.
+///
+/// What breaks rule 1 is passed over. What breaks the others costs time, or hangs; it never costs bytes.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
     fn name(&self) -> &'static str;
     /// The sizes of the tiers and of the lookahead, in pages, at the start and whenever they change.
-    fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32);
+    fn resize(&mut self, _frames: u32, _host_frames: u32, _lookahead: u32) {}
     /// A request covers this many pages at once.
-    fn unit(&mut self, pages: u32);
+    fn unit(&mut self, _pages: u32) {}
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// A page is used.
@@ -74,25 +79,35 @@ pub trait Policy: Send + fmt::Debug {
     fn inserted(&mut self, page: PageId);
     /// A page is leaving the device tier, or its fill has failed.
     fn removed(&mut self, page: PageId);
-    /// A segment is gone.
-    fn forget(&mut self, segment: SegmentId);
+    /// A segment is gone; its id may come again. Its resident pages were [`removed`](Self::removed) before.
+    fn forget(&mut self, _segment: SegmentId) {}
     /// Offers victims in order until one is taken.
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId>;
     /// The order of use from here on; repeated for ever if `cyclic`. Empty withdraws it.
-    fn declare(&mut self, order: &[PageId], cyclic: bool);
+    fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
     /// Whether a plan, declared or recognised, is being followed.
-    fn has_plan(&self) -> bool;
+    fn has_plan(&self) -> bool {
+        false
+    }
     /// The next page worth filling ahead of use, if any. `present` tells whether a page is resident or on its way.
-    fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId>;
+    fn next_fill(&mut self, _present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        None
+    }
     /// The page named by [`next_fill`](Self::next_fill) is on its way.
-    fn filling(&mut self, page: PageId);
+    fn filling(&mut self, _page: PageId) {}
     /// Whether a page that leaves the device tier should be kept in the host tier.
-    fn worth_host(&self, page: PageId) -> bool;
+    fn worth_host(&self, _page: PageId) -> bool {
+        true
+    }
+    /// Whether the host tier may drop its copy of `candidate` in favour of `incoming`.
+    fn host_victim(&self, _candidate: PageId, _incoming: PageId) -> bool {
+        true
+    }
     /// The pages it was told are resident, first to leave first where it keeps one order. For checks.
     #[doc(hidden)]
-    fn tracked(&self) -> Vec<PageId>;
-    /// Whether the host tier may drop its copy of `candidate` in favour of `incoming`.
-    fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool;
+    fn tracked(&self) -> Vec<PageId> {
+        Vec::new()
+    }
 }
 
 /// The policies a runtime can be opened with.

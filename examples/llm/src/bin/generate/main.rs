@@ -147,7 +147,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         .verify(args.verify)
         .timeline(args.timeline.is_some())
         .open()?;
-    let model = runtime.open_model(&path)?;
+    let model = runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let options = Options { threads: args.threads, ..Options::default() };
     let llm = Arc::new(Model::load(&files, weights, options)?);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, Lane, Result, Span, Stats};
+use outcore::{Bytes, Error, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
 
 /// A finished run.
@@ -58,8 +58,26 @@ impl Run {
         let stalls: serde_json::Map<String, Value> = stats
             .stalls
             .iter()
-            .map(|stall| (stall.name.to_owned(), json!({"count": stall.count, "seconds": stall.time.as_secs_f64()})))
+            .map(|stall| {
+                let of_tier = |at: &TierStalls| {
+                    (at.tier.to_string(), json!({"count": at.count, "seconds": at.time.as_secs_f64()}))
+                };
+                let tiers: serde_json::Map<String, Value> = stall.tiers.iter().map(of_tier).collect();
+                let value = json!({"count": stall.count, "seconds": stall.time.as_secs_f64(), "tiers": tiers});
+                (stall.name.to_owned(), value)
+            })
             .collect();
+        let of_page = |page: &PageStalls| {
+            json!({
+                "tensor": page.tensor,
+                "page": page.page.index.get(),
+                "count": page.count,
+                "seconds": page.time.as_secs_f64(),
+                "cause": page.name,
+                "tier": page.tier.to_string(),
+            })
+        };
+        let worst_pages: Vec<Value> = stats.worst_pages.iter().map(of_page).collect();
         json!({
             "model": self.model,
             "device": self.device,
@@ -68,6 +86,7 @@ impl Run {
             "host_budget_bytes": self.host_budget.get(),
             "policy": stats.policy,
             "io": stats.io.to_string(),
+            "io_buffered_files": stats.buffered_files,
             "prompt_tokens": self.prompt_tokens,
             "tokens": self.tokens,
             "text": self.text,
@@ -79,8 +98,10 @@ impl Run {
             "disk_read_bytes": stats.traffic.disk_read.get(),
             "disk_written_bytes": stats.traffic.disk_written.get(),
             "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
-            "hit_ratio": stats.hit_ratio(),
+            // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
+            "hit_ratio": stats.optimum.actual_ratio(),
             "opt_hit_ratio": stats.optimum.ratio(),
+            "ratio_uses": stats.optimum.uses,
             "overlap": self.overlap(),
             "peak_device_bytes": stats.traffic.peak_device.get(),
             "peak_host_bytes": stats.traffic.peak_host.get(),
@@ -88,6 +109,7 @@ impl Run {
             "logits_xxh3": format!("{:016x}", self.logits_hash),
             "interrupted": self.interrupted,
             "stalls": stalls,
+            "worst_pages": worst_pages,
             "uses": stats.pager.uses,
             "hits": stats.pager.hits,
             "prefetched": stats.pager.prefetched,
@@ -115,6 +137,10 @@ impl Run {
         for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
             row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));
         }
+        if let Some(worst) = stats.worst_pages.first() {
+            let (page, tensor, time) = (worst.page.index.get(), &worst.tensor, seconds(worst.time));
+            row("", format!("longest for page {page}, {tensor}: {time} in {} waits", worst.count));
+        }
         row(
             "budget",
             format!(
@@ -137,6 +163,10 @@ impl Run {
             "read from disk",
             format!("{} by {}, {} hidden behind compute", stats.traffic.disk_read, stats.io, percent(self.overlap())),
         );
+        if let [first, rest @ ..] = stats.buffered_files.as_slice() {
+            let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+            row("", format!("through the page cache, because O_DIRECT is refused: {}{more}", first.display()));
+        }
         if stats.traffic.disk_written > Bytes::ZERO || stats.traffic.link_in > Bytes::ZERO {
             row(
                 "moved",
@@ -152,7 +182,7 @@ impl Run {
             format!(
                 "{}: {} hit (best possible {}), {} filled ahead, {} late, {} faults",
                 stats.pager.uses,
-                percent(stats.hit_ratio()),
+                percent(stats.optimum.actual_ratio()),
                 percent(stats.optimum.ratio()),
                 percent(stats.pager.prefetched as f64 / uses),
                 percent(stats.pager.late as f64 / uses),
