@@ -24,9 +24,11 @@ bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200)
-	@scripts/need.sh cargo cc
+soak: ## Random work with injected failures for SOAK_SECONDS (1200), then a model's logits under every setting
+	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test soak -- --ignored --nocapture
+	@scripts/fetch_model.sh
+	cargo test --workspace --features outcore/cli --test generate -- --ignored --nocapture
 
 fuzz: ## Every fuzz target for FUZZ_SECONDS (60); installs cargo-fuzz if it is missing
 	@scripts/need.sh cargo c++
