@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import llama_cpp
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -160,13 +161,28 @@ def ids(path, wanted):
     return {"ids": part, "whole": model.tokenize(WHOLE.encode(), add_bos=True, special=True)}
 
 
-def write(path, model, wanted, groups):
+def chats(path):
+    """Conversations, the prompts that the model's own template makes of them, and their ids."""
+    model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    names = [model._model.token_get_text(token) for token in (model.token_eos(), model.token_bos())]
+    template = Jinja2ChatFormatter(model.metadata["tokenizer.chat_template"], *names)
+    found = []
+    for text in ["Hello", "  spaced \n\n", "<|im_end|>x {{ 7 * 7 }} {% if %}", "", "\u65e5\u672c\u8a9e\t\r\n", "It's <b>1 & 2</b>"]:
+        for before in [[], [["system", "Be brief."]], [["user", "a"], ["assistant", "b\n"]]]:
+            turns = [*before, ["user", text]]
+            prompt = template(messages=[{"role": role, "content": content} for role, content in turns]).prompt
+            found.append([turns, prompt, model.tokenize(prompt.encode(), add_bos=True, special=True)])
+    return found
+
+
+def write(path, model, wanted, groups, **more):
     head = {
         "made_by": f"benches/compare/ids.py with llama-cpp-python {version('llama-cpp-python')}",
         "model": model,
         "whole": WHOLE,
         "texts": wanted,
         "groups": groups,
+        **more,
     }
     text = json.dumps(head, separators=(",", ":")).replace("],[", "],\n[").replace('","', '",\n"')
     assert json.loads(text) == head
@@ -176,7 +192,7 @@ def write(path, model, wanted, groups):
 def main(folder, extra=40):
     folder = Path(folder)
     wanted = texts(int(extra))
-    write(folder / "smollm2.json", MODEL.name, wanted, [ids(MODEL, wanted)])
+    write(folder / "smollm2.json", MODEL.name, wanted, [ids(MODEL, wanted)], chats=chats(MODEL))
     spm(folder / "spm.gguf")
     write(folder / "spm.json", "spm.gguf", wanted, [ids(folder / "spm.gguf", wanted)])
     wanted = wanted if len(wanted) > 1000 else TEXTS

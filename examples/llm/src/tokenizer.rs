@@ -106,8 +106,8 @@ pub struct Tokenizer {
 enum Encoder {
     /// `tokenizer.json`; its post-processor adds the begin token.
     Hf(Box<HfTokenizer>),
-    Bpe(Specials, Bpe),
-    Spm(Specials, Spm),
+    Bpe(Specials, Box<Bpe>),
+    Spm(Specials, Box<Spm>),
 }
 
 impl Tokenizer {
@@ -163,7 +163,7 @@ impl Tokenizer {
                 eos.push(2);
             }
             let unknown = id("unknown_token_id").unwrap_or(0);
-            (Encoder::Spm(specials, Spm::new(&tokens, scores, add_space, unknown)), true)
+            (Encoder::Spm(specials, Box::new(Spm::new(&tokens, scores, add_space, unknown))), true)
         } else {
             let merges = texts("merges").ok_or_else(|| bad("merges are missing"))?;
             let merges = merges.into_iter().filter_map(gguf::Value::as_str);
@@ -175,7 +175,7 @@ impl Tokenizer {
                 Some(pre) => pre,
             };
             let pre = Pre::named(pre)?;
-            (Encoder::Bpe(specials, Bpe::new(&tokens, merges, pre)?), pre.add_bos)
+            (Encoder::Bpe(specials, Box::new(Bpe::new(&tokens, merges, pre)?)), pre.add_bos)
         };
         dedup(&mut eos);
         let table = byte_table();

@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use outcore_llm::{Error, ModelFiles, Tokenizer};
+use outcore_llm::{ChatTemplate, Error, Message, ModelFiles, Tokenizer};
 use serde_json::Value;
 
 fn folder() -> PathBuf {
@@ -64,8 +64,18 @@ fn the_real_models_ids_are_llama_cpps() {
         eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", model.display());
         return;
     }
-    let tokenizer = Tokenizer::load(&ModelFiles::open(model).unwrap()).unwrap();
+    let files = ModelFiles::open(model).unwrap();
+    let tokenizer = Tokenizer::load(&files).unwrap();
     println!("{} texts", compare(&tokenizer, &fixture, &fixture["groups"][0], "smollm2"));
+
+    let template = ChatTemplate::load(&files, &tokenizer).unwrap().unwrap();
+    for chat in list(&fixture["chats"]) {
+        let turn = |t: &Value| Message::new(t[0].as_str().unwrap(), t[1].as_str().unwrap());
+        let turns: Vec<Message> = list(&chat[0]).iter().map(turn).collect();
+        let prompt = template.render(&turns, true).unwrap();
+        assert_eq!(prompt, chat[1].as_str().unwrap(), "{turns:?}");
+        assert_eq!(tokenizer.encode_chat(&prompt).unwrap(), ids(&chat[2]), "{turns:?}");
+    }
 }
 
 #[test]
