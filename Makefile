@@ -7,7 +7,7 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo test bench soak fuzz lint fmt clean
+.PHONY: help demo test bench peers soak fuzz lint fmt clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ test: ## All tests, doctests and examples
 bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
+
+peers: ## Build llama.cpp into .venv, for `make bench` to compare with (minutes)
+	@scripts/need.sh cc c++ python3 pip
+	@scripts/fetch_peers.sh
 
 soak: ## Random work with injected failures for SOAK_SECONDS (1200), then a model's logits under every setting
 	@scripts/need.sh cargo cc python3 pip
