@@ -59,7 +59,7 @@ fn attribute(driver: &Driver, which: i32) -> i32 {
         return value;
     }
     match which {
-        1 | 2 | 3 => 1024, // threads in a block
+        1..=3 => 1024, // threads in a block
         4 => 64,
         5 => i32::MAX, // grid dimensions
         6 | 7 => 65535,
