@@ -348,6 +348,26 @@ fn a_graph_meets_the_mappings_of_the_day() {
     finish(&fake);
 }
 
+/// A stream may be destroyed with work on it; the context still waits for that work.
+#[test]
+fn a_destroyed_stream_finishes_its_work() {
+    let fake = Fake::load();
+    {
+        let context = context();
+        let stream = context.new_stream().unwrap();
+        let page = Mapped::new();
+        let back = Locked::new(&context, 1);
+        fake.set_delay(2000, 7);
+        fill(&stream, page.address, 4, FRAME).unwrap();
+        copy_out(&stream, back.pointer(), page.address, 1).unwrap();
+        drop(stream);
+        context.synchronize().unwrap();
+        assert_eq!(back.bytes(), [4]);
+        page.give_back();
+    }
+    finish(&fake);
+}
+
 #[test]
 fn the_nth_call_fails_and_the_others_do_not() {
     let fake = Fake::load();
