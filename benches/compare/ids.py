@@ -45,7 +45,7 @@ TEXTS = [
     "\u00a0\u2002\u2003\u2009\u202f\u205f\u3000x\u1680y\u2028z\u2029\u0085w", " \u00a0 x \u3000\u3000y", "\u3000\u3000", "\x00\x01\x02\x1b[31mred\x1b[0m\x7f\x0b\x0c\x1c\x1d\x1e\x1f",
     "\ufffd\ufffd \ue000 \uf8ff \U000f0000 \U0010ffff \ufdd0 \uffff", "\u2200x\u2208\u211d: \u2308x\u2309 \u2265 \u222b\u2080\u00b9 \u221a2 \u2260 \u00b1\u20ac\u00a3\u00a5", "\U0001d4d7\U0001d4ee\U0001d4f5\U0001d4f5\U0001d4f8 \U00010400\U00010428 \U0001e900",
     "\u201cquoted\u201d \u2018single\u2019 \u2014 dash \u2013 \u2026 \u00ab\u00bb \u203d", "!!!???...,,,;;;:::---___===+++***///\\\\\\", "a,b;c:d.e!f?g", "...\n\n...\r\n!\n", " .\n .\r\n\r\n .",
-    "x" * 600, "ab" * 150, " " * 40 + "x", "\n" * 30 + "x", "\t" * 17, " \t" * 9 + "\n", "-" * 77, "9" * 100, "\u4e2d" * 50, "\U0001f600" * 12,
+    "x" * 600, "ab" * 150, " " * 40 + "x", "\n" * 30 + "x", "\t" * 17, " \t" * 9 + "\n", "-" * 77, "9" * 100, "\u4e2d" * 50, "\u4e2d\u3000" * 12, "\U0001f600" * 12,
     "antidisestablishmentarianism floccinaucinihilipilification", "camelCaseHTTPServer XMLHttpRequest snake_CASE ABCdef GHi", "L'\u00e9t\u00e9 d'\u00c9ric S'IL l'OEUF",
     "<s>", "</s>", "<s>x</s>", "a <s> b", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "<|im_start|> x", "<|im_start |>", "<|im_start|", "<|endoftext|>a<|endoftext|>", "<|im_start|><|im_start|><|im_end|>", "<tool>x<tool><tool>y", "<|im_<|im_start|>", "<<|im_end|>>", "<repo_name>a<file_sep>b<filename>c<gh_stars>", "<unk><pad><0x41>", "a   b    c     d\n\n\ne\n\n\n\nf",
 ]  # fmt: skip
