@@ -23,6 +23,8 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/kernels/": "the same",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
+    "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
+    "tests/cuda_calls/": "calls the CUDA driver's raw functions",
     "tests/helpers/": "system calls and raw buffers for the suites",
     "tests/device_suite.rs": "reads and writes device memory through raw addresses",
     "tests/store_fallback.rs": "installs system-call filters",

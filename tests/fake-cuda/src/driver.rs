@@ -1,0 +1,228 @@
+//! The driver's state, the lock around it, and the door through which every call enters.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::abi::*;
+use crate::clock::{Clock, HOST};
+use crate::context::Contexts;
+use crate::event::Event;
+use crate::graph::Graphs;
+use crate::inject::{self, Config, Injection, Link};
+use crate::judge::{Judge, Op, Touch};
+use crate::locked::Locked;
+use crate::memory::Memory;
+use crate::module::Modules;
+use crate::stream::{Stream, Timeline};
+
+/// Everything. One lock, because the fake is about order and not about speed.
+pub struct Driver {
+    pub config: Config,
+    pub injection: Injection,
+    pub judge: Judge,
+    pub link: Link,
+    pub initialised: bool,
+    /// Set once the device is lost, or a kernel has faulted: what every later call returns.
+    pub lost: Option<CuResult>,
+    /// What the host knows to have happened.
+    pub known: Clock,
+    host_operations: u64,
+    pub timelines: Vec<Timeline>,
+    pub workers: usize,
+    /// No stream starts anything while set.
+    pub held: bool,
+    pub contexts: Contexts,
+    pub streams: HashMap<u64, Stream>,
+    pub events: HashMap<u64, Event>,
+    pub memory: Memory,
+    pub locked: Locked,
+    pub modules: Modules,
+    pub graphs: Graphs,
+    next_handle: u64,
+}
+
+pub type Guard = MutexGuard<'static, Driver>;
+
+struct Shared {
+    state: Mutex<Driver>,
+    /// Work was queued or has ended, or something a waiter may wait for has changed.
+    changed: Condvar,
+}
+
+static SHARED: LazyLock<Shared> =
+    LazyLock::new(|| Shared { state: Mutex::new(Driver::new(0x10_0000)), changed: Condvar::new() });
+
+/// Where a host function runs: what the host functions of the judge attribute its accesses to.
+#[derive(Clone)]
+pub struct InHostFunction {
+    pub op: Op,
+    pub clock: Clock,
+}
+
+thread_local! {
+    pub static HOST_FUNCTION: RefCell<Option<InHostFunction>> = const { RefCell::new(None) };
+}
+
+impl Driver {
+    fn new(first_handle: u64) -> Self {
+        let mut injection = Injection::default();
+        inject::rules_from_environment(&mut injection);
+        let mut driver = Self {
+            config: Config::from_environment(),
+            injection,
+            judge: Judge::new(),
+            link: Link::default(),
+            initialised: false,
+            lost: None,
+            known: Clock::default(),
+            host_operations: 0,
+            timelines: Vec::new(),
+            workers: 0,
+            held: false,
+            contexts: Contexts::default(),
+            streams: HashMap::new(),
+            events: HashMap::new(),
+            memory: Memory::default(),
+            locked: Locked::default(),
+            modules: Modules::default(),
+            graphs: Graphs::default(),
+            next_handle: first_handle,
+        };
+        // Timeline 0 is the host.
+        driver.timelines.push(Timeline::new("host".into()));
+        driver
+    }
+
+    /// A handle that no object of any kind has had, even before a reset.
+    pub fn new_handle(&mut self) -> u64 {
+        self.next_handle += 16;
+        self.next_handle
+    }
+
+    /// An operation of the host, after everything the host knows of and before everything it will submit.
+    pub fn host_op(&mut self, what: &str) -> (Op, Clock) {
+        self.host_operations += 1;
+        self.known.raise(HOST, self.host_operations);
+        (Op { what: what.into(), timeline: HOST, number: self.host_operations }, self.known.clone())
+    }
+
+    /// Accesses by the host itself, or by the host function this thread is in.
+    pub fn host_touch(&mut self, what: &str, touches: &[Touch]) {
+        let (op, clock) = match HOST_FUNCTION.with_borrow(Clone::clone) {
+            Some(inside) => (inside.op, inside.clock),
+            None => self.host_op(what),
+        };
+        self.judge.touch(&op, &clock, touches);
+    }
+
+    /// The device is gone: nothing queued will run, every later call fails.
+    pub fn lose(&mut self, code: CuResult) {
+        if self.lost.is_none() {
+            self.lost = Some(code);
+            for timeline in &mut self.timelines {
+                timeline.abandon();
+            }
+            notify();
+        }
+    }
+}
+
+/// Takes the lock. The exports for tests come in here; the driver API comes in by [`enter`].
+pub fn lock() -> Guard {
+    SHARED.state.lock()
+}
+
+/// Tells whoever waits that something has changed.
+pub fn notify() {
+    SHARED.changed.notify_all();
+}
+
+/// Waits until `done`, or the device is lost.
+pub fn wait_until(driver: &mut Guard, mut done: impl FnMut(&Driver) -> bool) -> Outcome {
+    while driver.lost.is_none() && !done(driver) {
+        SHARED.changed.wait(driver);
+    }
+    inject::unless_lost(driver.lost)
+}
+
+/// Waits for any change.
+pub fn wait(driver: &mut Guard) {
+    SHARED.changed.wait(driver);
+}
+
+/// Waits until `done`, the device is lost, or `limit` has passed; says whether `done`.
+pub fn wait_at_most(driver: &mut Guard, limit: Duration, mut done: impl FnMut(&Driver) -> bool) -> bool {
+    let end = std::time::Instant::now() + limit;
+    while driver.lost.is_none() && !done(driver) {
+        if SHARED.changed.wait_until(driver, end).timed_out() {
+            return done(driver);
+        }
+    }
+    true
+}
+
+/// Back to the start: everything runs out, every object is gone. Handles from before stay invalid.
+pub fn reset() {
+    let mut driver = lock();
+    driver.held = false;
+    for timeline in &mut driver.timelines {
+        timeline.held = false;
+        timeline.closing = true;
+        timeline.abandon();
+    }
+    notify();
+    while driver.workers > 0 {
+        SHARED.changed.wait(&mut driver);
+    }
+    let next = driver.next_handle;
+    let old = std::mem::replace(&mut *driver, Driver::new(next));
+    old.memory.close();
+    old.locked.close();
+}
+
+/// What a call requires before its body runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing; works on a lost device too.
+    Nothing,
+    /// `cuInit`.
+    Init,
+    /// A current context.
+    Context,
+}
+
+/// Every driver call: counted, perhaps made to fail, checked for what all calls need.
+pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Outcome) -> CuResult {
+    let mut driver = lock();
+    if HOST_FUNCTION.with_borrow(Option::is_some) && need != Need::Nothing {
+        driver.judge.find("misuse", &format!("{name} was called from a host function; they may not call the driver"));
+        return ERROR_NOT_PERMITTED;
+    }
+    if let Err((code, fatal)) = driver.injection.count(name) {
+        if fatal {
+            driver.lose(code);
+        }
+        return code;
+    }
+    if need != Need::Nothing {
+        if let Some(code) = driver.lost {
+            return code;
+        }
+        if !driver.initialised && name != "cuInit" {
+            driver.judge.find("misuse", &format!("{name} was called before cuInit"));
+            return ERROR_NOT_INITIALIZED;
+        }
+    }
+    if need == Need::Context && driver.contexts.current().is_none() {
+        driver.judge.find("context", &format!("{name} was called on a thread without a current context"));
+        return ERROR_INVALID_CONTEXT;
+    }
+    match body(&mut driver) {
+        Ok(()) => SUCCESS,
+        Err(code) => code,
+    }
+}

@@ -1,0 +1,176 @@
+//! Page-locked host memory: allocated here, or registered.
+
+use std::collections::BTreeMap;
+
+use crate::abi::*;
+use crate::driver::{Driver, Guard, Need, enter};
+use crate::judge::Space;
+use crate::memory::settle;
+use crate::work::HostSide;
+
+#[derive(Default)]
+pub struct Locked {
+    blocks: BTreeMap<u64, Block>,
+}
+
+pub struct Block {
+    len: u64,
+    /// Allocated by the driver, or the program's own memory.
+    allocated: bool,
+    flags: u32,
+}
+
+impl Locked {
+    /// The block an address lies in.
+    pub fn block(&self, address: u64) -> Option<&Block> {
+        let (&start, block) = self.blocks.range(..=address).next_back()?;
+        (address < start + block.len).then_some(block)
+    }
+    fn overlaps(&self, start: u64, len: u64) -> bool {
+        self.blocks.range(..start + len).next_back().is_some_and(|(&s, block)| s + block.len > start)
+    }
+    /// How a range of host memory stands.
+    pub fn covers(&self, start: u64, len: u64) -> HostSide {
+        let inside = self.blocks.range(..=start).next_back().is_some_and(|(&s, block)| start + len <= s + block.len);
+        if inside || len == 0 {
+            HostSide::Locked
+        } else if self.overlaps(start, len) {
+            HostSide::Mixed
+        } else {
+            HostSide::Pageable
+        }
+    }
+    /// Gives allocated memory back (after a reset: no work is left).
+    pub fn close(&self) {
+        for (&start, block) in self.blocks.iter().filter(|(_, block)| block.allocated) {
+            unmap(start, block.len);
+        }
+    }
+    pub fn leaks(&self) -> Vec<String> {
+        let line = |(start, block): (&u64, &Block)| {
+            let what = if block.allocated { "page-locked allocation" } else { "registration" };
+            format!("{what} of {} bytes of host memory at {start:#x}", block.len)
+        };
+        self.blocks.iter().map(line).collect()
+    }
+}
+
+fn unmap(start: u64, len: u64) {
+    // SAFETY: a mapping made by cuMemHostAlloc, which is no longer in the table; no work uses it.
+    unsafe { libc::munmap(start as *mut libc::c_void, len.next_multiple_of(4096) as usize) };
+}
+
+/// Host memory loses its lock under work that the host does not know to have ended: a finding, and a wait. Says whether
+/// the work may still be running afterwards.
+fn in_flight(driver: &mut Guard, name: &str, start: u64, len: u64) -> bool {
+    let known = driver.known.clone();
+    let Some(op) = driver.judge.unfinished(Space::Host, start, start + len, &known) else { return false };
+    let text = format!(
+        "{name} was called while {} (operation {}) may still use the memory: nothing told the host that it ended",
+        op.what, op.number
+    );
+    driver.judge.find("in-flight", &text);
+    let mut uses = known;
+    for (timeline, submitted) in driver.timelines.iter().map(|timeline| timeline.submitted).enumerate().skip(1) {
+        uses.raise(timeline, submitted);
+    }
+    settle(driver, &uses)
+}
+
+fn allocate(driver: &mut Driver, bytes: usize, flags: u32) -> Outcome<u64> {
+    if bytes == 0 {
+        return Err(ERROR_INVALID_VALUE);
+    }
+    let len = bytes.next_multiple_of(4096);
+    let flags_of_map = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+    let start =
+        unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags_of_map, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return Err(ERROR_OUT_OF_MEMORY);
+    }
+    driver.judge.forget(Space::Host, start as u64, (start as usize + len) as u64);
+    driver.locked.blocks.insert(start as u64, Block { len: bytes as u64, allocated: true, flags });
+    Ok(start as u64)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostAlloc(out: Out<u64>, bytes: usize, flags: u32) -> CuResult {
+    enter("cuMemHostAlloc", Need::Context, |driver| {
+        if flags > 7 {
+            return Err(ERROR_INVALID_VALUE);
+        }
+        out.set(allocate(driver, bytes, flags)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAllocHost_v2(out: Out<u64>, bytes: usize) -> CuResult {
+    enter("cuMemAllocHost_v2", Need::Context, |driver| out.set(allocate(driver, bytes, 0)?))
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFreeHost(start: u64) -> CuResult {
+    enter("cuMemFreeHost", Need::Context, |driver| {
+        let Some(len) = driver.locked.blocks.get(&start).filter(|block| block.allocated).map(|block| block.len) else {
+            driver.judge.find(
+                "address",
+                "cuMemFreeHost was given something that cuMemHostAlloc did not return, or that was freed",
+            );
+            return Err(ERROR_INVALID_VALUE);
+        };
+        let running = in_flight(driver, "cuMemFreeHost", start, len);
+        driver.locked.blocks.remove(&start);
+        driver.judge.forget(Space::Host, start, start + len);
+        // Memory that held-back work will still touch is left mapped: the finding is the answer, not a crash.
+        if !running {
+            unmap(start, len);
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostRegister_v2(start: u64, bytes: usize, flags: u32) -> CuResult {
+    enter("cuMemHostRegister_v2", Need::Context, |driver| {
+        if start == 0 || bytes == 0 || flags > 15 {
+            return Err(ERROR_INVALID_VALUE);
+        }
+        if driver.locked.overlaps(start, bytes as u64) {
+            return Err(ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        driver.judge.forget(Space::Host, start, start + bytes as u64);
+        driver.locked.blocks.insert(start, Block { len: bytes as u64, allocated: false, flags });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostUnregister(start: u64) -> CuResult {
+    enter("cuMemHostUnregister", Need::Context, |driver| {
+        let Some(len) = driver.locked.blocks.get(&start).filter(|block| !block.allocated).map(|block| block.len) else {
+            driver.judge.find("address", "cuMemHostUnregister was given memory that is not registered, or no longer");
+            return Err(ERROR_HOST_MEMORY_NOT_REGISTERED);
+        };
+        in_flight(driver, "cuMemHostUnregister", start, len);
+        driver.locked.blocks.remove(&start);
+        driver.judge.forget(Space::Host, start, start + len);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostGetDevicePointer_v2(out: Out<u64>, start: u64, _flags: u32) -> CuResult {
+    // Unified addressing: the device uses the host's address.
+    enter("cuMemHostGetDevicePointer_v2", Need::Context, |driver| {
+        driver.locked.block(start).ok_or(ERROR_INVALID_VALUE)?;
+        out.set(start)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostGetFlags(out: Out<u32>, start: u64) -> CuResult {
+    enter("cuMemHostGetFlags", Need::Context, |driver| {
+        out.set(driver.locked.block(start).ok_or(ERROR_INVALID_VALUE)?.flags)
+    })
+}

@@ -1,0 +1,274 @@
+//! What can be put on a stream, and how it becomes something a stream's thread runs.
+//!
+//! Work is described by the addresses the program gave. Only when it is issued are they resolved, checked and given to
+//! the judge, so a graph that is launched again meets the mappings of that day.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use crate::abi::*;
+use crate::clock::{Clock, TimelineId};
+use crate::driver::{Driver, Guard, HOST_FUNCTION, InHostFunction, lock};
+use crate::judge::{Op, Space, Touch};
+use crate::memory::Piece;
+use crate::module::Launch;
+use crate::stream::Run;
+
+/// A range of addresses that work reads or writes.
+#[derive(Clone, std::marker::Copy, Debug)]
+pub struct Reach {
+    pub address: u64,
+    pub len: u64,
+    pub write: bool,
+}
+
+/// What the work does.
+#[derive(Clone)]
+pub enum Action {
+    /// An event's place in the stream.
+    Mark,
+    /// The same, noting the time.
+    Stamp(Arc<OnceLock<Instant>>),
+    /// `staged` owns the sources that were taken over at the call.
+    Copies {
+        copies: Vec<Copy>,
+        staged: Arc<[Vec<u8>]>,
+    },
+    /// Repeats a pattern over a range.
+    Fill {
+        address: u64,
+        count: u64,
+        pattern: u32,
+        width: u8,
+    },
+    Launch(Arc<Launch>),
+    HostFunction {
+        function: HostFn,
+        argument: usize,
+    },
+    /// Gives a physical allocation back (the end of an asynchronous free).
+    Release(u64),
+}
+
+#[derive(Clone, std::marker::Copy, Debug)]
+pub struct Copy {
+    pub to: u64,
+    pub from: u64,
+    pub len: u64,
+}
+
+#[derive(Clone)]
+pub struct Work {
+    /// The call, or the kernel's name.
+    pub what: Arc<str>,
+    pub reach: Vec<Reach>,
+    pub action: Action,
+    /// Bytes that must not be in use elsewhere, beyond what `reach` says: a stream-ordered allocation or its end.
+    pub whole: Option<u64>,
+}
+
+impl Work {
+    pub fn new(what: &str, reach: Vec<Reach>, action: Action) -> Self {
+        Self { what: what.into(), reach, action, whole: None }
+    }
+    pub fn mark(what: &str) -> Self {
+        Self::new(what, Vec::new(), Action::Mark)
+    }
+}
+
+/// Memory that is resolved: where a copy really reads or writes.
+enum Place {
+    Device(Vec<Piece>),
+    Host(usize),
+}
+
+impl Driver {
+    fn place(&self, address: u64, len: u64, write: bool) -> Result<Place, String> {
+        if self.memory.is_device(address) {
+            self.memory.resolve(address, len, write).map(Place::Device)
+        } else {
+            Ok(Place::Host(address as usize))
+        }
+    }
+
+    /// The ranges of `reach` as the judge counts them, and marks the mappings as used by operation `number`.
+    fn touches(&mut self, reach: &[Reach], timeline: TimelineId, number: u64) -> Result<Vec<Touch>, String> {
+        let mut touches = Vec::new();
+        for &Reach { address, len, write } in reach {
+            if self.memory.is_device(address) {
+                for piece in self.memory.resolve(address, len, write)? {
+                    let space = Space::Device(piece.physical);
+                    touches.push(Touch { space, start: piece.offset, len: piece.len, write });
+                    self.memory.used(piece.mapping, timeline, number);
+                }
+            } else {
+                touches.push(Touch { space: Space::Host, start: address, len, write });
+            }
+        }
+        Ok(touches)
+    }
+
+    /// Checks work against the mappings of this moment, gives it to the judge as operation `op`, and makes what the
+    /// stream's thread will run.
+    pub fn prepare(&mut self, op: &Op, clock: &Clock, work: &Work) -> Result<Option<Run>, String> {
+        let mut touches = self.touches(&work.reach, op.timeline, op.number)?;
+        if let Some(physical) = work.whole {
+            let len = self.memory.size_of(physical);
+            touches.push(Touch { space: Space::Device(physical), start: 0, len, write: true });
+        }
+        let run = self.run(op, clock, &work.action)?;
+        self.judge.touch(op, clock, &touches);
+        Ok(run)
+    }
+
+    fn run(&mut self, op: &Op, clock: &Clock, action: &Action) -> Result<Option<Run>, String> {
+        Ok(Some(match action {
+            Action::Mark => return Ok(None),
+            Action::Stamp(time) => {
+                let time = Arc::clone(time);
+                Box::new(move || {
+                    let _ = time.set(Instant::now());
+                    Ok(())
+                })
+            }
+            Action::Copies { copies, staged } => {
+                let staged = Arc::clone(staged);
+                let mut resolved = Vec::new();
+                for copy in copies {
+                    resolved.push((
+                        self.place(copy.to, copy.len, true)?,
+                        self.place(copy.from, copy.len, false)?,
+                        copy.len,
+                    ));
+                }
+                let window = self.memory.window();
+                Box::new(move || {
+                    for (to, from, len) in &resolved {
+                        let direction = match (to, from) {
+                            (Place::Device(_), Place::Host(_)) => Some(0),
+                            (Place::Host(_), Place::Device(_)) => Some(1),
+                            _ => None,
+                        };
+                        if let Some(direction) = direction {
+                            cross_link(direction, *len);
+                        }
+                        copy(window, to, from, *len);
+                    }
+                    drop(staged);
+                    Ok(())
+                })
+            }
+            &Action::Fill { address, count, pattern, width } => {
+                let place = self.place(address, count * u64::from(width), true)?;
+                let window = self.memory.window();
+                Box::new(move || {
+                    let bytes = pattern.to_le_bytes();
+                    let unit = &bytes[..usize::from(width)];
+                    for_each_span(window, &place, count * u64::from(width), |target, at, len| {
+                        for i in 0..len {
+                            // SAFETY: `for_each_span` gives ranges within the window or within host memory, which the
+                            // submitter keeps valid until the work is done.
+                            unsafe { target.add(i).write(unit[(at + i) % unit.len()]) };
+                        }
+                    });
+                    Ok(())
+                })
+            }
+            Action::Launch(launch) => {
+                let launch = Arc::clone(launch);
+                Box::new(move || launch.run())
+            }
+            &Action::HostFunction { function, argument } => {
+                let inside = InHostFunction { op: op.clone(), clock: clock.clone() };
+                Box::new(move || {
+                    {
+                        let mut driver = lock();
+                        // The host now knows what came before the function.
+                        driver.known.join(&inside.clock);
+                    }
+                    HOST_FUNCTION.set(Some(inside));
+                    if let Some(function) = function {
+                        // SAFETY: cuLaunchHostFunc's caller promises a function that may be called with this argument.
+                        unsafe { function(argument as *mut libc::c_void) };
+                    }
+                    HOST_FUNCTION.set(None);
+                    Ok(())
+                })
+            }
+            &Action::Release(physical) => Box::new(move || {
+                let mut driver = lock();
+                driver.judge.forget_space(Space::Device(physical));
+                driver.memory.release_physical(physical);
+                Ok(())
+            }),
+        }))
+    }
+}
+
+/// Takes the time the bytes need on the link, if one is modelled.
+fn cross_link(direction: usize, bytes: u64) {
+    let mut driver = lock();
+    let rate = driver.config.link[direction];
+    let end = driver.link.take(direction, bytes, rate);
+    drop(driver);
+    if let Some(end) = end {
+        std::thread::sleep(end.saturating_duration_since(Instant::now()));
+    }
+}
+
+/// Calls `f(pointer, offset, len)` for each contiguous span of `place`.
+fn for_each_span(window: usize, place: &Place, len: u64, mut f: impl FnMut(*mut u8, usize, usize)) {
+    match place {
+        Place::Host(address) => f(*address as *mut u8, 0, len as usize),
+        Place::Device(pieces) => {
+            let mut at = 0;
+            for piece in pieces {
+                f((window + piece.at as usize) as *mut u8, at, piece.len as usize);
+                at += piece.len as usize;
+            }
+        }
+    }
+}
+
+fn copy(window: usize, to: &Place, from: &Place, len: u64) {
+    for_each_span(window, to, len, |target, to_at, to_len| {
+        for_each_span(window, from, len, |source, from_at, from_len| {
+            let start = to_at.max(from_at);
+            let end = (to_at + to_len).min(from_at + from_len);
+            if start < end {
+                // SAFETY: both spans lie within the window, or within host memory that the submitter keeps valid until
+                // the work is done; `start..end` lies within both. `copy` allows overlap.
+                unsafe { std::ptr::copy(source.add(start - from_at), target.add(start - to_at), end - start) };
+            }
+        });
+    });
+}
+
+/// Kinds of memory an asynchronous copy may name on the host side.
+pub enum HostSide {
+    Locked,
+    Pageable,
+    /// Part of the range is page-locked.
+    Mixed,
+}
+
+/// How host memory stands, with a finding where an asynchronous call should not have been given it.
+pub fn host_side(driver: &mut Guard, name: &str, address: u64, len: u64) -> Outcome<HostSide> {
+    let side = driver.locked.covers(address, len);
+    match side {
+        HostSide::Locked => {}
+        HostSide::Pageable => {
+            let text =
+                format!("{name} was given {len} bytes of host memory that is not page-locked; it copies synchronously");
+            driver.judge.find("pageable", &text);
+        }
+        HostSide::Mixed => {
+            let text = format!(
+                "{name} was given {len} bytes of host memory that is only partly page-locked, or of two allocations"
+            );
+            driver.judge.find("pageable", &text);
+            return Err(ERROR_INVALID_VALUE);
+        }
+    }
+    Ok(side)
+}
