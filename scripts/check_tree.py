@@ -25,6 +25,8 @@ UNSAFE_ALLOWED = {
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
     "tests/cuda_calls/": "calls the CUDA driver's raw functions",
+    "tests/fake_cuda.rs": "launches kernels, and follows a device address to see the fault",
+    "tests/fake_cuda_judge.rs": "launches kernels and makes the raw driver calls that are wrong",
     "tests/helpers/": "system calls and raw buffers for the suites",
     "tests/device_suite.rs": "reads and writes device memory through raw addresses",
     "tests/store_fallback.rs": "installs system-call filters",

@@ -5,6 +5,7 @@
 //! findings it has not taken fails.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
+#![allow(clippy::expect_used, reason = "a test that cannot go on fails")]
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -74,9 +75,12 @@ impl Reach {
 type Declare = extern "C" fn(*const Launch, *mut c_void, usize);
 type Run = extern "C" fn(*const Launch, usize);
 
+/// A function of a launch that the driver calls from any thread.
+type OfLaunch<T> = Box<dyn Fn(&Launch) -> T + Send + Sync>;
+
 struct Kernel {
-    declare: Box<dyn Fn(&Launch) -> Vec<Reach> + Send + Sync>,
-    run: Box<dyn Fn(&Launch) + Send + Sync>,
+    declare: OfLaunch<Vec<Reach>>,
+    run: OfLaunch<()>,
 }
 
 /// `argument` is a kernel that was leaked when it was registered.

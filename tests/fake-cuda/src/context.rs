@@ -59,7 +59,7 @@ fn attribute(driver: &Driver, which: i32) -> i32 {
         return value;
     }
     match which {
-        1 | 2 | 3 => 1024, // threads in a block
+        1..=3 => 1024, // threads in a block
         4 => 64,
         5 => i32::MAX, // grid dimensions
         6 | 7 => 65535,
@@ -334,8 +334,9 @@ pub fn clamp_priority(priority: i32) -> i32 {
 pub extern "C" fn cuCtxSynchronize() -> CuResult {
     enter("cuCtxSynchronize", Need::Context, |driver| {
         let context = driver.contexts.required()?;
-        let timelines: Vec<_> =
-            driver.streams.values().filter(|stream| stream.context == context).map(|stream| stream.timeline).collect();
+        // By timeline, not by stream: a stream may have been destroyed with work on it.
+        let timelines = driver.timelines.iter().enumerate().filter(|(_, timeline)| timeline.context == context);
+        let timelines: Vec<_> = timelines.map(|(id, _)| id).collect();
         for timeline in timelines {
             stream::synchronize(driver, timeline)?;
         }

@@ -211,7 +211,6 @@ fn batch(name: &'static str, batch: &Batch) -> CuResult {
 }
 
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the driver's own signature")]
 pub extern "C" fn cuMemcpyBatchAsync_v2(
     to: In<u64>,
     from: In<u64>,
@@ -226,7 +225,6 @@ pub extern "C" fn cuMemcpyBatchAsync_v2(
 }
 
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the driver's own signature")]
 pub extern "C" fn cuMemcpyBatchAsync(
     to: In<u64>,
     from: In<u64>,

@@ -93,7 +93,7 @@ impl Driver {
             next_handle: first_handle,
         };
         // Timeline 0 is the host.
-        driver.timelines.push(Timeline::new("host".into()));
+        driver.timelines.push(Timeline::new("host".into(), 0));
         driver
     }
 

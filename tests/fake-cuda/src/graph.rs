@@ -189,7 +189,7 @@ fn instantiate(name: &'static str, out: &Out<u64>, graph: u64) -> CuResult {
         let handle = driver.new_handle();
         let branches = (0..count)
             .map(|branch| {
-                driver.timelines.push(Timeline::new(format!("branch {branch} of a graph")));
+                driver.timelines.push(Timeline::new(format!("branch {branch} of a graph"), 0));
                 driver.timelines.len() - 1
             })
             .collect();

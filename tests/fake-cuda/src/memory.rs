@@ -95,7 +95,12 @@ fn reserve(file: Option<&OwnedFd>) -> Outcome<u64> {
     let flags = flags | libc::MAP_NORESERVE;
     // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
     let address = unsafe { libc::mmap(std::ptr::null_mut(), SPAN as usize, protection, flags, fd, 0) };
-    if address == libc::MAP_FAILED { Err(ERROR_OUT_OF_MEMORY) } else { Ok(address as u64) }
+    if address == libc::MAP_FAILED {
+        return Err(ERROR_OUT_OF_MEMORY);
+    }
+    // SAFETY: advice about our own new mapping: a core dump shall not walk terabytes of holes.
+    unsafe { libc::madvise(address, SPAN as usize, libc::MADV_DONTDUMP) };
+    Ok(address as u64)
 }
 
 impl Ground {

@@ -282,7 +282,6 @@ fn launch(name: &'static str, function: u64, config: LaunchConfig, parameters: &
 }
 
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the driver's own signature")]
 pub extern "C" fn cuLaunchKernel(
     function: u64,
     grid_x: u32,
@@ -308,7 +307,6 @@ pub extern "C" fn cuLaunchKernel(
 }
 
 #[unsafe(no_mangle)]
-#[expect(clippy::too_many_arguments, reason = "the driver's own signature")]
 pub extern "C" fn cuLaunchCooperativeKernel(
     function: u64,
     grid_x: u32,
@@ -342,5 +340,27 @@ pub extern "C" fn cuLaunchKernelEx(
     match config.get() {
         Ok(config) => launch("cuLaunchKernelEx", function, config, &parameters),
         Err(code) => code,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_and_parameters_of_ptx() {
+        let text = "//\n.version 9.0\n.target sm_90\n\
+            .visible .entry plain()\n{\n\tret;\n}\n\
+            .func helper(.param .b32 x) { ret; }\n\
+            .visible .entry mixed( // .entry in a comment\n\
+            \t.param .u64 .ptr .global .align 16 mixed_param_0,\n\
+            \t.param .f32 mixed_param_1,\n\
+            \t.param .align 8 .b8 mixed_param_2[24],\n\
+            \t.param .u16 mixed_param_3\n)\n.maxntid 256, 1, 1\n{\n\tret;\n}\n";
+        let entries = parse(text).expect("it is PTX");
+        assert_eq!(entries.len(), 2);
+        assert_eq!(entries["plain"], Vec::<usize>::new());
+        assert_eq!(entries["mixed"], [8, 4, 24, 2]);
+        assert!(parse("\x7fELF").is_none());
     }
 }

@@ -16,6 +16,8 @@ pub type Run = Box<dyn FnOnce() -> Outcome + Send>;
 /// A sequence of numbered operations: a stream, a branch of a launched graph, or the host.
 pub struct Timeline {
     pub label: String,
+    /// The context of a stream, which may be destroyed while its work goes on; 0 for what is not a stream.
+    pub context: u64,
     pub submitted: u64,
     pub completed: u64,
     queue: VecDeque<Task>,
@@ -40,9 +42,10 @@ enum What {
 }
 
 impl Timeline {
-    pub fn new(label: String) -> Self {
+    pub fn new(label: String, context: u64) -> Self {
         Self {
             label,
+            context,
             submitted: 0,
             completed: 0,
             queue: VecDeque::new(),
@@ -83,7 +86,7 @@ fn add(driver: &mut Driver, context: u64, flags: u32, priority: i32, default: bo
     let handle = driver.new_handle();
     let timeline = driver.timelines.len();
     let label = if default { "the default stream".into() } else { format!("stream {timeline}") };
-    driver.timelines.push(Timeline::new(label));
+    driver.timelines.push(Timeline::new(label, context));
     let blocking = flags & NON_BLOCKING == 0;
     driver.streams.insert(handle, Stream { timeline, context, blocking, flags, priority, capture: None, default });
     handle

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::abi::*;
-use crate::clock::{Clock, TimelineId};
+use crate::clock::Clock;
 use crate::driver::{Driver, Guard, HOST_FUNCTION, InHostFunction, lock};
 use crate::judge::{Op, Space, Touch};
 use crate::memory::Piece;
@@ -91,37 +91,41 @@ impl Driver {
         }
     }
 
-    /// The ranges of `reach` as the judge counts them, and marks the mappings as used by operation `number`.
-    fn touches(&mut self, reach: &[Reach], timeline: TimelineId, number: u64) -> Result<Vec<Touch>, String> {
+    /// The ranges of `reach` as the judge counts them, and the mappings they lie in.
+    fn touches(&self, reach: &[Reach]) -> Result<(Vec<Touch>, Vec<u64>), String> {
         let mut touches = Vec::new();
+        let mut mappings = Vec::new();
         for &Reach { address, len, write } in reach {
             if self.memory.is_device(address) {
                 for piece in self.memory.resolve(address, len, write)? {
                     let space = Space::Device(piece.physical);
                     touches.push(Touch { space, start: piece.offset, len: piece.len, write });
-                    self.memory.used(piece.mapping, timeline, number);
+                    mappings.push(piece.mapping);
                 }
             } else {
                 touches.push(Touch { space: Space::Host, start: address, len, write });
             }
         }
-        Ok(touches)
+        Ok((touches, mappings))
     }
 
     /// Checks work against the mappings of this moment, gives it to the judge as operation `op`, and makes what the
-    /// stream's thread will run.
+    /// stream's thread will run. Changes nothing where it returns an error.
     pub fn prepare(&mut self, op: &Op, clock: &Clock, work: &Work) -> Result<Option<Run>, String> {
-        let mut touches = self.touches(&work.reach, op.timeline, op.number)?;
+        let (mut touches, mappings) = self.touches(&work.reach)?;
         if let Some(physical) = work.whole {
             let len = self.memory.size_of(physical);
             touches.push(Touch { space: Space::Device(physical), start: 0, len, write: true });
         }
         let run = self.run(op, clock, &work.action)?;
+        for mapping in mappings {
+            self.memory.used(mapping, op.timeline, op.number);
+        }
         self.judge.touch(op, clock, &touches);
         Ok(run)
     }
 
-    fn run(&mut self, op: &Op, clock: &Clock, action: &Action) -> Result<Option<Run>, String> {
+    fn run(&self, op: &Op, clock: &Clock, action: &Action) -> Result<Option<Run>, String> {
         Ok(Some(match action {
             Action::Mark => return Ok(None),
             Action::Stamp(time) => {
