@@ -265,13 +265,15 @@ fn unpin(segment: &Segment, run: PageRun) {
 /// # Errors
 /// `Unsupported` where device memory is not memory of this process.
 fn addressable(tensor: &Tensor) -> Result<()> {
-    let device = &tensor.engine().device;
-    if device.host_addressable() {
-        return Ok(());
-    }
-    let message = format!("the bytes of {tensor:?} are in the memory of {}, not of this process", device.name());
-    Err(Error::new(ErrorKind::Unsupported, message)
-        .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address"))
+    if tensor.engine().host_addressable { Ok(()) } else { Err(out_of_reach(tensor)) }
+}
+
+#[cold]
+fn out_of_reach(tensor: &Tensor) -> Error {
+    let device = tensor.engine().device.name();
+    let message = format!("the bytes of {tensor:?} are in the memory of {device}, not of this process");
+    Error::new(ErrorKind::Unsupported, message)
+        .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address")
 }
 
 /// Target of [`Runtime::pin`](crate::Runtime::pin).

@@ -18,9 +18,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{
-    DeviceExclusive, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
-};
+use crate::pin::{DeviceExclusive, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
@@ -169,8 +167,11 @@ impl Runtime {
                 sink.clone(),
             )?),
             DeviceChoice::Cuda(_) if config.link.is_some() => {
-                return Err(Error::new(ErrorKind::InvalidArgument, "a modelled link was asked for, and a GPU, which has one")
-                    .remedy("leave the link out, or use the host device"));
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    "a modelled link was asked for, and a GPU, which has one",
+                )
+                .remedy("leave the link out, or use the host device"));
             }
             DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
                 .map_err(|error| error.context(format!("open the device {}", config.device)))?,

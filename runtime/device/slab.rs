@@ -16,8 +16,8 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::{Device, HostPointer};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 

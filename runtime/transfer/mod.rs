@@ -242,6 +242,8 @@ pub(crate) struct Engine {
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
     page_bytes: u64,
+    /// Whether device memory is memory of this process; asked at every pin.
+    pub(crate) host_addressable: bool,
 }
 
 /// The first token of a copy that a caller waits for; ids of moves are smaller.
@@ -303,6 +305,7 @@ impl Engine {
             fills: device.create_stream(StreamKind::Fill)?,
             write_backs: device.create_stream(StreamKind::WriteBack)?,
             page_bytes: device.page_size().bytes(),
+            host_addressable: device.host_addressable(),
             device,
             store,
             slab,

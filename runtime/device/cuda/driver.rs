@@ -12,8 +12,8 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use cudarc::driver::{DriverError, result, sys};
 use cudarc::driver::sys::CUresult;
+use cudarc::driver::{DriverError, result, sys};
 
 use super::super::{CudaDeviceInfo, CudaDeviceSelector, DeviceAddress, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
@@ -40,7 +40,9 @@ pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => "choose a smaller device budget, or end what else uses the GPU's memory",
         CUresult::CUDA_ERROR_NO_DEVICE => "check that the GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)",
         CUresult::CUDA_ERROR_STUB_LIBRARY => "a stub libcuda.so comes before the driver's own: check LD_LIBRARY_PATH",
-        CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => "the driver's library and kernel module differ: reboot or reinstall",
+        CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
+            "the driver's library and kernel module differ: reboot or reinstall"
+        }
         _ => return Error::new(kind, message),
     };
     Error::new(kind, message).remedy(remedy)
@@ -77,7 +79,8 @@ fn load() -> Result<()> {
         return Ok(());
     }
     // The names cudarc looks for, in its order. Its own probe is missing where another crate links the library.
-    let names = [c"libcuda.so", c"libcuda.so.13", c"libcuda.so.12", c"libcuda.so.11", c"libcuda.so.10", c"libcuda.so.1"];
+    let names =
+        [c"libcuda.so", c"libcuda.so.13", c"libcuda.so.12", c"libcuda.so.11", c"libcuda.so.10", c"libcuda.so.1"];
     for name in names {
         // SAFETY: the name is a C string. A driver's initialisers are trusted as the driver is.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
@@ -257,8 +260,7 @@ impl Context {
         let device = result::device::get(ordinal as i32).map_err(open)?;
         // SAFETY: `device` is the driver's; `Drop` releases.
         let raw = unsafe { result::primary_ctx::retain(device) }.map_err(open)?;
-        let location =
-            sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
+        let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
         let prop = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
@@ -384,7 +386,8 @@ impl Context {
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
     pub(super) fn create_event(&self, _: &Current<'_>) -> Outcome<RawEvent> {
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        let flags =
+            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the result. Blocking: who waits sleeps instead of spinning.
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;

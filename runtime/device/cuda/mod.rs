@@ -333,7 +333,9 @@ impl Device for CudaDevice {
         let core = &self.core;
         let current = core.enter()?;
         core.done(core.context.lock(&current, memory.base, memory.len.get())).map_err(|error| {
-            error.remedy("the driver may lock as much as the kernel lets it: raise `ulimit -l`, or choose a smaller host tier")
+            error.remedy(
+                "the driver may lock as much as the kernel lets it: raise `ulimit -l`, or choose a smaller host tier",
+            )
         })?;
         core.locked.write().insert(memory.base.as_ptr() as u64, memory.len.get());
         Ok(())

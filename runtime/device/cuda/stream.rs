@@ -164,13 +164,8 @@ impl Stream {
                 None
             }
         };
-        let stream = Arc::new(Self {
-            raw,
-            bounce,
-            state: Mutex::default(),
-            work: Condvar::new(),
-            reaper: Mutex::new(None),
-        });
+        let stream =
+            Arc::new(Self { raw, bounce, state: Mutex::default(), work: Condvar::new(), reaper: Mutex::new(None) });
         let reaper = Reaper { core: Arc::clone(core), stream: Arc::clone(&stream), done: Vec::new() };
         match thread::Builder::new().name(name.to_owned()).spawn(move || reaper.run()) {
             Ok(thread) => {
@@ -182,7 +177,8 @@ impl Stream {
                 if let Some(stream) = Arc::into_inner(stream) {
                     stream.destroy(core);
                 }
-                Err(Error::io(format!("start stream thread {name}"), cause).remedy("raise the thread limit (ulimit -u)"))
+                Err(Error::io(format!("start stream thread {name}"), cause)
+                    .remedy("raise the thread limit (ulimit -u)"))
             }
         }
     }
@@ -543,7 +539,7 @@ impl Reaper {
             (Some(token), result) => self.done.push(Completion { token, result }),
             (None, Err(error)) => {
                 state.failure.get_or_insert((number, error));
-            },
+            }
             (None, Ok(())) => {}
         }
     }
