@@ -14,7 +14,10 @@ use std::sync::Arc;
 use common::{Synthetic, synthetic};
 use control::Fake;
 use harness::watched;
-use outcore::device::{CudaDeviceSelector, cuda_devices};
+use outcore::device::{
+    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamKind, StreamOp,
+    cuda_devices,
+};
 use outcore::{
     Bytes, DType, DeviceChoice, Error, ErrorKind, LinkModel, Model, PageSize, Result, Runtime, RuntimeBuilder, Tensor,
 };
@@ -353,6 +356,40 @@ fn closing_waits_for_what_is_in_flight() {
             runtime.close().unwrap();
         });
         drop((tensors, model, written, others));
+    }
+    finish(&fake);
+}
+
+/// Told of nothing.
+struct Ignore;
+
+impl Completions for Ignore {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        done.clear();
+    }
+}
+
+#[test]
+fn a_closure_may_hold_the_last_owner_of_the_device() {
+    let Some(fake) = load("a_closure_may_hold_the_last_owner_of_the_device") else { return };
+    let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
+    let sink = Arc::new(Ignore);
+    let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+    let stream = device.create_stream(StreamKind::Compute).unwrap();
+    let (go, gone) = std::sync::mpsc::channel::<()>();
+    let last = Arc::clone(&device);
+    let call = StreamOp::Call(Box::new(move || {
+        let _ = gone.recv();
+        assert_eq!(last.close().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        drop(last);
+    }));
+    device.submit(stream, call, None);
+    drop(device);
+    go.send(()).unwrap();
+    // The thread of the stream gives everything back, and with it its share of the sink.
+    while Arc::strong_count(&sink) > 1 {
+        std::thread::yield_now();
     }
     finish(&fake);
 }

@@ -148,14 +148,16 @@ impl Slab {
                 Err(cause) => {
                     progress.refused = true;
                     let locked_bytes = self.locked.load(Ordering::Relaxed);
-                    match &self.locks {
-                        Locks::Kernel(_) => tracing::warn!(%cause, locked_bytes, "the host tier goes on unlocked"),
-                        Locks::Device(_) => tracing::warn!(
+                    let copied = matches!(&self.locks, Locks::Device(device) if !device.host_addressable());
+                    if copied {
+                        tracing::warn!(
                             %cause,
                             locked_bytes,
                             "the host tier and its staging buffers go on unlocked: each copy to or from the device costs \
                              one more copy in memory, on a thread of the driver"
-                        ),
+                        );
+                    } else {
+                        tracing::warn!(%cause, locked_bytes, "the host tier goes on unlocked");
                     }
                 }
             }

@@ -66,7 +66,6 @@ struct Core {
     page_size: PageSize,
     /// Lowest and highest.
     priorities: (i32, i32),
-    sink: Arc<dyn Completions>,
     layout: Mutex<Layout>,
     /// Events that nothing waits for.
     events: Mutex<Vec<RawEvent>>,
@@ -74,8 +73,10 @@ struct Core {
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams>,
     poison: OnceLock<Error>,
-    /// Last, so that it goes last.
+    /// After everything that lives in it.
     context: Context,
+    /// Last: who sees it go knows that nothing is left.
+    sink: Arc<dyn Completions>,
 }
 
 impl fmt::Debug for Core {
@@ -220,13 +221,13 @@ impl CudaDevice {
                 name,
                 page_size,
                 priorities,
-                sink,
                 layout: Mutex::new(Layout::new(page_size)),
                 events: Mutex::default(),
                 locked: RwLock::default(),
                 streams: RwLock::default(),
                 poison: OnceLock::new(),
                 context,
+                sink,
             }),
         };
         device.grow_frames(config.frames)?;
@@ -396,6 +397,13 @@ impl Device for CudaDevice {
     }
 
     fn close(&self) -> Result<()> {
+        if stream::IN_HOST_FUNCTION.get() {
+            let message = format!(
+                "{} cannot be closed by a closure on one of its streams: it would wait for itself",
+                self.core.name
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("close it from a thread of your own"));
+        }
         self.core.streams.write().closed = true;
         let streams = self.core.streams.read().all.clone();
         for stream in &streams {

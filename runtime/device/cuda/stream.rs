@@ -435,8 +435,9 @@ enum Next {
 }
 
 struct Reaper {
-    core: Arc<Core>,
+    /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
     stream: Arc<Stream>,
+    core: Arc<Core>,
     done: Vec<Completion>,
 }
 
