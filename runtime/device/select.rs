@@ -11,7 +11,7 @@ use crate::ids::Bytes;
 /// ```
 /// use outcore::device::CudaDeviceSelector;
 ///
-/// assert_eq!("1".parse(), Ok(CudaDeviceSelector::Ordinal(1)));
+/// assert_eq!("1".parse::<CudaDeviceSelector>()?, CudaDeviceSelector::Ordinal(1));
 /// let pci: CudaDeviceSelector = "0000:3b:00.0".parse()?;
 /// assert_eq!(pci.to_string(), "0000:3b:00.0");
 /// assert!("gpu".parse::<CudaDeviceSelector>().is_err());
