@@ -7,7 +7,7 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo test bench soak fuzz lint fmt clean
+.PHONY: help demo test bench peers soak fuzz lint fmt clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,9 +24,15 @@ bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200)
-	@scripts/need.sh cargo cc
+peers: ## Build llama.cpp into .venv, for `make bench` to compare with (minutes)
+	@scripts/need.sh cc c++ python3 pip
+	@scripts/fetch_peers.sh
+
+soak: ## Random work with injected failures for SOAK_SECONDS (1200), then a model's logits under every setting
+	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test soak -- --ignored --nocapture
+	@scripts/fetch_model.sh
+	cargo test --workspace --features outcore/cli --test generate -- --ignored --nocapture
 
 fuzz: ## Every fuzz target for FUZZ_SECONDS (60); installs cargo-fuzz if it is missing
 	@scripts/need.sh cargo c++

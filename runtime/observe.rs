@@ -1,7 +1,7 @@
 //! What happened: counters that are always on, and a timeline of spans that is kept on request.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -328,16 +328,32 @@ pub struct PageStalls {
     pub tier: Tier,
 }
 
-/// Waiting for each page of a segment: 16 bytes a page, from the first wait on.
+/// Waiting for each page of a segment: 8 bytes a page, from the first wait on.
 #[derive(Debug, Default)]
 pub(crate) struct PageWaits(OnceLock<Box<[PageWait]>>);
 
+/// From the highest bit: waiting in units of 1024 ns (32 bits, 73 minutes), how often (24), cause and tier of the last
+/// wait (8). The first two stay at their largest value.
 #[derive(Debug, Default)]
-struct PageWait {
-    nanos: AtomicU64,
-    count: AtomicU32,
-    /// Cause and tier of the last wait.
-    last: AtomicU8,
+struct PageWait(AtomicU64);
+
+impl PageWait {
+    const TIME_MAX: u64 = (1 << 32) - 1;
+    const COUNT_MAX: u64 = (1 << 24) - 1;
+
+    fn unpack(word: u64) -> (u64, u64, usize) {
+        (word >> 32, word >> 8 & Self::COUNT_MAX, (word & 0xFF) as usize)
+    }
+
+    fn add(&self, time: Duration, last: usize) {
+        let units = (time.as_nanos() >> 10).min(u128::from(Self::TIME_MAX)) as u64;
+        let added = |word| {
+            let (time, count, _) = Self::unpack(word);
+            let (time, count) = ((time + units).min(Self::TIME_MAX), (count + 1).min(Self::COUNT_MAX));
+            Some(time << 32 | count << 8 | last as u64)
+        };
+        let _ = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, added);
+    }
 }
 
 impl PageWaits {
@@ -345,21 +361,18 @@ impl PageWaits {
         let Some(cause) = CAUSES.iter().position(|known| *known == cause) else { return };
         let all = self.0.get_or_init(|| (0..pages).map(|_| PageWait::default()).collect());
         let Some(wait) = all.get(page.index()) else { return };
-        wait.nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
-        wait.count.fetch_add(1, Ordering::Relaxed);
-        wait.last.store((cause * Tier::ALL.len() + tier as usize) as u8, Ordering::Relaxed);
+        wait.add(time, cause * Tier::ALL.len() + tier as usize);
     }
 
     /// Every page that was waited for.
     pub(crate) fn waited(&self) -> impl Iterator<Item = Waited> {
         let all = self.0.get().map(|all| &**all).unwrap_or_default();
         all.iter().enumerate().filter_map(|(index, wait)| {
-            let count = wait.count.load(Ordering::Relaxed);
-            let last = usize::from(wait.last.load(Ordering::Relaxed));
+            let (time, count, last) = PageWait::unpack(wait.0.load(Ordering::Relaxed));
             (count > 0).then(|| Waited {
                 page: PageIndex(index as u32),
-                count: count.into(),
-                time: Duration::from_nanos(wait.nanos.load(Ordering::Relaxed)),
+                count,
+                time: Duration::from_nanos(time << 10),
                 cause: CAUSES[last / Tier::ALL.len()],
                 tier: Tier::ALL[last % Tier::ALL.len()],
             })

@@ -24,6 +24,8 @@ ROUNDS = 2 if QUICK else 5
 TOKENS = "12" if QUICK else "24"
 BENCHES = ["pin", "overlap", "open", "disk_to_device", "read_write", "demand_latency"]
 SKIPPED = 77
+PEER = Path(os.environ.get("OUTCORE_PEERS", ROOT / ".venv")) / "bin/llama-peer"
+FIO = shutil.which("fio")
 
 
 def run(command, **options):
@@ -44,7 +46,7 @@ def spread(values):
 def hardware(folder):
     cpu = next((line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemTotal"))
-    disk = run(["stat", "-f", "-c", "%T", folder]).stdout.strip()
+    disk = run(["findmnt", "-n", "-o", "FSTYPE", "-T", folder]).stdout.strip() or "?"
     commit = run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT).stdout.strip()
     return {
         "cpu": cpu,
@@ -81,6 +83,18 @@ def generate(model, arguments, cap=None):
     return found
 
 
+def peer(model, prompt, cap=None):
+    """llama.cpp on the same prompt and as many threads, under the same cap; None where it cannot run there."""
+    command = [PEER, model, prompt, TOKENS, str(os.cpu_count())]
+    if cap:
+        command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", cap, *command]
+    done = run(command)
+    found = last_json(done.stdout)
+    if found is None:
+        print(f"bench: llama.cpp failed on {model} at {cap or 'no cap'}: {done.stderr[-500:]}", file=sys.stderr)
+    return found
+
+
 def plain(model, prompt):
     done = run([RELEASE / "llm-bench", model, "--ids", prompt, "--tokens", TOKENS])
     found = re.search(r"median ([0-9.]+)\)", done.stdout)
@@ -92,15 +106,36 @@ def plain(model, prompt):
 def probe(file, page):
     done = run([RELEASE / "outcore", "probe", "--file", file, "--json", "--page-size", str(page)])
     found = last_json(done.stdout)
-    return found["page_read_bytes_per_second"]
+    points = [point for point in found["points"] if point["block_bytes"] == page]
+    best = max(points, key=lambda point: point["bytes_per_second"])
+    return best["bytes_per_second"], best["depth"]
+
+
+def fio(file, page, depth):
+    """The rate of fio's io_uring engine on the same file, with the block and the depth at which the probe was best."""
+    command = [FIO, "--name=probe", f"--filename={file}", "--readonly", "--rw=read", "--direct=1", "--ioengine=io_uring"]
+    command += [f"--bs={page}", f"--iodepth={depth}", "--io_size=1g", "--output-format=json"]
+    done = run(command)
+    if done.returncode:
+        print(f"bench: fio failed on {file}: {done.stderr[-500:]}", file=sys.stderr)
+        return None
+    return json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"]
+
+
+def same_ids(ours, theirs):
+    """How many of the first ids are the same; the kernels round differently, so that some texts part."""
+    return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
 def capped(name, model, prompt, caps):
     """In core on plain memory, in core paged, and at each cap, interleaved; and the disk's rate in every round."""
     size = sum(f.stat().st_size for f in ([model] if model.is_file() else model.glob("*.safetensors")))
     file = model if model.is_file() else sorted(model.glob("*.safetensors"))[0]
-    sides = {key: [] for key in ["plain", "resident", "in_core_ratio", "disk_bytes_s"]}
-    sides.update({cap: {"tok_s": [], "of_roofline": [], "hit": [], "opt": [], "rss": []} for cap in caps})
+    keys = ["plain", "resident", "in_core_ratio", "llama_cpp", "of_llama_cpp", "same_ids", "disk_bytes_s", "fio_bytes_s"]
+    sides = {key: [] for key in keys}
+    at_cap = ["tok_s", "of_roofline", "hit", "opt", "rss", "llama_cpp", "of_llama_cpp"]
+    sides.update({cap: {key: [] for key in at_cap} for cap in caps})
+    compared = model.is_file() and PEER.exists()
     logits = set()
     for _ in range(ROUNDS):
         sides["plain"].append(plain(model, prompt))
@@ -109,13 +144,19 @@ def capped(name, model, prompt, caps):
         in_core = resident["pass_s_median"]
         sides["resident"].append(1 / in_core)
         sides["in_core_ratio"].append(1 / in_core / sides["plain"][-1])
+        if compared and (theirs := peer(model, prompt)):
+            sides["llama_cpp"].append(1 / theirs["pass_s_median"])
+            sides["of_llama_cpp"].append(theirs["pass_s_median"] / in_core)
+            sides["same_ids"].append(same_ids(resident["tokens"], theirs["tokens"]))
         for cap in caps:
             got = generate(model, ["--prompt-tokens", prompt], cap)
             if got is None:
                 print(f"bench: SKIPPED {name} at {cap}: no memory cgroup can be made here")
                 continue
-            rate = probe(file, got["page_bytes"])
+            rate, depth = probe(file, got["page_bytes"])
             sides["disk_bytes_s"].append(rate)
+            if FIO and (by_fio := fio(file, got["page_bytes"], depth)):
+                sides["fio_bytes_s"].append(by_fio)
             missing = max(0, size - got["peak_device_bytes"])
             logits.add(got["logits_xxh3"])
             side = sides[cap]
@@ -124,6 +165,9 @@ def capped(name, model, prompt, caps):
             side["hit"].append(got["hit_ratio"])
             side["opt"].append(got["opt_hit_ratio"])
             side["rss"].append(got["peak_rss_bytes"])
+            if compared and (theirs := peer(model, prompt, cap)):
+                side["llama_cpp"].append(theirs["decode_tok_s"])
+                side["of_llama_cpp"].append(got["decode_tok_s"] / theirs["decode_tok_s"])
     summary = {"model_bytes": size, "same_logits": len(logits) == 1}
     for key, value in sides.items():
         if isinstance(value, dict):
@@ -150,30 +194,67 @@ def table(results):
         "Page cache counted in, caches dropped before each run. The roofline is 1 / max(in-core pass, missing bytes / disk",
         "rate), each measured in the same round; missing is the model's size less the pages' peak.",
         "",
-        "| model | where | tok/s | of the roofline | hits | best possible |",
-        "|---|---|---|---|---|---|",
+        "| model | where | tok/s | of the roofline | hits | best possible | llama.cpp tok/s | times llama.cpp |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+
+    def beside(side):
+        if "llama_cpp" not in side:
+            return " | |"
+        return f" {show(side['llama_cpp'])} | {show(side['of_llama_cpp'])} |"
+
     for name, summary in results.get("models", {}).items():
-        lines.append(f"| {name} | plain memory | {show(summary['plain'])} | | | |")
+        lines.append(f"| {name} | plain memory | {show(summary['plain'])} | | | | | |")
         lines.append(
             f"| | paged, all resident | {show(summary['resident'])} | {show(summary['in_core_ratio'])} of plain | | |"
+            + beside(summary)
         )
         for cap, side in summary.items():
             if isinstance(side, dict) and "tok_s" in side:
                 lines.append(
                     f"| | {cap} | {show(side['tok_s'])} | {show(side['of_roofline'])} | {show(side['hit'], 100, 1)} % |"
-                    f" {show(side['opt'], 100, 1)} % |"
+                    f" {show(side['opt'], 100, 1)} % |" + beside(side)
                 )
-        lines.append(f"| | same logits everywhere | {'yes' if summary['same_logits'] else 'NO'} | | | |")
+        lines.append(f"| | same logits everywhere | {'yes' if summary['same_logits'] else 'NO'} | | | | | |")
+    lines += ["", results["peers"]["llama_cpp"] or NO_PEER, "", results["peers"]["fio"] or NO_FIO]
+    rates = [summary for summary in results.get("models", {}).values() if "fio_bytes_s" in summary]
+    lines += [
+        f"{summary['model_bytes']} bytes: the probe read {show(summary['disk_bytes_s'], 1e-9)} GB/s,"
+        f" fio {show(summary['fio_bytes_s'], 1e-9)} GB/s."
+        for summary in rates
+    ]
     lines += ["", "## Benches", "", "```json"]
     lines += [json.dumps({name: found}) for name, found in results.get("benches", {}).items()]
     lines += ["```", ""]
     return "\n".join(lines)
 
 
+NO_PEER = "llama.cpp was ABSENT from this run, so nothing is said of it; `make peers` builds it."
+NO_FIO = "fio was ABSENT from this run: the disk's rate is the probe's own."
+
+
+def peers():
+    """What there is to compare with; says loudly what there is not."""
+    package = run([PEER.parent / "python", "-m", "pip", "show", "llama-cpp-python"]).stdout if PEER.exists() else ""
+    version = re.search(r"^Version: (.*)$", package, re.M)
+    found = {
+        "llama_cpp": f"llama.cpp out of llama-cpp-python {version.group(1) if version else '?'}, weights memory-mapped,"
+        f" {os.cpu_count()} threads, in a process of its own (benches/compare/llama_cpp.c); ids and rounds are those of"
+        " the rows' runs."
+        if PEER.exists()
+        else None,
+        "fio": f"{run([FIO, '--version']).stdout.strip()}: io_uring, O_DIRECT, sequential, block and depth of the probe's best point."
+        if FIO
+        else None,
+    }
+    for line in [found["llama_cpp"] or f"WARNING: {NO_PEER}", found["fio"] or f"WARNING: {NO_FIO}"]:
+        print(f"bench: {line}", file=sys.stderr, flush=True)
+    return found
+
+
 def main(names):
     folder = Path(tempfile.mkdtemp(prefix="outcore-bench-", dir=os.environ.get("BENCH_DIR", ROOT / "target")))
-    results = {"quick": QUICK, "hardware": hardware(folder), "benches": {}, "models": {}}
+    results = {"quick": QUICK, "hardware": hardware(folder), "peers": peers(), "benches": {}, "models": {}}
     try:
         for name in BENCHES:
             if not names or name in names:
@@ -184,8 +265,8 @@ def main(names):
             results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, ids, ["130MB"])
         if not names or "q8_0" in names:
             model = folder / "q8.gguf"
-            subprocess.run([RELEASE / "make_model", model], check=True)
-            results["models"]["1.17 GB Q8_0, synthetic"] = capped("q8_0", model, ids, ["1000MB", "700MB"])
+            subprocess.run([RELEASE / "make_model", "--vocab", "49152", model], check=True)
+            results["models"]["1.24 GB Q8_0, synthetic"] = capped("q8_0", model, ids, ["1000MB", "700MB"])
             model.unlink()
         if not names or "bf16" in names:
             model = folder / "bf16"

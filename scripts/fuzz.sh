@@ -29,9 +29,26 @@ if [ -z "$targets" ]; then
     exit 1
 fi
 failed=()
+found=$(mktemp -d)
+trap 'rm -rf "$found"' EXIT
+
+# A target that must fail: without it, a fuzzer that finds nothing might be one that looks at nothing.
+printf '\n== fuzz canary, which must report a crash\n'
+if "${fuzz[@]}" run canary fuzz/corpus/gguf -- -runs=1000 </dev/null >"$found/canary.log" 2>&1; then
+    echo "fuzz: the canary target found nothing"
+    failed+=(canary)
+elif ! grep -q 'panicked at' "$found/canary.log"; then
+    tail -20 "$found/canary.log"
+    failed+=(canary)
+fi
+
 for name in $targets; do
+    [ "$name" = canary ] && continue
     printf '\n== fuzz %s, %s s\n' "$name" "$seconds"
-    "${fuzz[@]}" run "$name" -- -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 </dev/null || failed+=("$name")
+    # New inputs go to the first folder; the corpus in the tree is only read.
+    mkdir "$found/$name"
+    "${fuzz[@]}" run "$name" "$found/$name" "fuzz/corpus/$name" -- \
+        -max_total_time="$seconds" -timeout=10 -rss_limit_mb=512 </dev/null || failed+=("$name")
 done
 if [ "${#failed[@]}" -ne 0 ]; then
     echo "fuzz: FAILED: ${failed[*]}"

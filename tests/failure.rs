@@ -447,3 +447,51 @@ fn a_full_scratch_disk_names_the_directory_and_costs_only_the_allocation() {
         assert!(child.status.success() && text.contains("the child ran"), "{kind}: {text}");
     }
 }
+
+/// What was written is compared with what comes back: bytes that a disk changed are an error of their page, and of no
+/// other.
+#[test]
+fn bytes_that_the_disk_changed_are_never_handed_out() {
+    use std::os::unix::fs::FileExt;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let page = 64 << 10;
+    let runtime = Runtime::builder()
+        .device_budget(Bytes::new(8 * page))
+        .page_size(outcore::PageSize::new(Bytes::new(page)).unwrap())
+        .scratch_dir(folder.path())
+        .open()
+        .unwrap();
+    let table = runtime.alloc(DType::U8, &[32, page]).unwrap();
+    for row in 0..32 {
+        let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+        guard.bytes_mut().fill(row as u8 + 1);
+    }
+    // The file has no name, but this process has it open. Row 3 left memory long ago.
+    let mut changed = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let Ok(target) = std::fs::read_link(entry.path()) else { continue };
+        if !target.starts_with(folder.path()) {
+            continue;
+        }
+        let file = std::fs::File::options().read(true).write(true).open(entry.path()).unwrap();
+        let slots = file.metadata().unwrap().len() / page;
+        for slot in 0..slots {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, slot * page + 100).unwrap();
+            if byte == [4] {
+                file.write_all_at(&[5], slot * page + 100).unwrap();
+                file.sync_all().unwrap();
+                changed += 1;
+            }
+        }
+    }
+    assert_eq!(changed, 1, "row 3 is in the scratch file once");
+    let error = runtime.pin(&table.rows(3..4).unwrap()).wait().unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{text}");
+    assert!(text.contains("read-write tensor") && text.contains("checksum"), "{text}");
+    for row in (0..32).filter(|row| *row != 3) {
+        let guard = runtime.pin(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+        assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "row {row}");
+    }
+}

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod common;
 mod support;
 
 use std::fs;
@@ -555,14 +556,28 @@ mod files {
     #[test]
     fn no_permission() {
         use std::os::unix::fs::PermissionsExt;
+        use std::os::unix::process::CommandExt;
+        const CHILD: &str = "OUTCORE_CHILD_WITHOUT_PERMISSION";
+        let check = |path: &Path| refused(format::open(path), ErrorKind::PermissionDenied, &["m.gguf", "permission"]);
+        if let Some(path) = std::env::var_os(CHILD) {
+            return check(Path::new(&path));
+        }
         let folder = Folder::new();
         let path = folder.put("m.gguf", rich_gguf().bytes());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
-        if fs::File::open(&path).is_ok() {
-            println!("SKIPPED: this user may read every file, so a refusal cannot be provoked");
-            return;
+        if fs::File::open(&path).is_err() {
+            return check(&path);
         }
-        refused(format::open(&path), ErrorKind::PermissionDenied, &["m.gguf", "permission"]);
+        // This user may read every file; nobody may not.
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "files::no_permission", "--nocapture"]).env(CHILD, &path).uid(65_534);
+        match child.output() {
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stdout);
+                assert!(output.status.success() && said.contains("1 passed"), "{said}");
+            }
+            Err(cause) => println!("SKIPPED: no process can be started as another user here: {cause}"),
+        }
     }
 
     #[test]
@@ -690,10 +705,7 @@ mod files {
     /// The header of a published model, read against figures taken from the file with other tools.
     #[test]
     fn a_real_model() {
-        let Some(path) = std::env::var_os("OUTCORE_MODEL").map(PathBuf::from) else {
-            println!("SKIPPED: set OUTCORE_MODEL to SmolLM2-135M-Instruct.Q4_1.gguf to run this test");
-            return;
-        };
+        let Some(path) = common::real_model() else { return };
         let model = format::open(&path).unwrap();
         let count = |dtype| model.tensors.iter().filter(|t| t.dtype == dtype).count();
         assert_eq!(model.tensors.len(), 272);

@@ -634,3 +634,24 @@ fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
     assert!(matches!(waiting, outcore::pager::Submitted::Waiting(_)));
     assert_eq!(fx.raised, [(world.moves[0].0.id, Priority::WriteBack)]);
 }
+
+/// A frame trimmed while a smaller budget waits for others leaves the budget; it does not come back for a page.
+#[test]
+fn regression_a_frame_trimmed_during_a_shrink_does_not_come_back() {
+    let (mut world, s) = world(3, 0, 8);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    // Two victims are written back for two pages that were admitted before the budget shrank; a third page is pinned.
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    settle(&mut world);
+    world.pin(&[run(s, 4, 2)], false, false).unwrap().unwrap_err();
+    assert_eq!(world.moves.len(), 2);
+    world.set_budget(2);
+    world.unpin(0);
+    let mut given = 0;
+    world.with(|pager, fx| given = pager.trim(1, fx));
+    assert_eq!((given, world.pager.device_frames()), (1, (2, 2)));
+    world.discarded(0);
+    assert_eq!(world.pager.device_frames(), (2, 2));
+    world.drain();
+}

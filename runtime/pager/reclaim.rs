@@ -217,6 +217,10 @@ impl Pager {
                 break;
             }
             let Some(frame) = self.frames.discard() else { break };
+            if self.frames.active() > self.frames.target {
+                // A budget that shrinks has waited for it: it must not come back.
+                self.frames.retire();
+            }
             fx.discard.push(frame);
             given += 1;
         }

@@ -15,7 +15,7 @@
 //!
 //! let chat = [Message::new("user", "What is virtual memory?")];
 //! let prompt = match ChatTemplate::load(&files, &tokenizer)? {
-//!     Some(template) => tokenizer.encode(&template.render(&chat, true)?, false)?,
+//!     Some(template) => tokenizer.encode_chat(&template.render(&chat, true)?)?,
 //!     None => tokenizer.encode(&chat[0].content, true)?,
 //! };
 //! let mut session = Session::new(model, prompt.len() + 64, KvType::F32)?;

@@ -1,42 +1,86 @@
-//! Text to token ids and back: byte-level BPE (by the `tokenizers` crate), SentencePiece-like BPE, `tokenizer.json`.
+//! Text to token ids and back: byte-level BPE, SentencePiece-like BPE, `tokenizer.json`.
 //!
-//! Vocabularies of GGUF files are split into words by the pattern that `tokenizer.ggml.pre` names; the patterns are
-//! those of llama.cpp's `llama-vocab.cpp`, so ids equal llama.cpp's. Its SentencePiece algorithm is there too
-//! (`llm_tokenizer_spm`).
+//! Vocabularies of GGUF files are used as llama.cpp uses them, so that ids equal its ids: special tokens are taken out
+//! of the text first, the longest first wherever they stand; what is left is cut into words by the name in
+//! `tokenizer.ggml.pre` (byte-level BPE only), and pieces are merged. `tokenizer.json` is the `tokenizers` crate's.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
-use aho_corasick::{AhoCorasick, MatchKind};
 use outcore::format::gguf;
 use serde_json::Value;
-use tokenizers::models::bpe::{BPE, Vocab};
-use tokenizers::pre_tokenizers::PreTokenizerWrapper;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-use tokenizers::pre_tokenizers::sequence::Sequence;
-use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
-use tokenizers::tokenizer::SplitDelimiterBehavior;
-use tokenizers::{AddedToken, Tokenizer as HfTokenizer};
+use tokenizers::Tokenizer as HfTokenizer;
 
 use crate::error::{Error, Result};
 use crate::files::{ModelFiles, read_json};
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const LLAMA3: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const DEFAULT: [&str; 4] = [
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
+mod merge;
+mod words;
+
+use merge::{Score, merge};
+use words::{Pre, Words};
+
+/// Tokens that end a text or a turn, by their names: those by which llama.cpp stops.
+const ENDS: [&str; 24] = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "</s>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+    "<|fim_pad|>",
+    "<fim-pad>",
+    "<fim_pad>",
+    "<PAD>",
+    "[PAD]",
+    "<|fim_repo|>",
+    "<|repo_name|>",
+    "<fim-repo>",
+    "<REPO>",
+    "<reponame>",
+    "<|file_sep|>",
 ];
 
-/// Tokens that end a text in the models this crate runs, by their names.
-const ENDS: [&str; 8] =
-    ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "</s>"];
+/// Tokens that frame a text to be filled in, by their names. Like those above they are control tokens, even where a file
+/// does not say so.
+const FILLS: [&str; 24] = [
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<fim-prefix>",
+    "<fim-suffix>",
+    "<fim-middle>",
+    "<fim_prefix>",
+    "<fim_suffix>",
+    "<fim_middle>",
+    "<\u{ff5c}fim\u{2581}begin\u{ff5c}>",
+    "<\u{ff5c}fim\u{2581}hole\u{ff5c}>",
+    "<\u{ff5c}fim\u{2581}end\u{ff5c}>",
+    "<PRE>",
+    "<SUF>",
+    "<MID>",
+    "\u{2581}<PRE>",
+    "\u{2581}<SUF>",
+    "\u{2581}<MID>",
+    "<|code_prefix|>",
+    "<|code_suffix|>",
+    "<|code_middle|>",
+    "<|prefix|>",
+    "<|suffix|>",
+    "<|middle|>",
+];
 
 /// How GGUF marks the kinds of its tokens (`tokenizer.ggml.token_type`).
 mod token_type {
+    pub const NORMAL: u64 = 1;
+    pub const UNKNOWN: u64 = 2;
     pub const CONTROL: u64 = 3;
     pub const USER_DEFINED: u64 = 4;
     pub const BYTE: u64 = 6;
@@ -53,14 +97,17 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Vec<u32>,
     add_bos: bool,
+    /// A whole text ends with the end token.
+    add_eos: bool,
     strip_first_space: bool,
 }
 
 #[derive(Debug)]
 enum Encoder {
-    /// The `tokenizers` crate; where the flag is set, its post-processor adds the begin token.
-    Hf(Box<HfTokenizer>, bool),
-    Spm(Spm),
+    /// `tokenizer.json`; its post-processor adds the begin token.
+    Hf(Box<HfTokenizer>),
+    Bpe(Specials, Box<Bpe>),
+    Spm(Specials, Box<Spm>),
 }
 
 impl Tokenizer {
@@ -81,17 +128,21 @@ impl Tokenizer {
 
         let tokens = texts("tokens").ok_or_else(|| bad("tokens are missing"))?;
         let tokens: Vec<String> = tokens.into_iter().filter_map(gguf::Value::as_str).map(str::to_owned).collect();
-        let kinds = list("token_type").map(|all| all.into_iter().map(|kind| kind.as_u64().unwrap_or(1)));
+        let kinds =
+            list("token_type").map(|all| all.into_iter().map(|kind| kind.as_u64().unwrap_or(token_type::NORMAL)));
         let mut types: Vec<u64> = kinds.into_iter().flatten().collect();
-        types.resize(tokens.len(), 1);
-        let (bos, mut eos) = (id("bos_token_id"), Vec::new());
+        types.resize(tokens.len(), token_type::NORMAL);
+        let (mut bos, mut eos) = (id("bos_token_id"), Vec::new());
         eos.extend(["eos_token_id", "eot_token_id", "eom_token_id"].into_iter().filter_map(id));
-        let control = |text: &str| tokens.iter().zip(&types).position(|(t, k)| t == text && *k == token_type::CONTROL);
-        eos.extend(ENDS.into_iter().filter_map(control).map(|i| i as u32));
-        dedup(&mut eos);
+        for ((text, kind), id) in tokens.iter().zip(&mut types).zip(0..) {
+            let end = ENDS.contains(&text.as_str());
+            if end || FILLS.contains(&text.as_str()) {
+                *kind = token_type::CONTROL;
+            }
+            eos.extend(end.then_some(id));
+        }
 
         let kind = meta.get_str(&key("model")).ok_or_else(|| bad("its model is not named"))?;
-        let pre = meta.get_str(&key("pre")).unwrap_or("default");
         let spm = match kind {
             "gpt2" => false,
             "llama" => true,
@@ -101,31 +152,44 @@ impl Tokenizer {
                 )));
             }
         };
-        let bytes = tokens.iter().zip(&types);
-        let bytes = if spm {
-            bytes.map(|(t, kind)| spm_bytes(t, *kind)).collect()
-        } else {
-            let table = byte_table();
-            bytes
-                .map(|(t, kind)| if *kind == token_type::CONTROL { Vec::new() } else { bpe_bytes(t, &table) })
-                .collect()
-        };
-        let add_space = meta.get_bool(&key("add_space_prefix")).unwrap_or(spm);
-        let encoder = if spm {
+        let name = meta.get_str("general.name").unwrap_or_default().to_lowercase();
+        let specials = Specials::new(&tokens, &types, name.contains("phi-3") || name.contains("phi3"));
+        let add_space = spm && meta.get_bool(&key("add_space_prefix")).unwrap_or(true);
+        let (encoder, add_bos) = if spm {
             let scores = list("scores").ok_or_else(|| bad("scores are missing"))?;
             let scores: Vec<f32> = scores.into_iter().map(|s| s.as_f64().unwrap_or(0.0) as f32).collect();
+            bos = bos.or(Some(1));
+            if eos.is_empty() {
+                eos.push(2);
+            }
             let unknown = id("unknown_token_id").unwrap_or(0);
-            Encoder::Spm(Spm::new(&tokens, &types, scores, add_space, unknown)?)
+            (Encoder::Spm(specials, Box::new(Spm::new(&tokens, scores, add_space, unknown))), true)
         } else {
             let merges = texts("merges").ok_or_else(|| bad("merges are missing"))?;
-            Encoder::Hf(
-                Box::new(byte_level_bpe(&tokens, &types, merges.into_iter().filter_map(gguf::Value::as_str), pre)?),
-                false,
-            )
+            let merges = merges.into_iter().filter_map(gguf::Value::as_str);
+            let pre = match meta.get_str(&key("pre")) {
+                None | Some("") => {
+                    tracing::warn!("the file names no tokenizer pre-processing; ids may be wrong with the default one");
+                    "default"
+                }
+                Some(pre) => pre,
+            };
+            let pre = Pre::named(pre)?;
+            (Encoder::Bpe(specials, Box::new(Bpe::new(&tokens, merges, pre)?)), pre.add_bos)
         };
-        let add_bos =
-            meta.get_bool(&key("add_bos_token")).unwrap_or(spm || matches!(pre, "llama3" | "llama-v3" | "llama-bpe"));
-        Ok(Self { encoder, tokens, bytes, bos, eos, add_bos, strip_first_space: spm && add_space })
+        dedup(&mut eos);
+        let table = byte_table();
+        let bytes = tokens.iter().zip(&types).map(|(t, kind)| gguf_bytes(t, *kind, (!spm).then_some(&table))).collect();
+        Ok(Self {
+            encoder,
+            tokens,
+            bytes,
+            bos,
+            eos,
+            add_bos: meta.get_bool(&key("add_bos_token")).unwrap_or(add_bos),
+            add_eos: meta.get_bool(&key("add_eos_token")).unwrap_or(false),
+            strip_first_space: add_space,
+        })
     }
 
     fn from_folder(files: &ModelFiles) -> Result<Self> {
@@ -148,7 +212,8 @@ impl Tokenizer {
                 Some(token) if token.special => Vec::new(),
                 Some(token) => token.content.clone().into_bytes(),
                 None if byte_level => bpe_bytes(&text, &table),
-                None => spm_bytes(&text, if byte_token(&text).is_some() { token_type::BYTE } else { 1 }),
+                None if byte_token(&text).is_some() => gguf_bytes(&text, token_type::BYTE, None),
+                None => gguf_bytes(&text, token_type::NORMAL, None),
             };
             tokens[id as usize] = text;
         }
@@ -162,28 +227,45 @@ impl Tokenizer {
         dedup(&mut eos);
         Ok(Self {
             bos: ids(files.metadata().get("bos_token_id")).first().copied(),
-            encoder: Encoder::Hf(Box::new(inner), true),
+            encoder: Encoder::Hf(Box::new(inner)),
             tokens,
             bytes,
             eos,
             add_bos: false,
+            add_eos: false,
             strip_first_space: decoder.contains("Strip"),
         })
     }
 
-    /// The ids of `text`. `whole` says that it is a whole text, which begins with the model's begin token where the
-    /// model wants one; a rendered chat prompt brings its own.
+    /// The ids of `text`, in which the names of special tokens stand for them. `whole` says that it is a whole text, which
+    /// begins with the model's begin token (and ends with its end token) where the model wants one.
     pub fn encode(&self, text: &str, whole: bool) -> Result<Vec<u32>> {
         let mut ids = Vec::new();
         if whole && self.add_bos {
             ids.extend(self.bos);
         }
         match &self.encoder {
-            Encoder::Hf(inner, adds_bos) => {
-                let encoding = inner.encode_fast(text, whole && *adds_bos);
+            Encoder::Hf(inner) => {
+                let encoding = inner.encode_fast(text, whole);
                 ids.extend_from_slice(encoding.map_err(|e| Error::format("text", e))?.get_ids());
             }
-            Encoder::Spm(spm) => spm.encode(text, &mut ids),
+            Encoder::Bpe(specials, bpe) => specials.cut(text, &mut ids, |text, ids| bpe.encode(text, ids)),
+            Encoder::Spm(specials, spm) => specials.cut(text, &mut ids, |text, ids| spm.encode(text, ids)),
+        }
+        if whole && self.add_eos {
+            ids.extend(self.eos.first());
+        }
+        Ok(ids)
+    }
+
+    /// The ids of a rendered chat prompt. Where the model wants a begin token, there is one, whether or not the template
+    /// has written it.
+    pub fn encode_chat(&self, prompt: &str) -> Result<Vec<u32>> {
+        let bos = self.bos.filter(|_| self.add_bos);
+        let written = bos.and_then(|id| self.token(id)).is_some_and(|text| prompt.starts_with(text));
+        let mut ids = self.encode(prompt, false)?;
+        if let Some(bos) = bos.filter(|_| !written) {
+            ids.insert(0, bos);
         }
         Ok(ids)
     }
@@ -303,61 +385,134 @@ fn byte_token(text: &str) -> Option<u8> {
     if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
-fn spm_bytes(text: &str, kind: u64) -> Vec<u8> {
-    match (kind, byte_token(text)) {
-        (token_type::CONTROL, _) => Vec::new(),
-        (token_type::BYTE, Some(byte)) => vec![byte],
-        _ => text.replace('\u{2581}', " ").into_bytes(),
+/// The bytes that a token of a GGUF file stands for; byte-level BPE writes them by `table`.
+fn gguf_bytes(text: &str, kind: u64, table: Option<&HashMap<char, u8>>) -> Vec<u8> {
+    match (kind, byte_token(text), table) {
+        (token_type::NORMAL, _, Some(table)) => bpe_bytes(text, table),
+        (token_type::NORMAL, _, None) => text.replace('\u{2581}', " ").into_bytes(),
+        (token_type::USER_DEFINED, ..) => text.as_bytes().to_vec(),
+        (token_type::BYTE, Some(byte), _) => vec![byte],
+        _ => Vec::new(),
     }
 }
 
-fn byte_level_bpe<'a>(
-    tokens: &[String],
-    types: &[u64],
-    merges: impl Iterator<Item = &'a str>,
-    pre: &str,
-) -> Result<HfTokenizer> {
-    let bad = |why: String| Error::format("GGUF tokenizer", why);
-    let vocab: Vocab = tokens.iter().cloned().zip(0..).collect();
-    let pair = |m: &str| m.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned()));
-    let merges: Option<Vec<_>> = merges.map(pair).collect();
-    let merges = merges.ok_or_else(|| bad("a merge is not a pair".into()))?;
-    let llama3 = matches!(pre, "llama3" | "llama-v3" | "llama-bpe");
-    let model = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(llama3).build();
-    let mut tokenizer = HfTokenizer::new(model.map_err(|e| bad(e.to_string()))?);
-    tokenizer.with_pre_tokenizer(Some(pre_tokenizer(pre)?));
-    let special = |kind: u64| {
-        let chosen = tokens.iter().zip(types).filter(move |(_, k)| **k == kind);
-        chosen.map(|(t, _)| AddedToken::from(t.clone(), true).normalized(false)).collect::<Vec<_>>()
-    };
-    tokenizer.add_special_tokens(special(token_type::CONTROL)).map_err(|e| bad(e.to_string()))?;
-    tokenizer.add_special_tokens(special(token_type::USER_DEFINED)).map_err(|e| bad(e.to_string()))?;
-    Ok(tokenizer)
+/// The tokens that stand for themselves wherever their names occur in a text.
+#[derive(Debug)]
+struct Specials(Vec<Special>);
+
+#[derive(Debug)]
+struct Special {
+    text: String,
+    id: u32,
+    /// White space after it is dropped.
+    strips: bool,
 }
 
-/// How text is cut into words before merging.
-fn pre_tokenizer(pre: &str) -> Result<PreTokenizerWrapper> {
-    let patterns: &[&str] = match pre {
-        "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" => &[r"\p{N}", GPT2],
-        "gpt-2" | "mpt" | "olmo" | "jais" | "phi-2" => &[GPT2],
-        "llama3" | "llama-v3" | "llama-bpe" | "smaug-bpe" => &[LLAMA3],
-        "qwen2" | "deepseek-r1-qwen" => &[QWEN2],
-        "default" => &DEFAULT,
-        other => {
-            return Err(Error::Unsupported(format!(
-                "tokenizer pre-processing {other:?} is not supported; supported are smollm, starcoder, refact, \
-                 command-r, codeshell, gpt-2, mpt, olmo, jais, phi-2, llama-bpe, smaug-bpe, qwen2, deepseek-r1-qwen and default"
-            )));
+enum Part<'t> {
+    Text(&'t str),
+    Token(u32),
+}
+
+impl Specials {
+    /// `strips`: the vocabulary is Phi-3's, most of whose special tokens drop the white space after them.
+    fn new(tokens: &[String], types: &[u64], strips: bool) -> Self {
+        let special = |kind| matches!(kind, token_type::UNKNOWN | token_type::CONTROL | token_type::USER_DEFINED);
+        let chosen = tokens.iter().zip(types).zip(0..).filter(|((text, kind), _)| special(**kind) && !text.is_empty());
+        let mut all: Vec<Special> = chosen
+            .map(|((text, _), id)| {
+                let strips = strips && !["<unk>", "<s>", "<|endoftext|>"].contains(&text.as_str());
+                Special { text: text.clone(), id, strips }
+            })
+            .collect();
+        all.sort_by_key(|special| Reverse(special.text.len()));
+        Self(all)
+    }
+
+    /// Cuts `text` at special tokens; `plain` turns what lies between into ids.
+    fn cut(&self, text: &str, ids: &mut Vec<u32>, plain: impl Fn(&str, &mut Vec<u32>)) {
+        let mut parts = Vec::from_iter((!text.is_empty()).then_some(Part::Text(text)));
+        for special in &self.0 {
+            // Most texts hold none of most; only a hit is worth a new list.
+            if !text.contains(&special.text) {
+                continue;
+            }
+            let mut finer = Vec::with_capacity(parts.len() + 2);
+            for part in parts {
+                match part {
+                    Part::Text(text) => special.cut(text, &mut finer),
+                    token @ Part::Token(_) => finer.push(token),
+                }
+            }
+            parts = finer;
         }
-    };
-    let mut steps = Vec::with_capacity(patterns.len() + 1);
-    for pattern in patterns {
-        let pattern = SplitPattern::Regex((*pattern).to_owned());
-        let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
-        steps.push(split.map_err(|e| Error::format("tokenizer pattern", e))?.into());
+        for part in parts {
+            match part {
+                Part::Text(text) => plain(text, ids),
+                Part::Token(id) => ids.push(id),
+            }
+        }
     }
-    steps.push(ByteLevel::new(false, true, false).into());
-    Ok(Sequence::new(steps).into())
+}
+
+impl Special {
+    fn cut<'t>(&self, mut text: &'t str, parts: &mut Vec<Part<'t>>) {
+        while let Some((before, after)) = text.split_once(&self.text) {
+            parts.extend((!before.is_empty()).then_some(Part::Text(before)));
+            parts.push(Part::Token(self.id));
+            let space = |c: char| matches!(c, ' ' | '\t'..='\r');
+            text = if self.strips { after.trim_start_matches(space) } else { after };
+        }
+        parts.extend((!text.is_empty()).then_some(Part::Text(text)));
+    }
+}
+
+/// Byte-level BPE: within each word, merges the neighbours that come first in the list of merges.
+#[derive(Debug)]
+struct Bpe {
+    ids: HashMap<String, u32>,
+    /// Place in the list, by the line in it: two pieces with a space between. Pieces hold no spaces.
+    ranks: HashMap<String, u32>,
+    words: Words,
+    whole_words: bool,
+    /// How each byte is written.
+    letters: [char; 256],
+    /// The tokens that are one ASCII character.
+    ascii: [Option<u32>; 128],
+}
+
+impl Bpe {
+    fn new<'a>(tokens: &[String], merges: impl Iterator<Item = &'a str>, pre: Pre) -> Result<Self> {
+        let mut ranks = HashMap::new();
+        for (merge, rank) in merges.zip(0..) {
+            ranks.entry(merge.to_owned()).or_insert(rank);
+        }
+        let mut letters = ['\0'; 256];
+        byte_table().into_iter().for_each(|(letter, byte)| letters[usize::from(byte)] = letter);
+        let ids: HashMap<String, u32> = tokens.iter().cloned().zip(0..).collect();
+        let ascii = std::array::from_fn(|c| ids.get(std::str::from_utf8(&[c as u8]).ok()?).copied());
+        Ok(Self { ids, ranks, words: pre.words()?, whole_words: pre.whole_words, letters, ascii })
+    }
+
+    fn encode(&self, text: &str, ids: &mut Vec<u32>) {
+        for word in self.words.cut(text) {
+            let word: String = word.bytes().map(|b| self.letters[usize::from(b)]).collect();
+            if let Some(id) = self.ids.get(&word).filter(|_| self.whole_words) {
+                ids.push(*id);
+                continue;
+            }
+            let rate = |both: &str, second: usize| {
+                let (left, right) = both.split_at(second);
+                self.ranks.get(&format!("{left} {right}")).copied().map(Reverse)
+            };
+            for piece in merge(&word, rate) {
+                match self.ids.get(piece) {
+                    Some(id) => ids.push(*id),
+                    // A piece that is no token falls apart into bytes of its text here, most of which are none either.
+                    None => ids.extend(piece.bytes().filter_map(|b| self.ascii.get(usize::from(b)).copied().flatten())),
+                }
+            }
+        }
+    }
 }
 
 /// SentencePiece-like BPE: merges the neighbours whose joined text has the best score, leftmost first.
@@ -365,105 +520,35 @@ fn pre_tokenizer(pre: &str) -> Result<PreTokenizerWrapper> {
 struct Spm {
     ids: HashMap<String, u32>,
     scores: Vec<f32>,
-    bytes: HashMap<u8, u32>,
-    special: AhoCorasick,
-    special_ids: Vec<u32>,
+    bytes: [u32; 256],
     add_space: bool,
-    unknown: u32,
 }
 
 impl Spm {
-    fn new(tokens: &[String], types: &[u64], scores: Vec<f32>, add_space: bool, unknown: u32) -> Result<Self> {
-        let named = |kinds: &'static [u64]| {
-            let chosen = tokens.iter().zip(types).zip(0u32..).filter(|((t, k), _)| kinds.contains(k) && !t.is_empty());
-            chosen.map(|((t, _), id)| (t.as_str(), id))
-        };
-        let (special, special_ids): (Vec<&str>, Vec<u32>) =
-            named(&[token_type::CONTROL, token_type::USER_DEFINED]).unzip();
-        let special = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(special);
-        Ok(Self {
-            ids: tokens.iter().cloned().zip(0..).collect(),
-            scores,
-            bytes: named(&[token_type::BYTE]).filter_map(|(t, id)| byte_token(t).map(|b| (b, id))).collect(),
-            special: special.map_err(|e| Error::format("GGUF tokenizer", e))?,
-            special_ids,
-            add_space,
-            unknown,
-        })
+    fn new(tokens: &[String], scores: Vec<f32>, add_space: bool, unknown: u32) -> Self {
+        let ids: HashMap<String, u32> = tokens.iter().cloned().zip(0..).collect();
+        let bytes = std::array::from_fn(|byte| {
+            let alone = || char::from_u32(byte as u32).filter(char::is_ascii).map(String::from);
+            let named = ids.get(&format!("<0x{byte:02X}>"));
+            named.or_else(|| ids.get(&alone()?)).copied().unwrap_or(unknown)
+        });
+        Self { ids, scores, bytes, add_space }
     }
 
     fn encode(&self, text: &str, ids: &mut Vec<u32>) {
-        let mut from = 0;
-        for found in self.special.find_iter(text) {
-            self.plain(&text[from..found.start()], ids);
-            ids.push(self.special_ids[found.pattern()]);
-            from = found.end();
-        }
-        self.plain(&text[from..], ids);
-    }
-
-    fn plain(&self, text: &str, ids: &mut Vec<u32>) {
-        if text.is_empty() {
-            return;
-        }
         let mut escaped = text.replace(' ', "\u{2581}");
         if self.add_space {
             escaped.insert(0, '\u{2581}');
         }
-        // Symbols are ranges of `escaped` in a linked list; a merged symbol's right half becomes empty.
-        let starts: Vec<usize> = escaped.char_indices().map(|(i, _)| i).chain([escaped.len()]).collect();
-        let mut symbols: Vec<(usize, usize)> = starts.windows(2).map(|w| (w[0], w[1])).collect();
-        let count = symbols.len();
-        let mut next: Vec<usize> = (1..=count).collect();
-        let mut previous: Vec<Option<usize>> = (0..count).map(|i| i.checked_sub(1)).collect();
-        let mut heap = BinaryHeap::new();
-        let candidate = |left: usize, right: usize, symbols: &[(usize, usize)]| {
-            let (start, end) = (symbols.get(left)?.0, symbols.get(right)?.1);
-            let id = self.ids.get(&escaped[start..end])?;
-            Some((Score(self.scores.get(*id as usize).copied().unwrap_or(0.0)), Reverse(left), right, end - start))
+        let rate = |both: &str, _| {
+            let id = *self.ids.get(both)? as usize;
+            Some(Score(self.scores.get(id).copied().unwrap_or(0.0)))
         };
-        (1..count).for_each(|i| heap.extend(candidate(i - 1, i, &symbols)));
-        while let Some((_, Reverse(left), right, len)) = heap.pop() {
-            let ((start, middle), (second, end)) = (symbols[left], symbols[right]);
-            // Stale: one of the two was merged meanwhile.
-            if start == middle || second == end || middle != second || end - start != len {
-                continue;
-            }
-            symbols[left].1 = end;
-            symbols[right].0 = end;
-            next[left] = next[right];
-            if next[left] < count {
-                previous[next[left]] = Some(left);
-                heap.extend(candidate(left, next[left], &symbols));
-            }
-            if let Some(before) = previous[left] {
-                heap.extend(candidate(before, left, &symbols));
-            }
-        }
-        for (start, end) in symbols.into_iter().filter(|(start, end)| start < end) {
-            let piece = &escaped[start..end];
+        for piece in merge(&escaped, rate) {
             match self.ids.get(piece) {
                 Some(id) => ids.push(*id),
-                None => ids.extend(piece.bytes().map(|b| self.bytes.get(&b).copied().unwrap_or(self.unknown))),
+                None => ids.extend(piece.bytes().map(|b| self.bytes[usize::from(b)])),
             }
         }
-    }
-}
-
-/// A score, ordered.
-#[derive(PartialEq)]
-struct Score(f32);
-
-impl Eq for Score {}
-
-impl PartialOrd for Score {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Score {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
     }
 }

@@ -359,6 +359,10 @@ fn arguments_that_cannot_be_meant_are_refused() {
         &with(&["--tokens", "2", "--memory", "40MiB", "--device-budget", "40MiB"]),
         &["40.0 MiB", "--memory", "--device-budget"],
     );
+    refused(
+        &with(&["--tokens", "2", "--device-budget", "16MiB", "--host-budget", "4000GiB"]),
+        &["3.9 TiB", "give less"],
+    );
     refused(&with(&["--tokens", "0"]), &["--tokens 0", "at least 1"]);
     refused(&with(&["--tokens", "64"]), &["context of 64", "at most 62"]);
     refused(&with(&["--temperature", "-1"]), &["--temperature"]);

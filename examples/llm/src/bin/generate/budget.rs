@@ -42,7 +42,8 @@ pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
 /// Divides the memory. `model` is the size of the model's files; `working` what computing takes.
 ///
 /// # Errors
-/// `BudgetTooSmall` if `--memory` leaves no room for pages.
+/// `BudgetTooSmall` if `--memory` leaves no room for pages; `OutOfMemory` if what would be used of a budget is more than the
+/// machine or the control group has.
 pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
     let taken = || Ok::<_, Error>(ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host);
     let device = match (wishes.device, wishes.memory) {
@@ -76,6 +77,21 @@ pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
             left.min(model + Bytes::mib(8))
         }
     };
+    let used = device.min(model + Bytes::mib(8)) + taken()?;
+    let limit = MemoryLimit::detect()?;
+    if used > limit.limit {
+        let whose = match &limit.source {
+            LimitSource::CgroupV1(folder) | LimitSource::CgroupV2(folder) => {
+                format!("the control group {} allows {}", folder.display(), limit.limit)
+            }
+            _ => format!("the machine has {}", limit.limit),
+        };
+        return Err(Error::new(
+            ErrorKind::OutOfMemory,
+            format!("this run would come to use {used} of memory, pages and all else, and {whose}"),
+        )
+        .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"));
+    }
     let page_size = match wishes.page_size {
         Some(size) => PageSize::new(size)?,
         None => default_page(device)?,

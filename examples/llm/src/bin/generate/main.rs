@@ -114,7 +114,7 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
     }
     let template = ChatTemplate::load(files, tokenizer)?
         .ok_or_else(|| Error::Unsupported("the model has no chat template: leave --chat out".into()))?;
-    tokenizer.encode(&template.render(&[Message::new("user", text)], true)?, false)
+    tokenizer.encode_chat(&template.render(&[Message::new("user", text)], true)?)
 }
 
 fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
