@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::device::LinkModel;
+use crate::device::{CudaDeviceSelector, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::{Policy, PolicyKind};
@@ -92,6 +92,41 @@ impl FromStr for Lookahead {
     }
 }
 
+/// Where the device tier is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceChoice {
+    /// This process's own memory.
+    #[default]
+    Host,
+    /// The memory of a GPU. Only builds with the feature `cuda` can open one.
+    Cuda(CudaDeviceSelector),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    /// `host`, `cuda`, or `cuda:` and a [selector](CudaDeviceSelector).
+    fn from_str(text: &str) -> Result<Self> {
+        match text.split_once(':') {
+            None if text == "host" => Ok(Self::Host),
+            None if text == "cuda" => Ok(Self::Cuda(CudaDeviceSelector::default())),
+            Some(("cuda", selector)) => selector.parse().map(Self::Cuda),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("device {text:?} does not exist"))
+                .remedy("choose host, cuda, or cuda: and a GPU's number, UUID or PCI address")),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("host"),
+            Self::Cuda(selector) => write!(f, "cuda:{selector}"),
+        }
+    }
+}
+
 /// Where a runtime's policy comes from.
 #[derive(Clone)]
 pub(crate) enum PolicyChoice {
@@ -121,6 +156,7 @@ impl fmt::Debug for PolicyChoice {
 #[derive(Clone)]
 #[must_use]
 pub struct RuntimeBuilder {
+    pub(crate) device: DeviceChoice,
     pub(crate) device_budget: Bytes,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: PageSize,
@@ -138,6 +174,7 @@ pub struct RuntimeBuilder {
 impl fmt::Debug for RuntimeBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RuntimeBuilder")
+            .field("device", &self.device)
             .field("device_budget", &self.device_budget)
             .field("host_budget", &self.host_budget)
             .field("page_size", &self.page_size)
@@ -151,6 +188,7 @@ impl fmt::Debug for RuntimeBuilder {
 impl RuntimeBuilder {
     pub(crate) fn new() -> Self {
         Self {
+            device: DeviceChoice::default(),
             device_budget: Bytes::gib(1),
             host_budget: Bytes::ZERO,
             page_size: PageSize::DEFAULT,
@@ -164,6 +202,13 @@ impl RuntimeBuilder {
             timeline: false,
             warm: false,
         }
+    }
+
+    /// Where the device tier is; this process's own memory by default. What the bytes of a GPU's tier are used by is a
+    /// kernel, so they are pinned with [`Runtime::pin_device`].
+    pub fn device(mut self, device: DeviceChoice) -> Self {
+        self.device = device;
+        self
     }
 
     /// Memory for pages in the device tier. Whole pages count; the rest is left.

@@ -29,6 +29,8 @@ pub enum ErrorKind {
     OutOfMemory,
     /// Reading or writing failed.
     Io,
+    /// A GPU or its driver failed.
+    Device,
     /// The file system that holds the scratch file is full.
     DiskFull,
     /// Bytes read back differ from the bytes that were written or first read.

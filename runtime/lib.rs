@@ -59,7 +59,7 @@ mod sync;
 mod tensor;
 mod transfer;
 
-pub use config::{Lookahead, RuntimeBuilder, Verify};
+pub use config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 pub use device::LinkModel;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
@@ -68,7 +68,7 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
-pub use pin::{PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut};
+pub use pin::{DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut};
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;

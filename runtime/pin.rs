@@ -6,6 +6,9 @@
 //! frames stay behind their addresses, mapped, until the guard is dropped. A shared guard's pages cannot be locked by a
 //! writer, and no move writes to a resident page, so the bytes do not change. An exclusive guard's pages admit no
 //! other pin, and no move reads or writes them. The segment, and with it the reservation, is held by the guard.
+//!
+//! Guards that give slices exist only where device memory is memory of this process: [`addressable`] refuses the request
+//! elsewhere. [`DevicePin`] and [`DevicePinMut`], which give no slices, exist on any device.
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
@@ -14,12 +17,14 @@ use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
+use crate::device::{DeviceAddress, HostPointer, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
@@ -255,6 +260,22 @@ fn unpin(segment: &Segment, run: PageRun) {
     }
 }
 
+/// Refuses guards that would give slices of memory this process cannot access.
+///
+/// # Errors
+/// `Unsupported` where device memory is not memory of this process.
+fn addressable(tensor: &Tensor) -> Result<()> {
+    if tensor.engine().host_addressable { Ok(()) } else { Err(out_of_reach(tensor)) }
+}
+
+#[cold]
+fn out_of_reach(tensor: &Tensor) -> Error {
+    let device = tensor.engine().device.name();
+    let message = format!("the bytes of {tensor:?} are in the memory of {device}, not of this process");
+    Error::new(ErrorKind::Unsupported, message)
+        .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address")
+}
+
 /// Target of [`Runtime::pin`](crate::Runtime::pin).
 #[derive(Debug)]
 pub struct Shared<'a>(pub(crate) &'a Tensor);
@@ -263,7 +284,7 @@ impl Target for Shared<'_> {
     type Guard = PinGuard;
     const EXCLUSIVE: bool = false;
     fn check(&self) -> Result<()> {
-        Ok(())
+        addressable(self.0)
     }
     fn segment(&self) -> Option<&Arc<Segment>> {
         (self.0.len > 0).then_some(&self.0.segment)
@@ -329,7 +350,7 @@ fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
         return &[];
     }
     let start = segment.base.offset(offset).get() as *const u8;
-    // SAFETY: the guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
+    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
     // unchanged (module documentation). The range lies within the segment, which whoever makes tensors sees to
     // (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`, `Tensor::rows`), and the guard holds the segment,
     // which keeps the reservation.
@@ -341,6 +362,14 @@ fn cast_error<T>(error: bytemuck::PodCastError) -> Error {
     Error::new(ErrorKind::InvalidArgument, message).remedy("use bytes() and convert element by element")
 }
 
+fn writable(tensor: &Tensor) -> Result<()> {
+    if tensor.is_writable() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, format!("{tensor:?} belongs to a model file and is read-only"))
+        .remedy("allocate a read-write tensor and copy into it"))
+}
+
 /// Target of [`Runtime::pin_mut`](crate::Runtime::pin_mut).
 #[derive(Debug)]
 pub struct Exclusive<'a>(pub(crate) &'a Tensor);
@@ -349,11 +378,8 @@ impl Target for Exclusive<'_> {
     type Guard = PinGuardMut;
     const EXCLUSIVE: bool = true;
     fn check(&self) -> Result<()> {
-        if self.0.is_writable() {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::InvalidArgument, format!("{:?} belongs to a model file and is read-only", self.0))
-            .remedy("allocate a read-write tensor and copy into it"))
+        addressable(self.0)?;
+        writable(self.0)
     }
     fn segment(&self) -> Option<&Arc<Segment>> {
         (self.0.len > 0).then_some(&self.0.segment)
@@ -439,7 +465,8 @@ impl Target for SharedSet<'_> {
     type Guard = PinSet;
     const EXCLUSIVE: bool = false;
     fn check(&self) -> Result<()> {
-        of_one_runtime(self.0)
+        of_one_runtime(self.0)?;
+        self.0.first().map_or(Ok(()), addressable)
     }
     fn segment(&self) -> Option<&Arc<Segment>> {
         first_segment(self.0)
@@ -529,13 +556,31 @@ fn no_such_tensor(index: usize, count: usize) -> Error {
         .remedy("count from 0, in the order in which the set was given")
 }
 
-impl Drop for PinSet {
-    fn drop(&mut self) {
-        for run in self.runs.as_slice() {
-            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
-                unpin(segment, *run);
+fn unpin_runs(segments: &[Arc<Segment>], runs: &Runs) {
+    for run in runs.as_slice() {
+        if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
+            unpin(segment, *run);
+        }
+    }
+}
+
+fn unlock_runs(segments: &[Arc<Segment>], runs: &Runs) {
+    let runs = runs.as_slice();
+    for run in runs {
+        if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
+            for word in segment.words_of(*run) {
+                let _ = word.unlock();
             }
         }
+    }
+    if let Some(segment) = segments.first().filter(|_| !runs.is_empty()) {
+        segment.shared.engine.with(|pager, fx| pager.unlocked(runs, fx));
+    }
+}
+
+impl Drop for PinSet {
+    fn drop(&mut self) {
+        unpin_runs(&self.segments, &self.runs);
     }
 }
 
@@ -543,6 +588,28 @@ impl fmt::Debug for PinSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PinSet({} tensors)", self.tensors.len())
     }
+}
+
+/// Refuses sets of which not every tensor can be written, or two share a byte.
+fn disjoint_writable(tensors: &[Tensor]) -> Result<()> {
+    of_one_runtime(tensors)?;
+    tensors.iter().try_for_each(writable)?;
+    // What makes the slices of the guard disjoint.
+    let mut by_place: Vec<&Tensor> = tensors.iter().filter(|tensor| tensor.len > 0).collect();
+    by_place.sort_by_key(|tensor| (tensor.segment.id, tensor.offset));
+    for pair in by_place.windows(2) {
+        if let [a, b] = pair
+            && a.segment.id == b.segment.id
+            && a.offset + a.len > b.offset
+        {
+            let what = format!(
+                "two tensors of a set to write share bytes: {a:?} at byte {} of its allocation, and {b:?} at byte {}",
+                a.offset, b.offset
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave one of them out"));
+        }
+    }
+    Ok(())
 }
 
 /// Target of [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
@@ -553,24 +620,8 @@ impl Target for ExclusiveSet<'_> {
     type Guard = PinSetMut;
     const EXCLUSIVE: bool = true;
     fn check(&self) -> Result<()> {
-        of_one_runtime(self.0)?;
-        self.0.iter().try_for_each(|tensor| Exclusive(tensor).check())?;
-        // What makes the slices of the guard disjoint.
-        let mut by_place: Vec<&Tensor> = self.0.iter().filter(|tensor| tensor.len > 0).collect();
-        by_place.sort_by_key(|tensor| (tensor.segment.id, tensor.offset));
-        for pair in by_place.windows(2) {
-            if let [a, b] = pair
-                && a.segment.id == b.segment.id
-                && a.offset + a.len > b.offset
-            {
-                let what = format!(
-                    "two tensors of a set to write share bytes: {a:?} at byte {} of its allocation, and {b:?} at byte {}",
-                    a.offset, b.offset
-                );
-                return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave one of them out"));
-            }
-        }
-        Ok(())
+        self.0.first().map_or(Ok(()), addressable)?;
+        disjoint_writable(self.0)
     }
     fn segment(&self) -> Option<&Arc<Segment>> {
         first_segment(self.0)
@@ -590,7 +641,7 @@ impl Target for ExclusiveSet<'_> {
 /// when it is dropped.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct PinSetMut {
-    /// No two share a byte; see [`ExclusiveSet::check`].
+    /// No two share a byte; see [`disjoint_writable`].
     tensors: Vec<Tensor>,
     segments: Vec<Arc<Segment>>,
     runs: Runs,
@@ -622,7 +673,7 @@ impl PinSetMut {
             }
             let start = tensor.segment.base.offset(tensor.offset).get() as *mut u8;
             // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them. No
-            // two tensors of the set share a byte, which `ExclusiveSet::check` has seen to, and the iterator borrows the
+            // two tensors of the set share a byte, which `disjoint_writable` has seen to, and the iterator borrows the
             // guard exclusively and gives each once: no other slice overlaps this one.
             unsafe { std::slice::from_raw_parts_mut(start, tensor.len as usize) }
         })
@@ -650,22 +701,188 @@ impl PinSetMut {
 
 impl Drop for PinSetMut {
     fn drop(&mut self) {
-        let runs = self.runs.as_slice();
-        for run in runs {
-            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
-                for word in segment.words_of(*run) {
-                    let _ = word.unlock();
-                }
-            }
-        }
-        if let Some(segment) = self.segments.first().filter(|_| !runs.is_empty()) {
-            segment.shared.engine.with(|pager, fx| pager.unlocked(runs, fx));
-        }
+        unlock_runs(&self.segments, &self.runs);
     }
 }
 
 impl fmt::Debug for PinSetMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PinSetMut({} tensors)", self.tensors.len())
+    }
+}
+
+/// Target of [`Runtime::pin_device`](crate::Runtime::pin_device).
+#[derive(Debug)]
+pub struct DeviceShared<'a>(pub(crate) &'a [Tensor]);
+
+impl Target for DeviceShared<'_> {
+    type Guard = DevicePin;
+    const EXCLUSIVE: bool = false;
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        first_segment(self.0)
+    }
+    fn runs(&self) -> Runs {
+        runs_of(self.0)
+    }
+    fn guard(&self, runs: Runs) -> DevicePin {
+        DevicePin { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
+    }
+    fn describe(&self) -> String {
+        describe_set(self.0)
+    }
+}
+
+/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. Work that uses their addresses must
+/// have ended when it is dropped.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct DevicePin {
+    tensors: Vec<Tensor>,
+    segments: Vec<Arc<Segment>>,
+    runs: Runs,
+    _held: Held,
+}
+
+fn address_of(tensors: &[Tensor], index: usize) -> Option<u64> {
+    tensors.get(index).map(Tensor::address)
+}
+
+/// Copies from the device to `bytes`. The caller holds a pin of the tensors.
+fn copy_out(tensors: &[Tensor], index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+    let len = bytes.len() as u64;
+    let place = NonNull::from(bytes).cast();
+    copy(tensors, index, offset, place, len, |host, device| StreamOp::CopyOut { device, host, len })
+}
+
+fn copy(
+    tensors: &[Tensor],
+    index: usize,
+    offset: u64,
+    bytes: NonNull<u8>,
+    len: u64,
+    op: impl FnOnce(HostPointer, DeviceAddress) -> StreamOp,
+) -> Result<()> {
+    let tensor = tensors.get(index).ok_or_else(|| no_such_tensor(index, tensors.len()))?;
+    if offset.checked_add(len).is_none_or(|end| end > tensor.len) {
+        let message = format!("{len} bytes at {offset} of {tensor:?}, which has {}", tensor.len);
+        return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("copy bytes the tensor has"));
+    }
+    if len == 0 {
+        return Ok(());
+    }
+    // SAFETY: the callers' slice is borrowed until the copy has been reported, which `copy_and_wait` waits for.
+    let host = unsafe { HostPointer::new(bytes) };
+    tensor.engine().copy_and_wait(op(host, tensor.segment.base.offset(tensor.offset + offset)))
+}
+
+impl DevicePin {
+    /// How many tensors it holds.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The device address of the `index`th tensor.
+    pub fn address(&self, index: usize) -> Option<u64> {
+        address_of(&self.tensors, index)
+    }
+
+    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker; what the
+    /// device says.
+    pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        copy_out(&self.tensors, index, offset, bytes)
+    }
+}
+
+impl Drop for DevicePin {
+    fn drop(&mut self) {
+        unpin_runs(&self.segments, &self.runs);
+    }
+}
+
+impl fmt::Debug for DevicePin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DevicePin({} tensors)", self.tensors.len())
+    }
+}
+
+/// Target of [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
+#[derive(Debug)]
+pub struct DeviceExclusive<'a>(pub(crate) &'a [Tensor]);
+
+impl Target for DeviceExclusive<'_> {
+    type Guard = DevicePinMut;
+    const EXCLUSIVE: bool = true;
+    fn check(&self) -> Result<()> {
+        disjoint_writable(self.0)
+    }
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        first_segment(self.0)
+    }
+    fn runs(&self) -> Runs {
+        runs_of(self.0)
+    }
+    fn guard(&self, runs: Runs) -> DevicePinMut {
+        DevicePinMut { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
+    }
+    fn describe(&self) -> String {
+        describe_set(self.0)
+    }
+}
+
+/// The only guard of the pages of tensors, pinned as a unit, on whichever device they are: what is at their addresses may
+/// be written. The pages are dirty when it is dropped; work that uses their addresses must have ended by then.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct DevicePinMut {
+    tensors: Vec<Tensor>,
+    segments: Vec<Arc<Segment>>,
+    runs: Runs,
+    _held: Held,
+}
+
+impl DevicePinMut {
+    /// How many tensors it holds.
+    pub fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// The device address of the `index`th tensor.
+    pub fn address(&self, index: usize) -> Option<u64> {
+        address_of(&self.tensors, index)
+    }
+
+    /// As [`DevicePin::copy_out`].
+    ///
+    /// # Errors
+    /// The same.
+    pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        copy_out(&self.tensors, index, offset, bytes)
+    }
+
+    /// Copies bytes to the device, into the `index`th tensor from its byte `offset` on, and waits until they are there.
+    ///
+    /// # Errors
+    /// As [`DevicePin::copy_out`].
+    pub fn copy_in(&mut self, index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        // The copy only reads.
+        let place = NonNull::from(bytes).cast();
+        copy(&self.tensors, index, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
+    }
+}
+
+impl Drop for DevicePinMut {
+    fn drop(&mut self) {
+        unlock_runs(&self.segments, &self.runs);
+    }
+}
+
+impl fmt::Debug for DevicePinMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DevicePinMut({} tensors)", self.tensors.len())
     }
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::config::{Lookahead, RuntimeBuilder, Verify};
-use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig};
+use crate::config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, open_cuda};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
@@ -18,7 +18,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
+use crate::pin::{DeviceExclusive, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
@@ -161,19 +161,31 @@ impl Runtime {
             .remedy(format!("give at least {}, or choose smaller pages", Bytes::new(page_bytes))));
         }
         let sink = Arc::new(Sink::default());
-        let device: Arc<dyn Device> = Arc::new(HostDevice::new(
-            HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
-            sink.clone(),
-        )?);
+        let device: Arc<dyn Device> = match &config.device {
+            DeviceChoice::Host => Arc::new(HostDevice::new(
+                HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
+                sink.clone(),
+            )?),
+            DeviceChoice::Cuda(_) if config.link.is_some() => {
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    "a modelled link was asked for, and a GPU, which has one",
+                )
+                .remedy("leave the link out, or use the host device"));
+            }
+            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
+                .map_err(|error| error.context(format!("open the device {}", config.device)))?,
+        };
         let direct_io = device.direct_io();
         let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
-        let slab = HostSlab::new(HostSlabConfig {
+        let slab_config = HostSlabConfig {
             page_size,
             frames: host_frames,
             frames_max: host_frames,
             staging,
             lock: host_frames + staging > 0,
-        })?;
+        };
+        let slab = HostSlab::for_device(slab_config, device.clone())?;
         let store: Arc<dyn Store> = config.store.open(sink.clone())?;
         for region in slab.regions() {
             store.register_memory(region.base, region.len.get());
@@ -362,6 +374,33 @@ impl Runtime {
     /// fine.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, ExclusiveSet<'a>> {
         PinRequest::new(ExclusiveSet(tensors))
+    }
+
+    /// Pins several tensors' pages for reading on the device, as a unit, wherever that is: the guard gives device
+    /// addresses, and copies bytes to the host on request. For one tensor pass `std::slice::from_ref(&tensor)`.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+    /// let tensors = [runtime.alloc(DType::U8, &[1000])?];
+    /// runtime.pin_device_mut(&tensors).wait()?.copy_in(0, 990, &[7; 10])?;
+    /// let guard = runtime.pin_device(&tensors).wait()?;
+    /// let mut bytes = [0; 20];
+    /// guard.copy_out(0, 980, &mut bytes)?;
+    /// assert_eq!((bytes[9], bytes[10]), (0, 7));
+    /// assert_eq!(guard.address(0), Some(tensors[0].address()));
+    /// # drop((guard, tensors));
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceShared<'a>> {
+        PinRequest::new(DeviceShared(tensors))
+    }
+
+    /// The same for writing, of read-write tensors. No two of them may share a byte.
+    pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceExclusive<'a>> {
+        PinRequest::new(DeviceExclusive(tensors))
     }
 
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace doctests strict loom examples)
+steps=(checker workspace cuda doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -18,6 +18,11 @@ step_checker() {
 # Unit, integration and end-to-end tests of all members.
 step_workspace() {
     cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
+}
+
+# The CUDA device, over an emulated driver: no GPU is needed, and none is used.
+step_cuda() {
+    cargo test -p outcore --features cuda,cli --test cuda --test device_suite --test cli --no-fail-fast
 }
 
 step_doctests() {

@@ -29,9 +29,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::link::{Direction, LinkModel, LinkSchedule};
-use super::stream::{Copier, Stream, closed};
+use super::stream::{Copier, Stream, closed, report_apart};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
-use super::{Completion, Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
+use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::machine;
@@ -433,19 +433,6 @@ impl HostDevice {
         }
     }
 
-    /// Reports `error` from a thread of its own: the caller of `submit` may hold locks the sink takes.
-    fn complete_apart(&self, token: Option<Token>, error: Error) {
-        let Some(token) = token else {
-            tracing::warn!(%error, "a stream operation was not run");
-            return;
-        };
-        let sink = Arc::clone(&self.sink);
-        let report = move || sink.completed(&mut vec![Completion { token, result: Err(error) }]);
-        if let Err(cause) = thread::Builder::new().name("host-late".into()).spawn(report) {
-            tracing::error!(%cause, ?token, "cannot report the end of an operation");
-        }
-    }
-
     fn event_parts(event: EventId) -> (usize, u64) {
         ((event.0 >> EVENT_COUNT_BITS) as usize, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
     }
@@ -491,6 +478,10 @@ impl Device for HostDevice {
 
     fn direct_io(&self) -> bool {
         self.core.link.is_none()
+    }
+
+    fn host_addressable(&self) -> bool {
+        true
     }
 
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
@@ -612,7 +603,7 @@ impl Device for HostDevice {
         let mut streams = self.streams.write();
         let index = streams.all.len();
         if streams.closed {
-            return Err(closed());
+            return Err(closed("host"));
         }
         if index >= STREAMS_MAX {
             let message = format!("the host device has its limit of {STREAMS_MAX} streams");
@@ -632,12 +623,12 @@ impl Device for HostDevice {
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
         let streams = self.streams.read();
         let refused = match streams.get(stream.0 as usize) {
-            Ok(stream) => stream.submit(op, token).err().map(|token| (token, closed())),
+            Ok(stream) => stream.submit(op, token).err().map(|token| (token, closed("host"))),
             Err(error) => Some((token, error)),
         };
         drop(streams);
         if let Some((token, error)) = refused {
-            self.complete_apart(token, error);
+            report_apart(&self.sink, token, error);
         }
     }
 

@@ -24,8 +24,12 @@
 //!    [`ErrorKind::Closed`](crate::ErrorKind::Closed), not on the caller's stack. Mappings stay until the device is
 //!    dropped.
 
+// The device is chosen by file; everything above sees the same names.
+#[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
+mod cuda;
 mod host;
 mod link;
+mod select;
 mod slab;
 mod stream;
 mod sys;
@@ -34,14 +38,19 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::task::Poll;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ids::{FrameId, PageSize};
 
+pub use cuda::cuda_devices;
+pub(crate) use cuda::open as open_cuda;
+#[cfg(feature = "cuda")]
+pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
+pub use select::{CudaDeviceInfo, CudaDeviceSelector};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
 
-/// A device address. On the host device it is an ordinary pointer.
+/// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceAddress(pub(crate) u64);
 
@@ -114,6 +123,12 @@ impl HostPointer {
         let bytes = unsafe { std::slice::from_raw_parts(self.0.as_ptr(), len as usize) };
         twox_hash::XxHash3_64::oneshot(bytes)
     }
+    /// The memory `bytes` after this, which belongs to the same operation.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "other devices copy in one piece"))]
+    pub(crate) fn offset(self, bytes: u64) -> Self {
+        // Within the operation's range, which does not wrap around; the constructor's promise covers it.
+        Self(self.0.map_addr(|at| at.saturating_add(bytes as usize)))
+    }
     /// The raw pointer.
     pub const fn as_ptr(self) -> *mut u8 {
         self.0.as_ptr()
@@ -153,7 +168,8 @@ pub enum StreamOp {
         /// Bytes.
         len: u64,
     },
-    /// Run a closure on the stream's timeline.
+    /// Run a closure on the stream's timeline. It must not wait for work of another stream, which may run its closures
+    /// on the same thread, and on a CUDA device it must not call the CUDA driver.
     Call(Box<dyn FnOnce() + Send>),
 }
 
@@ -187,13 +203,16 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn page_size(&self) -> PageSize;
     /// Whether the store may read into and write from mapped device addresses directly.
     fn direct_io(&self) -> bool;
+    /// Whether this process may access mapped device addresses as memory. Where it may not, bytes come and go by copies.
+    fn host_addressable(&self) -> bool;
 
     /// Reserves a contiguous address range of `pages` pages, aligned to the page size, inaccessible until mapped.
     fn reserve(&self, pages: u32) -> Result<DeviceAddress>;
     /// Gives a range back. Frames still behind it are free: they move away and keep their memory.
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
 
-    /// How many frames exist: ids `0..count`. Creating frames commits no memory; mapping and filling them does.
+    /// How many frames exist: ids `0..count`. On the host device creating frames commits no memory, mapping
+    /// and filling them does; on a GPU the memory is taken when they are created.
     fn frame_count(&self) -> u32;
     /// Makes frames `0..count` exist (grow only).
     fn grow_frames(&self, count: u32) -> Result<()>;
@@ -203,6 +222,20 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn protect(&self, frame: FrameId) -> Result<()>;
     /// Contract rule 3.
     fn discard(&self, frame: FrameId) -> Result<()>;
+
+    /// Locks host memory, so that the device copies from and to it directly; rule 5 of the contract covers it until
+    /// [`unlock_host`](Self::unlock_host) returns. By default it is locked in memory and no more.
+    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+        sys::lock(memory.base.as_ptr() as u64, memory.len.get()).map_err(|cause| {
+            Error::io(format!("lock {} of host memory", memory.len), cause).remedy(
+                "RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK",
+            )
+        })
+    }
+    /// Undoes a [`lock_host`](Self::lock_host) of the same range. No operation in flight uses it.
+    fn unlock_host(&self, _memory: SlabRegion) -> Result<()> {
+        Ok(())
+    }
 
     /// A new stream.
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId>;

@@ -16,8 +16,8 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::HostPointer;
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
@@ -48,7 +48,14 @@ pub struct SlabRegion {
     pub len: Bytes,
 }
 
-type LockFn = fn(u64, u64) -> io::Result<()>;
+/// Who locks the memory.
+#[derive(Debug)]
+enum Locks {
+    /// The kernel: nothing has to be undone.
+    Kernel(fn(u64, u64) -> io::Result<()>),
+    /// The device that copies from and to it. Every slice is unlocked before the memory goes.
+    Device(Arc<dyn Device>),
+}
 
 #[derive(Debug, Default)]
 struct Progress {
@@ -70,7 +77,9 @@ struct Slab {
     /// Bytes locked; written under `progress`.
     locked: AtomicU64,
     stopping: AtomicBool,
-    lock_fn: LockFn,
+    locks: Locks,
+    /// Slices that the device locked, by address and length.
+    slices: Mutex<Vec<(u64, u64)>>,
 }
 
 /// The host tier's memory. See the module's invariants in `runtime/device/slab.rs`.
@@ -94,9 +103,34 @@ impl Slab {
             let total = self.bytes(self.frame_count.load(Ordering::Relaxed));
             (self.frames.base(), &mut progress.frames, total)
         };
-        let len = LOCK_SLICE_BYTES.min(total.saturating_sub(*done));
+        // Whole pages: a device may refuse a copy across two slices.
+        let len = LOCK_SLICE_BYTES.max(self.page_size.bytes()).min(total.saturating_sub(*done));
         let address = base + *done;
         (len > 0).then_some((done, address, len))
+    }
+
+    fn lock(&self, address: u64, len: u64) -> Result<()> {
+        match &self.locks {
+            Locks::Kernel(lock) => lock(address, len).map_err(|cause| {
+                Error::io(format!("lock {}", Bytes::new(len)), cause).remedy(
+                    "RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK",
+                )
+            }),
+            Locks::Device(device) => {
+                device.lock_host(slice(address, len))?;
+                self.slices.lock().push((address, len));
+                Ok(())
+            }
+        }
+    }
+
+    fn unlock(&self) {
+        let Locks::Device(device) = &self.locks else { return };
+        for (address, len) in self.slices.lock().drain(..) {
+            if let Err(error) = device.unlock_host(slice(address, len)) {
+                tracing::warn!(%error, "unlock host memory");
+            }
+        }
     }
 
     fn lock_in_slices(&self) {
@@ -106,19 +140,25 @@ impl Slab {
                 return;
             }
             let Some((done, address, len)) = self.next_slice(&mut progress) else { return };
-            match (self.lock_fn)(address, len) {
+            match self.lock(address, len) {
                 Ok(()) => {
                     *done += len;
                     self.locked.fetch_add(len, Ordering::Relaxed);
                 }
                 Err(cause) => {
                     progress.refused = true;
-                    tracing::warn!(
-                        %cause,
-                        locked_bytes = self.locked.load(Ordering::Relaxed),
-                        "the host tier goes on unlocked: RLIMIT_MEMLOCK does not allow more locked memory; raise it \
-                         (`ulimit -l`) or grant CAP_IPC_LOCK"
-                    );
+                    let locked_bytes = self.locked.load(Ordering::Relaxed);
+                    let copied = matches!(&self.locks, Locks::Device(device) if !device.host_addressable());
+                    if copied {
+                        tracing::warn!(
+                            %cause,
+                            locked_bytes,
+                            "the host tier and its staging buffers go on unlocked: each copy to or from the device costs \
+                             one more copy in memory, on a thread of the driver"
+                        );
+                    } else {
+                        tracing::warn!(%cause, locked_bytes, "the host tier goes on unlocked");
+                    }
                 }
             }
             // Whoever grows or shrinks the slab goes between two slices.
@@ -133,10 +173,18 @@ impl HostSlab {
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
     pub fn new(config: HostSlabConfig) -> Result<Self> {
-        Self::with_lock_fn(config, sys::lock)
+        Self::with_locks(config, Locks::Kernel(sys::lock))
     }
 
-    fn with_lock_fn(config: HostSlabConfig, lock_fn: LockFn) -> Result<Self> {
+    /// The same, locked by the device whose copies it serves. It cannot shrink.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn for_device(config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
+        Self::with_locks(config, Locks::Device(device))
+    }
+
+    fn with_locks(config: HostSlabConfig, locks: Locks) -> Result<Self> {
         let page = config.page_size;
         let align = page.bytes().max(HUGE_PAGE_BYTES);
         let frames_max = config.frames_max.max(config.frames);
@@ -152,7 +200,8 @@ impl HostSlab {
             progress: Mutex::default(),
             locked: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
-            lock_fn,
+            locks,
+            slices: Mutex::default(),
         };
         if slab.staging.len() > 0 {
             // SAFETY: the region is new, ours, and known to nobody.
@@ -262,9 +311,13 @@ impl HostSlab {
     /// nor be the ones behind the addresses after a later [`grow`](Self::grow).
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] if the kernel refuses.
+    /// [`ErrorKind::OutOfMemory`] if the kernel refuses; [`ErrorKind::Unsupported`] if a device locks the memory.
     pub unsafe fn shrink(&self, count: u32) -> Result<()> {
         let slab = &self.slab;
+        if matches!(slab.locks, Locks::Device(_)) {
+            return Err(Error::new(ErrorKind::Unsupported, "a host tier that a device has locked cannot shrink")
+                .remedy("open it with the size it is to have"));
+        }
         let mut progress = slab.progress.lock();
         let from = slab.frame_count.load(Ordering::Relaxed);
         if count >= from {
@@ -293,7 +346,15 @@ impl Drop for HostSlab {
     fn drop(&mut self) {
         self.slab.stopping.store(true, Ordering::Relaxed);
         self.wait_locked();
+        self.slab.unlock();
     }
+}
+
+fn slice(address: u64, len: u64) -> SlabRegion {
+    let pointer = std::ptr::with_exposed_provenance_mut(address as usize);
+    // SAFETY: the slab keeps the memory until it has unlocked it, which `Drop` sees to.
+    let base = unsafe { HostPointer::new(NonNull::new(pointer).unwrap_or(NonNull::dangling())) };
+    SlabRegion { base, len: Bytes::new(len) }
 }
 
 #[cfg(test)]
@@ -312,8 +373,8 @@ mod tests {
 
     #[test]
     fn a_refused_lock_leaves_the_memory_usable() {
-        let refuse: LockFn = |_, _| Err(io::Error::from_raw_os_error(libc::ENOMEM));
-        let slab = HostSlab::with_lock_fn(config(4, 2), refuse).unwrap();
+        let refuse = Locks::Kernel(|_, _| Err(io::Error::from_raw_os_error(libc::ENOMEM)));
+        let slab = HostSlab::with_locks(config(4, 2), refuse).unwrap();
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::ZERO);
         let frame = slab.pointer(HostFrameId::new(3)).unwrap();
@@ -325,7 +386,7 @@ mod tests {
 
     #[test]
     fn locking_covers_both_regions_and_follows_growth_and_shrinking() {
-        let slab = HostSlab::with_lock_fn(config(4, 2), |_, _| Ok(())).unwrap();
+        let slab = HostSlab::with_locks(config(4, 2), Locks::Kernel(|_, _| Ok(()))).unwrap();
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
         slab.grow(10).unwrap();

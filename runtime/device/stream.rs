@@ -23,7 +23,7 @@ use super::{Completion, Completions, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Completions are reported at the latest after this many operations ...
-const BATCH_OPERATIONS_MAX: usize = 64;
+pub(super) const BATCH_OPERATIONS_MAX: usize = 64;
 /// ... or this many bytes: about what is copied in the time a waiter takes to wake up.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
 
@@ -135,7 +135,7 @@ impl Stream {
             return Err(unknown_event());
         }
         let item = Item::Wait(Arc::clone(&other.timeline), count);
-        self.timeline.push(item).map_err(|_| closed())
+        self.timeline.push(item).map_err(|_| closed("host"))
     }
 
     /// Whether `count` items have ended; an error if that many were never queued.
@@ -173,11 +173,24 @@ impl Stream {
 }
 
 /// What a submission to a closed device completes with.
-pub(super) fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the host device is closed")
+pub(super) fn closed(device: &str) -> Error {
+    Error::new(ErrorKind::Closed, format!("the device {device} is closed"))
 }
 
-fn unknown_event() -> Error {
+/// Reports `error` from a thread of its own: the caller of `submit` may hold locks the sink takes.
+pub(super) fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
+    let Some(token) = token else {
+        tracing::warn!(%error, "a stream operation was not run");
+        return;
+    };
+    let sink = Arc::clone(sink);
+    let report = move || sink.completed(&mut vec![Completion { token, result: Err(error) }]);
+    if let Err(cause) = thread::Builder::new().name("device-late".into()).spawn(report) {
+        tracing::error!(%cause, ?token, "cannot report the end of an operation");
+    }
+}
+
+pub(super) fn unknown_event() -> Error {
     Error::new(ErrorKind::InvalidArgument, "the event was not recorded on this device")
 }
 
@@ -190,16 +203,20 @@ struct Batch {
 impl Batch {
     fn report(&mut self) {
         self.bytes = 0;
-        if self.done.is_empty() {
-            return;
-        }
-        let (sink, done) = (&self.sink, &mut self.done);
-        // A panic here is the caller's bug; it must not take the stream, and with it every waiter, down.
-        if catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
-            tracing::error!("the receiver of completions panicked");
-        }
-        self.done.clear();
+        report(&self.sink, &mut self.done);
     }
+}
+
+/// Reports and forgets what is done.
+pub(super) fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
+    if done.is_empty() {
+        return;
+    }
+    // A panic here is the caller's bug; it must not take the stream, and with it every waiter, down.
+    if catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
+        tracing::error!("the receiver of completions panicked");
+    }
+    done.clear();
 }
 
 struct Worker {
@@ -269,7 +286,7 @@ impl Worker {
     }
 }
 
-fn call_caught(call: Box<dyn FnOnce() + Send>) -> Result<()> {
+pub(super) fn call_caught(call: Box<dyn FnOnce() + Send>) -> Result<()> {
     catch_unwind(AssertUnwindSafe(call)).map_err(|payload| {
         let text = payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
         let message = format!("a closure on a stream panicked: {}", text.unwrap_or("no message"));

@@ -8,7 +8,8 @@
 //!
 //! # Invariants
 //!
-//! 1. A move has at most one operation in flight; its id is the operation's token.
+//! 1. A move has at most one operation in flight; its id is the operation's token. Tokens from [`COPY_TOKENS`] on are of
+//!    copies that callers wait for.
 //! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
 //!    returned to the pager only when the operation has been reported complete.
 //! 3. The latch is never held while the store, the device, a waker or the observer is called, except for
@@ -19,7 +20,7 @@ pub(crate) mod ticket;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::Waker;
 use std::time::Instant;
 
@@ -236,10 +237,24 @@ pub(crate) struct Engine {
     fills: StreamId,
     write_backs: StreamId,
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
+    copies: Mutex<Copies>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
     page_bytes: u64,
+    /// Whether device memory is memory of this process; asked at every pin.
+    pub(crate) host_addressable: bool,
+}
+
+/// The first token of a copy that a caller waits for; ids of moves are smaller.
+const COPY_TOKENS: u64 = 1 << 63;
+
+/// Copies between the device and a caller's memory.
+#[derive(Debug, Default)]
+struct Copies {
+    stream: Option<StreamId>,
+    next: u64,
+    waiting: HashMap<u64, mpsc::SyncSender<Result<()>>>,
 }
 
 /// What nobody was there to be told.
@@ -290,10 +305,12 @@ impl Engine {
             fills: device.create_stream(StreamKind::Fill)?,
             write_backs: device.create_stream(StreamKind::WriteBack)?,
             page_bytes: device.page_size().bytes(),
+            host_addressable: device.host_addressable(),
             device,
             store,
             slab,
             in_flight: Mutex::new(HashMap::new()),
+            copies: Mutex::default(),
             segments: RwLock::new(Vec::new()),
             observer,
             failures: Mutex::default(),
@@ -525,6 +542,29 @@ impl Engine {
         }
     }
 
+    /// Runs a copy between pinned pages and a caller's memory, and waits for it.
+    ///
+    /// # Errors
+    /// What the device says; `InvalidArgument` in a waker.
+    pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
+        may_wait("a copy")?;
+        let (tell, told) = mpsc::sync_channel(1);
+        let (stream, token) = {
+            let mut copies = self.copies.lock();
+            let stream = match copies.stream {
+                Some(stream) => stream,
+                None => *copies.stream.insert(self.device.create_stream(StreamKind::Compute)?),
+            };
+            copies.next += 1;
+            let token = COPY_TOKENS + copies.next;
+            copies.waiting.insert(token, tell);
+            (stream, token)
+        };
+        self.device.submit(stream, op, Some(Token(token)));
+        // The device reports every token once, whatever happens; until then the memory stays borrowed.
+        told.recv().unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a copy was never reported")))
+    }
+
     fn enter(&self, planned: Move, stage: Stage) {
         let since = stage.resource().map_or_else(Instant::now, |resource| self.observer.begin(resource));
         self.in_flight.lock().insert(planned.id, InFlight { planned, stage, since });
@@ -567,6 +607,13 @@ impl Engine {
     fn completed(&self, done: &mut Vec<Completion>) {
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
+            if token.0 >= COPY_TOKENS {
+                if let Some(waiting) = self.copies.lock().waiting.remove(&token.0) {
+                    // There is room for one result, and this is it.
+                    let _ = waiting.try_send(result);
+                }
+                continue;
+            }
             let id = MoveId(token.0);
             let Some(entry) = self.in_flight.lock().remove(&id) else { continue };
             if let Some(resource) = entry.stage.resource() {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use outcore::device::HostDevice;
+use outcore::device::{CudaDeviceInfo, HostDevice, cuda_devices};
 use outcore::machine::{self, HugePages, LimitSource, Machine};
 use outcore::store::{QueueDepth, probe_backend, probe_file};
 use outcore::{Bytes, Error, IoBackend, PageSize, Result};
@@ -103,6 +103,8 @@ struct Gpus {
     found: Vec<String>,
     driver: Option<String>,
     usable: bool,
+    /// Why none is.
+    why_not: Option<String>,
 }
 
 /// How long a trial file is written, and how much of it at most. With the reads it stays within two seconds on two
@@ -262,7 +264,17 @@ fn huge_page_mode(file: &str) -> Option<String> {
     Some(rest.split_once(']')?.0.to_owned())
 }
 
+/// What the CUDA driver says, or where it says nothing, what the kernel knows.
 fn gpus() -> Gpus {
+    let error = match cuda_devices() {
+        Ok(devices) => {
+            let driver = devices.first().map(|gpu| format!("CUDA {}.{}", gpu.driver.0, gpu.driver.1));
+            let usable = devices.iter().any(|gpu| gpu.virtual_memory);
+            let why_not = (!usable).then(|| "no GPU has virtual memory management".to_owned());
+            return Gpus { found: devices.iter().map(gpu).collect(), driver, usable, why_not };
+        }
+        Err(error) => error,
+    };
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten() {
         let text = fs::read_to_string(entry.path().join("information")).unwrap_or_default();
@@ -279,7 +291,20 @@ fn gpus() -> Gpus {
     found.sort();
     let version = fs::read_to_string("/proc/driver/nvidia/version").ok();
     let driver = version.and_then(|text| text.lines().next().map(str::to_owned));
-    Gpus { found, driver, usable: false }
+    Gpus { found, driver, usable: false, why_not: Some(error.to_string()) }
+}
+
+fn gpu(gpu: &CudaDeviceInfo) -> String {
+    let memory = if gpu.virtual_memory { "can map memory" } else { "cannot map memory, so cannot be used" };
+    let (major, minor) = gpu.capability;
+    format!(
+        "cuda:{} {}, {}, compute {major}.{minor}, {memory} ({}, {})",
+        gpu.ordinal,
+        gpu.name,
+        size(gpu.memory.get()),
+        gpu.pci,
+        gpu.uuid
+    )
 }
 
 fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
@@ -344,8 +369,8 @@ fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
                 .to_owned(),
         );
     }
-    if !found.gpus.found.is_empty() {
-        advice.push("this build has no CUDA device: the GPUs stay unused".to_owned());
+    if let (false, Some(why)) = (found.gpus.found.is_empty(), &found.gpus.why_not) {
+        advice.push(format!("the GPUs stay unused: {why}"));
     }
     advice
 }
@@ -398,8 +423,15 @@ impl Report for Diagnosis {
         for dir in &self.directories {
             facts.pair("disk", dir.line());
         }
-        let gpus = if self.gpus.found.is_empty() { "none found".to_owned() } else { self.gpus.found.join(", ") };
-        facts.pair("GPU", format!("{gpus}; this build has no CUDA device"));
+        if self.gpus.found.is_empty() {
+            facts.pair("GPU", "none found".to_owned());
+        }
+        for gpu in &self.gpus.found {
+            facts.pair("GPU", gpu.clone());
+        }
+        for line in self.gpus.driver.iter().map(|driver| format!("driver: {driver}")).chain(self.gpus.why_not.clone()) {
+            facts.pair("", line);
+        }
         let mut out = facts.text();
         out.push_str(if self.advice.is_empty() { "\nNothing to improve was found.\n" } else { "\nTo do better:\n" });
         for line in &self.advice {

@@ -1,0 +1,473 @@
+//! The calls of the CUDA driver that the device makes, each checked and named in its error. cudarc's types go no further
+//! than this folder.
+//!
+//! # Invariants
+//!
+//! 1. Nothing of cudarc is called before [`load`] has found the driver's library: it panics where there is none.
+//! 2. Every call that needs a context is made with the device's own current ([`Context::enter`]), and the caller's
+//!    current context is restored afterwards.
+//! 3. Handles are destroyed once, by their owner, after what uses them has ended.
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{DriverError, result, sys};
+
+use super::super::{CudaDeviceInfo, CudaDeviceSelector, DeviceAddress, HostPointer};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
+
+/// CUDA 12.0. Every function used here exists since; older drivers were not looked at.
+const OLDEST_DRIVER: i32 = 12000;
+
+/// An error of the driver while doing `what`.
+pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
+    let kind = match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
+        CUresult::CUDA_ERROR_NO_DEVICE | CUresult::CUDA_ERROR_INVALID_DEVICE => ErrorKind::NotFound,
+        CUresult::CUDA_ERROR_NOT_SUPPORTED
+        | CUresult::CUDA_ERROR_STUB_LIBRARY
+        | CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+        | CUresult::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => ErrorKind::Unsupported,
+        CUresult::CUDA_ERROR_NOT_PERMITTED | CUresult::CUDA_ERROR_OPERATING_SYSTEM => ErrorKind::PermissionDenied,
+        _ => ErrorKind::Device,
+    };
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
+    let message = format!("{}: {:?} ({text})", what.into(), error.0);
+    let remedy = match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => "choose a smaller device budget, or end what else uses the GPU's memory",
+        CUresult::CUDA_ERROR_NO_DEVICE => "check that the GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES)",
+        CUresult::CUDA_ERROR_STUB_LIBRARY => "a stub libcuda.so comes before the driver's own: check LD_LIBRARY_PATH",
+        CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
+            "the driver's library and kernel module differ: reboot or reinstall"
+        }
+        _ => return Error::new(kind, message),
+    };
+    Error::new(kind, message).remedy(remedy)
+}
+
+/// Whether an error means that the context is lost: every later call would return it too.
+fn is_fatal(error: DriverError) -> bool {
+    use CUresult as R;
+    matches!(
+        error.0,
+        R::CUDA_ERROR_DEINITIALIZED
+            | R::CUDA_ERROR_ECC_UNCORRECTABLE
+            | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | R::CUDA_ERROR_ILLEGAL_ADDRESS
+            | R::CUDA_ERROR_LAUNCH_TIMEOUT
+            | R::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | R::CUDA_ERROR_ASSERT
+            | R::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | R::CUDA_ERROR_MISALIGNED_ADDRESS
+            | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | R::CUDA_ERROR_INVALID_PC
+            | R::CUDA_ERROR_LAUNCH_FAILED
+    )
+}
+
+/// Finds the driver's library, once it is there for good.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] where there is none.
+fn load() -> Result<()> {
+    static FOUND: OnceLock<()> = OnceLock::new();
+    if FOUND.get().is_some() {
+        return Ok(());
+    }
+    // The names cudarc looks for, in its order. Its own probe is missing where another crate links the library.
+    let names =
+        [c"libcuda.so", c"libcuda.so.13", c"libcuda.so.12", c"libcuda.so.11", c"libcuda.so.10", c"libcuda.so.1"];
+    for name in names {
+        // SAFETY: the name is a C string. A driver's initialisers are trusted as the driver is.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if !library.is_null() {
+            // Never closed: cudarc keeps addresses of its functions.
+            let _ = FOUND.set(());
+            return Ok(());
+        }
+    }
+    Err(Error::new(ErrorKind::Unsupported, "there is no CUDA driver here: libcuda.so.1 cannot be loaded")
+        .remedy("install the NVIDIA driver (in a container: start it with the GPU), or use the host device"))
+}
+
+/// The driver, initialised and new enough.
+fn start() -> Result<i32> {
+    load()?;
+    result::init().map_err(|error| failed("start the CUDA driver", error))?;
+    let mut version = 0;
+    // SAFETY: `version` is a valid place for the result.
+    let outcome = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    outcome.result().map_err(|error| failed("ask for the CUDA driver's version", error))?;
+    if version < OLDEST_DRIVER {
+        let dotted = |v: i32| format!("{}.{}", v / 1000, v % 1000 / 10);
+        let message = format!("the NVIDIA driver is too old: it supports CUDA {}", dotted(version));
+        return Err(Error::new(ErrorKind::Unsupported, message)
+            .remedy(format!("install one that supports CUDA {} or newer", dotted(OLDEST_DRIVER))));
+    }
+    Ok(version)
+}
+
+/// The GPUs there are.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if there is no driver, or it is too old; [`ErrorKind::NotFound`] if there is no GPU; what
+/// else the driver says.
+pub fn cuda_devices() -> Result<Vec<CudaDeviceInfo>> {
+    let version = start()?;
+    let count = result::device::get_count().map_err(|error| failed("count the GPUs", error))?;
+    (0..count).map(|ordinal| info(ordinal, version)).collect()
+}
+
+fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
+    use sys::CUdevice_attribute as A;
+    let about = |what: &str| format!("ask for the {what} of GPU {ordinal}");
+    let device = result::device::get(ordinal).map_err(|error| failed(format!("open GPU {ordinal}"), error))?;
+    let attribute = |which: A, what: &str| {
+        // SAFETY: `device` is the driver's.
+        unsafe { result::device::get_attribute(device, which) }.map_err(|error| failed(about(what), error))
+    };
+    let uuid = result::device::get_uuid(device).map_err(|error| failed(about("UUID"), error))?;
+    let digits: String = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
+    let mut pci = [0_u8; 32];
+    // SAFETY: the buffer has the length that is said.
+    let outcome = unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, device) };
+    outcome.result().map_err(|error| failed(about("PCI address"), error))?;
+    let pci = pci.split(|byte| *byte == 0).next().unwrap_or_default();
+    // SAFETY: `device` is the driver's.
+    let memory = unsafe { result::device::total_mem(device) }.map_err(|error| failed(about("memory"), error))?;
+    let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, "compute capability")?;
+    let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, "compute capability")?;
+    Ok(CudaDeviceInfo {
+        ordinal: ordinal as u32,
+        name: result::device::get_name(device).map_err(|error| failed(about("name"), error))?,
+        uuid: format!(
+            "GPU-{}-{}-{}-{}-{}",
+            &digits[..8],
+            &digits[8..12],
+            &digits[12..16],
+            &digits[16..20],
+            &digits[20..]
+        ),
+        pci: String::from_utf8_lossy(pci).to_ascii_lowercase(),
+        memory: Bytes::new(memory as u64),
+        capability: (major as u32, minor as u32),
+        virtual_memory: attribute(
+            A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            "virtual memory management",
+        )? != 0,
+        driver: (version as u32 / 1000, version as u32 % 1000 / 10),
+    })
+}
+
+/// The GPU a selector means.
+pub(super) fn select(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
+    let found = cuda_devices()?;
+    let count = found.len();
+    found.into_iter().find(|gpu| selector.means(gpu)).ok_or_else(|| {
+        Error::new(ErrorKind::NotFound, format!("there is no GPU {selector}: the CUDA driver sees {count}"))
+            .remedy("see `outcore doctor` for those there are, and check CUDA_VISIBLE_DEVICES")
+    })
+}
+
+/// A handle of the driver.
+#[derive(Debug)]
+struct Handle<T>(*mut T);
+
+// SAFETY: the driver's handles are opaque, and its functions may be called from any thread; owners see to invariant 3.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}
+
+/// A stream of the driver; destroyed by [`Context::destroy_stream`].
+#[derive(Debug)]
+pub(super) struct RawStream(Handle<sys::CUstream_st>);
+
+/// An event of the driver, without a time; destroyed by [`Context::destroy_event`].
+#[derive(Debug)]
+pub(super) struct RawEvent(Handle<sys::CUevent_st>);
+
+/// Page-locked memory; freed by [`Context::free_locked`].
+#[derive(Debug)]
+pub(super) struct Locked {
+    pub(super) base: HostPointer,
+}
+
+/// A context is current on this thread until this is dropped.
+#[must_use]
+pub(super) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: `enter` pushed a context on this thread, which this value has not left; `popped` is a place for it.
+        let outcome = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
+        if let Err(error) = outcome.result() {
+            tracing::debug!(error = %failed("restore the current CUDA context", error));
+        }
+    }
+}
+
+/// The primary context of one GPU, which frameworks use too.
+#[derive(Debug)]
+pub(super) struct Context {
+    device: sys::CUdevice,
+    raw: Handle<sys::CUctx_st>,
+    prop: sys::CUmemAllocationProp,
+}
+
+// SAFETY: the pointer in `prop` is null and stays so.
+unsafe impl Send for Context {}
+// SAFETY: as above; nothing in it changes.
+unsafe impl Sync for Context {}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained in `open`, released once.
+        if let Err(error) = unsafe { result::primary_ctx::release(self.device) } {
+            tracing::debug!(error = %failed("release the CUDA context", error));
+        }
+    }
+}
+
+type Call<T = ()> = std::result::Result<T, DriverError>;
+
+/// What a call of the driver came to: the error, and whether the device is lost.
+pub(super) struct Failure {
+    pub(super) error: Error,
+    pub(super) fatal: bool,
+}
+
+impl Failure {
+    fn of(what: impl Into<String>, error: DriverError) -> Self {
+        Self { fatal: is_fatal(error), error: failed(what, error) }
+    }
+}
+
+pub(super) type Outcome<T = ()> = std::result::Result<T, Failure>;
+
+fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
+    outcome.map_err(|error| Failure::of(what, error))
+}
+
+impl Context {
+    /// Retains the primary context of GPU `ordinal`.
+    pub(super) fn open(ordinal: u32) -> Result<Self> {
+        let open = |error| failed(format!("open GPU {ordinal}"), error);
+        let device = result::device::get(ordinal as i32).map_err(open)?;
+        // SAFETY: `device` is the driver's; `Drop` releases.
+        let raw = unsafe { result::primary_ctx::retain(device) }.map_err(open)?;
+        let location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
+        let prop = sys::CUmemAllocationProp {
+            type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
+            location,
+            win32HandleMetaData: std::ptr::null_mut(),
+            allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {
+                compressionType: 0,
+                gpuDirectRDMACapable: 0,
+                usage: 0,
+                reserved: [0; 4],
+            },
+        };
+        Ok(Self { device, raw: Handle(raw), prop })
+    }
+
+    /// Makes the context current on this thread.
+    pub(super) fn enter(&self) -> Outcome<Current<'_>> {
+        // SAFETY: the context lives as long as `self`; the value returned, which stays on this thread, takes it back.
+        named("enter the CUDA context", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) }.result())?;
+        Ok(Current(PhantomData))
+    }
+
+    pub(super) fn granularity(&self, _: &Current<'_>) -> Outcome<u64> {
+        let mut bytes = 0;
+        let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        // SAFETY: both pointers are to values of the types asked for.
+        let outcome = unsafe { sys::cuMemGetAllocationGranularity(&raw mut bytes, &raw const self.prop, minimum) };
+        named("ask for the allocation granularity", outcome.result())?;
+        Ok(bytes as u64)
+    }
+
+    /// Free and total bytes.
+    pub(super) fn memory(&self, _: &Current<'_>) -> Outcome<(u64, u64)> {
+        let (free, total) = named("ask for the GPU's free memory", result::mem_get_info())?;
+        Ok((free as u64, total as u64))
+    }
+
+    // Virtual memory. These calls concern device addresses only, which are no memory of this program.
+
+    pub(super) fn reserve(&self, _: &Current<'_>, len: u64, align: u64) -> Outcome<u64> {
+        let mut base = 0;
+        // SAFETY: `base` is a place for the result.
+        let outcome = unsafe { sys::cuMemAddressReserve(&raw mut base, len as usize, align as usize, 0, 0) };
+        named("reserve device addresses", outcome.result())?;
+        Ok(base)
+    }
+    pub(super) fn free_addresses(&self, _: &Current<'_>, base: u64, len: u64) -> Outcome {
+        // SAFETY: concerns device addresses only; a wrong range is refused.
+        named("free device addresses", unsafe { sys::cuMemAddressFree(base, len as usize) }.result())
+    }
+    pub(super) fn create(&self, _: &Current<'_>, len: u64) -> Outcome<u64> {
+        let mut handle = 0;
+        // SAFETY: `handle` is a place for the result, and `prop` says what is wanted.
+        let outcome = unsafe { sys::cuMemCreate(&raw mut handle, len as usize, &raw const self.prop, 0) };
+        named("take memory of the GPU", outcome.result())?;
+        Ok(handle)
+    }
+    pub(super) fn release(&self, _: &Current<'_>, handle: u64) -> Outcome {
+        // SAFETY: concerns device memory only; a wrong handle is refused.
+        named("give memory of the GPU back", unsafe { sys::cuMemRelease(handle) }.result())
+    }
+    pub(super) fn map(&self, _: &Current<'_>, address: u64, len: u64, handle: u64) -> Outcome {
+        // SAFETY: concerns device addresses only; a wrong range or handle is refused.
+        named("map memory of the GPU", unsafe { sys::cuMemMap(address, len as usize, 0, handle, 0) }.result())
+    }
+    pub(super) fn allow_access(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+        let access = sys::CUmemAccessDesc {
+            location: self.prop.location,
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: one description is passed; else concerns device addresses only.
+        let outcome = unsafe { sys::cuMemSetAccess(address, len as usize, &raw const access, 1) };
+        named("allow the GPU access to its memory", outcome.result())
+    }
+    pub(super) fn unmap(&self, _: &Current<'_>, address: u64, len: u64) -> Outcome {
+        // SAFETY: concerns device addresses only; a wrong range is refused.
+        named("unmap memory of the GPU", unsafe { sys::cuMemUnmap(address, len as usize) }.result())
+    }
+
+    // Host memory.
+
+    pub(super) fn lock(&self, _: &Current<'_>, base: HostPointer, len: u64) -> Outcome {
+        // SAFETY: whoever made the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
+        let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), len as usize, 0) };
+        named("lock host memory for the GPU", outcome.result())
+    }
+    pub(super) fn unlock(&self, _: &Current<'_>, base: HostPointer) -> Outcome {
+        // SAFETY: the caller of `Device::unlock_host` says that no operation uses it.
+        let outcome = unsafe { sys::cuMemHostUnregister(base.as_ptr().cast()) };
+        named("unlock host memory", outcome.result())
+    }
+    pub(super) fn alloc_locked(&self, _: &Current<'_>, len: usize) -> Outcome<Locked> {
+        // SAFETY: asks for new memory. No flags: it is read by the CPU too.
+        let base = named("take locked host memory", unsafe { result::malloc_host(len, 0) })?;
+        let Some(base) = std::ptr::NonNull::new(base.cast()) else {
+            return named("take locked host memory", Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
+        };
+        // SAFETY: the memory is freed after the last operation on its stream has ended.
+        Ok(Locked { base: unsafe { HostPointer::new(base) } })
+    }
+    pub(super) fn free_locked(&self, _: &Current<'_>, memory: Locked) -> Outcome {
+        // SAFETY: `alloc_locked` made it, it is consumed, and its stream is idle.
+        named("free locked host memory", unsafe { result::free_host(memory.base.as_ptr().cast()) })
+    }
+
+    // Streams and events.
+
+    /// The lowest and the highest priority of a stream.
+    pub(super) fn priorities(&self, _: &Current<'_>) -> Outcome<(i32, i32)> {
+        named("ask for stream priorities", result::stream::get_priority_range())
+    }
+    pub(super) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<RawStream> {
+        let kind = result::stream::StreamKind::NonBlocking;
+        let raw = named("create a CUDA stream", result::stream::create_with_priority(kind, priority))?;
+        Ok(RawStream(Handle(raw)))
+    }
+    pub(super) fn destroy_stream(&self, _: &Current<'_>, stream: RawStream) -> Outcome {
+        // SAFETY: `create_stream` made it, and it is consumed.
+        named("destroy a CUDA stream", unsafe { result::stream::destroy(stream.0.0) })
+    }
+    pub(super) fn finish_stream(&self, _: &Current<'_>, stream: &RawStream) -> Outcome {
+        // SAFETY: the stream is not destroyed while it is borrowed.
+        named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
+    }
+    pub(super) fn create_event(&self, _: &Current<'_>) -> Outcome<RawEvent> {
+        let flags =
+            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is a place for the result. Blocking: who waits sleeps instead of spinning.
+        named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
+        Ok(RawEvent(Handle(raw)))
+    }
+    pub(super) fn destroy_event(&self, _: &Current<'_>, event: RawEvent) -> Outcome {
+        // SAFETY: `create_event` made it, and it is consumed.
+        named("destroy a CUDA event", unsafe { result::event::destroy(event.0.0) })
+    }
+    pub(super) fn record(&self, _: &Current<'_>, event: &RawEvent, stream: &RawStream) -> Outcome {
+        // SAFETY: neither is destroyed while it is borrowed.
+        named("record a CUDA event", unsafe { result::event::record(event.0.0, stream.0.0) })
+    }
+    pub(super) fn wait(&self, _: &Current<'_>, stream: &RawStream, event: &RawEvent) -> Outcome {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: neither is destroyed while it is borrowed.
+        named("make a CUDA stream wait", unsafe { result::stream::wait_event(stream.0.0, event.0.0, flags) })
+    }
+    /// Whether the event has happened. Only "not ready" means that it has not.
+    pub(super) fn happened(&self, _: &Current<'_>, event: &RawEvent) -> Outcome<bool> {
+        // SAFETY: the event is not destroyed while it is borrowed.
+        match unsafe { result::event::query(event.0.0) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => named("ask about a CUDA event", Err(error)),
+        }
+    }
+    pub(super) fn finish_event(&self, _: &Current<'_>, event: &RawEvent) -> Outcome {
+        // SAFETY: the event is not destroyed while it is borrowed.
+        named("wait for a CUDA event", unsafe { result::event::synchronize(event.0.0) })
+    }
+
+    // Operations.
+
+    /// # Safety
+    /// The host memory stays valid, and is not written, until the copy has ended.
+    pub(super) unsafe fn copy_in(
+        &self,
+        _: &Current<'_>,
+        stream: &RawStream,
+        host: HostPointer,
+        device: DeviceAddress,
+        len: u64,
+    ) -> Outcome {
+        let source = host.as_ptr().cast_const().cast();
+        // SAFETY: the caller's promise; the device checks its own addresses.
+        let outcome = unsafe { sys::cuMemcpyHtoDAsync_v2(device.get(), source, len as usize, stream.0.0) };
+        named("copy to the GPU", outcome.result())
+    }
+    /// # Safety
+    /// The host memory stays valid, and is not accessed, until the copy has ended.
+    pub(super) unsafe fn copy_out(
+        &self,
+        _: &Current<'_>,
+        stream: &RawStream,
+        device: DeviceAddress,
+        host: HostPointer,
+        len: u64,
+    ) -> Outcome {
+        let target = host.as_ptr().cast();
+        // SAFETY: the caller's promise; the device checks its own addresses.
+        let outcome = unsafe { sys::cuMemcpyDtoHAsync_v2(target, device.get(), len as usize, stream.0.0) };
+        named("copy from the GPU", outcome.result())
+    }
+    pub(super) fn zero(&self, _: &Current<'_>, stream: &RawStream, device: DeviceAddress, len: u64) -> Outcome {
+        // SAFETY: concerns device memory only, whose addresses the device checks.
+        let outcome = unsafe { sys::cuMemsetD8Async(device.get(), 0, len as usize, stream.0.0) };
+        named("zero memory of the GPU", outcome.result())
+    }
+    /// # Safety
+    /// `function` may be called with `argument` once, on any thread, and neither panics nor calls the driver.
+    pub(super) unsafe fn call(
+        &self,
+        _: &Current<'_>,
+        stream: &RawStream,
+        function: unsafe extern "C" fn(*mut c_void),
+        argument: *mut c_void,
+    ) -> Outcome {
+        // SAFETY: the caller's promise; the stream is not destroyed while it is borrowed.
+        let outcome = unsafe { result::stream::launch_host_function(stream.0.0, function, argument) };
+        named("put a closure on a CUDA stream", outcome)
+    }
+}

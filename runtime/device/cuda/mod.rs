@@ -1,0 +1,431 @@
+//! The CUDA device: frames in the memory of one GPU, reached by its copy engines.
+//!
+//! A segment is a range of device addresses that the driver reserves once; a frame is a physical allocation that is mapped
+//! behind whichever page it holds. Host memory takes part in copies at full speed once it is locked
+//! ([`Device::lock_host`](super::Device::lock_host)); other memory goes through a small locked buffer of the stream.
+//!
+//! # Failure
+//!
+//! A call that the driver refuses fails what it was for. An error that says that the context is lost, or any error where
+//! the end of an operation was waited for, poisons the device: everything later fails with that first error, and the
+//! process goes on.
+//!
+//! # Locking
+//!
+//! A stream's lock, then the layout's or that of the event pool; never two streams' at once. Calls of the driver are made
+//! under them where their order matters; none of those waits for the device, but for copies of unlocked memory if the
+//! driver had not even a small buffer to give.
+
+mod driver;
+mod frames;
+mod stream;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::task::Poll;
+
+use parking_lot::{Mutex, RwLock};
+
+pub use driver::cuda_devices;
+
+use super::stream::{closed, report_apart};
+use super::{
+    Completions, CudaDeviceSelector, Device, DeviceAddress, EventId, HostPointer, SlabRegion, StreamId, StreamKind,
+    StreamOp, Token,
+};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, FrameId, PageSize};
+use driver::{Context, Current, Failure, Outcome, RawEvent};
+use frames::Layout;
+use stream::Stream;
+
+/// Bits of an event that count operations; the rest is the stream.
+const EVENT_COUNT_BITS: u32 = 44;
+const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
+
+/// What a CUDA device is made of.
+#[derive(Clone, Debug)]
+pub struct CudaDeviceConfig {
+    /// Which GPU.
+    pub device: CudaDeviceSelector,
+    /// Bytes of a page and of a frame: a multiple of the GPU's allocation granularity, which is 2 MiB so far.
+    pub page_size: PageSize,
+    /// How many frames exist at first. Their memory is taken at once.
+    pub frames: u32,
+}
+
+#[derive(Debug, Default)]
+struct Streams {
+    all: Vec<Arc<Stream>>,
+    closed: bool,
+}
+
+struct Core {
+    name: String,
+    page_size: PageSize,
+    /// Lowest and highest.
+    priorities: (i32, i32),
+    layout: Mutex<Layout>,
+    /// Events that nothing waits for.
+    events: Mutex<Vec<RawEvent>>,
+    /// Host memory that is locked, by address.
+    locked: RwLock<BTreeMap<u64, u64>>,
+    streams: RwLock<Streams>,
+    poison: OnceLock<Error>,
+    /// After everything that lives in it.
+    context: Context,
+    /// Last: who sees it go knows that nothing is left.
+    sink: Arc<dyn Completions>,
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core")
+            .field("name", &self.name)
+            .field("page_size", &self.page_size)
+            .field("streams", &self.streams.read().all)
+            .field("poison", &self.poison)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Core {
+    /// The first error that cost the device.
+    fn healthy(&self) -> Result<()> {
+        match self.poison.get() {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// The device is lost, because of `error` if not before; the reason is returned.
+    fn poison(&self, error: Error) -> Error {
+        let name = &self.name;
+        let poison = self.poison.get_or_init(|| {
+            let error = Error::new(ErrorKind::Device, format!("the GPU {name} failed, and what was on it is lost"))
+                .caused_by(error)
+                .remedy("open a new runtime; if it happens again, look for Xid messages in the kernel log");
+            tracing::error!(%error);
+            error
+        });
+        poison.clone()
+    }
+
+    fn note(&self, failure: Failure) -> Error {
+        if failure.fatal { self.poison(failure.error) } else { failure.error }
+    }
+
+    fn done<T>(&self, outcome: Outcome<T>) -> Result<T> {
+        outcome.map_err(|failure| self.note(failure))
+    }
+
+    fn enter(&self) -> Result<Current<'_>> {
+        self.healthy()?;
+        self.done(self.context.enter())
+    }
+
+    fn take_event(&self, current: &Current<'_>) -> Result<RawEvent> {
+        let pooled = self.events.lock().pop();
+        pooled.map_or_else(|| self.done(self.context.create_event(current)), Ok)
+    }
+
+    fn return_event(&self, event: RawEvent) {
+        self.events.lock().push(event);
+    }
+
+    /// Whether a range of host memory lies in one piece that was locked.
+    fn is_locked(&self, host: HostPointer, len: u64) -> bool {
+        let start = host.as_ptr() as u64;
+        let locked = self.locked.read();
+        locked.range(..=start).next_back().is_some_and(|(base, size)| start + len <= base + size)
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        // The streams' threads held the core: they have ended, and with them everything that was in flight.
+        for stream in std::mem::take(&mut self.streams.get_mut().all) {
+            if let Some(stream) = Arc::into_inner(stream) {
+                stream.destroy(self);
+            }
+        }
+        let current = match self.context.enter() {
+            Ok(current) => current,
+            Err(failure) => return tracing::warn!(error = %failure.error, "give the GPU's memory back"),
+        };
+        for event in self.events.get_mut().drain(..) {
+            if let Err(failure) = self.context.destroy_event(&current, event) {
+                tracing::warn!(error = %failure.error, "destroy a CUDA event");
+            }
+        }
+        self.layout.get_mut().clear(&self.context, &current);
+    }
+}
+
+/// A device in the memory of one GPU. See the [device contract](super) and `runtime/device/cuda/mod.rs`.
+pub struct CudaDevice {
+    core: Arc<Core>,
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDevice").field("core", &self.core).finish()
+    }
+}
+
+/// Opens a GPU behind the trait.
+pub(crate) fn open(
+    device: &CudaDeviceSelector,
+    page_size: PageSize,
+    frames: u32,
+    sink: Arc<dyn Completions>,
+) -> Result<Arc<dyn Device>> {
+    Ok(Arc::new(CudaDevice::new(CudaDeviceConfig { device: device.clone(), page_size, frames }, sink)?))
+}
+
+impl CudaDevice {
+    /// A device that reports completions to `sink`.
+    ///
+    /// # Errors
+    /// - [`ErrorKind::Unsupported`] if there is no CUDA driver, it is too old, or the GPU cannot map memory under
+    ///   addresses of our choice.
+    /// - [`ErrorKind::NotFound`] if there is no such GPU.
+    /// - [`ErrorKind::InvalidArgument`] if a page is no multiple of the GPU's allocation granularity.
+    /// - [`ErrorKind::OutOfMemory`] if the frames need more than is free.
+    /// - [`ErrorKind::Device`] for what else the driver refuses.
+    pub fn new(config: CudaDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
+        let gpu = driver::select(&config.device)?;
+        let name = format!("cuda:{}", gpu.ordinal);
+        if !gpu.virtual_memory {
+            let message = format!("{name} ({}) has no virtual memory management", gpu.name);
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .remedy("use a GPU and a driver mode that have it (data-centre and desktop GPUs since Pascal), or the host device"));
+        }
+        let context = Context::open(gpu.ordinal)?;
+        let plain = |failure: Failure| failure.error;
+        let (granularity, priorities) = {
+            let current = context.enter().map_err(plain)?;
+            let granularity = context.granularity(&current).map_err(plain)?;
+            (granularity, context.priorities(&current).map_err(plain)?)
+        };
+        let page_size = config.page_size;
+        if !page_size.bytes().is_multiple_of(granularity.max(1)) {
+            let (page, granularity) = (Bytes::new(page_size.bytes()), Bytes::new(granularity));
+            let message = format!("pages of {page} do not suit {name}, which allocates multiples of {granularity}");
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy(format!("choose pages of {granularity}, or a multiple")));
+        }
+        let device = Self {
+            core: Arc::new(Core {
+                name,
+                page_size,
+                priorities,
+                layout: Mutex::new(Layout::new(page_size)),
+                events: Mutex::default(),
+                locked: RwLock::default(),
+                streams: RwLock::default(),
+                poison: OnceLock::new(),
+                context,
+                sink,
+            }),
+        };
+        device.grow_frames(config.frames)?;
+        Ok(device)
+    }
+
+    fn event_parts(event: EventId) -> (u32, u64) {
+        ((event.0 >> EVENT_COUNT_BITS) as u32, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
+    }
+
+    fn stream(&self, index: u32) -> Result<Arc<Stream>> {
+        let streams = self.core.streams.read();
+        let count = streams.all.len();
+        streams.all.get(index as usize).cloned().ok_or_else(|| {
+            let message = format!("stream {index} does not exist: {} has {count} streams", self.core.name);
+            Error::new(ErrorKind::InvalidArgument, message)
+        })
+    }
+
+    /// Changes the layout in the device's context.
+    fn change<T>(&self, change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>) -> Result<T> {
+        let core = &self.core;
+        let mut layout = core.layout.lock();
+        let current = core.enter()?;
+        core.done(change(&mut layout, &core.context, &current))
+    }
+}
+
+impl Device for CudaDevice {
+    fn name(&self) -> &str {
+        &self.core.name
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.core.page_size
+    }
+
+    fn direct_io(&self) -> bool {
+        false
+    }
+
+    fn host_addressable(&self) -> bool {
+        false
+    }
+
+    fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
+        if pages == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages"));
+        }
+        self.change(|layout, context, current| layout.reserve(context, current, pages)).map(DeviceAddress)
+    }
+
+    fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
+        self.change(|layout, context, current| layout.release(context, current, base.get(), pages))
+    }
+
+    fn frame_count(&self) -> u32 {
+        self.core.layout.lock().frame_count()
+    }
+
+    fn grow_frames(&self, count: u32) -> Result<()> {
+        let page = self.core.page_size.bytes();
+        self.change(|layout, context, current| {
+            let new = u64::from(count.saturating_sub(layout.frame_count())) * page;
+            if new == 0 {
+                return Ok(());
+            }
+            let (free, total) = context.memory(current)?;
+            if new > free {
+                let message = format!(
+                    "{} more for frames are asked of {}, which has {} free of {}",
+                    Bytes::new(new),
+                    self.core.name,
+                    Bytes::new(free),
+                    Bytes::new(total)
+                );
+                let most = (free / page + u64::from(layout.frame_count())) * page;
+                let remedy = format!(
+                    "choose a device budget of at most {}, or end what else uses the GPU's memory (nvidia-smi shows it)",
+                    Bytes::new(most)
+                );
+                return Err(Error::new(ErrorKind::OutOfMemory, message).remedy(remedy).into());
+            }
+            layout.grow(context, current, count)
+        })
+    }
+
+    fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.change(|layout, context, current| layout.map(context, current, frame, address.get()))
+    }
+
+    fn protect(&self, frame: FrameId) -> Result<()> {
+        if !cfg!(feature = "strict") {
+            return Ok(());
+        }
+        self.change(|layout, context, current| layout.vacate(context, current, frame))
+    }
+
+    fn discard(&self, frame: FrameId) -> Result<()> {
+        self.change(|layout, context, current| layout.discard(context, current, frame))
+    }
+
+    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+        let core = &self.core;
+        let current = core.enter()?;
+        core.done(core.context.lock(&current, memory.base, memory.len.get())).map_err(|error| {
+            error.remedy(
+                "the driver may lock as much as the kernel lets it: raise `ulimit -l`, or choose a smaller host tier",
+            )
+        })?;
+        core.locked.write().insert(memory.base.as_ptr() as u64, memory.len.get());
+        Ok(())
+    }
+
+    fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
+        let core = &self.core;
+        core.locked.write().remove(&(memory.base.as_ptr() as u64));
+        let current = core.done(core.context.enter())?;
+        core.done(core.context.unlock(&current, memory.base))
+    }
+
+    fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
+        let core = &self.core;
+        let mut streams = core.streams.write();
+        let index = streams.all.len();
+        if streams.closed {
+            return Err(closed(&core.name));
+        }
+        if index >= STREAMS_MAX {
+            let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
+        }
+        let (lowest, highest) = core.priorities;
+        let (name, priority) = match kind {
+            StreamKind::Fill => ("fill", highest),
+            StreamKind::WriteBack => ("back", lowest),
+            StreamKind::Compute => ("comp", 0.clamp(highest.min(lowest), lowest.max(highest))),
+        };
+        streams.all.push(Stream::start(core, &format!("cuda-{name}-{index}"), priority)?);
+        Ok(StreamId(index as u32))
+    }
+
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+        let refused = match self.stream(stream.0) {
+            Ok(stream) => stream.submit(&self.core, op, token).err().map(|token| (token, closed(&self.core.name))),
+            Err(error) => Some((token, error)),
+        };
+        if let Some((token, error)) = refused {
+            report_apart(&self.core.sink, token, error);
+        }
+    }
+
+    fn record(&self, stream: StreamId) -> Result<EventId> {
+        let number = self.stream(stream.0)?.record(&self.core)?;
+        Ok(EventId(u64::from(stream.0) << EVENT_COUNT_BITS | number))
+    }
+
+    fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
+        let (recorded, number) = Self::event_parts(event);
+        let other = self.stream(recorded)?;
+        self.stream(stream.0)?.wait(&self.core, &other, number)
+    }
+
+    fn poll(&self, event: EventId) -> Result<Poll<()>> {
+        let (stream, number) = Self::event_parts(event);
+        self.stream(stream)?.poll(&self.core, number)
+    }
+
+    fn close(&self) -> Result<()> {
+        if stream::IN_HOST_FUNCTION.get() {
+            let message = format!(
+                "{} cannot be closed by a closure on one of its streams: it would wait for itself",
+                self.core.name
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("close it from a thread of your own"));
+        }
+        self.core.streams.write().closed = true;
+        let streams = self.core.streams.read().all.clone();
+        for stream in &streams {
+            stream.begin_close();
+        }
+        // All are joined before the first failure is returned.
+        let ended = streams.iter().map(|stream| stream.join()).fold(Ok(()), Result::and);
+        ended.and(self.core.healthy())
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        if stream::IN_HOST_FUNCTION.get() {
+            // A closure held the last owner. Its own stream cannot be waited for here; the threads end by themselves,
+            // and the last of them gives everything back.
+            self.core.streams.write().closed = true;
+            self.core.streams.read().all.iter().for_each(|stream| stream.begin_close());
+            return;
+        }
+        if let Err(error) = self.close() {
+            tracing::error!(%error, "the CUDA device ended with a failure");
+        }
+    }
+}

@@ -1,0 +1,551 @@
+//! Streams: what was submitted in which order, and a thread for each that reports what has ended.
+//!
+//! # Why a thread for each stream
+//!
+//! Completions must come without delay from whichever stream is first, and must come when the device is lost. A thread
+//! that waits for an event inside the driver gets both. One thread for all streams could only ask in a loop, or be told by
+//! host functions, and those are not called any more once the device is lost.
+//!
+//! # Invariants
+//!
+//! 1. Submissions of one stream are numbered under its lock and handed to the driver in that order, so an event is a
+//!    stream and a number. The driver's event for it exists until everything up to the number has ended.
+//! 2. An item leaves the queue, and what it names is given back, only after the driver has said that it ended, or has
+//!    said of the event and of the whole stream that they failed. Then closures that have not run never will:
+//!    [`Job::end`] takes them, and waits for one that is running.
+//! 3. Events are recorded, destroyed and reused by whoever holds the lock, or by the reaper, which alone takes items out.
+//! 4. The sink is called with no lock held.
+
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+use std::task::Poll;
+use std::thread::{self, JoinHandle};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::super::stream::{BATCH_OPERATIONS_MAX, call_caught, report, unknown_event};
+use super::super::{Completion, DeviceAddress, HostPointer, StreamOp, Token};
+use super::Core;
+use super::driver::{Current, Locked, Outcome, RawEvent, RawStream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
+
+/// Of the buffer through which copies of unlocked memory go: enough that its host functions cost little beside the copies.
+pub(super) const BOUNCE_BYTES: usize = 1 << 20;
+
+/// What a host function does.
+enum Work {
+    Call(Box<dyn FnOnce() + Send>),
+    Copy { from: HostPointer, to: HostPointer, len: usize },
+}
+
+enum JobState {
+    Waiting(Work),
+    Ended(Result<()>),
+}
+
+/// Something a stream runs on a thread of the driver. The lock is held while it runs.
+struct Job(Mutex<JobState>);
+
+impl Job {
+    fn run(&self) {
+        let mut state = self.0.lock();
+        // A job that was ended first, because the device was taken for lost, stays ended.
+        let ended = JobState::Ended(Ok(()));
+        *state = JobState::Ended(match std::mem::replace(&mut *state, ended) {
+            JobState::Waiting(Work::Call(call)) => call_caught(call),
+            JobState::Waiting(Work::Copy { from, to, len }) => {
+                // SAFETY: one side is the stream's own buffer, which the stream's order keeps from other use; the other
+                // is borrowed until the operation is reported, which waits for this lock (invariant 2).
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), len) };
+                Ok(())
+            }
+            JobState::Ended(result) => result,
+        });
+    }
+
+    /// The result so far; `None` while it has not ended.
+    fn result(&self) -> Option<Result<()>> {
+        match &*self.0.try_lock()? {
+            JobState::Waiting(_) => None,
+            JobState::Ended(result) => Some(result.clone()),
+        }
+    }
+
+    /// The result; what has not run will not.
+    fn end(&self) -> Result<()> {
+        let mut state = self.0.lock();
+        if let JobState::Waiting(_) = &*state {
+            *state = JobState::Ended(Err(Error::new(ErrorKind::Device, "a closure on a stream was not run")));
+        }
+        match &*state {
+            JobState::Ended(result) => result.clone(),
+            JobState::Waiting(_) => Ok(()),
+        }
+    }
+}
+
+/// What the driver calls.
+unsafe extern "C" fn run_job(argument: *mut c_void) {
+    // SAFETY: `queue_job` passed a count of an `Arc<Job>`, and the driver calls once.
+    let job = unsafe { Arc::from_raw(argument.cast_const().cast::<Job>()) };
+    IN_HOST_FUNCTION.set(true);
+    job.run();
+    drop(job);
+    IN_HOST_FUNCTION.set(false);
+}
+
+thread_local! {
+    /// The driver must not be called from its own host functions.
+    pub(super) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Something the reaper waits for.
+struct Item {
+    number: u64,
+    token: Option<Token>,
+    /// Whether the driver got anything of it.
+    queued: bool,
+    /// Shared with the reaper while it waits.
+    event: Option<Arc<RawEvent>>,
+    jobs: Vec<Arc<Job>>,
+    result: Result<()>,
+}
+
+#[derive(Default)]
+struct State {
+    items: VecDeque<Item>,
+    submitted: u64,
+    /// Everything up to here has ended.
+    completed: u64,
+    /// Up to here, an item with an event is queued.
+    marked: u64,
+    /// The first failure nobody was told of by token, and its number.
+    failure: Option<(u64, Error)>,
+    closing: bool,
+}
+
+pub(super) struct Stream {
+    raw: RawStream,
+    /// Without it, copies of unlocked memory are the driver's affair, which may keep the submitter waiting.
+    bounce: Option<Locked>,
+    state: Mutex<State>,
+    work: Condvar,
+    reaper: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state.lock();
+        write!(f, "Stream({} of {} operations ended)", state.completed, state.submitted)
+    }
+}
+
+impl Stream {
+    pub(super) fn start(core: &Arc<Core>, name: &str, priority: i32) -> Result<Arc<Self>> {
+        let current = core.enter()?;
+        let raw = core.done(core.context.create_stream(&current, priority))?;
+        let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
+            Ok(bounce) => Some(bounce),
+            Err(failure) => {
+                tracing::warn!(
+                    error = %core.note(failure),
+                    "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy"
+                );
+                None
+            }
+        };
+        let stream =
+            Arc::new(Self { raw, bounce, state: Mutex::default(), work: Condvar::new(), reaper: Mutex::new(None) });
+        let reaper = Reaper { core: Arc::clone(core), stream: Arc::clone(&stream), done: Vec::new() };
+        match thread::Builder::new().name(name.to_owned()).spawn(move || reaper.run()) {
+            Ok(thread) => {
+                *stream.reaper.lock() = Some(thread);
+                Ok(stream)
+            }
+            Err(cause) => {
+                drop(current);
+                if let Some(stream) = Arc::into_inner(stream) {
+                    stream.destroy(core);
+                }
+                Err(Error::io(format!("start stream thread {name}"), cause)
+                    .remedy("raise the thread limit (ulimit -u)"))
+            }
+        }
+    }
+
+    /// Gives back what the driver made for it. Nothing of it is in flight.
+    pub(super) fn destroy(self, core: &Core) {
+        let current = match core.context.enter() {
+            Ok(current) => current,
+            Err(failure) => return tracing::warn!(error = %failure.error, "destroy a CUDA stream"),
+        };
+        let mut outcomes = vec![core.context.destroy_stream(&current, self.raw)];
+        outcomes.extend(self.bounce.map(|bounce| core.context.free_locked(&current, bounce)));
+        let left = self.state.into_inner().items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
+        outcomes.extend(left.map(|event| core.context.destroy_event(&current, event)));
+        for failure in outcomes.into_iter().filter_map(Outcome::err) {
+            tracing::warn!(error = %failure.error, "destroy a CUDA stream");
+        }
+    }
+
+    /// Submits `op`, or gives its token back when the stream is closed.
+    pub(super) fn submit(&self, core: &Core, op: StreamOp, token: Option<Token>) -> Result<(), Option<Token>> {
+        let mut state = self.state.lock();
+        if state.closing {
+            return Err(token);
+        }
+        state.submitted += 1;
+        let mut item =
+            Item { number: state.submitted, token, queued: false, event: None, jobs: Vec::new(), result: Ok(()) };
+        match core.enter() {
+            Ok(current) => {
+                item.result = self.queue(core, &current, op, &mut item);
+                if item.queued && (token.is_some() || !item.jobs.is_empty()) {
+                    // Without an event the reaper waits for the whole stream.
+                    item.event = self.mark(core, &current).ok().map(Arc::new);
+                }
+            }
+            Err(error) => item.result = Err(error),
+        }
+        if token.is_none() && item.jobs.is_empty() {
+            // Nobody waits for it by itself; who records an event behind it learns of its end.
+            if let (Err(error), None) = (item.result, &state.failure) {
+                state.failure = Some((item.number, error));
+            }
+            return Ok(());
+        }
+        if item.event.is_some() {
+            state.marked = item.number;
+        }
+        state.items.push_back(item);
+        drop(state);
+        self.work.notify_one();
+        Ok(())
+    }
+
+    /// Hands an operation to the driver.
+    fn queue(&self, core: &Core, current: &Current<'_>, op: StreamOp, item: &mut Item) -> Result<()> {
+        match op {
+            StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, host, device, len, true),
+            StreamOp::CopyOut { device, host, len } => self.copy(core, current, item, host, device, len, false),
+            StreamOp::Zero { device, len } => {
+                core.check_mapped(device, len)?;
+                if len == 0 {
+                    return Ok(());
+                }
+                core.done(core.context.zero(current, &self.raw, device, len))?;
+                item.queued = true;
+                Ok(())
+            }
+            StreamOp::Call(call) => self.queue_job(core, current, item, Work::Call(call)),
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a copy, and where it is noted")]
+    fn copy(
+        &self,
+        core: &Core,
+        current: &Current<'_>,
+        item: &mut Item,
+        host: HostPointer,
+        device: DeviceAddress,
+        len: u64,
+        into: bool,
+    ) -> Result<()> {
+        core.check_mapped(device, len)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let move_bytes = |host: HostPointer, device: DeviceAddress, len: u64| {
+            // SAFETY: contract rule 5 keeps the caller's memory until the item is reported; the buffer is the stream's,
+            // and only used in the stream's order.
+            core.done(unsafe {
+                if into {
+                    core.context.copy_in(current, &self.raw, host, device, len)
+                } else {
+                    core.context.copy_out(current, &self.raw, device, host, len)
+                }
+            })
+        };
+        let Some(bounce) = self.bounce.as_ref().filter(|_| !core.is_locked(host, len)) else {
+            move_bytes(host, device, len)?;
+            item.queued = true;
+            return Ok(());
+        };
+        let mut at = 0;
+        while at < len {
+            let part = (len - at).min(BOUNCE_BYTES as u64);
+            let place = host.offset(at);
+            let size = part as usize;
+            if into {
+                self.queue_job(core, current, item, Work::Copy { from: place, to: bounce.base, len: size })?;
+                move_bytes(bounce.base, device.offset(at), part)?;
+            } else {
+                move_bytes(bounce.base, device.offset(at), part)?;
+                item.queued = true;
+                self.queue_job(core, current, item, Work::Copy { from: bounce.base, to: place, len: size })?;
+            }
+            at += part;
+        }
+        Ok(())
+    }
+
+    fn queue_job(&self, core: &Core, current: &Current<'_>, item: &mut Item, work: Work) -> Result<()> {
+        let job = Arc::new(Job(Mutex::new(JobState::Waiting(work))));
+        let argument = Arc::into_raw(Arc::clone(&job));
+        // SAFETY: `run_job` takes one count of the job, catches panics, and does not call the driver.
+        let outcome = unsafe { core.context.call(current, &self.raw, run_job, argument.cast_mut().cast()) };
+        match outcome {
+            Ok(()) => {
+                item.queued = true;
+                item.jobs.push(job);
+                Ok(())
+            }
+            Err(failure) => {
+                // SAFETY: the driver did not take the count that was made for it.
+                drop(unsafe { Arc::from_raw(argument) });
+                Err(core.note(failure))
+            }
+        }
+    }
+
+    /// Records an event at the current end.
+    fn mark(&self, core: &Core, current: &Current<'_>) -> Result<RawEvent> {
+        let event = core.take_event(current)?;
+        match core.context.record(current, &event, &self.raw) {
+            Ok(()) => Ok(event),
+            Err(failure) => {
+                core.return_event(event);
+                Err(core.note(failure))
+            }
+        }
+    }
+
+    /// The number of the last operation, with an event behind it unless all has ended.
+    pub(super) fn record(&self, core: &Core) -> Result<u64> {
+        let mut state = self.state.lock();
+        let number = state.submitted;
+        if state.completed < number && state.marked < number && !state.closing {
+            let current = core.enter()?;
+            let event = Some(Arc::new(self.mark(core, &current)?));
+            state.items.push_back(Item { number, token: None, queued: true, event, jobs: Vec::new(), result: Ok(()) });
+            state.marked = number;
+            drop(state);
+            self.work.notify_one();
+        }
+        Ok(number)
+    }
+
+    /// Makes what is submitted from now on wait until `number` of `other` has ended.
+    pub(super) fn wait(&self, core: &Core, other: &Self, number: u64) -> Result<()> {
+        if std::ptr::eq(self, other) {
+            return Ok(());
+        }
+        if self.state.lock().closing {
+            return Err(super::super::stream::closed(&core.name));
+        }
+        {
+            let theirs = other.state.lock();
+            if number > theirs.submitted {
+                return Err(unknown_event());
+            }
+            if theirs.completed >= number {
+                return Ok(());
+            }
+            let current = core.enter()?;
+            // The lock keeps the event from being reused until the driver has taken note of it.
+            let event = theirs.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.as_ref());
+            let event = event.ok_or_else(|| {
+                Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
+            })?;
+            core.done(core.context.wait(&current, &self.raw, event))?;
+        }
+        // An event recorded behind the wait is one of its own.
+        self.state.lock().submitted += 1;
+        Ok(())
+    }
+
+    /// Whether everything up to `number` has ended; an error if that much was never submitted, or something failed.
+    pub(super) fn poll(&self, core: &Core, number: u64) -> Result<Poll<()>> {
+        let state = self.state.lock();
+        if number > state.submitted {
+            return Err(unknown_event());
+        }
+        if let Some((_, error)) = state.failure.as_ref().filter(|(at, _)| *at <= number) {
+            return Err(error.clone());
+        }
+        if state.completed >= number {
+            return Ok(Poll::Ready(()));
+        }
+        let current = core.enter()?;
+        let after = state.items.iter().filter(|item| item.number >= number);
+        let Some(event) = after.filter_map(|item| item.event.as_ref()).next() else { return Ok(Poll::Pending) };
+        if !core.done(core.context.happened(&current, event))? {
+            return Ok(Poll::Pending);
+        }
+        // The reaper has yet to learn of it, and of closures that failed.
+        for item in state.items.iter().take_while(|item| item.number <= number).filter(|item| item.token.is_none()) {
+            item.result.clone()?;
+            for job in &item.jobs {
+                match job.result() {
+                    Some(result) => result?,
+                    None => return Ok(Poll::Pending),
+                }
+            }
+        }
+        Ok(Poll::Ready(()))
+    }
+
+    /// Lets the queue run dry; later submissions are given back.
+    pub(super) fn begin_close(&self) {
+        self.state.lock().closing = true;
+        self.work.notify_all();
+    }
+
+    /// Waits for the thread to end, after [`begin_close`](Self::begin_close), and returns the stream's failure.
+    pub(super) fn join(&self) -> Result<()> {
+        let thread = self.reaper.lock().take();
+        // A receiver of completions may hold the device's last owner; its thread cannot wait for itself.
+        let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
+        if foreign.is_some_and(|thread| thread.join().is_err()) {
+            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked"));
+        }
+        match &self.state.lock().failure {
+            Some((_, error)) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What the reaper waits for next.
+enum Next {
+    Nothing,
+    /// The first item; whether the driver has any of it.
+    First(bool),
+}
+
+struct Reaper {
+    /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
+    stream: Arc<Stream>,
+    core: Arc<Core>,
+    done: Vec<Completion>,
+}
+
+impl Reaper {
+    fn run(mut self) {
+        while let Next::First(queued) = self.next() {
+            if queued {
+                self.wait_for_first();
+            }
+            self.retire();
+            report(&self.core.sink, &mut self.done);
+        }
+        // What nobody waits for is waited for here.
+        if let Err(error) = self.finish_stream() {
+            let mut state = self.stream.state.lock();
+            let number = state.submitted;
+            state.failure.get_or_insert((number, error));
+        }
+        let mut state = self.stream.state.lock();
+        state.completed = state.submitted;
+    }
+
+    fn next(&self) -> Next {
+        let mut state = self.stream.state.lock();
+        loop {
+            if let Some(item) = state.items.front() {
+                return Next::First(item.queued);
+            }
+            if state.closing {
+                return Next::Nothing;
+            }
+            self.stream.work.wait(&mut state);
+        }
+    }
+
+    /// Waits until the first item has ended. A device that cannot be waited for is lost.
+    fn wait_for_first(&self) {
+        let event = self.stream.state.lock().items.front().and_then(|item| item.event.clone());
+        let Some(event) = event else {
+            if let Err(error) = self.finish_stream() {
+                self.core.poison(error);
+            }
+            return;
+        };
+        let outcome = match self.core.context.enter() {
+            Ok(current) => self.core.context.finish_event(&current, &event),
+            Err(failure) => Err(failure),
+        };
+        if let Err(failure) = outcome {
+            // The context may be lost, or only this call have failed. Before memory is given back, make sure that
+            // nothing uses it any more, as far as the driver still answers.
+            self.core.poison(failure.error);
+            let _ = self.finish_stream();
+        }
+    }
+
+    fn finish_stream(&self) -> Result<()> {
+        let finish = || {
+            let current = self.core.context.enter()?;
+            self.core.context.finish_stream(&current, &self.stream.raw)
+        };
+        // Asked again, because a context that is lost says so again.
+        let outcome = finish().or_else(|failure| finish().map_err(|_| failure));
+        outcome.map_err(|failure| self.core.poison(failure.error))
+    }
+
+    /// Takes out the first item, which has ended, and those behind it that have ended too.
+    fn retire(&mut self) {
+        let mut first = true;
+        while self.done.len() < BATCH_OPERATIONS_MAX {
+            let state = self.stream.state.lock();
+            let Some(item) = state.items.front().filter(|item| first || self.has_ended(item)) else { break };
+            first = false;
+            let jobs = item.jobs.clone();
+            drop(state);
+            // All of them, so that none runs after this; without the lock, which a closure that still runs may want.
+            let jobs = jobs.iter().map(|job| job.end()).fold(Ok(()), Result::and);
+            self.end(jobs);
+        }
+    }
+
+    fn has_ended(&self, item: &Item) -> bool {
+        let Some(event) = &item.event else { return !item.queued };
+        let happened = self.core.context.enter().and_then(|current| self.core.context.happened(&current, event));
+        // An error is for `wait_for_first` to see.
+        happened.unwrap_or(false)
+    }
+
+    /// Takes the first item out, and notes how it ended.
+    fn end(&mut self, jobs: Result<()>) {
+        let mut state = self.stream.state.lock();
+        let Some(Item { number, token, queued, event, result, .. }) = state.items.pop_front() else { return };
+        if let Some(event) = event.and_then(Arc::into_inner) {
+            self.core.return_event(event);
+        }
+        let healthy = if queued { self.core.healthy() } else { Ok(()) };
+        let result = healthy.and(result).and(jobs);
+        state.completed = state.completed.max(number);
+        match (token, result) {
+            (Some(token), result) => self.done.push(Completion { token, result }),
+            (None, Err(error)) => {
+                state.failure.get_or_insert((number, error));
+            }
+            (None, Ok(())) => {}
+        }
+    }
+}
+
+impl Core {
+    /// Refuses a range that is not wholly mapped, which on a GPU would cost the context.
+    fn check_mapped(&self, device: DeviceAddress, len: u64) -> Result<()> {
+        if self.layout.lock().is_mapped(device.get(), len) {
+            return Ok(());
+        }
+        let message = format!("a copy of {} names device memory that is not mapped", Bytes::new(len));
+        Err(Error::new(ErrorKind::InvalidArgument, message).remedy("map the pages before the copy is submitted"))
+    }
+}
