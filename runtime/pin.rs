@@ -125,18 +125,26 @@ enum Progress {
 }
 
 mod sealed {
-    use super::{Result, Runs, Segment};
+    use super::{Result, Runs, Segment, Tensor, describe, runs_of};
     use std::sync::Arc;
 
     /// What is to be pinned, and the guard it becomes.
     pub trait Target: Unpin {
         type Guard;
         const EXCLUSIVE: bool;
+        fn tensors(&self) -> &[Tensor];
         fn check(&self) -> Result<()>;
-        fn segment(&self) -> Option<&Arc<Segment>>;
-        fn runs(&self) -> Runs;
         fn guard(&self, runs: Runs) -> Self::Guard;
-        fn describe(&self) -> String;
+        /// The segment of a page that is to be pinned, if there is any.
+        fn segment(&self) -> Option<&Arc<Segment>> {
+            self.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+        }
+        fn runs(&self) -> Runs {
+            runs_of(self.tensors())
+        }
+        fn describe(&self) -> String {
+            describe(self.tensors())
+        }
     }
 }
 use sealed::Target;
@@ -283,20 +291,17 @@ pub struct Shared<'a>(pub(crate) &'a Tensor);
 impl Target for Shared<'_> {
     type Guard = PinGuard;
     const EXCLUSIVE: bool = false;
+    fn tensors(&self) -> &[Tensor] {
+        std::slice::from_ref(self.0)
+    }
     fn check(&self) -> Result<()> {
         addressable(self.0)
-    }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        (self.0.len > 0).then_some(&self.0.segment)
     }
     fn runs(&self) -> Runs {
         Runs::One(self.0.run())
     }
     fn guard(&self, _: Runs) -> PinGuard {
         PinGuard { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        self.0.name().to_owned()
     }
 }
 
@@ -350,8 +355,8 @@ fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
         return &[];
     }
     let start = segment.base.offset(offset).get() as *const u8;
-    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of `[offset, offset + len)`, which keep them mapped and
-    // unchanged (module documentation). The range lies within the segment, which whoever makes tensors sees to
+    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of
+    // `[offset, offset + len)`, which keep them mapped and unchanged (module documentation). The range lies within the segment, which whoever makes tensors sees to
     // (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`, `Tensor::rows`), and the guard holds the segment,
     // which keeps the reservation.
     unsafe { std::slice::from_raw_parts(start, len as usize) }
@@ -377,21 +382,18 @@ pub struct Exclusive<'a>(pub(crate) &'a Tensor);
 impl Target for Exclusive<'_> {
     type Guard = PinGuardMut;
     const EXCLUSIVE: bool = true;
+    fn tensors(&self) -> &[Tensor] {
+        std::slice::from_ref(self.0)
+    }
     fn check(&self) -> Result<()> {
         addressable(self.0)?;
         writable(self.0)
-    }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        (self.0.len > 0).then_some(&self.0.segment)
     }
     fn runs(&self) -> Runs {
         Runs::One(self.0.run())
     }
     fn guard(&self, _: Runs) -> PinGuardMut {
         PinGuardMut { segment: self.0.segment.clone(), offset: self.0.offset, len: self.0.len, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        self.0.name().to_owned()
     }
 }
 
@@ -443,11 +445,7 @@ impl Drop for PinGuardMut {
         if self.len == 0 {
             return;
         }
-        let run = self.segment.run(self.offset, self.len);
-        for word in self.segment.words_of(run) {
-            let _ = word.unlock();
-        }
-        self.segment.shared.engine.with(|pager, fx| pager.unlocked(&[run], fx));
+        unlock(std::slice::from_ref(&self.segment), &[self.segment.run(self.offset, self.len)]);
     }
 }
 
@@ -464,21 +462,15 @@ pub struct SharedSet<'a>(pub(crate) &'a [Tensor]);
 impl Target for SharedSet<'_> {
     type Guard = PinSet;
     const EXCLUSIVE: bool = false;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
     fn check(&self) -> Result<()> {
         of_one_runtime(self.0)?;
         self.0.first().map_or(Ok(()), addressable)
     }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        first_segment(self.0)
-    }
-    fn runs(&self) -> Runs {
-        runs_of(self.0)
-    }
     fn guard(&self, runs: Runs) -> PinSet {
-        PinSet { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        describe_set(self.0)
+        PinSet(Pinned::new(self.0, runs))
     }
 }
 
@@ -492,10 +484,6 @@ fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
         .remedy("pin the tensors of each runtime as a set of its own"))
 }
 
-fn first_segment(tensors: &[Tensor]) -> Option<&Arc<Segment>> {
-    tensors.iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
-}
-
 fn runs_of(tensors: &[Tensor]) -> Runs {
     let mut runs: Vec<PageRun> = tensors.iter().map(Tensor::run).collect();
     PageRun::normalize(&mut runs);
@@ -505,15 +493,7 @@ fn runs_of(tensors: &[Tensor]) -> Runs {
     }
 }
 
-/// Each segment once, by id.
-fn segments_of(tensors: &[Tensor]) -> Vec<Arc<Segment>> {
-    let mut segments: Vec<Arc<Segment>> = tensors.iter().map(|tensor| tensor.segment.clone()).collect();
-    segments.sort_by_key(|segment| segment.id);
-    segments.dedup_by_key(|segment| segment.id);
-    segments
-}
-
-fn describe_set(tensors: &[Tensor]) -> String {
+fn describe(tensors: &[Tensor]) -> String {
     match tensors {
         [] => String::new(),
         [one] => one.name().to_owned(),
@@ -521,24 +501,89 @@ fn describe_set(tensors: &[Tensor]) -> String {
     }
 }
 
-/// Forbids the eviction of a set of tensors, pinned as a unit.
-#[must_use = "the pages are unpinned when the guard is dropped"]
-pub struct PinSet {
+/// What every guard of a set holds. The guard gives the pins back: it knows which kind they are.
+struct Pinned {
     tensors: Vec<Tensor>,
+    /// Each once.
     segments: Vec<Arc<Segment>>,
     runs: Runs,
     _held: Held,
 }
 
+impl Pinned {
+    fn new(tensors: &[Tensor], runs: Runs) -> Self {
+        let mut segments: Vec<Arc<Segment>> = tensors.iter().map(|tensor| tensor.segment.clone()).collect();
+        segments.sort_by_key(|segment| segment.id);
+        segments.dedup_by_key(|segment| segment.id);
+        Self { tensors: tensors.to_vec(), segments, runs, _held: Held::new() }
+    }
+
+    fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.tensors.get(index).ok_or_else(|| no_such_tensor(index, self.count()))
+    }
+
+    fn address(&self, index: usize) -> Option<u64> {
+        self.tensors.get(index).map(Tensor::address)
+    }
+
+    /// Only for guards of addressable memory.
+    fn bytes(&self, index: usize) -> Option<&[u8]> {
+        self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
+    }
+
+    /// As [`bytes`](Self::bytes).
+    fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
+        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
+        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+    }
+
+    fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        let place = NonNull::from(bytes).cast();
+        copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyOut { device, host, len })
+    }
+
+    fn copy_in(&self, index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        // The copy only reads.
+        let place = NonNull::from(bytes).cast();
+        copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
+    }
+
+    fn unpin(&self) {
+        for run in self.runs.as_slice() {
+            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
+                unpin(segment, *run);
+            }
+        }
+    }
+
+    fn unlock(&self) {
+        unlock(&self.segments, self.runs.as_slice());
+    }
+
+    fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{guard}({} tensors)", self.count())
+    }
+}
+
+/// Forbids the eviction of a set of tensors, pinned as a unit.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinSet(Pinned);
+
 impl PinSet {
     /// How many tensors the set has.
     pub fn count(&self) -> usize {
-        self.tensors.len()
+        self.0.count()
     }
 
     /// The bytes of the `index`th tensor of the set.
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
-        self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
+        self.0.bytes(index)
     }
 
     /// The bytes of the `index`th tensor of the set as values.
@@ -546,8 +591,7 @@ impl PinSet {
     /// # Errors
     /// As [`PinGuard::view`]; [`InvalidArgument`](ErrorKind::InvalidArgument) too if the set has no such tensor.
     pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
-        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
-        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+        self.0.view(index)
     }
 }
 
@@ -556,16 +600,8 @@ fn no_such_tensor(index: usize, count: usize) -> Error {
         .remedy("count from 0, in the order in which the set was given")
 }
 
-fn unpin_runs(segments: &[Arc<Segment>], runs: &Runs) {
-    for run in runs.as_slice() {
-        if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
-            unpin(segment, *run);
-        }
-    }
-}
-
-fn unlock_runs(segments: &[Arc<Segment>], runs: &Runs) {
-    let runs = runs.as_slice();
+/// Ends the locks of `runs`, whose segments are among `segments`. Their pages are dirty.
+fn unlock(segments: &[Arc<Segment>], runs: &[PageRun]) {
     for run in runs {
         if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
             for word in segment.words_of(*run) {
@@ -580,13 +616,13 @@ fn unlock_runs(segments: &[Arc<Segment>], runs: &Runs) {
 
 impl Drop for PinSet {
     fn drop(&mut self) {
-        unpin_runs(&self.segments, &self.runs);
+        self.0.unpin();
     }
 }
 
 impl fmt::Debug for PinSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PinSet({} tensors)", self.tensors.len())
+        self.0.describe("PinSet", f)
     }
 }
 
@@ -619,44 +655,35 @@ pub struct ExclusiveSet<'a>(pub(crate) &'a [Tensor]);
 impl Target for ExclusiveSet<'_> {
     type Guard = PinSetMut;
     const EXCLUSIVE: bool = true;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
     fn check(&self) -> Result<()> {
         self.0.first().map_or(Ok(()), addressable)?;
         disjoint_writable(self.0)
     }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        first_segment(self.0)
-    }
-    fn runs(&self) -> Runs {
-        runs_of(self.0)
-    }
     fn guard(&self, runs: Runs) -> PinSetMut {
-        PinSetMut { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        describe_set(self.0)
+        PinSetMut(Pinned::new(self.0, runs))
     }
 }
 
 /// The only guard of the pages of a set of tensors, pinned as a unit: gives their bytes for writing. The pages are dirty
 /// when it is dropped.
 #[must_use = "the pages are unpinned when the guard is dropped"]
-pub struct PinSetMut {
-    /// No two share a byte; see [`disjoint_writable`].
-    tensors: Vec<Tensor>,
-    segments: Vec<Arc<Segment>>,
-    runs: Runs,
-    _held: Held,
-}
+pub struct PinSetMut(
+    /// No two of its tensors share a byte; see [`disjoint_writable`].
+    Pinned,
+);
 
 impl PinSetMut {
     /// How many tensors the set has.
     pub fn count(&self) -> usize {
-        self.tensors.len()
+        self.0.count()
     }
 
     /// The bytes of the `index`th tensor of the set.
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
-        self.tensors.get(index).map(|tensor| slice(&tensor.segment, tensor.offset, tensor.len))
+        self.0.bytes(index)
     }
 
     /// The bytes of the `index`th tensor of the set, for writing.
@@ -667,7 +694,7 @@ impl PinSetMut {
     /// The bytes of every tensor of the set, in order, for writing: what is computed from some of them can be written
     /// to others.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
-        self.tensors.iter().map(|tensor| {
+        self.0.tensors.iter().map(|tensor| {
             if tensor.len == 0 {
                 return Default::default();
             }
@@ -684,8 +711,7 @@ impl PinSetMut {
     /// # Errors
     /// As [`PinSet::view`].
     pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
-        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
-        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+        self.0.view(index)
     }
 
     /// The bytes of the `index`th tensor of the set as values, for writing.
@@ -701,13 +727,13 @@ impl PinSetMut {
 
 impl Drop for PinSetMut {
     fn drop(&mut self) {
-        unlock_runs(&self.segments, &self.runs);
+        self.0.unlock();
     }
 }
 
 impl fmt::Debug for PinSetMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PinSetMut({} tensors)", self.tensors.len())
+        self.0.describe("PinSetMut", f)
     }
 }
 
@@ -718,53 +744,30 @@ pub struct DeviceShared<'a>(pub(crate) &'a [Tensor]);
 impl Target for DeviceShared<'_> {
     type Guard = DevicePin;
     const EXCLUSIVE: bool = false;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
     fn check(&self) -> Result<()> {
         of_one_runtime(self.0)
     }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        first_segment(self.0)
-    }
-    fn runs(&self) -> Runs {
-        runs_of(self.0)
-    }
     fn guard(&self, runs: Runs) -> DevicePin {
-        DevicePin { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        describe_set(self.0)
+        DevicePin(Pinned::new(self.0, runs))
     }
 }
 
 /// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. Work that uses their addresses must
 /// have ended when it is dropped.
 #[must_use = "the pages are unpinned when the guard is dropped"]
-pub struct DevicePin {
-    tensors: Vec<Tensor>,
-    segments: Vec<Arc<Segment>>,
-    runs: Runs,
-    _held: Held,
-}
+pub struct DevicePin(Pinned);
 
-fn address_of(tensors: &[Tensor], index: usize) -> Option<u64> {
-    tensors.get(index).map(Tensor::address)
-}
-
-/// Copies from the device to `bytes`. The caller holds a pin of the tensors.
-fn copy_out(tensors: &[Tensor], index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
-    let len = bytes.len() as u64;
-    let place = NonNull::from(bytes).cast();
-    copy(tensors, index, offset, place, len, |host, device| StreamOp::CopyOut { device, host, len })
-}
-
+/// Copies to or from `len` bytes of a pinned tensor, from its byte `offset` on, and waits.
 fn copy(
-    tensors: &[Tensor],
-    index: usize,
+    tensor: &Tensor,
     offset: u64,
     bytes: NonNull<u8>,
     len: u64,
     op: impl FnOnce(HostPointer, DeviceAddress) -> StreamOp,
 ) -> Result<()> {
-    let tensor = tensors.get(index).ok_or_else(|| no_such_tensor(index, tensors.len()))?;
     if offset.checked_add(len).is_none_or(|end| end > tensor.len) {
         let message = format!("{len} bytes at {offset} of {tensor:?}, which has {}", tensor.len);
         return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("copy bytes the tensor has"));
@@ -780,12 +783,12 @@ fn copy(
 impl DevicePin {
     /// How many tensors it holds.
     pub fn count(&self) -> usize {
-        self.tensors.len()
+        self.0.count()
     }
 
     /// The device address of the `index`th tensor.
     pub fn address(&self, index: usize) -> Option<u64> {
-        address_of(&self.tensors, index)
+        self.0.address(index)
     }
 
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
@@ -794,19 +797,19 @@ impl DevicePin {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker; what the
     /// device says.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        copy_out(&self.tensors, index, offset, bytes)
+        self.0.copy_out(index, offset, bytes)
     }
 }
 
 impl Drop for DevicePin {
     fn drop(&mut self) {
-        unpin_runs(&self.segments, &self.runs);
+        self.0.unpin();
     }
 }
 
 impl fmt::Debug for DevicePin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DevicePin({} tensors)", self.tensors.len())
+        self.0.describe("DevicePin", f)
     }
 }
 
@@ -817,42 +820,31 @@ pub struct DeviceExclusive<'a>(pub(crate) &'a [Tensor]);
 impl Target for DeviceExclusive<'_> {
     type Guard = DevicePinMut;
     const EXCLUSIVE: bool = true;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
     fn check(&self) -> Result<()> {
         disjoint_writable(self.0)
     }
-    fn segment(&self) -> Option<&Arc<Segment>> {
-        first_segment(self.0)
-    }
-    fn runs(&self) -> Runs {
-        runs_of(self.0)
-    }
     fn guard(&self, runs: Runs) -> DevicePinMut {
-        DevicePinMut { tensors: self.0.to_vec(), segments: segments_of(self.0), runs, _held: Held::new() }
-    }
-    fn describe(&self) -> String {
-        describe_set(self.0)
+        DevicePinMut(Pinned::new(self.0, runs))
     }
 }
 
 /// The only guard of the pages of tensors, pinned as a unit, on whichever device they are: what is at their addresses may
 /// be written. The pages are dirty when it is dropped; work that uses their addresses must have ended by then.
 #[must_use = "the pages are unpinned when the guard is dropped"]
-pub struct DevicePinMut {
-    tensors: Vec<Tensor>,
-    segments: Vec<Arc<Segment>>,
-    runs: Runs,
-    _held: Held,
-}
+pub struct DevicePinMut(Pinned);
 
 impl DevicePinMut {
     /// How many tensors it holds.
     pub fn count(&self) -> usize {
-        self.tensors.len()
+        self.0.count()
     }
 
     /// The device address of the `index`th tensor.
     pub fn address(&self, index: usize) -> Option<u64> {
-        address_of(&self.tensors, index)
+        self.0.address(index)
     }
 
     /// As [`DevicePin::copy_out`].
@@ -860,7 +852,7 @@ impl DevicePinMut {
     /// # Errors
     /// The same.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
-        copy_out(&self.tensors, index, offset, bytes)
+        self.0.copy_out(index, offset, bytes)
     }
 
     /// Copies bytes to the device, into the `index`th tensor from its byte `offset` on, and waits until they are there.
@@ -868,21 +860,18 @@ impl DevicePinMut {
     /// # Errors
     /// As [`DevicePin::copy_out`].
     pub fn copy_in(&mut self, index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
-        let len = bytes.len() as u64;
-        // The copy only reads.
-        let place = NonNull::from(bytes).cast();
-        copy(&self.tensors, index, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
+        self.0.copy_in(index, offset, bytes)
     }
 }
 
 impl Drop for DevicePinMut {
     fn drop(&mut self) {
-        unlock_runs(&self.segments, &self.runs);
+        self.0.unlock();
     }
 }
 
 impl fmt::Debug for DevicePinMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DevicePinMut({} tensors)", self.tensors.len())
+        self.0.describe("DevicePinMut", f)
     }
 }

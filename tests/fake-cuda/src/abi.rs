@@ -129,6 +129,13 @@ pub struct LaunchConfig {
     pub attribute_count: u32,
 }
 
+impl LaunchConfig {
+    /// Without attributes.
+    pub fn plain(grid: [u32; 3], block: [u32; 3], shared: u32, stream: u64) -> Self {
+        Self { grid, block, shared, stream, attributes: 0, attribute_count: 0 }
+    }
+}
+
 /// `CUhostFn`.
 pub type HostFn = Option<unsafe extern "C" fn(*mut libc::c_void)>;
 

@@ -295,14 +295,7 @@ pub extern "C" fn cuLaunchKernel(
     parameters: In<usize>,
     _extra: usize,
 ) -> CuResult {
-    let config = LaunchConfig {
-        grid: [grid_x, grid_y, grid_z],
-        block: [block_x, block_y, block_z],
-        shared,
-        stream,
-        attributes: 0,
-        attribute_count: 0,
-    };
+    let config = LaunchConfig::plain([grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream);
     launch("cuLaunchKernel", function, config, &parameters)
 }
 
@@ -319,14 +312,7 @@ pub extern "C" fn cuLaunchCooperativeKernel(
     stream: u64,
     parameters: In<usize>,
 ) -> CuResult {
-    let config = LaunchConfig {
-        grid: [grid_x, grid_y, grid_z],
-        block: [block_x, block_y, block_z],
-        shared,
-        stream,
-        attributes: 0,
-        attribute_count: 0,
-    };
+    let config = LaunchConfig::plain([grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream);
     launch("cuLaunchCooperativeKernel", function, config, &parameters)
 }
 

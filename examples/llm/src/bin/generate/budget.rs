@@ -45,11 +45,12 @@ pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
 /// `BudgetTooSmall` if `--memory` leaves no room for pages; `OutOfMemory` if what would be used of a budget is more than the
 /// machine or the control group has.
 pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
-    let taken = || Ok::<_, Error>(ProcessMemory::now()?.resident + working + OWN_GROWTH + wishes.host);
+    let resident = ProcessMemory::now()?.resident;
+    let taken = resident + working + OWN_GROWTH + wishes.host;
+    let limit = MemoryLimit::detect()?;
     let device = match (wishes.device, wishes.memory) {
         (Some(device), None) => device,
         (Some(device), Some(cap)) => {
-            let taken = taken()?;
             if device + taken > cap {
                 return Err(Error::new(
                     ErrorKind::BudgetTooSmall,
@@ -62,9 +63,8 @@ pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
         (None, memory) => {
             let cap = match memory {
                 Some(memory) => memory,
-                None => default_cap()?,
+                None => default_cap(&limit, resident),
             };
-            let taken = taken()?;
             let left = cap.saturating_sub(taken);
             if left < Bytes::mib(1) {
                 return Err(Error::new(
@@ -77,8 +77,7 @@ pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
             left.min(model + Bytes::mib(8))
         }
     };
-    let used = device.min(model + Bytes::mib(8)) + taken()?;
-    let limit = MemoryLimit::detect()?;
+    let used = device.min(model + Bytes::mib(8)) + taken;
     if used > limit.limit {
         let whose = match &limit.source {
             LimitSource::CgroupV1(folder) | LimitSource::CgroupV2(folder) => {
@@ -99,15 +98,14 @@ pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
     Ok(Budgets { device, host: wishes.host, page_size })
 }
 
-fn default_cap() -> Result<Bytes> {
-    let limit = MemoryLimit::detect()?;
-    let used_by_others = limit.usage.saturating_sub(ProcessMemory::now()?.resident);
+fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {
+    let used_by_others = limit.usage.saturating_sub(resident);
     let free = limit.limit.saturating_sub(used_by_others);
     let headroom = match limit.source {
         LimitSource::CgroupV1(_) | LimitSource::CgroupV2(_) => Bytes::new(free.get() / 50) + GROUP_HEADROOM,
         _ => Bytes::new(free.get() / 8).min(HEADROOM_MAX),
     };
-    Ok(free.saturating_sub(headroom))
+    free.saturating_sub(headroom)
 }
 
 fn default_page(device: Bytes) -> Result<PageSize> {
