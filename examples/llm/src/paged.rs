@@ -24,6 +24,8 @@ pub struct PagedWeights {
     runtime: Runtime,
     tensors: Vec<Tiled>,
     waited: AtomicU64,
+    /// Passes still to begin before the tensors no plan names are asked for; none are where not everything fits.
+    until_all: Mutex<Option<u32>>,
     /// The part of the pass that is the same for every pass, as declared.
     declared: Mutex<Vec<Step>>,
 }
@@ -59,7 +61,27 @@ impl PagedWeights {
             }
             tensors.push(Tiled { whole: tensor, tile, tiles });
         }
-        Ok(Self { runtime: runtime.clone(), tensors, waited: AtomicU64::new(0), declared: Mutex::default() })
+        Ok(Self {
+            runtime: runtime.clone(),
+            tensors,
+            waited: AtomicU64::new(0),
+            until_all: Mutex::new(whole.then_some(1)),
+            declared: Mutex::default(),
+        })
+    }
+
+    /// Where everything fits, asks for what no plan names (embeddings of tokens not met yet) once the first pass, whose
+    /// end somebody waits for, has been served.
+    fn complete(&self) {
+        let mut until = self.until_all.lock();
+        match *until {
+            Some(0) => {
+                self.tensors.iter().for_each(|tensor| self.runtime.prefetch(&tensor.whole));
+                *until = None;
+            }
+            Some(passes) => *until = Some(passes - 1),
+            None => {}
+        }
     }
 
     fn tensor(&self, id: TensorId) -> Result<&Tiled> {
@@ -116,6 +138,9 @@ impl Weights for PagedWeights {
             if let Ok(part) = self.part(*id, rows) {
                 self.runtime.prefetch(&part);
             }
+        }
+        if !cycle.is_empty() {
+            self.complete();
         }
     }
 

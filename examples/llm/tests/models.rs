@@ -5,12 +5,14 @@
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
+use outcore::{Bytes, PageSize, Runtime};
 use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
-    Arch, ChatTemplate, KvType, Message, Model, ModelFiles, Options, PlainWeights, Result, Rows, Sampler, Session,
-    Step, TensorId, Tokenizer, WeightType, Weights, argmax,
+    Arch, ChatTemplate, KvType, Message, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result, Rows, Sampler,
+    Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
 };
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
@@ -164,6 +166,29 @@ fn weights_are_used_once_and_in_the_declared_order() {
         let weights = Arc::new(Checked { inner, left: Mutex::default() });
         run_on(&files, Arc::clone(&weights) as Arc<dyn Weights>, threads(2), KvType::F32);
         assert_eq!(*weights.left.lock().unwrap(), []);
+    }
+}
+
+/// Otherwise every token met for the first time waits for the disk, also in a run that has long had all it needs.
+#[test]
+fn regression_where_everything_fits_new_tokens_wait_for_no_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &Spec { vocab: 3000, ..spec(Arch::Llama, WeightType::F32) });
+    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    let runtime =
+        Runtime::builder().page_size(page).device_budget(Bytes::mib(32)).host_budget(Bytes::ZERO).open().unwrap();
+    let opened = runtime.open_parsed(files.header().clone()).unwrap();
+    let weights: Arc<dyn Weights> = Arc::new(PagedWeights::open(&runtime, &opened, &files).unwrap());
+    run_on(&files, weights, threads(1), KvType::F32);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    for info in files.tensors() {
+        let tensor = opened.tensor(&info.name).unwrap();
+        let bytes = info.byte_range(&(0..info.rows)).unwrap();
+        let pages = (bytes.start / page.bytes()) as usize..bytes.end.div_ceil(page.bytes()) as usize;
+        while runtime.snapshot(&tensor).pages[pages.clone()].iter().any(|page| page.frame.is_none()) {
+            assert!(Instant::now() < deadline, "pages of {} stay away", info.name);
+            std::thread::yield_now();
+        }
     }
 }
 
