@@ -189,11 +189,6 @@ impl DType {
         (elements / self.block_elements()).checked_mul(self.block_bytes())
     }
 
-    /// Whether an element cannot be addressed by itself, because it shares a block with others.
-    pub const fn is_blocked(self) -> bool {
-        self.block_elements() > 1
-    }
-
     /// The type ggml numbers `id`.
     ///
     /// # Errors

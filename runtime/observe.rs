@@ -218,6 +218,10 @@ impl Observer {
         }
     }
 
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn take_timeline(&self) -> Vec<Span> {
         std::mem::take(&mut *self.timeline.lock())
     }

@@ -117,6 +117,8 @@ pub struct Stats {
     pub device: (Bytes, Bytes),
     /// Host-tier memory in frames now, and the budget.
     pub host: (Bytes, Bytes),
+    /// Spans that a kept timeline had no room for.
+    pub spans_dropped: u64,
 }
 
 impl Stats {
@@ -533,6 +535,7 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            spans_dropped: engine.observer.dropped(),
         }
     }
 

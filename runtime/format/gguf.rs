@@ -524,13 +524,6 @@ impl Metadata {
         Some(array.into_iter().filter_map(|v| v.as_f64().map(|x| x as f32)))
     }
 
-    /// The numbers of `key` if it is an array of integers; those that do not fit are left out, so compare the count
-    /// with [`Array::len`] where that matters.
-    pub fn get_array_i64(&self, key: &str) -> Option<impl Iterator<Item = i64>> {
-        let array = self.get_array(key).filter(|a| a.element_type().is_integer())?;
-        Some(array.into_iter().filter_map(|v| v.as_i64()))
-    }
-
     fn required<'a, T>(&'a self, key: &str, what: &str, read: impl FnOnce(Value<'a>) -> Option<T>) -> Result<T> {
         let Some(value) = self.get(key) else {
             return Err(Error::new(
@@ -551,15 +544,6 @@ impl Metadata {
     /// [`ErrorKind::Format`](crate::ErrorKind::Format) if its value is not such an integer.
     pub fn require_u64(&self, key: &str) -> Result<u64> {
         self.required(key, "an integer from 0 to 2^64 - 1", |v| v.as_u64())
-    }
-
-    /// As [`get_f32`](Self::get_f32).
-    ///
-    /// # Errors
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no such key,
-    /// [`ErrorKind::Format`](crate::ErrorKind::Format) if its value is not a float.
-    pub fn require_f32(&self, key: &str) -> Result<f32> {
-        self.required(key, "a float", |v| v.as_f64()).map(|x| x as f32)
     }
 
     /// As [`get_str`](Self::get_str).

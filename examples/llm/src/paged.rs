@@ -26,8 +26,15 @@ pub struct PagedWeights {
     waited: AtomicU64,
     /// Passes still to begin before the tensors no plan names are asked for; none are where not everything fits.
     until_all: Mutex<Option<u32>>,
-    /// The part of the pass that is the same for every pass, as declared.
-    declared: Mutex<Vec<Step>>,
+    declared: Mutex<Declared>,
+}
+
+/// The part of the pass that is the same for every pass, as declared.
+#[derive(Debug, Default)]
+struct Declared {
+    cycle: Vec<Step>,
+    /// Whether the policy took it: some follow no plans.
+    taken: bool,
 }
 
 #[derive(Debug)]
@@ -125,12 +132,12 @@ impl Weights for PagedWeights {
         let Some(first) = order.first() else { return };
         let (changing, cycle) = order.split_at(order.iter().take_while(|step| step.0 == first.0).count());
         let mut declared = self.declared.lock();
-        if *declared != cycle || !self.runtime.is_planned() {
+        if declared.cycle != cycle || (declared.taken && !self.runtime.is_planned()) {
             let parts: Option<Vec<Tensor>> =
                 cycle.iter().map(|(id, rows)| self.part(*id, rows).ok().map(Cow::into_owned)).collect();
             if let Some(parts) = parts {
                 self.runtime.plan(&parts, true);
-                *declared = cycle.to_vec();
+                *declared = Declared { cycle: cycle.to_vec(), taken: self.runtime.is_planned() };
             }
         }
         drop(declared);

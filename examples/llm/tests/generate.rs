@@ -472,6 +472,38 @@ fn an_interrupt_ends_the_run_with_its_summary() {
     check_timeline(&timeline, f64::INFINITY);
 }
 
+#[test]
+fn a_model_that_is_cut_short_while_it_runs_is_an_error() {
+    let model = place("cut");
+    std::fs::create_dir(&model).unwrap();
+    for entry in std::fs::read_dir(&MODELS.large).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, model.join(path.file_name().unwrap())).unwrap();
+    }
+    let mut child = command(&["--model", text(&model), "--prompt-tokens", "1", "--tokens", "60000"])
+        .args(["--device-budget", "8MiB"])
+        .env("RUST_LOG", "info")
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("ready") {
+        line.clear();
+        assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "it ended before it was ready");
+    }
+    let shard = model.join("model-00002-of-00003.safetensors");
+    std::fs::File::options().write(true).open(shard).unwrap().set_len(1 << 20).unwrap();
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(1), "{rest}");
+    for word in ["model-00002-of-00003", "changed", "reopen the model"] {
+        assert!(rest.contains(word), "no {word:?} in {rest}");
+    }
+    assert!(!rest.contains("panicked"), "{rest}");
+}
+
 /// Reads a timeline; returns the lanes that have spans.
 fn check_timeline(path: &Path, longest_us: f64) -> HashSet<String> {
     let events: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();

@@ -200,6 +200,10 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     }
     if let Some(timeline) = timeline {
         timeline.write(runtime.take_timeline())?;
+        let dropped = runtime.stats().spans_dropped;
+        if dropped > 0 {
+            tracing::warn!(dropped, "the timeline ends before the run does: there was no room for more spans");
+        }
     }
     Ok(Run {
         model: args.model.clone(),
