@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RELEASE = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 QUICK = bool(os.environ.get("BENCH_QUICK"))
 ROUNDS = 2 if QUICK else 5
-TOKENS = "12" if QUICK else "24"
+# A small model takes more tokens, so that a run is seconds long.
+TOKENS = 12 if QUICK else 24
+PROMPT = "1,5,9,200,33"
 BENCHES = ["pin", "overlap", "open", "disk_to_device", "read_write", "demand_latency"]
 SKIPPED = 77
 PEER = Path(os.environ.get("OUTCORE_PEERS", ROOT / ".venv")) / "bin/llama-peer"
@@ -70,8 +72,8 @@ def cargo_bench(name):
     return found
 
 
-def generate(model, arguments, cap=None):
-    command = [RELEASE / "generate", "--model", model, "--tokens", TOKENS, "--json", *arguments]
+def generate(model, tokens, arguments, cap=None):
+    command = [RELEASE / "generate", "--model", model, "--tokens", tokens, "--json", *arguments]
     if cap:
         command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", cap, *command]
     done = run(command)
@@ -83,9 +85,9 @@ def generate(model, arguments, cap=None):
     return found
 
 
-def peer(model, prompt, cap=None):
+def peer(model, tokens, prompt, cap=None):
     """llama.cpp on the same prompt and as many threads, under the same cap; None where it cannot run there."""
-    command = [PEER, model, prompt, TOKENS, str(os.cpu_count())]
+    command = [PEER, model, prompt, tokens, os.cpu_count()]
     if cap:
         command = [ROOT / "scripts/cgroup_run.sh", "--drop-caches", cap, *command]
     done = run(command)
@@ -95,8 +97,8 @@ def peer(model, prompt, cap=None):
     return found
 
 
-def plain(model, prompt):
-    done = run([RELEASE / "llm-bench", model, "--ids", prompt, "--tokens", TOKENS])
+def plain(model, tokens, prompt):
+    done = run([RELEASE / "llm-bench", model, "--ids", prompt, "--tokens", tokens])
     found = re.search(r"median ([0-9.]+)\)", done.stdout)
     if not found:
         sys.exit(f"bench: llm-bench failed on {model}: {done.stderr[-500:]}")
@@ -127,7 +129,7 @@ def same_ids(ours, theirs):
     return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-def capped(name, model, prompt, caps):
+def capped(name, model, tokens, caps):
     """In core on plain memory, in core paged, and at each cap, interleaved; and the disk's rate in every round."""
     size = sum(f.stat().st_size for f in ([model] if model.is_file() else model.glob("*.safetensors")))
     file = model if model.is_file() else sorted(model.glob("*.safetensors"))[0]
@@ -138,18 +140,18 @@ def capped(name, model, prompt, caps):
     compared = model.is_file() and PEER.exists()
     logits = set()
     for _ in range(ROUNDS):
-        sides["plain"].append(plain(model, prompt))
-        resident = generate(model, ["--prompt-tokens", prompt, "--device-budget", str(size + (64 << 20))])
+        sides["plain"].append(plain(model, tokens, PROMPT))
+        resident = generate(model, tokens, ["--prompt-tokens", PROMPT, "--device-budget", str(size + (64 << 20))])
         logits.add(resident["logits_xxh3"])
         in_core = resident["pass_s_median"]
         sides["resident"].append(1 / in_core)
         sides["in_core_ratio"].append(1 / in_core / sides["plain"][-1])
-        if compared and (theirs := peer(model, prompt)):
+        if compared and (theirs := peer(model, tokens, PROMPT)):
             sides["llama_cpp"].append(1 / theirs["pass_s_median"])
             sides["of_llama_cpp"].append(theirs["pass_s_median"] / in_core)
             sides["same_ids"].append(same_ids(resident["tokens"], theirs["tokens"]))
         for cap in caps:
-            got = generate(model, ["--prompt-tokens", prompt], cap)
+            got = generate(model, tokens, ["--prompt-tokens", PROMPT], cap)
             if got is None:
                 print(f"bench: SKIPPED {name} at {cap}: no memory cgroup can be made here")
                 continue
@@ -165,7 +167,7 @@ def capped(name, model, prompt, caps):
             side["hit"].append(got["hit_ratio"])
             side["opt"].append(got["opt_hit_ratio"])
             side["rss"].append(got["peak_rss_bytes"])
-            if compared and (theirs := peer(model, prompt, cap)):
+            if compared and (theirs := peer(model, tokens, PROMPT, cap)):
                 side["llama_cpp"].append(theirs["decode_tok_s"])
                 side["of_llama_cpp"].append(got["decode_tok_s"] / theirs["decode_tok_s"])
     summary = {"model_bytes": size, "same_logits": len(logits) == 1}
@@ -259,20 +261,19 @@ def main(names):
         for name in BENCHES:
             if not names or name in names:
                 results["benches"][name] = cargo_bench(name)
-        ids = "1,5,9,200,33"
         small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
         if small.exists() and (not names or "smollm2" in names):
-            results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, ids, ["130MB"])
+            results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, 8 * TOKENS, ["130MB"])
         if not names or "q8_0" in names:
             model = folder / "q8.gguf"
             subprocess.run([RELEASE / "make_model", "--vocab", "49152", model], check=True)
-            results["models"]["1.24 GB Q8_0, synthetic"] = capped("q8_0", model, ids, ["1000MB", "700MB"])
+            results["models"]["1.24 GB Q8_0, synthetic"] = capped("q8_0", model, TOKENS, ["1000MB", "700MB"])
             model.unlink()
         if not names or "bf16" in names:
             model = folder / "bf16"
             options = ["--format", "safetensors", "--dtype", "BF16", "--layers", "12", "--shards", "4"]
             subprocess.run([RELEASE / "make_model", *options, model], check=True)
-            results["models"]["1.3 GB bf16, 4 shards, synthetic"] = capped("bf16", model, ids, ["1000MiB"])
+            results["models"]["1.3 GB bf16, 4 shards, synthetic"] = capped("bf16", model, TOKENS, ["1000MiB"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     stem = ROOT / "docs/results" / f"{results['hardware']['date']}-{os.cpu_count()}-cores{'-quick' if QUICK else ''}"
