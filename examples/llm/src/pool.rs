@@ -100,12 +100,35 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
+    /// Most threads of a pool. A process that comes near the system's limits of threads or mappings is ended by the
+    /// standard library while a thread starts, so that limit cannot be left to the system.
+    pub const THREADS_MAX: usize = 1024;
+
     /// A pool in which `threads` threads work, the caller being one of them; 0 means one a core.
+    ///
+    /// # Errors
+    /// `InvalidInput` beyond [`Pool::THREADS_MAX`]; what the system says if it starts no more threads. None is left then.
     pub fn new(threads: usize) -> std::io::Result<Self> {
-        let threads = match threads {
+        let threads = Self::threads_for(threads);
+        Self::with(threads, |name, shared| std::thread::Builder::new().name(name).spawn(move || shared.worker()))
+    }
+
+    /// How many threads work in a pool of which `threads` were asked for: as many, or for 0 one a core.
+    pub fn threads_for(threads: usize) -> usize {
+        match threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             n => n,
-        };
+        }
+    }
+
+    fn with(
+        threads: usize,
+        mut spawn: impl FnMut(String, Arc<Shared>) -> std::io::Result<JoinHandle<()>>,
+    ) -> std::io::Result<Self> {
+        if threads > Self::THREADS_MAX {
+            let why = format!("{threads} threads are more than the {} a pool may have", Self::THREADS_MAX);
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, why));
+        }
         let shared = Arc::new(Shared {
             generation: AtomicUsize::new(0),
             next_chunk: AtomicUsize::new(0),
@@ -117,9 +140,12 @@ impl Pool {
         });
         let mut pool = Self { shared, workers: Vec::new(), one_caller: Mutex::new(()) };
         for index in 1..threads {
-            let shared = Arc::clone(&pool.shared);
-            let thread = std::thread::Builder::new().name(format!("llm-{index}")).spawn(move || shared.worker())?;
-            pool.workers.push(thread);
+            // Where one cannot be started, dropping the pool ends those that were.
+            let worker = spawn(format!("llm-{index}"), Arc::clone(&pool.shared)).map_err(|cause| {
+                let what = format!("thread {} of {threads} does not start: {cause} (ask for fewer)", index + 1);
+                std::io::Error::new(cause.kind(), what)
+            });
+            pool.workers.push(worker?);
         }
         Ok(pool)
     }
@@ -191,5 +217,37 @@ impl Drop for Pool {
             // A worker catches panics of its work, so there is nothing to learn from its result.
             drop(worker.join());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn regression_more_threads_than_any_machine_has_are_refused() {
+        let error = Pool::new(20_000).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+        assert!(error.to_string().contains("1024"), "{error}");
+    }
+
+    #[test]
+    fn workers_end_when_one_of_them_cannot_be_started() {
+        let (mut started, ended) = (0, Arc::new(AtomicUsize::new(0)));
+        let failed = Pool::with(8, |name, shared| {
+            if started == 5 {
+                return Err(std::io::Error::from(std::io::ErrorKind::WouldBlock));
+            }
+            started += 1;
+            let ended = Arc::clone(&ended);
+            std::thread::Builder::new().name(name).spawn(move || {
+                shared.worker();
+                ended.fetch_add(1, Ordering::SeqCst);
+            })
+        });
+        assert_eq!(failed.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+        assert_eq!(ended.load(Ordering::SeqCst), 5);
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
-use outcore_llm::{Error, Result};
+use outcore_llm::{Error, Pool, Result};
 
 /// Runs a Llama-family model whose weights may exceed the memory it is given.
 #[derive(Debug, Parser)]
@@ -83,6 +83,13 @@ impl Args {
         }
         if self.prompt.as_deref() == Some("") {
             return wrong("the prompt is empty: give at least one word");
+        }
+        if self.threads > Pool::THREADS_MAX {
+            return Err(Error::Invalid(format!(
+                "--threads {} is more than the {} that may be asked for: 0 takes one a core",
+                self.threads,
+                Pool::THREADS_MAX
+            )));
         }
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
