@@ -46,6 +46,9 @@ pub enum Error {
         /// Columns the configuration implies.
         want_cols: u64,
     },
+    /// The pass was given up because somebody asked for it.
+    #[error("the pass was cancelled")]
+    Cancelled,
     /// An argument is outside what the call accepts.
     #[error("{0}")]
     Invalid(String),

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use outcore::{Runtime, Tensor};
@@ -27,6 +28,7 @@ pub struct PagedWeights {
     /// Passes still to begin before the tensors no plan names are asked for; none are where not everything fits.
     until_all: Mutex<Option<u32>>,
     declared: Mutex<Declared>,
+    cancelled: Arc<AtomicBool>,
 }
 
 /// The part of the pass that is the same for every pass, as declared.
@@ -74,7 +76,15 @@ impl PagedWeights {
             waited: AtomicU64::new(0),
             until_all: Mutex::new(whole.then_some(1)),
             declared: Mutex::default(),
+            cancelled: Arc::default(),
         })
+    }
+
+    /// Gives up passes while `flag` is raised: they get [`Error::Cancelled`] in place of the next rows.
+    #[must_use]
+    pub fn cancelled_by(mut self, flag: Arc<AtomicBool>) -> Self {
+        self.cancelled = flag;
+        self
     }
 
     /// Where everything fits, asks for what no plan names (embeddings of tokens not met yet) once the first pass, whose
@@ -95,8 +105,11 @@ impl PagedWeights {
         self.tensors.get(id.0 as usize).ok_or_else(|| Error::Invalid(format!("there is no tensor {}", id.0)))
     }
 
-    /// Rows `range` as a handle: a tile that is kept, or a new one.
+    /// Rows `range` as a handle: a tile that is kept, or a new one. None of a pass that is given up.
     fn part(&self, id: TensorId, range: &Range<u64>) -> Result<Cow<'_, Tensor>> {
+        if self.cancelled.load(Ordering::Relaxed) {
+            return Err(Error::Cancelled);
+        }
         let tiled = self.tensor(id)?;
         let kept = tiled.tiles.get((range.start / tiled.tile) as usize);
         let whole_tile = range.start.is_multiple_of(tiled.tile)

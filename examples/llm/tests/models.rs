@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -11,8 +12,8 @@ use outcore::{Bytes, PageSize, Runtime};
 use outcore_llm::kernels::Level;
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
-    Arch, ChatTemplate, KvType, Message, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result, Rows, Sampler,
-    Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
+    Arch, ChatTemplate, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result, Rows,
+    Sampler, Session, Step, TensorId, Tokenizer, WeightType, Weights, argmax,
 };
 
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
@@ -266,4 +267,26 @@ fn sampling_repeats_with_its_seed_and_respects_its_limits() {
     assert!(draw(Sampler::new(2.0, 1).top_k(1)).iter().all(|t| *t == best));
     assert!(draw(Sampler::new(2.0, 1).top_p(1e-6)).iter().all(|t| *t == best));
     assert!(draw(Sampler::new(2.0, 1)).iter().any(|t| *t != best));
+}
+
+#[test]
+fn regression_a_pass_that_is_cancelled_leaves_the_session_as_it_was() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+    let runtime = Runtime::builder().device_budget(Bytes::mib(1)).page_size(PageSize::new(Bytes::kib(64)).unwrap());
+    let runtime = runtime.open().unwrap();
+    let paged = runtime.open_parsed(files.header().clone()).unwrap();
+    let cancel = Arc::new(AtomicBool::new(false));
+    let weights = Arc::new(PagedWeights::open(&runtime, &paged, &files).unwrap().cancelled_by(cancel.clone()));
+    let model = Arc::new(Model::load(&files, weights, Options::default()).unwrap());
+    let mut session = Session::new(model.clone(), 32, KvType::F32).unwrap();
+    session.forward(&PROMPT).unwrap();
+
+    cancel.store(true, Ordering::Relaxed);
+    assert!(matches!(session.forward(&[1, 2, 3]), Err(Error::Cancelled)));
+    assert_eq!(session.len(), PROMPT.len());
+    cancel.store(false, Ordering::Relaxed);
+    let logits = session.forward(&[1, 2, 3]).unwrap();
+    let mut whole = Session::new(model, 32, KvType::F32).unwrap();
+    assert_eq!(logits, whole.forward(&[&PROMPT[..], &[1, 2, 3]].concat()).unwrap());
 }
