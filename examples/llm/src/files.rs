@@ -11,6 +11,10 @@ use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::weights::{TensorId, WeightInfo};
 
+/// What may lie beside safetensors files and is read from there.
+pub const BESIDE: [&str; 5] =
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
+
 /// Which family of names and conventions a model follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -72,6 +76,21 @@ impl ModelFiles {
     /// The files that hold tensor bytes; [`WeightInfo::file`] counts in this list.
     pub fn paths(&self) -> &[PathBuf] {
         &self.paths
+    }
+
+    /// Every file that belongs to the model: those with tensor bytes, and the JSON and template files that are known beside
+    /// safetensors.
+    pub fn all_paths(&self) -> Vec<PathBuf> {
+        let mut all = self.paths.clone();
+        if self.container == Container::Safetensors {
+            // A folder that cannot be listed was not what the model was found by.
+            let beside = std::fs::read_dir(self.folder()).into_iter().flatten().flatten().map(|entry| entry.path());
+            all.extend(beside.filter(|path| {
+                let name = path.file_name().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
+                BESIDE.contains(&name) || name.ends_with(".safetensors.index.json")
+            }));
+        }
+        all
     }
 
     /// Every tensor, by file, then by offset; [`TensorId`] counts in this list.

@@ -54,7 +54,7 @@ pub use chat::{ChatTemplate, Message};
 pub use config::{Arch, Config, RopePairs};
 pub use dtype::WeightType;
 pub use error::{Error, Result};
-pub use files::{Container, ModelFiles};
+pub use files::{BESIDE, Container, ModelFiles};
 pub use model::{KvType, Model, Options, PassTime, Session};
 pub use paged::PagedWeights;
 pub use pool::Pool;

@@ -528,18 +528,22 @@ impl Session {
         let mut x = model.embed(tokens)?;
         let mut normed = vec![0f32; x.len()];
         for (layer, cache) in model.layers.iter().zip(&mut self.caches) {
-            model.rms_norm(&x, &model.vector(&layer.attn_norm)?, &mut normed);
-            let mut input = Input::new(&normed, m);
-            let mut q = model.linear(&layer.q, &mut input)?;
-            let mut k = model.linear(&layer.k, &mut input)?;
-            let v = model.linear(&layer.v, &mut input)?;
-            model.norm_heads(&mut q, &layer.q_norm)?;
-            model.norm_heads(&mut k, &layer.k_norm)?;
-            turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
-            turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
-            let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
-            let out = model.linear(&layer.o, &mut Input::new(&mixed, m))?;
+            // What attention takes is given back before the feed-forward layer takes its own.
+            let out = {
+                model.rms_norm(&x, &model.vector(&layer.attn_norm)?, &mut normed);
+                let mut input = Input::new(&normed, m);
+                let mut q = model.linear(&layer.q, &mut input)?;
+                let mut k = model.linear(&layer.k, &mut input)?;
+                let v = model.linear(&layer.v, &mut input)?;
+                model.norm_heads(&mut q, &layer.q_norm)?;
+                model.norm_heads(&mut k, &layer.k_norm)?;
+                turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
+                turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
+                let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
+                model.linear(&layer.o, &mut Input::new(&mixed, m))?
+            };
             add(&mut x, &out);
+            drop(out);
 
             model.rms_norm(&x, &model.vector(&layer.ffn_norm)?, &mut normed);
             let mut input = Input::new(&normed, m);

@@ -269,6 +269,33 @@ fn memory_limits_the_whole_process() {
     assert!(run["device_budget_bytes"].as_u64().unwrap() < 100 * MIB, "{run}");
 }
 
+/// Ids of a prompt, separated by commas.
+fn long_prompt(tokens: u32) -> String {
+    let ids: Vec<String> = (0..tokens).map(|n| (n * 7919 % 1999).to_string()).collect();
+    ids.join(",")
+}
+
+#[test]
+fn regression_memory_limits_the_whole_process_when_the_prompt_is_long() {
+    let Some(model) = real_model() else { return };
+    let prompt = long_prompt(1001);
+    for memory in [85, 110] {
+        let limit = format!("{memory}MiB");
+        let args = ["--model", text(&model), "--prompt-tokens", &prompt, "--tokens", "1", "--memory", &limit];
+        let run = json_of(&args);
+        assert!(run["peak_rss_bytes"].as_u64().unwrap() <= memory * MIB, "{limit}: {run}");
+    }
+}
+
+#[test]
+fn how_a_prompt_is_cut_into_passes_changes_no_word() {
+    let prompt = long_prompt(300);
+    let base = ["--model", text(&MODELS.large), "--prompt-tokens", &prompt, "--tokens", "3"];
+    // Keys, values and the process leave less room for activations the less memory there is.
+    let settings: Vec<String> = [400, 60, 48].iter().map(|memory| format!("--memory {memory}MiB")).collect();
+    same_words(&base, &settings);
+}
+
 /// A refusal: exit code 1, nothing on standard output, and one line that says all of `wanted`.
 fn refused(output: &Output, wanted: &[&str]) {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -371,6 +398,8 @@ fn arguments_that_cannot_be_meant_are_refused() {
         let option = format!("--device-budget={size}");
         refused(&["--prompt", "Hi", &option], &["--device-budget"]);
     }
+    refused(&with(&["--threads", "20000"]), &["--threads 20000", "1024", "one a core"]);
+    refused(&with(&["--host-budget", "1KiB"]), &["--host-budget 1.0 KiB", "give at least", "or 0"]);
     refused(&with(&["--policy", "best"]), &["best", "plan"]);
     refused(&with(&["--io", "magic"]), &["magic", "threads"]);
     refused(&with(&["--prefetch", "some"]), &["some"]);
@@ -473,6 +502,32 @@ fn an_interrupt_ends_the_run_with_its_summary() {
 }
 
 #[test]
+fn regression_an_interrupt_ends_a_pass() {
+    let prompt = long_prompt(5000);
+    // Enough memory for the prompt as one pass.
+    let mut child = command(&["--model", text(&MODELS.large), "--prompt-tokens", &prompt, "--tokens", "3", "--json"])
+        .env("RUST_LOG", "info")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("ready") {
+        line.clear();
+        assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "it ended before it was ready");
+    }
+    interrupt(&child);
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{rest}");
+    assert!(rest.contains("most in use") && !rest.contains("panicked"), "{rest}");
+    let run = last_line(std::str::from_utf8(&output.stdout).unwrap());
+    assert_eq!((&run["interrupted"], run["tokens"].as_array().unwrap().len()), (&Value::Bool(true), 0), "{run}");
+}
+
+#[test]
 fn a_model_that_is_cut_short_while_it_runs_is_an_error() {
     let model = place("cut");
     std::fs::create_dir(&model).unwrap();
@@ -550,6 +605,45 @@ fn a_timeline_shows_what_the_run_did() {
     let drawn = check_timeline(&path, since.elapsed().as_secs_f64() * 1e6);
     for lane in ["disk", "link", "compute", "stall"] {
         assert!(drawn.contains(lane), "{drawn:?}");
+    }
+}
+
+#[test]
+fn regression_a_timeline_never_takes_the_place_of_a_model() {
+    let folder = place("timelines");
+    std::fs::create_dir(&folder).unwrap();
+    let victim = folder.join("victim.gguf");
+    std::fs::copy(&MODELS.small, &victim).unwrap();
+    let (linked, named) = (folder.join("linked.json"), folder.join("named.json"));
+    std::fs::hard_link(&victim, &linked).unwrap();
+    std::os::unix::fs::symlink(&victim, &named).unwrap();
+    let names = || {
+        let names = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        names.collect::<std::collections::BTreeSet<_>>()
+    };
+    let before = names();
+    let args = ["--prompt", "Hi", "--tokens", "2", "--model", text(&victim), "--timeline"];
+    for path in [&victim, &linked, &named] {
+        refused(&generate(&[&args[..], &[text(path)]].concat()), &["a file of the model", "--timeline"]);
+    }
+    for path in ["/dev/full", text(&folder)] {
+        refused(&generate(&[&args[..], &[path]].concat()), &[path, "no regular file", "--timeline"]);
+    }
+    assert_eq!(std::fs::read(&victim).unwrap(), std::fs::read(&MODELS.small).unwrap());
+    // What a run that fails would have overwritten is still there, and nothing new is.
+    let old = folder.join("old.json");
+    std::fs::write(&old, "old").unwrap();
+    refused(&generate(&[&args[..], &[text(&old), "--page-size", "3MiB"]].concat()), &["power of two"]);
+    assert_eq!(std::fs::read(&old).unwrap(), b"old");
+    std::fs::remove_file(&old).unwrap();
+    assert_eq!(names(), before);
+
+    let shards = place("timelines-of-shards");
+    spec_of_shards().write_safetensors(&shards, 2).unwrap();
+    for file in ["config.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"] {
+        let file = shards.join(file);
+        let ids = ["--model", text(&shards), "--prompt-tokens", "1,2", "--tokens", "2", "--timeline", text(&file)];
+        refused(&generate(&ids), &["a file of the model"]);
     }
 }
 

@@ -2,24 +2,38 @@
 
 use outcore::machine::{LimitSource, MemoryLimit, ProcessMemory};
 use outcore::{Bytes, Error, ErrorKind, PageSize, Result};
-use outcore_llm::Config;
+use outcore_llm::{Config, kernels};
 
 /// Left to the rest of the system where nothing limits the process but the machine: an eighth, at most this.
 const HEADROOM_MAX: Bytes = Bytes::gib(2);
 /// Left within a control group: what the kernel charges to it for page tables, rings and the program's own file.
 const GROUP_HEADROOM: Bytes = Bytes::mib(2);
-/// What the process grows by after the budgets are set, beyond keys, values and activations: thread stacks, page
-/// tables, the page table of the pager, allocator slack.
+/// What the process grows by after the budgets are set, beyond what computing takes: the store's threads, page tables, the
+/// page table of the pager, allocator slack.
 const OWN_GROWTH: Bytes = Bytes::mib(4);
 /// Frames below which pages get smaller, so that there is something to stream through.
 const FRAMES_MIN: u64 = 128;
 
-/// What the pages get.
+/// Least room for pages that a run is begun with.
+const LEAST_FOR_PAGES: Bytes = Bytes::mib(1);
+/// What else a thread that computes takes: its stack as far as it is used, and the allocator's arena.
+const A_THREAD: Bytes = Bytes::kib(64);
+/// Of what is left for pages and activations, the part that activations may take. More of them save passes over the
+/// weights while the prompt is read, more pages save reads in every pass of the answer.
+const ACTIVATIONS_SHARE: u64 = 8;
+/// Fewest tokens worth a pass over the weights, where a prompt is read in several.
+const PASS_MIN: usize = 32;
+
+/// What the pages get, and how the prompt is read.
 #[derive(Clone, Copy, Debug)]
 pub struct Budgets {
     pub device: Bytes,
+    /// What was asked for, where that is more than the model's pages.
+    pub device_asked: Option<Bytes>,
     pub host: Bytes,
     pub page_size: PageSize,
+    /// Most tokens of one pass.
+    pub pass: usize,
 }
 
 /// What the options say.
@@ -31,53 +45,120 @@ pub struct Wishes {
     pub page_size: Option<Bytes>,
 }
 
-/// Bytes that keys, values and the activations of one pass of `pass` tokens take.
-pub fn working_memory(config: &Config, context: usize, pass: usize) -> Bytes {
-    let kv = 2 * config.layers * config.kv_heads * config.head_dim * context * size_of::<f32>();
-    // Of a pass, the widest vectors live at once: x, its norm, q, k, v, gate, up, and the quantised copy of one.
-    let wide = 3 * config.dim + 2 * config.heads * config.head_dim + 3 * config.ffn_dim;
-    Bytes::new((kv + pass * wide * size_of::<f32>() + 2 * config.vocab * size_of::<f32>()) as u64)
+/// What computing takes besides the weights.
+#[derive(Clone, Copy, Debug)]
+pub struct Working {
+    /// Keys and values, logits, attention scores, threads.
+    pub fixed: Bytes,
+    /// Activations of one token of a pass.
+    pub token: Bytes,
+    /// Tokens of the prompt.
+    pub prompt: usize,
 }
 
-/// Divides the memory. `model` is the size of the model's files; `working` what computing takes.
+impl Working {
+    /// For a prompt of `prompt` tokens in a sequence of `context`, computed by `threads` threads.
+    pub fn of(config: &Config, context: usize, prompt: usize, threads: usize) -> Self {
+        // Wide enough for the product of any sizes that a configuration may have.
+        let [dim, ffn, heads, kv_heads, head_dim, layers, vocab, context, threads] = [
+            config.dim,
+            config.ffn_dim,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.layers,
+            config.vocab,
+            context,
+            threads,
+        ]
+        .map(|size| size as u128);
+        const FLOAT: u128 = size_of::<f32>() as u128;
+        let bytes = |n: u128| Bytes::new(u64::try_from(n).unwrap_or(u64::MAX));
+        let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        let cache = 2 * layers * kv * context;
+        // The logits, their bytes for the hash, and the sampler's odds of 16 bytes each.
+        let logits = 6 * vocab;
+        let scores = threads * context;
+        // Of a vector that enters a matrix, its quantised copy: bytes with two scales a block.
+        let copy = |elements: u128| elements * size_of::<kernels::Q8Block>() as u128 / kernels::BLOCK as u128 / FLOAT;
+        // A product of several vectors exists twice for a while, by rows and by vectors.
+        let attention = 2 * (q + kv) + copy(q) + 2 * dim;
+        let feed_forward = 2 * ffn + ffn.max(copy(ffn) + 2 * dim);
+        // Throughout: the residual stream, its norm and that one's copy, the sines and cosines.
+        let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
+        // A quarter for what the allocator cannot reuse at once; the order of the token's steps.
+        let token = bytes(floats * FLOAT * 5 / 4 + 256);
+        let fixed = bytes((cache + logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
+        Self { fixed, token, prompt }
+    }
+
+    /// All of it, in passes of `pass` tokens.
+    fn bytes(&self, pass: usize) -> Bytes {
+        self.fixed + Bytes::new(self.token.get().saturating_mul(pass as u64))
+    }
+
+    /// The longest pass whose activations fit `room`, but no shorter than is worth it.
+    fn pass(&self, room: Bytes) -> usize {
+        let fitting = usize::try_from(room.get() / self.token.get().max(1)).unwrap_or(usize::MAX);
+        // Passes of equal length, as few as will do.
+        let passes = self.prompt.div_ceil(fitting.max(PASS_MIN)).max(1);
+        self.prompt.div_ceil(passes)
+    }
+}
+
+/// Divides the memory. `files` are the lengths of the model's files.
 ///
 /// # Errors
-/// `BudgetTooSmall` if `--memory` leaves no room for pages; `OutOfMemory` if what would be used of a budget is more than the
-/// machine or the control group has.
-pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
-    let resident = ProcessMemory::now()?.resident;
-    let taken = resident + working + OWN_GROWTH + wishes.host;
-    let limit = MemoryLimit::detect()?;
-    let device = match (wishes.device, wishes.memory) {
-        (Some(device), None) => device,
-        (Some(device), Some(cap)) => {
-            if device + taken > cap {
-                return Err(Error::new(
-                    ErrorKind::BudgetTooSmall,
-                    format!("--memory {cap} does not hold the device budget of {device} and the {taken} besides"),
-                )
-                .remedy("leave one of --memory and --device-budget out"));
-            }
-            device
-        }
-        (None, memory) => {
-            let cap = match memory {
-                Some(memory) => memory,
-                None => default_cap(&limit, resident),
-            };
+/// `BudgetTooSmall` if `--memory` leaves no room for pages, or a host budget holds none; `OutOfMemory` if what would be
+/// used of a budget is more than the machine or the control group has.
+pub fn divide(wishes: Wishes, files: &[Bytes], working: Working) -> Result<Budgets> {
+    divide_of(wishes, files, working, ProcessMemory::now()?.resident, &MemoryLimit::detect()?)
+}
+
+fn divide_of(
+    wishes: Wishes,
+    files: &[Bytes],
+    working: Working,
+    resident: Bytes,
+    limit: &MemoryLimit,
+) -> Result<Budgets> {
+    let page_of = |device| wishes.page_size.map_or_else(|| default_page(device), PageSize::new);
+    // More than the model's pages is of no use.
+    let pages =
+        |page: PageSize| Bytes::new(files.iter().map(|len| page.pages_for(len.get())).sum::<u64>() * page.bytes());
+    let besides = resident + OWN_GROWTH + wishes.host;
+    let cap = wishes.memory.unwrap_or_else(|| default_cap(limit, resident));
+    let room = cap.saturating_sub(besides + working.fixed);
+    let pass = working.pass(match wishes.device {
+        Some(device) => room.saturating_sub(device),
+        None => Bytes::new(room.get() / ACTIVATIONS_SHARE),
+    });
+    let taken = besides + working.bytes(pass);
+    let wanted = match wishes.device {
+        Some(device) => device,
+        None => {
             let left = cap.saturating_sub(taken);
-            if left < Bytes::mib(1) {
+            if left < LEAST_FOR_PAGES {
+                let least = Bytes::mib((taken + LEAST_FOR_PAGES).get().div_ceil(Bytes::mib(1).get()));
                 return Err(Error::new(
                     ErrorKind::BudgetTooSmall,
                     format!("{cap} of memory leaves no room for pages: the process itself takes {taken}"),
                 )
-                .remedy(format!("give at least {}, or a shorter prompt and fewer tokens", taken + Bytes::mib(8))));
+                .remedy(format!("give at least {}MiB, or a shorter prompt and fewer tokens", least.get() >> 20)));
             }
-            // More than the model's pages is of no use.
-            left.min(model + Bytes::mib(8))
+            left
         }
     };
-    let used = device.min(model + Bytes::mib(8)) + taken;
+    let page_size = page_of(wanted)?;
+    let device = wanted.min(pages(page_size));
+    if wishes.memory.is_some_and(|cap| wanted + taken > cap) {
+        return Err(Error::new(
+            ErrorKind::BudgetTooSmall,
+            format!("--memory {cap} does not hold the device budget of {wanted} and the {taken} besides"),
+        )
+        .remedy("leave one of --memory and --device-budget out"));
+    }
+    let used = device + taken;
     if used > limit.limit {
         let whose = match &limit.source {
             LimitSource::CgroupV1(folder) | LimitSource::CgroupV2(folder) => {
@@ -91,11 +172,16 @@ pub fn divide(wishes: Wishes, model: Bytes, working: Bytes) -> Result<Budgets> {
         )
         .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"));
     }
-    let page_size = match wishes.page_size {
-        Some(size) => PageSize::new(size)?,
-        None => default_page(device)?,
-    };
-    Ok(Budgets { device, host: wishes.host, page_size })
+    let page = Bytes::new(page_size.bytes());
+    if wishes.host > Bytes::ZERO && wishes.host < page {
+        return Err(Error::new(
+            ErrorKind::BudgetTooSmall,
+            format!("--host-budget {} does not hold one page of {page}", wishes.host),
+        )
+        .remedy(format!("give at least {page}, smaller pages by --page-size, or 0 for no host tier")));
+    }
+    let device_asked = wishes.device.filter(|asked| *asked > device);
+    Ok(Budgets { device, device_asked, host: wishes.host.min(pages(page_size)), page_size, pass })
 }
 
 fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {
@@ -112,4 +198,50 @@ fn default_page(device: Bytes) -> Result<PageSize> {
     let fitting = (device.get() / FRAMES_MIN).max(1);
     let size = (1u64 << fitting.ilog2()).clamp(64 << 10, PageSize::DEFAULT.bytes());
     PageSize::new(Bytes::new(size))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    const WORKING: Working = Working { fixed: Bytes::mib(40), token: Bytes::kib(40), prompt: 1000 };
+
+    fn wishes(memory: Option<u64>, device: Option<Bytes>) -> Wishes {
+        Wishes { memory: memory.map(Bytes::new), device, host: Bytes::ZERO, page_size: None }
+    }
+
+    fn divided(wishes: Wishes) -> Result<Budgets> {
+        let limit = MemoryLimit { limit: Bytes::gib(64), usage: Bytes::gib(1), source: LimitSource::Machine };
+        divide_of(wishes, &[Bytes::mib(98)], WORKING, Bytes::mib(12), &limit)
+    }
+
+    #[test]
+    fn regression_the_least_memory_an_error_names_is_enough() {
+        let error = divided(wishes(Some(1 << 20), None)).unwrap_err();
+        let advice = error.advice().unwrap();
+        let least: Bytes = advice.split_whitespace().nth(3).unwrap().trim_end_matches(',').parse().unwrap();
+        divided(wishes(Some(least.get()), None)).unwrap();
+        assert_eq!(divided(wishes(Some(least.get() - (1 << 20)), None)).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+    }
+
+    #[test]
+    fn a_prompt_is_read_in_passes_whose_activations_leave_room_for_pages() {
+        for memory in 60..400 {
+            let Ok(budgets) = divided(wishes(Some(memory << 20), None)) else { continue };
+            let all = budgets.device + WORKING.bytes(budgets.pass) + Bytes::mib(12) + OWN_GROWTH;
+            assert!(all.get() <= memory << 20, "{memory}: {budgets:?}");
+            assert!(budgets.pass >= PASS_MIN && budgets.pass <= WORKING.prompt, "{memory}: {budgets:?}");
+        }
+        assert_eq!(divided(wishes(None, None)).unwrap().pass, WORKING.prompt);
+    }
+
+    #[test]
+    fn regression_there_are_no_more_frames_than_the_model_has_pages() {
+        let budgets = divided(wishes(None, Some(Bytes::gib(100)))).unwrap();
+        assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(98), Some(Bytes::gib(100))));
+        let budgets = divided(wishes(None, Some(Bytes::mib(50)))).unwrap();
+        assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(50), None));
+    }
 }

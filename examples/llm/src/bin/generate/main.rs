@@ -6,7 +6,7 @@ mod progress;
 mod report;
 mod source;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,12 +16,12 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, Lane, Runtime};
 use outcore_llm::{
-    ChatTemplate, Config, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, Result, Sampler, Session,
-    Tokenizer,
+    ChatTemplate, Config, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, PassTime, Pool, Result,
+    Sampler, Session, Tokenizer,
 };
 
 use args::{Args, DeviceName};
-use budget::Wishes;
+use budget::{Wishes, Working};
 use progress::Progress;
 use report::{Run, Timeline};
 
@@ -29,11 +29,11 @@ use report::{Run, Timeline};
 const INTERRUPTED: u8 = 130;
 
 /// What an interrupt means: before the first pass there is nothing to report and the program ends at once; from then on
-/// the pass in progress is finished and reported, unless the user insists.
+/// the pass in progress is given up and what was done is reported, unless the user insists.
 #[derive(Debug, Default)]
 struct Interrupt {
     working: AtomicBool,
-    asked: AtomicBool,
+    asked: Arc<AtomicBool>,
 }
 
 impl Interrupt {
@@ -54,6 +54,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()))
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .init();
     let args = match Args::try_parse() {
         Ok(args) => args,
@@ -121,6 +122,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
     let path = source::resolve(&args.model)?;
     let files = ModelFiles::open(&path)?;
+    // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
+    let timeline = args.timeline.as_deref().map(|path| Timeline::create(path, &files.all_paths())).transpose()?;
     let tokenizer = Tokenizer::load(&files);
     let tokenizer = match (tokenizer, &args.prompt_tokens) {
         (Ok(tokenizer), _) => Some(tokenizer),
@@ -133,10 +136,12 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
 
-    let sizes = files.paths().iter().map(|path| std::fs::metadata(path).map_or(0, |meta| meta.len())).sum();
+    let lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
+    let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let budgets = budget::divide(wishes, Bytes::new(sizes), budget::working_memory(&config, context, prompt.len()))?;
+    let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
+    let budgets = budget::divide(wishes, &lengths, working)?;
     let runtime = Runtime::builder()
         .device_budget(budgets.device)
         .host_budget(budgets.host)
@@ -148,7 +153,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         .timeline(args.timeline.is_some())
         .open()?;
     let model = runtime.open_parsed(files.header().clone())?;
-    let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
+    let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?.cancelled_by(interrupt.asked.clone()));
     let options = Options { threads: args.threads, ..Options::default() };
     let llm = Arc::new(Model::load(&files, weights, options)?);
     drop(files);
@@ -163,17 +168,25 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let mut passes = Vec::new();
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
-    // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
-    let timeline = args.timeline.as_deref().map(Timeline::create).transpose()?;
     interrupt.working.store(true, Ordering::SeqCst);
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
-    let mut progress = Some(Progress::start(&runtime, Bytes::new(sizes).min(budgets.device)));
-    while tokens.len() < args.tokens && !interrupt.asked() {
+    let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
+    'passes: while tokens.len() < args.tokens && !interrupt.asked() {
         let start = Instant::now();
-        let logits = session.forward(&input)?;
-        progress.take();
-        let pass = session.last_pass();
-        runtime.add_span(Lane::Compute, "pass", start, start + pass.total);
+        let mut pass = PassTime::default();
+        let mut logits = Vec::new();
+        // A long prompt is read in several passes; the logits after its last token are the ones that count.
+        for part in input.chunks(budgets.pass) {
+            let since = Instant::now();
+            logits = match session.forward(part) {
+                Err(Error::Cancelled) => break 'passes,
+                logits => logits?,
+            };
+            progress.take();
+            let part = session.last_pass();
+            runtime.add_span(Lane::Compute, "pass", since, since + part.total);
+            pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
+        }
         std::hash::Hasher::write(&mut hash, &logits_bytes(&logits));
         let next = sampler.sample(&logits);
         (total, waited) = (total + pass.total, waited + pass.waited);
@@ -211,6 +224,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
             DeviceName::Host => "host",
         },
         device_budget: budgets.device,
+        device_asked: budgets.device_asked,
         host_budget: budgets.host,
         prompt_tokens: prompt,
         tokens,

@@ -1,14 +1,16 @@
 //! What a run was: the summary for people, the JSON line for programs, the timeline for both.
 
 use std::fmt::Write as _;
-use std::fs::File;
+use std::fs::Permissions;
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, Lane, PageStalls, Result, Span, Stats, TierStalls};
+use outcore::{Bytes, Error, ErrorKind, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
+use tempfile::NamedTempFile;
 
 /// A finished run.
 #[derive(Debug)]
@@ -16,6 +18,8 @@ pub struct Run {
     pub model: String,
     pub device: &'static str,
     pub device_budget: Bytes,
+    /// What was asked for, where the model has fewer pages.
+    pub device_asked: Option<Bytes>,
     pub host_budget: Bytes,
     pub prompt_tokens: Vec<u32>,
     pub tokens: Vec<u32>,
@@ -150,6 +154,9 @@ impl Run {
                 stats.policy
             ),
         );
+        if let Some(asked) = self.device_asked {
+            row("", format!("of the {asked} asked for, because the model has no more pages"));
+        }
         row(
             "most in use",
             format!(
@@ -198,23 +205,56 @@ fn peak_rss() -> Bytes {
 }
 
 /// A file that spans are written to in the Trace Event Format that chrome://tracing and Perfetto read.
+///
+/// Until all is written the file is as it was: a temporary one beside it then takes its name.
 #[derive(Debug)]
 pub struct Timeline {
     path: PathBuf,
-    file: File,
 }
 
 impl Timeline {
-    /// Makes the file.
+    const REMEDY: &str = "--timeline wants the name of a file in a folder that can be written to";
+
+    /// A timeline at `path`, which must not be one of `models`.
     ///
     /// # Errors
-    /// `Io` and its kin if that is not possible.
-    pub fn create(path: &Path) -> Result<Self> {
-        let file = File::create(path).map_err(|cause| {
-            Error::io(format!("write the timeline to {}", path.display()), cause)
-                .remedy("--timeline wants the name of a file in a folder that can be written to")
-        })?;
-        Ok(Self { path: path.to_owned(), file })
+    /// `InvalidArgument` if `path` is one of the model's files, or something else than a file; `Io` and its kin if no file
+    /// can be made there.
+    pub fn create(path: &Path, models: &[PathBuf]) -> Result<Self> {
+        let identity = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
+        // What a link names is replaced, not the link.
+        let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let refused = |what: &str| {
+            let what = format!("the timeline cannot be written to {}: {what}", path.display());
+            Error::new(ErrorKind::InvalidArgument, what).remedy("give --timeline the name of a file of its own")
+        };
+        if let Ok(there) = std::fs::metadata(&path) {
+            if !there.is_file() {
+                return Err(refused("it is no regular file"));
+            }
+            if models.iter().any(|model| identity(model).is_ok_and(|is| is == (there.dev(), there.ino()))) {
+                return Err(refused("it is a file of the model"));
+            }
+        }
+        let timeline = Self { path };
+        // A try, which leaves nothing behind however the run ends.
+        drop(timeline.beside().map_err(|cause| timeline.failed(cause))?);
+        Ok(timeline)
+    }
+
+    /// A file without contents in the same folder, gone when dropped.
+    fn beside(&self) -> std::io::Result<NamedTempFile> {
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        // As readable as any new file of this user.
+        let usual = Permissions::from_mode(0o666);
+        tempfile::Builder::new().permissions(usual).prefix(".timeline-").tempfile_in(folder.unwrap_or(Path::new(".")))
+    }
+
+    fn failed(&self, cause: std::io::Error) -> Error {
+        // Without the temporary file's name, which means nothing to anybody.
+        let inner = cause.get_ref().and_then(|named| named.source()?.downcast_ref::<std::io::Error>());
+        let cause = inner.and_then(std::io::Error::raw_os_error).map_or(cause, std::io::Error::from_raw_os_error);
+        Error::io(format!("write the timeline to {}", self.path.display()), cause).remedy(Self::REMEDY)
     }
 
     /// Writes spans, in any order. Overlapping spans of a lane get rows of their own.
@@ -227,8 +267,9 @@ impl Timeline {
         const ROWS_PER_LANE: usize = 1000;
         spans.sort_by_key(|span| (span.start, span.duration));
         let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
-        let failed = |cause| Error::io(format!("write the timeline to {}", self.path.display()), cause);
-        let mut out = BufWriter::new(&self.file);
+        let failed = |cause| self.failed(cause);
+        let file = self.beside().map_err(failed)?;
+        let mut out = BufWriter::new(file.as_file());
         let mut events = Vec::with_capacity(spans.len() + LANES.len());
         for span in spans {
             let lane = LANES.iter().position(|(lane, _)| *lane == span.lane).unwrap_or(0);
@@ -261,6 +302,9 @@ impl Timeline {
         }
         serde_json::to_writer(&mut out, &json!({"displayTimeUnit": "ms", "traceEvents": events}))
             .map_err(|cause| failed(cause.into()))?;
-        out.flush().map_err(failed)
+        out.flush().map_err(failed)?;
+        drop(out);
+        file.persist(&self.path).map_err(|refused| failed(refused.error))?;
+        Ok(())
     }
 }
