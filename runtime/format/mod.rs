@@ -159,8 +159,8 @@ impl ModelHeader {
         if let Some(t) = found.and_then(|at| self.tensors.get(at)) {
             return Ok(t);
         }
-        let common = |other: &&str| other.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
-        let closest = self.tensors.iter().map(|t| t.name.as_str()).max_by_key(common);
+        let closest = self.tensors.iter().take(MOST_COMPARED).map(|t| t.name.as_str());
+        let closest = closest.min_by_key(|other| distance(name, other));
         let error = Error::new(ErrorKind::NotFound, format!("the model has no tensor {}", quoted(name)));
         Err(match closest {
             Some(other) => error.remedy(format!("the closest name is {}", quoted(other))),
@@ -187,6 +187,17 @@ impl ModelHeader {
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().fold(0, |sum, t| sum.saturating_add(t.len))
     }
+}
+
+/// Most tensors among which the closest name is looked for: files may hold any number.
+const MOST_COMPARED: usize = 1 << 16;
+
+/// How many edits lie between two names; of long ones only the beginnings count, because files may hold names of any length.
+fn distance(a: &str, b: &str) -> usize {
+    const COMPARED: usize = 128;
+    let start = |text: &str| text.chars().take(COMPARED).collect::<Vec<_>>();
+    let (a, b) = (start(a), start(b));
+    strsim::generic_damerau_levenshtein(&a, &b)
 }
 
 fn inside(t: &TensorHeader, files: &[ModelFile]) -> bool {
@@ -294,4 +305,33 @@ fn check_overlap(sorted: &[TensorHeader]) -> Result<()> {
         last = Some(t);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn regression_the_closest_name_is_the_one_of_fewest_edits() {
+        let tensor = |(at, stem): (usize, &str)| {
+            let (name, offset) = (format!("blk.0.{stem}.weight"), at as u64 * 4);
+            TensorHeader { name, dtype: DType::F32, shape: vec![1], file: 0, offset, len: 4 }
+        };
+        let stems = ["attn_k", "attn_norm", "attn_output", "attn_q", "attn_v", "ffn_up"];
+        let metadata = std::fs::metadata("/proc/self/exe").unwrap();
+        let file = ModelFile { path: "m".into(), len: 64, state: FileState::of(&metadata) };
+        let tensors = stems.into_iter().enumerate().map(tensor).collect();
+        let model = ModelHeader::new(vec![file], tensors, Metadata::Safetensors(BTreeMap::new())).unwrap();
+        for (typo, meant) in
+            [("atn_q", "attn_q"), ("attn_vv", "attn_v"), ("fn_up", "ffn_up"), ("attn_onrm", "attn_norm")]
+        {
+            let error = model.tensor(&format!("blk.0.{typo}.weight")).unwrap_err();
+            let wanted = format!("the closest name is \"blk.0.{meant}.weight\"");
+            assert_eq!(error.advice(), Some(wanted.as_str()), "{typo}");
+        }
+        // Names of any length are compared in time that does not depend on it.
+        assert!(model.tensor(&"x".repeat(1 << 20)).is_err());
+    }
 }
