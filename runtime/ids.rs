@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind};
 /// A number of bytes.
 ///
 /// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"` (decimal units are powers of ten, binary units powers of two;
-/// a bare `K`, `M`, `G`, `T` is binary, as memory sizes usually are).
+/// a bare `K`, `M`, `G`, `T`, `P`, `E` is binary, as memory sizes usually are).
 ///
 /// ```
 /// use outcore::Bytes;
@@ -60,7 +60,7 @@ impl std::ops::Add for Bytes {
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
         let mut value = self.0 as f64;
         let mut unit = 0;
         while value >= 1024.0 && unit + 1 < UNITS.len() {
@@ -79,6 +79,10 @@ impl FromStr for Bytes {
             Error::new(ErrorKind::InvalidArgument, format!("size {text:?} is not understood"))
                 .remedy("write a number and a unit, such as 512MiB, 1.5G or 1000MB")
         };
+        let large = || {
+            let what = format!("size {text:?} is too large: the limit is {}", Self(u64::MAX));
+            Error::new(ErrorKind::InvalidArgument, what).remedy("give a size that some memory or disk has")
+        };
         let trimmed = text.trim();
         let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = trimmed.split_at(split);
@@ -88,17 +92,21 @@ impl FromStr for Bytes {
             "m" | "mib" => 1 << 20,
             "g" | "gib" => 1 << 30,
             "t" | "tib" => 1 << 40,
+            "p" | "pib" => 1 << 50,
+            "e" | "eib" => 1 << 60,
             "kb" => 1_000,
             "mb" => 1_000_000,
             "gb" => 1_000_000_000,
             "tb" => 1_000_000_000_000,
+            "pb" => 1_000_000_000_000_000,
+            "eb" => 1_000_000_000_000_000_000,
             _ => return Err(bad()),
         };
         if let Ok(whole) = number.parse::<u64>() {
-            return whole.checked_mul(scale).map(Self).ok_or_else(bad);
+            return whole.checked_mul(scale).map(Self).ok_or_else(large);
         }
         let value = number.parse::<f64>().map_err(|_| bad())? * scale as f64;
-        if value.is_finite() && value >= 0.0 && value < u64::MAX as f64 { Ok(Self(value as u64)) } else { Err(bad()) }
+        if value < u64::MAX as f64 { Ok(Self(value as u64)) } else { Err(large()) }
     }
 }
 
@@ -254,5 +262,25 @@ pub struct PageId {
 impl fmt::Debug for PageId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?}.{}", self.segment, self.index.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn regression_sizes_that_are_too_large_are_called_that() {
+        assert_eq!("15EiB".parse::<Bytes>().unwrap(), Bytes::new(15 << 60));
+        assert_eq!("2 PB".parse::<Bytes>().unwrap(), Bytes::new(2_000_000_000_000_000));
+        assert_eq!(Bytes::new(15 << 60).to_string(), "15.0 EiB");
+        for large in ["16EiB", "18446744073709551616", "1e30", "99999999999999999999999GiB", "20000000.5TiB"] {
+            let error = large.parse::<Bytes>().unwrap_err().to_string();
+            // An exponent is not how sizes are written, whatever their size.
+            let wanted = if large.contains('e') { "not understood" } else { "too large: the limit is 16.0 EiB" };
+            assert!(error.contains(wanted), "{large}: {error}");
+        }
     }
 }
