@@ -86,6 +86,13 @@ fn inspect_counts_tensors_types_and_pages() {
 }
 
 #[test]
+fn inspect_says_which_page_size_it_assumes() {
+    let model = common::synthetic(&[5000, 70_000]);
+    let table = text(&["inspect", string(&model.path), "--page-size", "64KiB"]);
+    assert!(table.contains("assumed") && table.contains("pages of 64.0 KiB (--page-size)"), "{table}");
+}
+
+#[test]
 fn inspect_counts_pages_that_tensors_share() {
     // Two tensors in the first page, the second of which ends in the second page, where the third one lies.
     let file = common::synthetic(&[1000, 4000, 100, 20_000]);
@@ -278,6 +285,7 @@ fn probe_measures_a_file_without_changing_it() {
     refused(&["probe", "--size", "1MiB", "--dir", string(&dir.path().join("none"))], 1, &["none"]);
     fs::write(&path, "short").unwrap();
     refused(&["probe", "--file", string(&path)], 1, &["larger file"]);
+    refused(&["probe", "--size", "0"], 1, &["--size 0 B", "64.0 KiB", "1GiB"]);
 }
 
 #[test]

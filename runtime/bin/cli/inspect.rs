@@ -19,7 +19,7 @@ pub struct Options {
     /// A GGUF or safetensors file, one file of a split model, an index.json, or a folder with one of them
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Size of a page: a power of two from 4KiB to 1GiB
+    /// Size of a page to assume: a power of two from 4KiB to 1GiB; `generate` takes smaller ones where budgets are small
     #[arg(long, value_name = "SIZE", value_parser = page_size, default_value = "2MiB")]
     page_size: PageSize,
     /// Device budgets to consider, such as 4GiB; repeat it or list several. Default: 10 to 100 % of the model
@@ -358,6 +358,14 @@ impl Report for Inspection {
                 "{} row by row, {} with whole tensors",
                 size(self.minimum_budget_bytes),
                 size(self.whole_tensor_budget_bytes)
+            ),
+        );
+        facts.pair(
+            "assumed",
+            format!(
+                "pages of {} (--page-size) and tensors used in file order; generate takes pages of 64 KiB to 2 MiB by its \
+                 budget and the model's own order",
+                size(self.page_bytes)
             ),
         );
         for (name, value) in &self.metadata {

@@ -91,6 +91,9 @@ impl LatencyReport {
     }
 }
 
+/// The smallest block that is read.
+const LEAST: Bytes = Bytes::kib(64);
+
 pub fn run(options: &Options) -> Result<ProbeReport> {
     let page = options.page_size.bytes();
     let (path, name, trial);
@@ -103,12 +106,20 @@ pub fn run(options: &Options) -> Result<ProbeReport> {
             (path, name) = (file.clone(), file.display().to_string());
         }
         (None, size) => {
-            trial = TrialFile::create(&options.dir, size.unwrap_or_default(), None)?;
+            let size = size.unwrap_or_default();
+            if size < LEAST {
+                return Err(Error::new(
+                    ErrorKind::InvalidArgument,
+                    format!("--size {size} cannot be measured: no block of {LEAST} fits"),
+                )
+                .remedy("give at least that; 1GiB gives steady figures"));
+            }
+            trial = TrialFile::create(&options.dir, size, None)?;
             (path, name) = (trial.path(), format!("temporary file in {}", options.dir.display()));
         }
     }
     let depths = [1, 4, 16, 32].into_iter().map(QueueDepth::new).collect::<Result<Vec<_>>>()?;
-    let mut blocks: Vec<u64> = vec![64 << 10, 256 << 10, 1 << 20, 4 << 20, page];
+    let mut blocks: Vec<u64> = vec![LEAST.get(), 256 << 10, 1 << 20, 4 << 20, page];
     blocks.sort_unstable();
     blocks.dedup();
     let blocks: Vec<Bytes> = blocks.into_iter().map(Bytes::new).collect();
@@ -158,7 +169,7 @@ fn measure(path: &Path, io: IoBackend, blocks: &[Bytes], depths: &[QueueDepth], 
     if probe.points.is_empty() {
         return Err(Error::new(
             ErrorKind::InvalidArgument,
-            format!("{} of {} cannot be measured: no block of {} fits", probe.size, path.display(), Bytes::kib(64)),
+            format!("{} of {} cannot be measured: no block of {LEAST} fits", probe.size, path.display()),
         )
         .remedy("give a larger file and budget; 1GiB gives steady figures"));
     }
