@@ -3,6 +3,8 @@
 //! Sources: the GGUF key list of the ggml project, and the configuration classes of Hugging Face transformers
 //! (`LlamaConfig`, `Qwen2Config`, `Qwen3Config`).
 
+use std::path::Path;
+
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
@@ -100,81 +102,98 @@ pub struct Config {
 impl Config {
     /// Reads the configuration of `model`.
     pub fn new(model: &ModelFiles) -> Result<Self> {
-        let config = match model.container() {
-            Container::Gguf => Self::from_gguf(model)?,
-            Container::Safetensors => Self::from_hf(model.metadata())?,
+        let file = match model.container() {
+            Container::Gguf => model.paths().first().cloned().unwrap_or_default(),
+            Container::Safetensors => model.folder().join("config.json"),
         };
-        config.check()
+        let meta = Reader { map: model.metadata(), file: &file };
+        let config = match model.container() {
+            Container::Gguf => Self::from_gguf(model, &meta)?,
+            Container::Safetensors => Self::from_hf(&meta)?,
+        };
+        config.check(model, &meta)
     }
 
-    fn from_gguf(model: &ModelFiles) -> Result<Self> {
-        let meta = Reader { map: model.metadata(), what: "GGUF metadata" };
+    fn from_gguf(model: &ModelFiles, meta: &Reader<'_>) -> Result<Self> {
         let name = meta.text("general.architecture")?;
-        let arch = Arch::parse(name)?;
+        let arch = Arch::parse(name).map_err(|error| meta.said(&error))?;
         let key = |suffix: &str| format!("{name}.{suffix}");
-        let dim = meta.size(&key("embedding_length"))?;
-        let heads = meta.size(&key("attention.head_count"))?;
-        let head_dim = meta.optional_size(&key("attention.key_length"))?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
-        if meta.optional_size(&key("attention.value_length"))?.is_some_and(|v| v != head_dim) {
-            return Err(Error::Unsupported("heads whose keys and values differ in length are not supported".into()));
+        let dim = meta.size(&key("embedding_length"), MOST_DIM)?;
+        let heads = meta.size(&key("attention.head_count"), MOST_HEADS)?;
+        let head_key = key("attention.key_length");
+        let head_dim = meta.optional_size(&head_key, MOST_HEAD_DIM)?.unwrap_or(dim / heads);
+        if meta.optional_size(&key("attention.value_length"), MOST_HEAD_DIM)?.is_some_and(|v| v != head_dim) {
+            return Err(meta.unsupported("heads whose keys and values differ in length are not supported"));
         }
-        if meta.optional_size(&key("expert_count"))?.is_some_and(|n| n > 0) {
-            return Err(Error::Unsupported("mixture-of-experts models are not supported".into()));
+        if meta.optional_count(&key("expert_count"), usize::MAX)?.is_some_and(|n| n > 0) {
+            return Err(meta.unsupported("mixture-of-experts models are not supported"));
         }
-        let rotary = meta.optional_size(&key("rope.dimension_count"))?.unwrap_or(head_dim);
-        let base = meta.optional_number(&key("rope.freq_base")).unwrap_or(10_000.0);
-        let mut rope_frequencies = frequencies(base, rotary, head_dim)?;
+        let rotary_key = key("rope.dimension_count");
+        let rotary = meta.optional_size(&rotary_key, MOST_HEAD_DIM)?.unwrap_or(head_dim);
+        let base = meta.positive(meta.map, &key("rope.freq_base"), 10_000.0)?;
+        let mut rope_frequencies = meta.frequencies(base, rotary, head_dim)?;
         match meta.map.get(&key("rope.scaling.type")).and_then(Value::as_str) {
             None | Some("none") => {}
             Some("linear") => {
-                let factor = meta.optional_number(&key("rope.scaling.factor")).unwrap_or(1.0) as f32;
+                let factor = meta.positive(meta.map, &key("rope.scaling.factor"), 1.0)? as f32;
                 rope_frequencies.iter_mut().for_each(|f| *f /= factor);
             }
-            Some(other) => return Err(Error::Unsupported(format!("rope scaling {other:?} is not supported"))),
+            Some(other) => return Err(meta.unsupported(&format!("rope scaling {other:?} is not supported"))),
         }
         let vocab = model.tensor("token_embd.weight").map(|t| t.rows as usize);
         Ok(Self {
             arch,
             dim,
-            layers: meta.size(&key("block_count"))?,
+            layers: meta.size(&key("block_count"), MOST_LAYERS)?,
             heads,
-            kv_heads: meta.optional_size(&key("attention.head_count_kv"))?.unwrap_or(heads),
+            kv_heads: meta.optional_size(&key("attention.head_count_kv"), MOST_HEADS)?.unwrap_or(heads),
             head_dim,
-            ffn_dim: meta.size(&key("feed_forward_length"))?,
+            ffn_dim: meta.size(&key("feed_forward_length"), MOST_FFN)?,
             vocab: vocab.ok_or_else(|| Error::MissingTensor("token_embd.weight".into()))?,
-            context: meta.size(&key("context_length"))?,
-            norm_eps: meta.optional_number(&key("attention.layer_norm_rms_epsilon")).unwrap_or(1e-5) as f32,
+            context: meta.size(&key("context_length"), MOST_CONTEXT)?,
+            norm_eps: meta.positive(meta.map, &key("attention.layer_norm_rms_epsilon"), 1e-5)? as f32,
             rope_pairs: if arch == Arch::Llama { RopePairs::Adjacent } else { RopePairs::Halves },
             rope_frequencies,
             rope_factors_tensor: model.tensor("rope_freqs.weight").is_some(),
-            bos: meta.optional_size("tokenizer.ggml.bos_token_id")?.map(|v| v as u32),
-            eos: meta.optional_size("tokenizer.ggml.eos_token_id")?.map(|v| v as u32).into_iter().collect(),
+            bos: meta.token("tokenizer.ggml.bos_token_id")?,
+            eos: meta.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
         })
     }
 
-    fn from_hf(map: &Map<String, Value>) -> Result<Self> {
-        let meta = Reader { map, what: "config.json" };
+    fn from_hf(meta: &Reader<'_>) -> Result<Self> {
+        let map = meta.map;
         let model_type = meta.text("model_type")?;
-        let arch = Arch::parse(model_type)?;
+        let arch = Arch::parse(model_type).map_err(|error| meta.said(&error))?;
         let window = map.get("sliding_window").is_some_and(|v| !v.is_null());
         let used = map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(model_type == "mistral");
         if window && used {
-            return Err(Error::Unsupported("sliding-window attention is not supported".into()));
+            return Err(meta.unsupported("sliding_window: attention within a window is not supported"));
         }
         if let Some(act) = map.get("hidden_act").and_then(Value::as_str).filter(|act| *act != "silu") {
-            return Err(Error::Unsupported(format!("activation {act:?} is not supported; supported is \"silu\"")));
+            return Err(meta.unsupported(&format!("hidden_act {act:?} is not supported; supported is \"silu\"")));
         }
-        let dim = meta.size("hidden_size")?;
-        let heads = meta.size("num_attention_heads")?;
-        let head_dim = meta.optional_size("head_dim")?.unwrap_or(dim.checked_div(heads).unwrap_or(0));
-        let scaling = map.get("rope_scaling").or_else(|| map.get("rope_parameters")).and_then(Value::as_object);
-        let base = meta
-            .optional_number("rope_theta")
-            .or_else(|| scaling.and_then(|s| s.get("rope_theta")).and_then(Value::as_f64))
-            .unwrap_or(10_000.0);
-        let mut rope_frequencies = frequencies(base, head_dim, head_dim)?;
+        if map.get("quantization_config").is_some_and(|v| !v.is_null()) {
+            let what = "quantization_config: quantised safetensors are not supported; supported are F32, F16 and BF16";
+            return Err(meta.unsupported(what));
+        }
+        let dim = meta.size("hidden_size", MOST_DIM)?;
+        let heads = meta.size("num_attention_heads", MOST_HEADS)?;
+        let head_dim = meta.optional_size("head_dim", MOST_HEAD_DIM)?.unwrap_or(dim / heads);
+        let object = |key: &str| map.get(key).and_then(Value::as_object);
+        let scaling = object("rope_scaling").or_else(|| object("rope_parameters"));
+        for place in [Some(map), scaling].into_iter().flatten() {
+            if meta.positive(place, "partial_rotary_factor", 1.0)? != 1.0 {
+                return Err(meta.unsupported("partial_rotary_factor other than 1 is not supported"));
+            }
+        }
+        let base = match scaling {
+            Some(scaling) => meta.positive(scaling, "rope_theta", 10_000.0)?,
+            None => 10_000.0,
+        };
+        let base = meta.positive(map, "rope_theta", base)?;
+        let mut rope_frequencies = meta.frequencies(base, head_dim, head_dim)?;
         if let Some(scaling) = scaling {
-            scale_frequencies(&mut rope_frequencies, scaling)?;
+            scale_frequencies(&mut rope_frequencies, scaling, meta)?;
         }
         let ids = |key: &str| match map.get(key) {
             Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).map(|v| v as u32).collect(),
@@ -184,14 +203,14 @@ impl Config {
         Ok(Self {
             arch,
             dim,
-            layers: meta.size("num_hidden_layers")?,
+            layers: meta.size("num_hidden_layers", MOST_LAYERS)?,
             heads,
-            kv_heads: meta.optional_size("num_key_value_heads")?.unwrap_or(heads),
+            kv_heads: meta.optional_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(heads),
             head_dim,
-            ffn_dim: meta.size("intermediate_size")?,
-            vocab: meta.size("vocab_size")?,
-            context: meta.optional_size("max_position_embeddings")?.unwrap_or(2048),
-            norm_eps: meta.optional_number("rms_norm_eps").unwrap_or(1e-6) as f32,
+            ffn_dim: meta.size("intermediate_size", MOST_FFN)?,
+            vocab: meta.size("vocab_size", MOST_VOCAB)?,
+            context: meta.optional_size("max_position_embeddings", MOST_CONTEXT)?.unwrap_or(2048),
+            norm_eps: meta.positive(map, "rms_norm_eps", 1e-6)? as f32,
             rope_pairs: RopePairs::Halves,
             rope_frequencies,
             rope_factors_tensor: false,
@@ -200,51 +219,50 @@ impl Config {
         })
     }
 
-    fn check(self) -> Result<Self> {
-        let limits = [
-            ("width", self.dim, 1 << 20),
-            ("number of layers", self.layers, 1 << 14),
-            ("number of heads", self.heads, 1 << 14),
-            ("number of key heads", self.kv_heads, 1 << 14),
-            ("head size", self.head_dim, 1 << 14),
-            ("feed-forward width", self.ffn_dim, 1 << 24),
-            ("vocabulary", self.vocab, 1 << 28),
-            ("context", self.context, 1 << 40),
-        ];
-        for (what, value, most) in limits {
-            if value == 0 || value > most {
-                return Err(Error::format("model configuration", format!("a {what} of {value} makes no sense")));
-            }
+    fn check(self, model: &ModelFiles, meta: &Reader<'_>) -> Result<Self> {
+        if self.vocab == 0 || self.vocab > MOST_VOCAB {
+            return Err(meta.bad(&format!("a vocabulary of {} tokens is not from 1 to {MOST_VOCAB}", self.vocab)));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
-            return Err(Error::format("model configuration", "key heads do not divide the query heads evenly"));
+            let (heads, kv_heads) = (self.heads, self.kv_heads);
+            return Err(meta.bad(&format!("{kv_heads} key heads do not divide {heads} query heads evenly")));
         }
-        Ok(self)
+        // Of a layer that the configuration does not count, nothing would be missed but sense.
+        let prefix = if model.container() == Container::Gguf { "blk." } else { "model.layers." };
+        let layer = |name: &str| name.strip_prefix(prefix)?.split_once('.')?.0.parse::<usize>().ok();
+        let uncounted = model.tensors().iter().find(|t| layer(&t.name).is_some_and(|n| n >= self.layers));
+        match uncounted {
+            Some(t) => Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name))),
+            None => Ok(self),
+        }
     }
 }
 
-/// `base^(-2i / rotary)`, after Su et al., RoFormer (2021).
-fn frequencies(base: f64, rotary: usize, head_dim: usize) -> Result<Vec<f32>> {
-    if rotary > head_dim || !rotary.is_multiple_of(2) || !head_dim.is_multiple_of(2) || head_dim > 1 << 14 {
-        return Err(Error::format("rotary embedding", format!("{rotary} of {head_dim} elements cannot be turned")));
-    }
-    Ok((0..rotary / 2).map(|i| base.powf(-2.0 * i as f64 / rotary as f64) as f32).collect())
-}
+const MOST_DIM: usize = 1 << 20;
+const MOST_LAYERS: usize = 1 << 14;
+const MOST_HEADS: usize = 1 << 14;
+const MOST_HEAD_DIM: usize = 1 << 14;
+const MOST_FFN: usize = 1 << 24;
+const MOST_VOCAB: usize = 1 << 28;
+const MOST_CONTEXT: usize = 1 << 40;
 
 /// The scalings of transformers' `modeling_rope_utils.py`: `default`, `linear` and `llama3`.
-fn scale_frequencies(frequencies: &mut [f32], scaling: &Map<String, Value>) -> Result<()> {
-    let number = |key: &str, default: f64| scaling.get(key).and_then(Value::as_f64).unwrap_or(default);
+fn scale_frequencies(frequencies: &mut [f32], scaling: &Map<String, Value>, meta: &Reader<'_>) -> Result<()> {
+    let number = |key: &str, default: f64| meta.positive(scaling, key, default);
     let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str);
     match kind.unwrap_or("default") {
         "default" => {}
         "linear" => {
-            let factor = number("factor", 1.0) as f32;
+            let factor = number("factor", 1.0)? as f32;
             frequencies.iter_mut().for_each(|f| *f /= factor);
         }
         "llama3" => {
-            let factor = number("factor", 8.0);
-            let (low, high) = (number("low_freq_factor", 1.0), number("high_freq_factor", 4.0));
-            let original = number("original_max_position_embeddings", 8192.0);
+            let factor = number("factor", 8.0)?;
+            let (low, high) = (number("low_freq_factor", 1.0)?, number("high_freq_factor", 4.0)?);
+            let original = number("original_max_position_embeddings", 8192.0)?;
+            if low >= high {
+                return Err(meta.bad(&format!("low_freq_factor {low} is not less than high_freq_factor {high}")));
+            }
             for f in frequencies {
                 let frequency = f64::from(*f);
                 let wavelength = std::f64::consts::TAU / frequency;
@@ -258,43 +276,93 @@ fn scale_frequencies(frequencies: &mut [f32], scaling: &Map<String, Value>) -> R
                 } as f32;
             }
         }
-        other => return Err(Error::Unsupported(format!("rope scaling {other:?} is not supported"))),
+        other => return Err(meta.unsupported(&format!("rope scaling {other:?} is not supported"))),
     }
     Ok(())
 }
 
+/// What a model says about itself, and the file that says it.
 struct Reader<'a> {
     map: &'a Map<String, Value>,
-    what: &'static str,
+    file: &'a Path,
 }
 
 impl Reader<'_> {
-    fn text(&self, key: &str) -> Result<&str> {
-        let value = self.map.get(key).and_then(Value::as_str);
-        value.ok_or_else(|| Error::format(self.what, format!("{key} is missing")))
+    fn bad(&self, why: &str) -> Error {
+        let remedy = "the model's configuration is damaged or another model's: fetch it again";
+        Error::format(self.file.display().to_string(), format!("{why} ({remedy})"))
     }
 
-    /// A size; an array of equal sizes (one a layer) counts as that size.
-    fn optional_size(&self, key: &str) -> Result<Option<usize>> {
-        let bad = || Error::format(self.what, format!("{key} is not a size"));
-        match self.map.get(key) {
-            None | Some(Value::Null) => Ok(None),
+    /// `what` names the key where it is not the architecture.
+    fn unsupported(&self, what: &str) -> Error {
+        Error::Unsupported(format!("{}: {what} (run another model, or this one in another form)", self.file.display()))
+    }
+
+    /// An error that does not know the file.
+    fn said(&self, error: &Error) -> Error {
+        self.unsupported(&error.to_string())
+    }
+
+    fn text(&self, key: &str) -> Result<&str> {
+        let value = self.map.get(key).and_then(Value::as_str);
+        value.ok_or_else(|| self.bad(&format!("{key} is missing")))
+    }
+
+    /// A whole number from 0 to `most`; an array of equal ones (one a layer) counts as that number.
+    fn optional_count(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        let value = match self.map.get(key) {
+            None | Some(Value::Null) => return Ok(None),
             Some(Value::Array(all)) => {
-                let first = all.first().and_then(Value::as_u64).ok_or_else(bad)?;
-                if all.iter().any(|v| v.as_u64() != Some(first)) {
-                    return Err(Error::Unsupported(format!("{key} differs from layer to layer")));
+                if all.iter().any(|value| Some(value) != all.first()) {
+                    return Err(self.unsupported(&format!("{key} differs from layer to layer")));
                 }
-                Ok(Some(first as usize))
+                all.first().unwrap_or(&Value::Null)
             }
-            Some(value) => value.as_u64().map(|v| Some(v as usize)).ok_or_else(bad),
+            Some(value) => value,
+        };
+        let fitting = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n <= most);
+        match fitting {
+            Some(n) => Ok(Some(n)),
+            None => Err(self.bad(&format!("{key} is {value}, not a whole number up to {most}"))),
         }
     }
 
-    fn size(&self, key: &str) -> Result<usize> {
-        self.optional_size(key)?.ok_or_else(|| Error::format(self.what, format!("{key} is missing")))
+    /// The number of something there is at least one of.
+    fn optional_size(&self, key: &str, most: usize) -> Result<Option<usize>> {
+        match self.optional_count(key, most)? {
+            Some(0) => Err(self.bad(&format!("{key} is 0: it must be from 1 to {most}"))),
+            n => Ok(n),
+        }
     }
 
-    fn optional_number(&self, key: &str) -> Option<f64> {
-        self.map.get(key).and_then(Value::as_f64)
+    fn size(&self, key: &str, most: usize) -> Result<usize> {
+        self.optional_size(key, most)?.ok_or_else(|| self.bad(&format!("{key} is missing")))
+    }
+
+    fn token(&self, key: &str) -> Result<Option<u32>> {
+        Ok(self.optional_count(key, u32::MAX as usize)?.map(|id| id as u32))
+    }
+
+    /// A number that computing divides by, multiplies with, or takes the root of: it must be positive, as an f32 too.
+    fn positive(&self, map: &Map<String, Value>, key: &str, default: f64) -> Result<f64> {
+        let value = match map.get(key) {
+            None | Some(Value::Null) => return Ok(default),
+            Some(value) => value,
+        };
+        match value.as_f64().filter(|n| *n as f32 > 0.0 && (*n as f32).is_finite()) {
+            Some(n) => Ok(n),
+            None => Err(self.bad(&format!("{key} is {value}, not a finite number above 0"))),
+        }
+    }
+
+    /// `base^(-2i / rotary)`, after Su et al., RoFormer (2021).
+    fn frequencies(&self, base: f64, rotary: usize, head_dim: usize) -> Result<Vec<f32>> {
+        if head_dim == 0 {
+            return Err(self.bad("there are more heads than elements for them"));
+        }
+        if rotary > head_dim || !rotary.is_multiple_of(2) || !head_dim.is_multiple_of(2) {
+            return Err(self.bad(&format!("of heads of {head_dim} elements, {rotary} cannot be turned in pairs")));
+        }
+        Ok((0..rotary / 2).map(|i| base.powf(-2.0 * i as f64 / rotary as f64) as f32).collect())
     }
 }

@@ -30,10 +30,15 @@ pub enum Error {
     #[error("{0}")]
     Unsupported(String),
     /// A tensor the architecture needs is absent.
-    #[error("the model has no tensor {0:?}")]
+    #[error(
+        "the model has no tensor {0:?} (it is incomplete, or its configuration is another model's: fetch it again)"
+    )]
     MissingTensor(String),
     /// A tensor's shape contradicts the configuration.
-    #[error("tensor {name:?} is {rows} x {cols}, the configuration wants {want_rows} x {want_cols}")]
+    #[error(
+        "tensor {name:?} is {rows} x {cols}, the configuration wants {want_rows} x {want_cols} \
+         (its configuration is another model's: fetch the model again)"
+    )]
     Shape {
         /// The tensor.
         name: String,
@@ -55,6 +60,20 @@ pub enum Error {
 }
 
 impl Error {
+    /// The error with its causes, on one line.
+    pub fn in_full(&self) -> String {
+        let mut text = self.to_string();
+        // outcore's own already name theirs.
+        if !matches!(self, Self::Outcore(_)) {
+            let mut cause = std::error::Error::source(self);
+            while let Some(inner) = cause {
+                text.push_str(&format!(": {inner}"));
+                cause = inner.source();
+            }
+        }
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
     /// A malformed `what`.
     pub(crate) fn format(what: impl Into<String>, why: impl ToString) -> Self {
         Self::Format { what: what.into(), why: why.to_string() }

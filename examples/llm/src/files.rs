@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use outcore::ErrorKind;
 use outcore::format::{self, ModelHeader, gguf};
 use serde_json::{Map, Value};
 
@@ -52,9 +53,17 @@ impl ModelFiles {
         let mut tensors = Vec::with_capacity(header.tensors.len());
         let mut by_name = HashMap::with_capacity(header.tensors.len());
         for (index, t) in header.tensors.iter().enumerate() {
-            let dtype = WeightType::of(t.dtype)
-                .ok_or_else(|| Error::Unsupported(format!("tensor {:?} has type {}", t.name, t.dtype)))?;
-            let bad = |why: &str| Error::format(format!("tensor {:?}", t.name), why);
+            let dtype = WeightType::of(t.dtype).ok_or_else(|| {
+                let path = paths.get(t.file as usize).map_or(Path::new(""), PathBuf::as_path).display();
+                let known = WeightType::ALL.map(|known| known.to_string()).join(", ");
+                let what = format!("{path}: tensor {:?} has type {}, which is not supported", t.name, t.dtype);
+                Error::Unsupported(format!("{what} (fetch the model in one of {known})"))
+            })?;
+            let bad = |why: &str| {
+                let path = paths.get(t.file as usize).map_or(Path::new(""), PathBuf::as_path).display();
+                let why = format!("{why} (the file is damaged or was written wrongly: fetch it again)");
+                Error::format(format!("{path}: tensor {:?}", t.name), why)
+            };
             let cols = t.shape.last().copied().unwrap_or(1);
             let outer = &t.shape[..t.shape.len().saturating_sub(1)];
             let rows =
@@ -135,8 +144,17 @@ fn folder_of(paths: &[PathBuf]) -> &Path {
 
 /// Reads a JSON object.
 pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>> {
-    let text = std::fs::read(path).map_err(|e| Error::io(format!("cannot read {}", path.display()), e))?;
-    serde_json::from_slice(&text).map_err(|e| Error::format(path.display().to_string(), e))
+    let text = std::fs::read(path).map_err(|cause| {
+        let error = outcore::Error::io(format!("cannot read {}", path.display()), cause);
+        let name = path.file_name().unwrap_or_default().display();
+        match error.kind() {
+            ErrorKind::NotFound => error.remedy(format!("put the model's {name} beside its safetensors files")),
+            ErrorKind::PermissionDenied => error.remedy("give this user read permission on it"),
+            _ => error.remedy("check the disk it lies on"),
+        }
+    })?;
+    serde_json::from_slice(&text)
+        .map_err(|e| Error::format(path.display().to_string(), format!("{e} (the file is damaged: fetch it again)")))
 }
 
 /// Vocabularies of hundreds of thousands of tokens would take many times their size as JSON; what the configuration needs
@@ -155,7 +173,11 @@ fn json(value: gguf::Value<'_>) -> Value {
         gguf::Value::U64(v) => v.into(),
         other => match other.as_i64() {
             Some(v) => v.into(),
-            None => other.as_f64().into(),
+            None => match other.as_f64() {
+                // JSON has no such numbers; as text they are at least no absent ones.
+                Some(v) if !v.is_finite() => v.to_string().into(),
+                v => v.into(),
+            },
         },
     }
 }

@@ -114,7 +114,11 @@ impl Tokenizer {
     /// The tokenizer of a GGUF file, or the `tokenizer.json` beside safetensors files.
     pub fn load(files: &ModelFiles) -> Result<Self> {
         match files.gguf() {
-            Some(metadata) => Self::from_gguf(metadata),
+            Some(metadata) => Self::from_gguf(metadata).map_err(|error| {
+                let path = files.paths().first().map(|path| path.display().to_string()).unwrap_or_default();
+                let instead = "the model's tokenizer cannot be used; prompts can be given as token ids";
+                Error::Unsupported(format!("{path}: {error} ({instead})"))
+            }),
             None => Self::from_folder(files),
         }
     }
