@@ -56,12 +56,21 @@ fn spec() -> Spec {
     }
 }
 
+/// The model that is fetched, whose size and words some tests know.
 fn real_model() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
-    if path.is_file() {
+    there(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+}
+
+/// That one, or the one that the environment names.
+fn any_real_model() -> Option<PathBuf> {
+    std::env::var_os("OUTCORE_MODEL").map_or_else(real_model, |path| there(PathBuf::from(path)))
+}
+
+fn there(path: PathBuf) -> Option<PathBuf> {
+    if path.exists() {
         return Some(path);
     }
-    eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
+    eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets the usual one", path.display());
     None
 }
 
@@ -170,9 +179,10 @@ fn all_settings(len: u64, resident: u64) -> Vec<String> {
 
 #[test]
 fn the_real_model_says_the_same_in_every_budget() {
-    let Some(model) = real_model() else { return };
+    let Some(model) = any_real_model() else { return };
     let base = [&["--model", text(&model)][..], &REAL].concat();
-    same_words(&base, &some_settings(files_len(&model), 200 * MIB));
+    let len = files_len(&model);
+    same_words(&base, &some_settings(len, 2 * len));
 }
 
 #[test]
@@ -184,9 +194,10 @@ fn a_sharded_model_says_the_same_in_every_budget() {
 #[test]
 #[ignore = "some minutes: every setting with every other"]
 fn every_setting_says_the_same() {
-    if let Some(model) = real_model() {
+    if let Some(model) = any_real_model() {
         let base = [&["--model", text(&model)][..], &REAL].concat();
-        same_words(&base, &all_settings(files_len(&model), 200 * MIB));
+        let len = files_len(&model);
+        same_words(&base, &all_settings(len, 2 * len));
     }
     let base = [&["--model", text(&MODELS.large)][..], &LARGE].concat();
     same_words(&base, &all_settings(files_len(&MODELS.large), 200 * MIB));
@@ -360,6 +371,113 @@ fn models_that_cannot_be_run_are_refused() {
     refused(&generate(&ids), &["incomplete"]);
 }
 
+/// The small model with other values behind some of its keys; those are of four bytes.
+fn lying(name: &str, lies: &[(&str, [u8; 4])]) -> String {
+    let mut bytes = std::fs::read(&MODELS.small).unwrap();
+    for (key, value) in lies {
+        // Behind a key stand its value's type and the value.
+        let at = find(&bytes, key.as_bytes(), 0) + key.len() + 4;
+        bytes[at..at + 4].copy_from_slice(value);
+    }
+    file(name, &bytes)
+}
+
+#[test]
+fn regression_gguf_configurations_that_lie_are_refused() {
+    let run = |model: &str| generate(&["--model", model, "--prompt", "Hi", "--tokens", "2"]);
+    let lies: [(&str, [u8; 4], &[&str]); 12] = [
+        ("llama.block_count", 1u32.to_le_bytes(), &["counts 1 layers", "blk.1."]),
+        ("llama.block_count", 3u32.to_le_bytes(), &["no tensor", "blk.2.", "fetch it again"]),
+        ("llama.rope.freq_base", f32::NAN.to_le_bytes(), &["llama.rope.freq_base", "NaN"]),
+        ("llama.rope.freq_base", f32::INFINITY.to_le_bytes(), &["llama.rope.freq_base", "inf"]),
+        ("llama.rope.freq_base", 0f32.to_le_bytes(), &["llama.rope.freq_base", "above 0"]),
+        ("llama.attention.layer_norm_rms_epsilon", f32::NAN.to_le_bytes(), &["rms_epsilon", "NaN"]),
+        ("llama.attention.layer_norm_rms_epsilon", (-1e-5f32).to_le_bytes(), &["rms_epsilon", "above 0"]),
+        ("llama.attention.head_count", [0; 4], &["llama.attention.head_count is 0"]),
+        ("llama.embedding_length", [255; 4], &["llama.embedding_length is 4294967295"]),
+        ("llama.rope.dimension_count", 31u32.to_le_bytes(), &["of heads of 32 elements, 31"]),
+        ("llama.attention.head_count_kv", 3u32.to_le_bytes(), &["3 key heads", "4 query heads"]),
+        ("llama.feed_forward_length", 288u32.to_le_bytes(), &["ffn_gate.weight", "288", "fetch the model again"]),
+    ];
+    for (n, (key, value, wanted)) in lies.into_iter().enumerate() {
+        let name = format!("lie-{n}.gguf");
+        refused(&run(&lying(&name, &[(key, value)])), &[&[name.as_str()], wanted].concat());
+    }
+}
+
+#[test]
+fn regression_json_configurations_that_lie_are_refused() {
+    let folder = place("lies");
+    spec_of_shards().write_safetensors(&folder, 1).unwrap();
+    let path = folder.join("config.json");
+    let honest: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let run = || generate(&["--model", text(&folder), "--prompt-tokens", "1,2", "--tokens", "2"]);
+    let lies: [(&str, Value, &[&str]); 11] = [
+        ("num_hidden_layers", 1.into(), &["counts 1 layers", "model.layers.1."]),
+        ("hidden_size", u64::MAX.into(), &["hidden_size is 18446744073709551615"]),
+        ("num_attention_heads", 0.into(), &["num_attention_heads is 0"]),
+        ("num_attention_heads", (-4).into(), &["num_attention_heads is -4"]),
+        ("rms_norm_eps", 0.into(), &["rms_norm_eps is 0", "above 0"]),
+        ("rms_norm_eps", "1e-5".into(), &["rms_norm_eps", "above 0"]),
+        ("rope_theta", (-1.0).into(), &["rope_theta is -1.0", "above 0"]),
+        ("partial_rotary_factor", 0.5.into(), &["partial_rotary_factor"]),
+        ("rope_scaling", serde_json::json!({"type": "linear", "factor": 0}), &["factor is 0"]),
+        ("quantization_config", serde_json::json!({"quant_method": "gptq"}), &["quantization_config", "BF16"]),
+        ("model_type", "mamba".into(), &["mamba", "qwen2", "run another model"]),
+    ];
+    for (key, value, wanted) in lies {
+        let mut lie = honest.clone();
+        lie[key] = value;
+        std::fs::write(&path, lie.to_string()).unwrap();
+        refused(&run(), &[&["config.json"], wanted].concat());
+    }
+    let mut harmless = honest.clone();
+    for (key, value) in
+        [("quantization_config", Value::Null), ("partial_rotary_factor", 1.0.into()), ("rope_scaling", Value::Null)]
+    {
+        harmless[key] = value;
+    }
+    std::fs::write(&path, harmless.to_string()).unwrap();
+    stdout_of(&run());
+    std::fs::remove_file(&path).unwrap();
+    refused(&run(), &["config.json", "No such file", "beside its safetensors files"]);
+}
+
+#[test]
+fn a_path_need_not_be_text() {
+    use std::os::unix::ffi::OsStrExt;
+    let path = MODELS.folder.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9.gguf"));
+    std::fs::copy(&MODELS.small, &path).unwrap();
+    let mut command = command(&["--prompt", "Hi", "--tokens", "2", "--json", "--model"]);
+    let run = last_line(stdout_of(&command.arg(&path).output().unwrap()));
+    assert!(run["model"].as_str().unwrap().contains("caf"), "{run}");
+}
+
+#[test]
+fn output_that_nobody_takes_is_explained_and_logs_hold_no_colours() {
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut command = command(&["--model", text(&MODELS.small), "--prompt", "Hi", "--tokens", "2", "--json"]);
+    let output = command.env("RUST_LOG", "info").stdout(full()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("standard output") && said.contains("check where it goes"), "{said}");
+    assert!(said.contains("ready") && !said.contains('\u{1b}'), "{said:?}");
+}
+
+#[test]
+fn regression_the_other_programs_explain_themselves_too() {
+    let out = place("never.gguf");
+    let run = |program: &str, args: &[&str]| Command::new(program).args(args).output().unwrap();
+    let odd = run(env!("CARGO_BIN_EXE_make_model"), &[text(&out), "--dim", "2050"]);
+    let gone = run(env!("CARGO_BIN_EXE_llm-bench"), &[text(&out)]);
+    for (output, wanted) in [(odd, ["make_model: rows of", "2050 elements"]), (gone, ["llm-bench: ", "check the path"])]
+    {
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        assert!(wanted.iter().all(|part| said.contains(part)), "{said}");
+    }
+}
+
 fn spec_of_shards() -> Spec {
     Spec { dtype: WeightType::F16, ..spec() }
 }
@@ -399,7 +517,7 @@ fn arguments_that_cannot_be_meant_are_refused() {
         refused(&["--prompt", "Hi", &option], &["--device-budget"]);
     }
     refused(&with(&["--threads", "20000"]), &["--threads 20000", "1024", "one a core"]);
-    refused(&with(&["--host-budget", "1KiB"]), &["--host-budget 1.0 KiB", "give at least", "or 0"]);
+    refused(&with(&["--tokens", "2", "--host-budget", "1KiB"]), &["--host-budget 1.0 KiB", "give at least", "or 0"]);
     refused(&with(&["--policy", "best"]), &["best", "plan"]);
     refused(&with(&["--io", "magic"]), &["magic", "threads"]);
     refused(&with(&["--prefetch", "some"]), &["some"]);

@@ -1,10 +1,12 @@
 //! Tokens a second of a model held in ordinary memory: the in-core baseline.
 
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
-use outcore_llm::{KvType, Model, ModelFiles, Options, PlainWeights, Session, argmax};
+use outcore_llm::{KvType, Model, ModelFiles, Options, PlainWeights, Result, Session, argmax};
 
 /// Measures prefill and decode speed with all weights in ordinary memory.
 #[derive(Debug, Parser)]
@@ -25,14 +27,27 @@ struct Args {
     ids: Vec<u32>,
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // If standard error is closed there is nobody left to tell.
+            let _ = writeln!(std::io::stderr(), "llm-bench: {}", error.in_full());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
     let files = ModelFiles::open(&args.model)?;
     let weights = Arc::new(PlainWeights::read(&files)?);
     let model = Arc::new(Model::load(&files, weights, Options { threads: args.threads, ..Options::default() })?);
     let vocab = model.config().vocab as u32;
-    let prompt: Vec<u32> =
-        if args.ids.is_empty() { (0..args.prompt as u32).map(|i| (i * 7919 + 11) % vocab).collect() } else { args.ids };
+    let prompt: Vec<u32> = if args.ids.is_empty() {
+        (0..args.prompt as u32).map(|i| (i * 7919 + 11) % vocab).collect()
+    } else {
+        args.ids.clone()
+    };
     let mut session = Session::new(Arc::clone(&model), prompt.len() + args.tokens + 1, KvType::F32)?;
     let mut next = argmax(&session.forward(&prompt)?);
     let prefill = session.last_pass().total;

@@ -1,10 +1,12 @@
 //! Writes a synthetic model of any size.
 
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
 use outcore_llm::synthetic::Spec;
-use outcore_llm::{Arch, ModelFiles, WeightType};
+use outcore_llm::{Arch, ModelFiles, Result, WeightType};
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Format {
@@ -52,8 +54,18 @@ struct Args {
     seed: u64,
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // If standard error is closed there is nobody left to tell.
+            let _ = writeln!(std::io::stderr(), "make_model: {}", error.in_full());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
     let spec = Spec {
         arch: Arch::parse(&args.arch)?,
         dtype: args.dtype,

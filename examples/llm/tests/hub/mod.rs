@@ -205,6 +205,41 @@ fn every_file_of_a_sharded_model_is_fetched() {
 }
 
 #[test]
+fn regression_a_named_safetensors_file_brings_what_belongs_to_it() {
+    for (shards, folder_name) in [(1, ""), (3, ""), (2, "sub/")] {
+        let folder = tempfile::tempdir().unwrap();
+        spec_of_shards().write_safetensors(folder.path(), shards).unwrap();
+        let expected = local(folder.path())["logits_xxh3"].clone();
+        let files: BTreeMap<_, _> = std::fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap())
+            .map(|entry| {
+                let name = format!("{folder_name}{}", entry.file_name().into_string().unwrap());
+                (name, std::fs::read(entry.path()).unwrap())
+            })
+            .collect();
+        let named: Vec<String> = files.keys().filter(|name| !name.ends_with("config.json")).cloned().collect();
+        assert_eq!(named.len(), if shards == 1 { 1 } else { shards + 1 }, "{named:?}");
+        for name in named {
+            let (home, hub) = (tempfile::tempdir().unwrap(), Hub::start(Shelf::of(files.clone())));
+            let run = last_line(stdout_of(&hub.generate(home.path(), &format!("hf:o/r:{name}"))));
+            assert_eq!(run["logits_xxh3"], expected, "{name}");
+        }
+        // Shards without an index, found by their numbers.
+        if shards == 3 {
+            let mut files = files;
+            files.remove("model.safetensors.index.json").unwrap();
+            let (home, hub) = (tempfile::tempdir().unwrap(), Hub::start(Shelf::of(files)));
+            let output = hub.generate(home.path(), "hf:o/r:model-00002-of-00003.safetensors");
+            assert_eq!(last_line(stdout_of(&output))["logits_xxh3"], expected);
+        }
+    }
+    let lonely = BTreeMap::from([("model.safetensors".to_owned(), vec![0])]);
+    let (home, hub) = (tempfile::tempdir().unwrap(), Hub::start(Shelf::of(lonely)));
+    refused(&hub.generate(home.path(), "hf:o/r:model.safetensors"), &["no config.json", "model.safetensors"]);
+}
+
+#[test]
 fn what_the_hub_does_not_have_is_an_error() {
     let home = tempfile::tempdir().unwrap();
     let hub = Hub::start(Shelf::of(small()));

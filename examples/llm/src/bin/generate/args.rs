@@ -1,5 +1,6 @@
 //! The options of `generate`.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
@@ -13,7 +14,7 @@ pub struct Args {
     /// A .gguf file (any one of a split model), a folder with safetensors files and config.json, or
     /// `hf:owner/repo[:file]`.
     #[arg(long)]
-    pub model: String,
+    pub model: OsString,
     /// The prompt.
     #[arg(long, conflicts_with = "prompt_tokens", required_unless_present = "prompt_tokens")]
     pub prompt: Option<String>,

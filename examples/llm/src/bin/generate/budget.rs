@@ -17,7 +17,7 @@ const FRAMES_MIN: u64 = 128;
 /// Least room for pages that a run is begun with.
 const LEAST_FOR_PAGES: Bytes = Bytes::mib(1);
 /// What else a thread that computes takes: its stack as far as it is used, and the allocator's arena.
-const A_THREAD: Bytes = Bytes::kib(64);
+const A_THREAD: Bytes = Bytes::kib(32);
 /// Of what is left for pages and activations, the part that activations may take. More of them save passes over the
 /// weights while the prompt is read, more pages save reads in every pass of the answer.
 const ACTIVATIONS_SHARE: u64 = 8;

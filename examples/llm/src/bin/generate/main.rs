@@ -71,14 +71,17 @@ fn main() -> ExitCode {
     }
     let run = match run(&args, &interrupt) {
         Ok(run) => run,
-        Err(error) => return fail(&describe(&error)),
+        Err(error @ (Error::MissingTensor(_) | Error::Shape { .. })) => {
+            return fail(&format!("{}: {}", args.model.display(), error.in_full()));
+        }
+        Err(error) => return fail(&error.in_full()),
     };
     // Where nobody reads the summary there is nobody to tell.
     let _ = write!(std::io::stderr(), "\n{}", run.summary());
     if args.json
         && let Err(error) = write_out(&format!("{}\n", run.json()))
     {
-        return fail(&describe(&error));
+        return fail(&error.in_full());
     }
     if run.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS }
 }
@@ -86,19 +89,6 @@ fn main() -> ExitCode {
 fn fail(why: &str) -> ExitCode {
     let _ = writeln!(std::io::stderr(), "generate: {why}");
     ExitCode::FAILURE
-}
-
-/// The error with its causes, on one line; outcore's own already name theirs.
-fn describe(error: &Error) -> String {
-    let mut text = error.to_string();
-    if !matches!(error, Error::Outcore(_)) {
-        let mut cause = std::error::Error::source(error);
-        while let Some(inner) = cause {
-            text.push_str(&format!(": {inner}"));
-            cause = inner.source();
-        }
-    }
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The prompt's tokens.
@@ -218,8 +208,11 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
             tracing::warn!(dropped, "the timeline ends before the run does: there was no room for more spans");
         }
     }
+    let stats = runtime.stats();
+    // Whatever failed behind the calls is told here, and nowhere else.
+    runtime.close()?;
     Ok(Run {
-        model: args.model.clone(),
+        model: args.model.to_string_lossy().into_owned(),
         device: match args.device {
             DeviceName::Host => "host",
         },
@@ -235,7 +228,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         waited,
         logits_hash: std::hash::Hasher::finish(&hash),
         interrupted: interrupt.asked(),
-        stats: runtime.stats(),
+        stats,
     })
 }
 
@@ -274,7 +267,10 @@ fn show(args: &Args, piece: &str) -> Result<()> {
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    written.map_err(|e| Error::Io { what: "cannot write to standard output".into(), source: e })
+    written.map_err(|cause| {
+        let error = outcore::Error::io("cannot write to standard output", cause);
+        error.remedy("check where it goes: a reader that ended, or a disk that is full").into()
+    })
 }
 
 fn logits_bytes(logits: &[f32]) -> Vec<u8> {

@@ -1,14 +1,18 @@
 //! Where a model comes from: a path, or the Hugging Face hub.
 
+use std::ffi::OsStr;
 #[cfg(feature = "hub")]
 use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use outcore::{Error, ErrorKind, Result};
+#[cfg(any(feature = "hub", test))]
+use outcore_llm::BESIDE;
 
 /// The model's path; fetched first if `name` is `hf:owner/repo[:file]`.
-pub fn resolve(name: &str) -> Result<PathBuf> {
-    match name.strip_prefix("hf:") {
+pub fn resolve(name: &OsStr) -> Result<PathBuf> {
+    // Names of a hub are ASCII; paths are whatever the file system has.
+    match name.to_string_lossy().strip_prefix("hf:") {
         Some(repo) => fetch(repo),
         None => Ok(PathBuf::from(name)),
     }
@@ -38,17 +42,31 @@ fn fetch(name: &str) -> Result<PathBuf> {
         builder = builder.with_token(Some(token));
     }
     let api = builder.build().map_err(|e| failed("open the hub's cache".into(), e))?.model(repo.to_owned());
+    let list = || -> Result<Vec<String>> {
+        let info = api.info().map_err(|e| failed(format!("list the files of hf:{repo}"), e))?;
+        Ok(info.siblings.into_iter().map(|sibling| sibling.rfilename).collect())
+    };
+    let get = |name: &str| api.get(name).map_err(|e| failed(format!("fetch {name} of hf:{repo}"), e));
     let wanted = match file {
-        Some(file) => parts(file),
+        // A GGUF file has everything inside.
+        Some(file) if !(file.ends_with(".safetensors") || file.ends_with(INDEX)) => parts(file),
+        Some(file) => {
+            let names = list()?;
+            let shards = match index_of(file, &names) {
+                Some(index) => shards_of(&index, &get(&index)?)?,
+                None => Vec::new(),
+            };
+            with_companions(repo, file, shards, &names)?
+        }
         None => {
-            let info = api.info().map_err(|e| failed(format!("list the files of hf:{repo}"), e))?;
-            let names: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
+            let names = list()?;
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
             wanted(repo, &names)?
         }
     };
     let mut first = None;
     for name in wanted {
-        let path = api.get(&name).map_err(|e| failed(format!("fetch {name} of hf:{repo}"), e))?;
+        let path = get(&name)?;
         first.get_or_insert(path);
     }
     first.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("hf:{repo} has no model files")))
@@ -72,10 +90,6 @@ impl<'a> Name<'a> {
             Some((repo, file)) => (repo, Some(file)),
             None => (name, None),
         };
-        let plain = |part: &str| {
-            let usual = |c: char| c.is_ascii_alphanumeric() || "-_.+ ()".contains(c);
-            !part.is_empty() && part != "." && part != ".." && part.chars().all(usual)
-        };
         let good =
             repo.split('/').count() == 2 && repo.split('/').chain(file.iter().flat_map(|f| f.split('/'))).all(plain);
         if !good {
@@ -84,6 +98,63 @@ impl<'a> Name<'a> {
         }
         Ok(Self { repo, file })
     }
+}
+
+#[cfg(any(feature = "hub", test))]
+fn plain(part: &str) -> bool {
+    let usual = |c: char| c.is_ascii_alphanumeric() || "-_.+ ()".contains(c);
+    !part.is_empty() && part != "." && part != ".." && part.chars().all(usual)
+}
+
+#[cfg(any(feature = "hub", test))]
+const INDEX: &str = ".safetensors.index.json";
+
+/// The folder part of a name, with the slash behind it.
+#[cfg(any(feature = "hub", test))]
+fn folder_of(file: &str) -> &str {
+    file.rfind('/').map_or("", |slash| &file[..=slash])
+}
+
+/// The index that says which other files belong to `file`: itself, or the one that a shard is listed in.
+#[cfg(any(feature = "hub", test))]
+fn index_of(file: &str, names: &[String]) -> Option<String> {
+    if file.ends_with(INDEX) {
+        return Some(file.to_owned());
+    }
+    let (stem, _) = file.rsplit_once("-of-")?.0.rsplit_once('-')?;
+    Some(format!("{stem}{INDEX}")).filter(|index| names.contains(index))
+}
+
+/// The shards that an index names, as names of the repository.
+#[cfg(any(feature = "hub", test))]
+fn shards_of(index: &str, path: &std::path::Path) -> Result<Vec<String>> {
+    let bytes = std::fs::read(path).map_err(|cause| {
+        Error::io(format!("read {}", path.display()), cause).remedy("check the hub's cache, the folder HF_HOME names")
+    })?;
+    let parsed = outcore::format::safetensors::parse_index(&bytes).map_err(|error| error.context(index))?;
+    match parsed.shards.iter().find(|shard| !shard.split('/').all(plain)) {
+        Some(shard) => Err(Error::new(ErrorKind::Format, format!("{index} names a shard {shard:?}"))
+            .remedy("download the model by other means and give its path")),
+        None => Ok(parsed.shards.iter().map(|shard| format!("{}{shard}", folder_of(index))).collect()),
+    }
+}
+
+/// `file`, what an index lists beside it, and what a safetensors model needs or may have in its folder.
+#[cfg(any(feature = "hub", test))]
+fn with_companions(repo: &str, file: &str, shards: Vec<String>, names: &[String]) -> Result<Vec<String>> {
+    let folder = folder_of(file);
+    let config = format!("{folder}config.json");
+    if !names.contains(&config) {
+        return Err(Error::new(ErrorKind::NotFound, format!("hf:{repo} has no {config}, which {file} needs"))
+            .remedy("name a file of a model that has one, or download both and give the path of their folder"));
+    }
+    let mut wanted = vec![file.to_owned()];
+    wanted.extend(if shards.is_empty() { parts(file) } else { shards });
+    wanted.extend(index_of(file, names));
+    wanted.extend(BESIDE.iter().map(|name| format!("{folder}{name}")).filter(|name| names.contains(name)));
+    let mut seen = std::collections::HashSet::new();
+    wanted.retain(|name| seen.insert(name.clone()));
+    Ok(wanted)
 }
 
 /// All files of a split model of which `file` is one, the first of them first; otherwise `file` alone.
@@ -96,7 +167,8 @@ fn parts(file: &str) -> Vec<String> {
         let five = |digits: &str| (digits.len() == 5).then(|| digits.parse::<u32>().ok()).flatten();
         let (number, total) = (five(number)?, five(count)?);
         let named = |n| format!("{stem}-{n:05}-of-{count}.{extension}");
-        (extension == "gguf" && (1..=total).contains(&number)).then(|| (1..=total).map(named).collect())
+        (["gguf", "safetensors"].contains(&extension) && (1..=total).contains(&number))
+            .then(|| (1..=total).map(named).collect())
     };
     split().unwrap_or_else(|| vec![file.to_owned()])
 }
@@ -123,9 +195,7 @@ fn wanted(repo: &str, names: &[&str]) -> Result<Vec<String>> {
         return Err(Error::new(ErrorKind::NotFound, format!("hf:{repo} has neither GGUF nor safetensors files"))
             .remedy("name a file in a folder of the repository as hf:owner/repo:folder/file"));
     }
-    let beside =
-        ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"];
-    wanted.extend(names.iter().filter(|name| beside.contains(name)).map(|name| (*name).to_owned()));
+    wanted.extend(names.iter().filter(|name| BESIDE.contains(name)).map(|name| (*name).to_owned()));
     Ok(wanted)
 }
 
@@ -154,7 +224,7 @@ mod tests {
     fn a_part_of_a_split_model_brings_the_others() {
         assert_eq!(parts("m-00002-of-00003.gguf")[0], "m-00001-of-00003.gguf");
         assert_eq!(parts("m-00002-of-00003.gguf").len(), 3);
-        for whole in ["m.gguf", "m-00004-of-00003.gguf", "m-2-of-3.gguf", "m-00002-of-00003.safetensors"] {
+        for whole in ["m.gguf", "m-00004-of-00003.gguf", "m-2-of-3.gguf", "m-00002-of-00003.bin"] {
             assert_eq!(parts(whole), [whole]);
         }
         let split = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"];
