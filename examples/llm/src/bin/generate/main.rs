@@ -151,6 +151,11 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let options = Options { threads: args.threads, ..Options::default() };
     let llm = Arc::new(Model::load(&files, weights, options)?);
+    let pass_bytes: u64 = llm
+        .pass_order(&[0])
+        .iter()
+        .map(|(id, rows)| (rows.end - rows.start) * files.tensors()[id.0 as usize].row_bytes)
+        .sum();
     drop(files);
     let mut session = Session::new(llm, context, KvType::F32)?;
     let mut sampler =
@@ -212,6 +217,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         },
         device_budget: budgets.device,
         host_budget: budgets.host,
+        pass_bytes: Bytes::new(pass_bytes),
         prompt_tokens: prompt,
         tokens,
         text,
