@@ -22,7 +22,7 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
-use harness::watched;
+use harness::{Rng, watched};
 use outcore::device::CudaDeviceSelector;
 use outcore::dlpack::DLDeviceType;
 use outcore::{
@@ -545,6 +545,52 @@ fn a_dlpack_consumer_reads_on_its_own_stream() {
         assert!(foreign.read(result, PAGE / 2) == bytes_of(1)[PAGE as usize / 4..][..PAGE as usize / 2]);
         free(result).unwrap();
         drop((stream, rows, others, tensors));
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
+    let Some(fake) = Fake::load_or_skip("kernels_on_many_streams_under_pressure_see_the_right_bytes") else { return };
+    for (seed, frames, host) in [(1, 3, 0), (2, 4, 2), (3, 5, 12)] {
+        fake.set_delay(800, seed);
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(frames, host).open().unwrap();
+        let tensors = pages(&runtime, 8);
+        let legacy = RawStream::new(std::ptr::null_mut());
+        let streams = [
+            foreign.adopt(&runtime).unwrap(),
+            runtime.compute_stream().unwrap(),
+            runtime.compute_stream().unwrap(),
+            // SAFETY: the default stream always exists.
+            unsafe { runtime.adopt_stream(legacy) }.unwrap(),
+        ];
+        // Which tensor's first bytes each holds now.
+        let mut holds: Vec<u64> = (0..8).collect();
+        let mut random = Rng::new(seed);
+        for _ in 0..120 {
+            let (from, to) = (random.below(8) as usize, random.below(8) as usize);
+            if from == to {
+                runtime.prefetch(&tensors[from]);
+                continue;
+            }
+            let stream = &streams[random.below(4) as usize];
+            let read = runtime.pin_device(&tensors[from..=from]).wait().unwrap();
+            let written = runtime.pin_device_mut(&tensors[to..=to]).wait().unwrap();
+            let (source, target) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
+            foreign.launch(stream.raw().unwrap(), source.address, target.address.get(), PAGE);
+            read.unpin_after(stream).unwrap();
+            written.unpin_after(stream).unwrap();
+            holds[to] = holds[from];
+        }
+        for (tensor, holds) in tensors.iter().zip(holds) {
+            let mut bytes = vec![0; PAGE as usize];
+            runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            assert!(bytes == bytes_of(holds), "seed {seed}");
+        }
+        assert!(runtime.stats().pager.evictions > 20, "{:?}", runtime.stats().pager);
+        drop((streams, tensors));
         runtime.close().unwrap();
     }
     finish(&fake);
