@@ -375,6 +375,32 @@ fn streams_keep_order_within_and_by_events_only_across(make: Make) {
     assert!((0..99).all(|n| place(n) < place(n + 1)) && place(99) < place(1_000) && place(99) < place(2_000));
 }
 
+fn a_mark_ends_when_all_before_it_have(make: Make) {
+    let rig = Rig::new(make, SMALL, 1);
+    let device = &rig.device;
+    let (stream, other) =
+        (device.create_stream(StreamKind::Compute).unwrap(), device.create_stream(StreamKind::Compute).unwrap());
+    device.can_mark(stream).unwrap();
+    device.submit(stream, StreamOp::Mark, Some(Token(1)));
+    rig.sink.take(1).unwrap();
+    let (open, hold) = gate();
+    device.submit(stream, hold, Some(Token(2)));
+    device.submit(stream, StreamOp::Mark, Some(Token(3)));
+    let marked = device.record(stream).unwrap();
+    device.wait(other, marked).unwrap();
+    device.submit(other, StreamOp::Mark, Some(Token(4)));
+    assert_eq!(device.poll(marked).unwrap(), Poll::Pending);
+    assert!(rig.sink.ended.lock().unwrap().is_empty());
+    drop(open);
+    rig.sink.take(4).unwrap();
+    rig.sink.take(3).unwrap();
+    assert!(rig.sink.ended.lock().unwrap().remove(&Token(2)).is_some(), "reported no later than the mark behind it");
+    device.close().unwrap();
+    assert_eq!(device.can_mark(stream).unwrap_err().kind(), ErrorKind::Closed);
+    device.submit(stream, StreamOp::Mark, Some(Token(5)));
+    assert_eq!(rig.sink.take(5).unwrap_err().kind(), ErrorKind::Closed);
+}
+
 fn failures_are_never_not_ready(make: Make) {
     let rig = Rig::new(make, SMALL, 1);
     let device = &rig.device;
@@ -480,7 +506,7 @@ macro_rules! suite {
         suite!($make,
             bytes_travel_with_the_frame protect_is_immediate_when_strict random_cycles_agree_with_an_oracle
             threads_map_different_frames_at_once copies_zeroes_and_events
-            streams_keep_order_within_and_by_events_only_across failures_are_never_not_ready
+            streams_keep_order_within_and_by_events_only_across a_mark_ends_when_all_before_it_have failures_are_never_not_ready
             close_finishes_what_was_submitted frames_of_a_released_range_keep_their_bytes
             wrong_arguments_are_refused);
     };
