@@ -13,16 +13,19 @@
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use parking_lot::Mutex;
 
 use crate::compute::ComputeStream;
 use crate::device::{DeviceAddress, HostPointer, StreamOp};
@@ -52,32 +55,82 @@ impl Runs {
 
 thread_local! {
     static HELD: Cell<usize> = const { Cell::new(0) };
+    /// The thread's name among [`ENDED_ELSEWHERE`]; 0 before it has one.
+    static NAME: Cell<u64> = const { Cell::new(0) };
+    static REGISTERED: Registered = Registered::new();
 }
 
-/// Counts the guards of a thread. One that ends on another thread is missing there, so counts stay at 0 where they would
-/// fall below; whoever moves guards between threads asks for more as if it held none.
+/// For each thread that has had a guard and lives: how many of its guards ended on other threads since it last asked.
+static ENDED_ELSEWHERE: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
+
+/// A thread's entry in [`ENDED_ELSEWHERE`].
+struct Registered(u64);
+
+impl Registered {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let name = NEXT.fetch_add(1, Ordering::Relaxed);
+        ENDED_ELSEWHERE.lock().insert(name, 0);
+        Self(name)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        ENDED_ELSEWHERE.lock().remove(&self.0);
+    }
+}
+
+/// Counts the guards that a thread has got and that live. Where they are now is not known: whoever has been sent some
+/// asks for more as if it held none, until it has waited for [`PATIENCE`].
 #[derive(Debug)]
-struct Held;
+struct Held {
+    home: u64,
+}
 
 impl Held {
     #[inline]
     fn new() -> Self {
         let _ = HELD.try_with(|held| held.set(held.get() + 1));
-        Self
+        let home = NAME.try_with(Cell::get).unwrap_or(0);
+        Self { home: if home == 0 { Self::register() } else { home } }
+    }
+
+    #[cold]
+    fn register() -> u64 {
+        // A thread that is ending asks for nothing more, so what it holds does not matter.
+        let name = REGISTERED.try_with(|registered| registered.0).unwrap_or(0);
+        let _ = NAME.try_with(|cell| cell.set(name));
+        name
     }
 
     fn any() -> bool {
-        HELD.try_with(Cell::get).is_ok_and(|held| held > 0)
+        HELD.try_with(|held| {
+            if held.get() > 0
+                && let Some(ended) = ENDED_ELSEWHERE.lock().get_mut(&NAME.get())
+            {
+                held.set(held.get().saturating_sub(std::mem::take(ended)));
+            }
+            held.get() > 0
+        })
+        .unwrap_or(false)
     }
 }
 
 impl Drop for Held {
     #[inline]
     fn drop(&mut self) {
-        // A thread that ends asks for nothing more.
-        let _ = HELD.try_with(|held| held.set(held.get().saturating_sub(1)));
+        if NAME.try_with(Cell::get).is_ok_and(|name| name == self.home) {
+            let _ = HELD.try_with(|held| held.set(held.get().saturating_sub(1)));
+        } else if let Some(ended) = ENDED_ELSEWHERE.lock().get_mut(&self.home) {
+            *ended += 1;
+        }
     }
 }
+
+/// How long a request keeps its place in the line. After that its caller is taken for one that holds guards, sent from
+/// other threads: those before it may be waiting for just these.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Pins every page of `run` without the latch, or none.
 fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
@@ -207,17 +260,45 @@ impl<T: Target> PinRequest<'_, T> {
     /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed);
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker, which may run on a thread that the
     /// pages are waiting for.
-    pub fn wait(mut self) -> Result<T::Guard> {
-        if let Some(guard) = self.start(Held::any())? {
-            return Ok(guard);
+    pub fn wait(self) -> Result<T::Guard> {
+        match self.wait_until(None)? {
+            Some(guard) => Ok(guard),
+            None => Err(Error::new(ErrorKind::Internal, "a pin request ended without a result")),
         }
-        let Progress::Waiting { ticket, .. } = &self.progress else {
+    }
+
+    /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
+    /// as a prefetch. Pages that are there are pinned whatever the limit; with a limit of zero nothing else is.
+    ///
+    /// For callers who hold guards that others wait for, or who may be waiting for guards of their own: such a wait has no
+    /// end.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub fn wait_timeout(self, limit: Duration) -> Result<Option<T::Guard>> {
+        // A limit beyond what the clock can tell is none.
+        self.wait_until(Instant::now().checked_add(limit))
+    }
+
+    fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+        if let Some(guard) = self.start(Held::any())? {
+            return Ok(Some(guard));
+        }
+        let Progress::Waiting { id, ticket, .. } = &self.progress else {
             return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
         };
-        let ticket = ticket.clone();
+        let (id, ticket) = (*id, ticket.clone());
         may_wait("a pin")?;
-        let result = ticket.wait();
-        self.finish(result)
+        let patient = Instant::now() + PATIENCE;
+        let mut result = ticket.wait(Some(deadline.map_or(patient, |deadline| deadline.min(patient))));
+        if result.is_none() && deadline.is_none_or(|deadline| deadline > patient) {
+            if let Some(segment) = self.target.segment() {
+                segment.shared.engine.take_for_nested(id);
+            }
+            result = ticket.wait(deadline);
+        }
+        // Without a result the request is dropped, which gives it up.
+        result.map(|result| self.finish(result)).transpose()
     }
 }
 
@@ -996,5 +1077,32 @@ impl Drop for DevicePinMut {
 impl fmt::Debug for DevicePinMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.describe("DevicePinMut", f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that has sent its guards away holds none when they have ended.
+    #[test]
+    fn regression_guards_that_end_elsewhere_are_not_held_for_ever() {
+        let (first, second) = (Held::new(), Held::new());
+        assert!(Held::any());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mine = Held::new();
+                drop(first);
+                assert!(Held::any());
+                drop(mine);
+                assert!(!Held::any());
+            });
+        });
+        assert!(Held::any());
+        drop(second);
+        assert!(!Held::any());
+        // Whose thread has ended is nobody's.
+        drop(std::thread::scope(|scope| scope.spawn(Held::new).join()));
+        assert!(!Held::any());
     }
 }

@@ -15,6 +15,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
+use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
@@ -162,6 +163,7 @@ impl Runtime {
             )
             .remedy(format!("give at least {}, or choose smaller pages", Bytes::new(page_bytes))));
         }
+        check_host_budget(config.host_budget)?;
         let sink = Arc::new(Sink::default());
         let device: Arc<dyn Device> = match &config.device {
             DeviceChoice::Host => Arc::new(HostDevice::new(
@@ -254,6 +256,7 @@ impl Runtime {
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
         let header = header.into();
+        self.still_open()?;
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
@@ -302,12 +305,17 @@ impl Runtime {
             )
             .remedy("choose extents of at least 1"));
         }
+        self.still_open()?;
         let (scratch, file) = self.scratch()?;
         let slots = scratch.reserve(Bytes::new(bytes))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
         let segment = self.add_segment(Backing::ReadWrite, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
+    }
+
+    fn still_open(&self) -> Result<()> {
+        if self.engine().with(|pager, _| pager.is_closing()) { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
     fn scratch(&self) -> Result<(ScratchFile, FileId)> {
@@ -354,8 +362,9 @@ impl Runtime {
 
     /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
     /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
-    /// [a set](Self::pin_set). A large request that waits is overtaken at most 16 times, but always by threads that hold
-    /// guards, which it may be waiting for, and by tasks, which may.
+    /// [a set](Self::pin_set), and whoever must not wait for ever gives [a limit](PinRequest::wait_timeout). A large request
+    /// that waits is overtaken at most 16 times, but always by threads that hold guards, which it may be waiting for, by
+    /// tasks, which may, and by who has waited for a tenth of a second: it may have been sent guards.
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
         PinRequest::new(SharedPin(tensor))
     }
@@ -592,6 +601,18 @@ impl Runtime {
 
 /// How many pages [`Stats::worst_pages`] names.
 const WORST_PAGES: usize = 16;
+
+/// The host tier is locked, and so takes its memory whether it is used or not.
+fn check_host_budget(budget: Bytes) -> Result<()> {
+    // Where the limit cannot be read, the kernel will say.
+    let Ok(memory) = MemoryLimit::detect() else { return Ok(()) };
+    if budget <= memory.limit {
+        return Ok(());
+    }
+    let message = format!("a host budget of {budget} is more than the {} this process may use", memory.limit);
+    Err(Error::new(ErrorKind::OutOfMemory, message)
+        .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
+}
 
 fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
     u32::try_from(budget.get() / page.bytes()).map_err(|_| {

@@ -625,6 +625,75 @@ fn regression_a_holder_passes_a_large_request_that_waits_for_it() {
     });
 }
 
+/// Who holds a guard that was sent cannot be known; the line must move all the same.
+#[test]
+fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
+    watched("a guard sent to another thread", || {
+        let runtime = setting(8).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[40, PAGE]).unwrap();
+        let row = |n: u64| table.rows(n..n + 1).unwrap();
+        let sent = runtime.pin(&row(0)).wait().unwrap();
+        let large = table.rows(30..38).unwrap();
+        let mut waits = runtime.pin(&large);
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
+        thread::scope(|scope| {
+            // More than may overtake.
+            scope.spawn(|| {
+                for n in 8..28 {
+                    drop(runtime.pin(&row(n)).wait().unwrap());
+                }
+                drop(sent);
+            });
+        });
+        drop(block_on(&mut waits).unwrap());
+        drop(waits);
+        check_at_rest(runtime, vec![table, large], "a guard sent to another thread");
+    });
+}
+
+#[test]
+fn a_wait_with_a_limit_ends_without_pins() {
+    watched("a wait with a limit", || {
+        let runtime = setting(4).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
+        let (held, more) = (table.rows(0..3).unwrap(), table.rows(3..5).unwrap());
+        let guard = runtime.pin(&held).wait().unwrap();
+        // It would wait for this very thread.
+        assert!(runtime.pin(&more).wait_timeout(Duration::from_millis(150)).unwrap().is_none());
+        assert!(runtime.pin(&more).wait_timeout(Duration::ZERO).unwrap().is_none());
+        let again = runtime.pin(&held).wait_timeout(Duration::ZERO).unwrap().unwrap();
+        drop((guard, again));
+        drop(runtime.pin(&more).wait_timeout(Duration::MAX).unwrap().unwrap());
+        check_at_rest(runtime, vec![table, held, more], "a wait with a limit");
+    });
+}
+
+#[test]
+fn a_closed_runtime_says_so_whatever_it_is_asked() {
+    let runtime = setting(4).builder(None).open().unwrap();
+    let other = runtime.clone();
+    let row = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+    runtime.close().unwrap();
+    let model = common::synthetic(&[1 << 16]);
+    for error in [
+        other.alloc(DType::U8, &[PAGE]).unwrap_err(),
+        other.open_model(&model.path).unwrap_err(),
+        other.pin(&row).wait().unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+        assert!(error.to_string().contains("open a new one"), "{error}");
+    }
+}
+
+#[test]
+fn a_host_tier_beyond_the_machine_is_refused_at_once() {
+    let builder = Runtime::builder().device_budget(Bytes::mib(16)).host_budget(Bytes::gib(10 << 10));
+    let error = builder.open().unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    assert!(text.contains("host budget of 10.0 TiB") && text.contains("choose"), "{text}");
+}
+
 #[test]
 fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
     watched("one frame", || {

@@ -21,8 +21,10 @@ use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker locks this much at a time; [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this.
-const LOCK_SLICE_BYTES: u64 = 64 << 20;
+/// The locker locks this much at a time. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this, and so
+/// does whoever changes the process's address space: memory that is touched for the first time may come at some hundred
+/// MB/s.
+const LOCK_SLICE_BYTES: u64 = 8 << 20;
 
 /// What a slab is made of.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +65,8 @@ struct Progress {
     staging: u64,
     frames: u64,
     refused: bool,
+    /// Whether there is a locker, which looks for more before it ends.
+    locking: bool,
 }
 
 #[derive(Debug)]
@@ -143,12 +147,14 @@ impl Slab {
     }
 
     fn lock_in_slices(&self) {
-        while !self.stopping.load(Ordering::Relaxed) {
+        loop {
             let mut progress = self.progress.lock();
-            if progress.refused {
+            let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
+            let next = if stop { None } else { self.next_slice(&mut progress) };
+            let Some((done, address, len)) = next else {
+                progress.locking = false;
                 return;
-            }
-            let Some((done, address, len)) = self.next_slice(&mut progress) else { return };
+            };
             match self.lock(address, len) {
                 Ok(()) => {
                     *done += len;
@@ -229,13 +235,20 @@ impl HostSlab {
             return;
         }
         let mut locker = self.locker.lock();
+        if std::mem::replace(&mut self.slab.progress.lock().locking, true) {
+            return;
+        }
+        // One that there was before has nothing left to do but to end.
         if let Some(previous) = locker.take() {
             let _ = previous.join();
         }
         let slab = Arc::clone(&self.slab);
         match thread::Builder::new().name("slab-lock".into()).spawn(move || slab.lock_in_slices()) {
             Ok(thread) => *locker = Some(thread),
-            Err(cause) => tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked"),
+            Err(cause) => {
+                self.slab.progress.lock().locking = false;
+                tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked");
+            }
         }
     }
 

@@ -381,7 +381,12 @@ impl Engine {
             crate::pager::Submitted::Ready => None,
         };
         self.settle(latched, fx);
-        ticket.map_or(Ok(()), |ticket| ticket.wait().map(|_| ()))
+        ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
+    }
+
+    /// The request's caller may hold guards.
+    pub(crate) fn take_for_nested(&self, id: RequestId) {
+        self.with(|pager, fx| pager.take_for_nested(id, fx));
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
@@ -397,7 +402,7 @@ impl Engine {
         };
         self.settle(latched, fx);
         // The ticket left the table under the latch, but its result is delivered after it.
-        outcome.map(|()| ticket.wait())
+        outcome.and_then(|()| ticket.wait(None))
     }
 
     /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
