@@ -408,6 +408,29 @@ mod tests {
         assert!(slab.slab.progress.lock().refused);
     }
 
+    /// Whether the kernel of this test may lock.
+    static MAY_LOCK: (Mutex<bool>, parking_lot::Condvar) = (Mutex::new(false), parking_lot::Condvar::new());
+
+    fn lock_when_allowed(_: u64, _: u64) -> io::Result<()> {
+        let mut may = MAY_LOCK.0.lock();
+        while !*may {
+            MAY_LOCK.1.wait(&mut may);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn regression_opening_waits_for_no_locking() {
+        let (opened, open) = std::sync::mpsc::channel();
+        thread::spawn(move || opened.send(HostSlab::with_locks(config(4, 2), Locks::Kernel(lock_when_allowed))));
+        let slab = open.recv_timeout(std::time::Duration::from_secs(60));
+        *MAY_LOCK.0.lock() = true;
+        MAY_LOCK.1.notify_all();
+        let slab = slab.expect("the slab is there before it is locked").unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
+    }
+
     #[test]
     fn locking_covers_both_regions_and_follows_growth_and_shrinking() {
         let slab = HostSlab::with_locks(config(4, 2), Locks::Kernel(|_, _| Ok(()))).unwrap();
