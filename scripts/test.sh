@@ -22,7 +22,8 @@ step_workspace() {
 
 # The CUDA device, over an emulated driver: no GPU is needed, and none is used.
 step_cuda() {
-    cargo test -p outcore --features cuda,cli --test cuda --test device_suite --test cli --no-fail-fast
+    cargo test -p outcore --features cuda,cli --test cuda --test cuda_mapper --test cuda_streams \
+        --test device_suite --test cli --no-fail-fast
 }
 
 step_doctests() {
