@@ -59,7 +59,7 @@ mod sync;
 mod tensor;
 mod transfer;
 
-pub use config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 pub use device::LinkModel;
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
