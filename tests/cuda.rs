@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use common::{Synthetic, synthetic};
 use harness::control::Fake;
-use harness::{load, watched};
+use harness::watched;
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamKind, StreamOp,
     cuda_devices,
@@ -59,7 +59,7 @@ fn assert_explained(error: &Error, kind: ErrorKind, says: &[&str], remedy: &[&st
 
 #[test]
 fn what_cannot_be_opened_says_why_and_what_to_do() {
-    let Some(fake) = load("what_cannot_be_opened_says_why_and_what_to_do") else { return };
+    let Some(fake) = Fake::load_or_skip("what_cannot_be_opened_says_why_and_what_to_do") else { return };
     let cuda = |text: &str| builder(1, 0).device(text.parse().unwrap());
     fake.set_devices(0);
     assert_refused(
@@ -97,7 +97,7 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
 
 #[test]
 fn a_budget_that_is_not_free_names_who_could_make_room() {
-    let Some(fake) = load("a_budget_that_is_not_free_names_who_could_make_room") else { return };
+    let Some(fake) = Fake::load_or_skip("a_budget_that_is_not_free_names_who_could_make_room") else { return };
     fake.set_device_bytes(100 << 20);
     let processes = "nvidia-smi --query-compute-apps=pid";
     let says = ["102.0 MiB more", "cuda:0", "100.0 MiB free of 100.0 MiB"];
@@ -137,7 +137,7 @@ fn a_budget_that_is_not_free_names_who_could_make_room() {
 
 #[test]
 fn a_budget_may_be_a_share_of_what_is_free() {
-    let Some(fake) = load("a_budget_may_be_a_share_of_what_is_free") else { return };
+    let Some(fake) = Fake::load_or_skip("a_budget_may_be_a_share_of_what_is_free") else { return };
     fake.set_device_bytes(101 << 20);
     let share = |text: &str| builder(1, 0).device_budget(text.parse::<DeviceBudget>().unwrap());
     let half = share("50%").open().unwrap();
@@ -157,7 +157,9 @@ fn a_budget_may_be_a_share_of_what_is_free() {
 
 #[test]
 fn a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on() {
-    let Some(fake) = load("a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on") else { return };
+    let Some(fake) = Fake::load_or_skip("a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on") else {
+        return;
+    };
     let runtime = builder(3, 2).open().unwrap();
     let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
     let step = [table.rows(0..4).unwrap()];
@@ -175,7 +177,7 @@ fn a_step_larger_than_the_budget_is_refused_and_smaller_ones_go_on() {
 /// What a driver that is too old for one call answers: each call, one after the other, for ever.
 #[test]
 fn a_driver_without_a_call_is_an_error_that_names_it() {
-    let Some(fake) = load("a_driver_without_a_call_is_an_error_that_names_it") else { return };
+    let Some(fake) = Fake::load_or_skip("a_driver_without_a_call_is_an_error_that_names_it") else { return };
     let file = synthetic(&[3 << 20, 1 << 20]);
     let calls = [
         "cuDeviceGetUuid",
@@ -211,7 +213,7 @@ fn a_driver_without_a_call_is_an_error_that_names_it() {
 /// The device goes while a pass is under way and bytes are only there: they are named, the process goes on.
 #[test]
 fn what_only_a_lost_device_held_is_named() {
-    let Some(fake) = load("what_only_a_lost_device_held_is_named") else { return };
+    let Some(fake) = Fake::load_or_skip("what_only_a_lost_device_held_is_named") else { return };
     let file = synthetic(&[3 << 20, 1 << 20]);
     let runtime = builder(3, 0).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
@@ -233,7 +235,7 @@ fn what_only_a_lost_device_held_is_named() {
 
 #[test]
 fn gpus_are_listed_and_opened_by_any_of_their_names() {
-    let Some(fake) = load("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
+    let Some(fake) = Fake::load_or_skip("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
     fake.set_devices(2);
     let found = cuda_devices().unwrap();
     assert_eq!(found.len(), 2);
@@ -254,7 +256,7 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
 
 #[test]
 fn guards_that_would_give_slices_are_refused() {
-    let Some(fake) = load("guards_that_would_give_slices_are_refused") else { return };
+    let Some(fake) = Fake::load_or_skip("guards_that_would_give_slices_are_refused") else { return };
     {
         let runtime = builder(2, 0).open().unwrap();
         let tensors = [runtime.alloc(DType::U8, &[100]).unwrap()];
@@ -317,7 +319,7 @@ fn write_and_check(runtime: &Runtime, tensor: &Tensor, pass: u64) -> Result<()> 
 
 #[test]
 fn a_model_larger_than_the_budget_streams_bit_for_bit() {
-    let Some(fake) = load("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
+    let Some(fake) = Fake::load_or_skip("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
     let lengths: Vec<usize> = (0..24).map(|n| 100_000 + n * 131_071 % 3_000_000).collect();
     let file = synthetic(&lengths);
     fake.set_delay(200, 7);
@@ -339,7 +341,7 @@ fn a_model_larger_than_the_budget_streams_bit_for_bit() {
 
 #[test]
 fn read_write_tensors_go_to_disk_and_come_back() {
-    let Some(fake) = load("read_write_tensors_go_to_disk_and_come_back") else { return };
+    let Some(fake) = Fake::load_or_skip("read_write_tensors_go_to_disk_and_come_back") else { return };
     fake.set_delay(200, 3);
     for (frames, host) in [(2, 0), (3, 2)] {
         let runtime = builder(frames, host).open().unwrap();
@@ -360,7 +362,7 @@ fn read_write_tensors_go_to_disk_and_come_back() {
 
 #[test]
 fn unlocked_host_memory_costs_copies_and_no_correctness() {
-    let Some(fake) = load("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
+    let Some(fake) = Fake::load_or_skip("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
     let file = synthetic(&[3 << 20, 2 << 20, 1 << 20]);
     let pass = || {
         let runtime = builder(2, 1).open().unwrap();
@@ -411,7 +413,7 @@ fn only_pageable(fake: &Fake, what: &str) {
 
 #[test]
 fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
-    if load("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
+    if Fake::load_or_skip("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -442,7 +444,7 @@ fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
 
 #[test]
 fn a_lost_device_fails_everything_with_the_first_cause() {
-    if load("a_lost_device_fails_everything_with_the_first_cause").is_none() {
+    if Fake::load_or_skip("a_lost_device_fails_everything_with_the_first_cause").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -478,7 +480,7 @@ fn a_lost_device_fails_everything_with_the_first_cause() {
 
 #[test]
 fn closing_waits_for_what_is_in_flight() {
-    let Some(fake) = load("closing_waits_for_what_is_in_flight") else { return };
+    let Some(fake) = Fake::load_or_skip("closing_waits_for_what_is_in_flight") else { return };
     let file = synthetic(&[1 << 20; 12]);
     for seed in 0..5 {
         fake.set_delay(3000, seed);
@@ -501,6 +503,49 @@ fn closing_waits_for_what_is_in_flight() {
     fake.finish();
 }
 
+const HOST_NUMA_ID: i32 = 134;
+
+#[test]
+fn host_memory_is_asked_for_near_the_gpu() {
+    let Some(fake) = Fake::load_or_skip("host_memory_is_asked_for_near_the_gpu") else { return };
+    let Ok(maps) = std::fs::read_to_string("/proc/self/numa_maps") else {
+        eprintln!("SKIPPED host_memory_is_asked_for_near_the_gpu: the kernel has no /proc/self/numa_maps");
+        return;
+    };
+    let preferred = |maps: &str| maps.lines().filter(|line| line.contains(" prefer")).count();
+    let before = preferred(&maps);
+    for (node, asked) in [(0, true), (-1, false), (5000, false)] {
+        fake.set_attribute(HOST_NUMA_ID, node);
+        let runtime = builder(2, 3).open().unwrap();
+        let now = preferred(&std::fs::read_to_string("/proc/self/numa_maps").unwrap());
+        assert_eq!(now > before, asked, "node {node}");
+        assert_eq!(cuda_devices().unwrap()[0].numa_node, u32::try_from(node).ok());
+        runtime.close().unwrap();
+    }
+    fake.finish();
+}
+
+/// Whoever is refused a copy may be the last to hold anything of the runtime, and nothing outlives them.
+#[test]
+fn regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device() {
+    let Some(fake) = Fake::load_or_skip("regression_a_copy_after_the_close_leaves_no_thread_that_holds_the_device")
+    else {
+        return;
+    };
+    for round in 0..100 {
+        let runtime = builder(1, 0).open().unwrap();
+        let tensor = [runtime.alloc(DType::U8, &[100]).unwrap()];
+        let mut guard = runtime.pin_device_mut(&tensor).wait().unwrap();
+        guard.copy_in(0, 0, &[1; 100]).unwrap();
+        runtime.close().unwrap();
+        assert_eq!(guard.copy_in(0, 0, &[2; 100]).unwrap_err().kind(), ErrorKind::Closed);
+        assert_eq!(guard.copy_out(0, 0, &mut [0; 100]).unwrap_err().kind(), ErrorKind::Closed);
+        drop((guard, tensor));
+        assert_eq!(Fake::left(), 0, "round {round}: something of the device is still held");
+    }
+    fake.finish();
+}
+
 /// Told of nothing.
 struct Ignore;
 
@@ -512,7 +557,7 @@ impl Completions for Ignore {
 
 #[test]
 fn a_closure_may_hold_the_last_owner_of_the_device() {
-    let Some(fake) = load("a_closure_may_hold_the_last_owner_of_the_device") else { return };
+    let Some(fake) = Fake::load_or_skip("a_closure_may_hold_the_last_owner_of_the_device") else { return };
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
     let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
     let sink = Arc::new(Ignore);

@@ -286,6 +286,7 @@ enum Item {
         pieces: Vec<Piece>,
     },
     Call(Call),
+    Mark,
     /// Of another stream, this many items.
     Wait(u32, u64),
     /// Was wrong when it was submitted, and says so in its turn.
@@ -400,7 +401,7 @@ impl State {
         self.now = self.now.max(end);
         let stream = &mut self.streams[index as usize];
         if let Some((item @ Item::Call(_), _)) = stream.items.front_mut()
-            && let Item::Call(call) = std::mem::replace(item, Item::Zero { pieces: Vec::new() })
+            && let Item::Call(call) = std::mem::replace(item, Item::Mark)
         {
             // Its place is kept until it has returned.
             return Some(Step::Call(index, call));
@@ -423,6 +424,7 @@ impl State {
                 unsafe { std::ptr::copy_nonoverlapping(from, to, bytes.len()) };
             }),
             Item::Zero { pieces } => self.layout.give(&pieces, |bytes, _| bytes.fill(0)),
+            Item::Mark => Ok(()),
             Item::Wrong(error) => Err(error),
             Item::Call(_) | Item::Wait(..) => {
                 Err(Error::new(ErrorKind::Internal, "what a simulated stream runs is neither a copy nor a fill"))
@@ -738,6 +740,11 @@ impl Device for SimDevice {
         Ok(StreamId(index as u32))
     }
 
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        let mut state = self.core.state.lock();
+        if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) }
+    }
+
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
         let mut state = self.core.state.lock();
         let known = if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) };
@@ -760,6 +767,7 @@ impl Device for SimDevice {
             }
             StreamOp::Zero { device, len } => state.layout.take(device, len).map(|pieces| Item::Zero { pieces }),
             StreamOp::Call(call) => Ok(Item::Call(call)),
+            StreamOp::Mark => Ok(Item::Mark),
         };
         if let Ok(stream) = state.stream(stream.0) {
             stream.items.push_back((item.unwrap_or_else(Item::Wrong), token));

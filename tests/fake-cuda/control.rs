@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A launch, as registered kernels see it.
 #[repr(C)]
@@ -131,6 +132,7 @@ api! {
     fired = c"fakecuda_fired": fn() -> u64;
     lose_device = c"fakecuda_lose_device": fn(u32);
     hold = c"fakecuda_hold": fn(bool);
+    hold_calls = c"fakecuda_hold_calls": fn(*const c_char, bool);
     hold_stream = c"fakecuda_hold_stream": fn(usize, bool) -> bool;
     run_dry = c"fakecuda_run_dry": fn() -> bool;
     set_devices = c"fakecuda_set_devices": fn(usize);
@@ -157,7 +159,7 @@ fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
 }
 
 /// The library, where it was built: Cargo puts it beside the tests, in `deps`.
-pub fn library() -> Option<PathBuf> {
+fn library() -> Option<PathBuf> {
     let executable = std::env::current_exe().expect("the path of the test");
     let folder = executable.parent().expect("a folder");
     let name = "liboutcore_fake_cuda.so";
@@ -190,6 +192,14 @@ pub struct Fake {
 }
 
 impl Fake {
+    /// [`load`](Self::load), or `None`, said aloud, where the library was not built.
+    pub fn load_or_skip(test: &str) -> Option<Self> {
+        if library().is_none() {
+            eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
+            return None;
+        }
+        Some(Self::load())
+    }
     /// Loads the driver if it is not, waits until no other test has it, and puts it back to its start.
     pub fn load() -> Self {
         static ONLY: Mutex<()> = Mutex::new(());
@@ -227,6 +237,11 @@ impl Fake {
     /// As [`finish`](Self::finish), for whatever test of this process has the driver; then a new start, with the machine
     /// as it was set. Clocks and histories are short again.
     pub fn start_over() {
+        // What a thread of the program's was the last to hold is given back when that thread gets there.
+        let end = Instant::now() + Duration::from_secs(10);
+        while Self::left() > 0 && Instant::now() < end {
+            std::thread::yield_now();
+        }
         (api().check_leaks)();
         let findings = all_findings();
         assert!(findings.is_empty(), "the emulated CUDA driver found: {findings:#?}");
@@ -274,6 +289,11 @@ impl Fake {
     /// While held, streams start nothing.
     pub fn hold(&self, held: bool) {
         (api().hold)(held);
+    }
+    /// While held, calls of `name` do not return, and do nothing.
+    pub fn hold_calls(&self, name: &str, held: bool) {
+        let name = CString::new(name).expect("a name without NUL");
+        (api().hold_calls)(name.as_ptr(), held);
     }
     /// The same for one stream, by its `CUstream`.
     pub fn hold_stream<T>(&self, stream: *mut T, held: bool) {

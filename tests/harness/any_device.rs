@@ -77,20 +77,11 @@ macro_rules! on_every_device {
     };
 }
 
-/// The emulated driver, or `None`, said aloud, where its library was not built.
-#[cfg(feature = "cuda")]
-pub fn load(test: &str) -> Option<control::Fake> {
-    if control::library().is_none() {
-        eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
-        return None;
-    }
-    Some(control::Fake::load())
-}
-
-/// The same, with an allocation granularity that lets pages be as small as on the host: a GPU's is 2 MiB.
+/// The emulated driver, with an allocation granularity that lets pages be as small as on the host: a GPU's is 2 MiB.
+/// `None`, said aloud, where its library was not built.
 #[cfg(feature = "cuda")]
 pub fn small_pages(test: &str) -> Option<control::Fake> {
-    let fake = load(test)?;
+    let fake = control::Fake::load_or_skip(test)?;
     fake.set_granularity(4096);
     Some(fake)
 }

@@ -23,7 +23,7 @@ pub use any_device::{
     until_given_back,
 };
 #[cfg(feature = "cuda")]
-pub use any_device::{control, load, small_pages};
+pub use any_device::{control, small_pages};
 
 /// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
 const HANG: Duration = Duration::from_secs(150);
