@@ -198,7 +198,12 @@ fn a_driver_without_a_call_is_an_error_that_names_it() {
     ];
     for call in calls {
         fake.fail_from(call, 1, NOT_SUPPORTED);
-        let error = a_little_of_everything(&file).expect_err(call);
+        let Err(error) = a_little_of_everything(&file) else {
+            // Without events, the ends of streams are waited for instead.
+            assert!(call.starts_with("cuEvent"), "{call}: nobody was told");
+            Fake::start_over();
+            continue;
+        };
         let text =
             format!("{error} {}", std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default());
         assert!(text.contains("CUDA_ERROR_NOT_SUPPORTED"), "{call}: {text}");
