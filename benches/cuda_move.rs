@@ -1,9 +1,10 @@
 //! What does a page move cost the processor on the CUDA path, the copy itself left out? On the emulated driver in its bare
-//! mode: calls keep their books and move no byte. Three ways, interleaved:
+//! mode: calls keep their books and move no byte. Interleaved:
 //!
 //! - the driver calls of a fill alone, made by one thread in a loop: what the driver costs, which a real one costs more;
 //! - moves through [`Device`]: a fill maps a frame and copies in, a write back copies out, up to `--window` under way;
-//! - moves through a [`Runtime`]: a cycle over tensors in the host tier, each pin of which is a fault.
+//! - moves through a [`Runtime`]: a cycle over tensors in the host tier, whose order was declared, so that fills start
+//!   before they are waited for; and the same undeclared, each pin a fault that a thread sleeps for, page by page.
 //!
 //! Time on a processor is the kernel's count for each thread of this process. `own` is a way's median less the calls'.
 //!
@@ -223,20 +224,25 @@ struct Pins {
 }
 
 impl Pins {
-    fn new() -> Self {
+    fn new(declared: bool) -> Self {
         let page_size = PageSize::new(Bytes::new(SMALL)).unwrap();
+        let (policy, lookahead) =
+            if declared { (PolicyKind::Plan, Lookahead::Auto) } else { (PolicyKind::Lru, Lookahead::Off) };
         let runtime = Runtime::builder()
             .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
             .page_size(page_size)
             .device_budget(Bytes::new(u64::from(FRAMES) * SMALL))
             .host_budget(Bytes::new(u64::from(2 * PAGES) * SMALL))
-            .policy(PolicyKind::Lru)
-            .lookahead(Lookahead::Off)
+            .policy(policy)
+            .lookahead(lookahead)
             .open()
             .unwrap();
         let file = support::model(&support::dir(), u64::from(PAGES), SMALL, SMALL);
         let model = runtime.open_model(&file.0).unwrap();
-        let pages = (0..PAGES).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+        let pages: Vec<_> = (0..PAGES).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+        if declared {
+            runtime.plan(&pages, true);
+        }
         let mut pins = Self { runtime, pages, next: 0, _file: file };
         // Once round, so that every page has been in the device tier and is in the host tier.
         pins.run(u64::from(2 * PAGES));
@@ -267,19 +273,27 @@ fn main() {
     fake.set_granularity(4096);
     fake.set_bare(true);
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
-    let (mut calls, mut moves, mut pins) = (Calls::new(), Moves::new(page_size, window), Pins::new());
-    let names = ["driver calls of a fill", "fills by the device", "write backs by the device", "moves by the runtime"];
-    let mut costs: [Cost; 4] = Default::default();
+    let (mut calls, mut moves) = (Calls::new(), Moves::new(page_size, window));
+    let (mut streamed, mut faults) = (Pins::new(true), Pins::new(false));
+    let names = [
+        "driver calls of a fill",
+        "fills by the device",
+        "write backs by the device",
+        "streamed by the runtime",
+        "faults, one by one",
+    ];
+    let mut costs: [Cost; 5] = Default::default();
     let mut random = Random::new(1);
     for _ in 0..rounds {
-        let mut order = [0, 1, 2, 3];
+        let mut order = [0, 1, 2, 3, 4];
         random.shuffle(&mut order);
         for case in order {
             costs[case].measure(|| match case {
                 0 => calls.run(count),
                 1 => moves.run(count, true),
                 2 => moves.run(count, false),
-                _ => pins.run(count),
+                3 => streamed.run(count),
+                _ => faults.run(count),
             });
         }
     }
@@ -297,8 +311,9 @@ fn main() {
     moves.device.close().unwrap();
     drop(moves);
     calls.give_back();
-    let Pins { runtime, pages, .. } = pins;
-    drop(pages);
-    runtime.close().unwrap();
+    for Pins { runtime, pages, .. } in [streamed, faults] {
+        drop(pages);
+        runtime.close().unwrap();
+    }
     support::json_line("cuda_move", &hardware, json!({ "microseconds": results, "goal_us": GOAL_US, "gpu": false }));
 }
