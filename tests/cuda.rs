@@ -215,10 +215,10 @@ fn a_driver_without_a_call_is_an_error_that_names_it() {
     fake.finish();
 }
 
-/// The device goes while a pass is under way and bytes are only there: they are named, the process goes on.
+/// The device goes while a pass is under way and bytes are only there: every error has the cause, the process goes on.
 #[test]
-fn what_only_a_lost_device_held_is_named() {
-    let Some(fake) = Fake::load_or_skip("what_only_a_lost_device_held_is_named") else { return };
+fn a_device_lost_in_a_pass_leaves_the_process_alive() {
+    let Some(fake) = Fake::load_or_skip("a_device_lost_in_a_pass_leaves_the_process_alive") else { return };
     let file = synthetic(&[3 << 20, 1 << 20]);
     let runtime = builder(3, 0).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
