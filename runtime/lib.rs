@@ -62,7 +62,7 @@ mod tensor;
 mod transfer;
 
 pub use compute::ComputeStream;
-pub use config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};

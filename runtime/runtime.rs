@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
-use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, open_cuda};
+use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+use crate::device::{
+    Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice,
+    SimDeviceConfig, open_cuda,
+};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
@@ -154,22 +157,34 @@ impl Runtime {
     pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
         let page_size = config.page_size;
         let page_bytes = page_size.bytes();
-        let frames = frames_of("device", config.device_budget, page_size)?;
         let host_frames = frames_of("host", config.host_budget, page_size)?;
-        if frames == 0 {
-            return Err(Error::new(
-                ErrorKind::BudgetTooSmall,
-                format!("a device budget of {} holds no page of {}", config.device_budget, Bytes::new(page_bytes)),
-            )
-            .remedy(format!("give at least {}, or choose smaller pages", Bytes::new(page_bytes))));
-        }
         check_host_budget(config.host_budget)?;
+        let device_frames = |budget: Bytes| match frames_of("device", budget, page_size)? {
+            0 => {
+                let (page, asked) = (Bytes::new(page_bytes), config.device_budget);
+                let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
+                let message = format!("a device budget of {asked}{what} holds no page of {page}");
+                Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                    .remedy(format!("give at least {page}, or choose smaller pages")))
+            }
+            frames => Ok(frames),
+        };
+        // A share is of what the open device has free; its frames are made then.
+        let known = match config.device_budget {
+            DeviceBudget::Bytes(budget) => Some(device_frames(budget)?),
+            DeviceBudget::Free { .. } => None,
+        };
+        let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
         let device: Arc<dyn Device> = match &config.device {
             DeviceChoice::Host => Arc::new(HostDevice::new(
                 HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
                 sink.clone(),
             )?),
+            DeviceChoice::Simulated { seed } => {
+                let (seed, link, clock) = (*seed, config.link, SimClock::Free);
+                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, sink.clone())?)
+            }
             DeviceChoice::Cuda(_) if config.link.is_some() => {
                 return Err(Error::new(
                     ErrorKind::InvalidArgument,
@@ -179,6 +194,14 @@ impl Runtime {
             }
             DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
                 .map_err(|error| error.context(format!("open the device {}", config.device)))?,
+        };
+        let frames = match known {
+            Some(frames) => frames,
+            None => {
+                let frames = device_frames(config.device_budget.of(device.free_memory()?))?;
+                device.grow_frames(frames)?;
+                frames
+            }
         };
         let direct_io = device.direct_io();
         let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
@@ -358,6 +381,12 @@ impl Runtime {
         let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
+    }
+
+    /// Whether device memory is memory of this process, so that [`pin`](Self::pin) and its kin give slices. Where it is
+    /// not, [`pin_device`](Self::pin_device) gives addresses and copies.
+    pub fn host_addressable(&self) -> bool {
+        self.engine().host_addressable
     }
 
     /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,

@@ -20,10 +20,13 @@ step_workspace() {
     cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
 }
 
-# The CUDA device, over an emulated driver: no GPU is needed, and none is used.
+# The CUDA device, over an emulated driver, and everything end to end on it: no GPU is needed, and none is used.
 step_cuda() {
-    cargo test -p outcore --features cuda,cli --test cuda --test cuda_mapper --test cuda_streams \
-        --test device_suite --test cli --no-fail-fast
+    cargo test -p outcore --features cuda,cli --test cuda --test cuda_mapper --test cuda_streams --test compute --test dlpack \
+        --test device_suite --test device_choice --test cli --no-fail-fast
+    # The others' tests of other devices ran without the feature.
+    cargo test -p outcore --features cuda,cli --test streaming --test failure --test concurrency --test model_changed \
+        --test soak --no-fail-fast -- on_cuda emulated_driver
 }
 
 step_doctests() {

@@ -5,8 +5,6 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
-#[path = "fake-cuda/control.rs"]
-mod control;
 mod cuda_calls;
 mod harness;
 
@@ -22,7 +20,7 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, watched};
+use harness::{Rng, control, watched};
 use outcore::device::CudaDeviceSelector;
 use outcore::dlpack::DLDeviceType;
 use outcore::{

@@ -33,6 +33,7 @@ mod cuda;
 mod host;
 mod link;
 mod select;
+mod sim;
 mod slab;
 mod stream;
 mod sys;
@@ -43,7 +44,8 @@ use std::ptr::NonNull;
 use std::task::Poll;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{FrameId, PageSize};
+use crate::ids::{Bytes, FrameId, PageSize};
+use crate::machine::MemoryLimit;
 
 pub use cuda::cuda_devices;
 pub(crate) use cuda::open as open_cuda;
@@ -52,6 +54,7 @@ pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
+pub use sim::{SimClock, SimDevice, SimDeviceConfig};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
@@ -150,7 +153,6 @@ impl HostPointer {
         twox_hash::XxHash3_64::oneshot(bytes)
     }
     /// The memory `bytes` after this, which belongs to the same operation.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "other devices copy in one piece"))]
     pub(crate) fn offset(self, bytes: u64) -> Self {
         // Within the operation's range, which does not wrap around; the constructor's promise covers it.
         Self(self.0.map_addr(|at| at.saturating_add(bytes as usize)))
@@ -194,8 +196,8 @@ pub enum StreamOp {
         /// Bytes.
         len: u64,
     },
-    /// Run a closure on the stream's timeline. It must not wait for work of another stream, which may run its closures
-    /// on the same thread, and on a CUDA device it must not call the CUDA driver.
+    /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the same
+    /// thread, and on a CUDA device it must not call the CUDA driver.
     Call(Box<dyn FnOnce() + Send>),
     /// Do nothing: it has ended when everything that is on the stream before it has, also what others put there.
     Mark,
@@ -231,7 +233,7 @@ fn no_handles(device: &str) -> Error {
 
 /// See the [module documentation](self) for the contract.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// `"host"`, `"cuda:0"`.
+    /// `"host"`, `"cuda:0"`, `"sim"`.
     fn name(&self) -> &str;
     /// Bytes of a page and of a frame.
     fn page_size(&self) -> PageSize;
@@ -255,6 +257,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Gives a range back. Frames still behind it are free: they move away and keep their memory.
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
 
+    /// How much memory more frames could take now. By default what this process may use of the machine's, and does not.
+    fn free_memory(&self) -> Result<Bytes> {
+        let memory = MemoryLimit::detect()?;
+        Ok(memory.limit.saturating_sub(memory.usage))
+    }
     /// How many frames exist: ids `0..count`. On the host device creating frames commits no memory, mapping
     /// and filling them does; on a GPU the memory is taken when they are created.
     fn frame_count(&self) -> u32;

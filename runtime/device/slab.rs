@@ -225,8 +225,11 @@ impl HostSlab {
             slab.prefer_near(slab.staging.base(), slab.staging.len());
         }
         let slab = Self { slab: Arc::new(slab), lock: config.lock, locker: Mutex::default() };
-        slab.grow(config.frames)?;
-        slab.start_locker();
+        if config.frames > 0 {
+            slab.grow(config.frames)?;
+        } else {
+            slab.start_locker();
+        }
         Ok(slab)
     }
 

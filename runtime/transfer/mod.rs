@@ -20,7 +20,7 @@ pub(crate) mod ticket;
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Poll, Waker};
 use std::time::Instant;
@@ -245,6 +245,9 @@ pub(crate) struct Engine {
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
+    /// The device takes no more: asked before callers' operations, whose refusal by the device would take a thread that
+    /// outlives whoever is told, and the engine with it.
+    closed: AtomicBool,
 }
 
 /// The first token of an operation of a caller's; ids of moves are smaller.
@@ -327,6 +330,7 @@ impl Engine {
             segments: RwLock::new(Vec::new()),
             observer,
             failures: Mutex::default(),
+            closed: AtomicBool::new(false),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
         Ok(engine)
@@ -581,6 +585,9 @@ impl Engine {
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
         may_wait(what)?;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
+        }
         let (tell, told) = mpsc::sync_channel(1);
         // There is room for one result, and it comes once.
         self.run(stream, op, Box::new(move |result| drop(tell.try_send(result))));
@@ -856,6 +863,7 @@ impl Engine {
             self.idle.wait(&mut latched);
         }
         drop(latched);
+        self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
         store.and(device)

@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A launch, as registered kernels see it.
 #[repr(C)]
@@ -123,6 +124,7 @@ macro_rules! api {
 api! {
     reset = c"fakecuda_reset": fn();
     check_leaks = c"fakecuda_check_leaks": fn() -> usize;
+    left = c"fakecuda_left": fn() -> usize;
     findings = c"fakecuda_findings": fn(*mut u8, usize) -> usize;
     clear_findings = c"fakecuda_clear_findings": fn();
     fail = c"fakecuda_fail": fn(*const c_char, u64, u64, u32, bool);
@@ -137,6 +139,9 @@ api! {
     set_device_bytes = c"fakecuda_set_device_bytes": fn(u64);
     set_driver_version = c"fakecuda_set_driver_version": fn(i32);
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
+    set_granularity = c"fakecuda_set_granularity": fn(u64);
+    restart = c"fakecuda_restart": fn();
+    set_bare = c"fakecuda_set_bare": fn(bool);
     set_delay = c"fakecuda_set_delay": fn(u64, u64);
     set_link = c"fakecuda_set_link": fn(u64, u64);
     used_bytes = c"fakecuda_used_bytes": fn(i32) -> u64;
@@ -153,25 +158,32 @@ fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
     address
 }
 
-/// Cargo puts the library beside the tests, in `deps`.
-fn library() -> PathBuf {
+/// The library, where it was built: Cargo puts it beside the tests, in `deps`.
+fn library() -> Option<PathBuf> {
     let executable = std::env::current_exe().expect("the path of the test");
     let folder = executable.parent().expect("a folder");
     let name = "liboutcore_fake_cuda.so";
     let candidates = [folder.join(name), folder.join("../deps").join(name), folder.join("deps").join(name)];
-    candidates.iter().find(|path| path.exists()).unwrap_or(&candidates[0]).clone()
+    candidates.into_iter().find(|path| path.exists())
 }
 
 fn api() -> &'static Api {
     static API: OnceLock<Api> = OnceLock::new();
     API.get_or_init(|| {
-        let path = library();
+        let path = library().expect("the emulated CUDA driver beside this test; `cargo test` builds it");
         let name = CString::new(path.as_os_str().as_bytes()).expect("a path without NUL");
         // SAFETY: the library's initialisers are those of the Rust runtime; it stays loaded for good.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
         assert!(!library.is_null(), "cannot load {}", path.display());
         Api::of(library)
     })
+}
+
+fn all_findings() -> Vec<String> {
+    let mut text = vec![0; (api().findings)(std::ptr::null_mut(), 0) + 1];
+    (api().findings)(text.as_mut_ptr(), text.len());
+    text.pop();
+    String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
 }
 
 /// The emulated driver, in the hands of one test.
@@ -182,9 +194,8 @@ pub struct Fake {
 impl Fake {
     /// [`load`](Self::load), or `None`, said aloud, where the library was not built.
     pub fn load_or_skip(test: &str) -> Option<Self> {
-        let path = library();
-        if !path.exists() {
-            eprintln!("SKIPPED {test}: {} is not beside this test; `cargo test` builds it", path.display());
+        if library().is_none() {
+            eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
             return None;
         }
         Some(Self::load())
@@ -199,10 +210,7 @@ impl Fake {
 
     /// What was found so far.
     pub fn findings(&self) -> Vec<String> {
-        let mut text = vec![0; (api().findings)(std::ptr::null_mut(), 0) + 1];
-        (api().findings)(text.as_mut_ptr(), text.len());
-        text.pop();
-        String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
+        all_findings()
     }
     /// What was found so far; the test has seen it, and may end.
     pub fn take_findings(&self) -> Vec<String> {
@@ -220,6 +228,28 @@ impl Fake {
     pub fn expect_clean(&self) {
         let findings = self.take_findings();
         assert!(findings.is_empty(), "the emulated CUDA driver found: {findings:#?}");
+    }
+    /// Fails if anything was found, or anything was not given back.
+    pub fn finish(&self) {
+        self.check_leaks();
+        self.expect_clean();
+    }
+    /// As [`finish`](Self::finish), for whatever test of this process has the driver; then a new start, with the machine
+    /// as it was set. Clocks and histories are short again.
+    pub fn start_over() {
+        // What a thread of the program's was the last to hold is given back when that thread gets there.
+        let end = Instant::now() + Duration::from_secs(10);
+        while Self::left() > 0 && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        (api().check_leaks)();
+        let findings = all_findings();
+        assert!(findings.is_empty(), "the emulated CUDA driver found: {findings:#?}");
+        (api().restart)();
+    }
+    /// How many objects the program has made and not given back.
+    pub fn left() -> usize {
+        (api().left)()
     }
     /// Makes a finding of each object that was not given back; returns how many there are.
     pub fn check_leaks(&self) -> usize {
@@ -286,6 +316,15 @@ impl Fake {
     /// Sets a `CUdevice_attribute`.
     pub fn set_attribute(&self, which: i32, value: i32) {
         (api().set_attribute)(which, value);
+    }
+    /// Sets the allocation granularity, a multiple of 4096; 2 MiB at the start.
+    pub fn set_granularity(&self, bytes: u64) {
+        (api().set_granularity)(bytes);
+    }
+    /// Calls keep their books and do nothing else: no byte moves, nothing is judged, work ends when it is submitted. To
+    /// be set before anything is mapped.
+    pub fn set_bare(&self, bare: bool) {
+        (api().set_bare)(bare);
     }
     /// Each piece of work starts up to `microseconds` late, by chance.
     pub fn set_delay(&self, microseconds: u64, seed: u64) {

@@ -49,7 +49,13 @@ pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
         CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
             "the driver's library and kernel module differ: reboot or reinstall"
         }
-        _ => return Error::new(kind, message),
+        CUresult::CUDA_ERROR_NOT_SUPPORTED => {
+            "install a newer NVIDIA driver; if that does not help, the GPU or its mode does not have this: use the host device"
+        }
+        CUresult::CUDA_ERROR_NOT_PERMITTED | CUresult::CUDA_ERROR_OPERATING_SYSTEM => {
+            "check this process's rights and limits (the GPU's device files, `ulimit -l`)"
+        }
+        _ => "look for the driver's own account in the kernel log (Xid)",
     };
     Error::new(kind, message).remedy(remedy)
 }
@@ -183,12 +189,18 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
 
 /// The GPU a selector means.
 pub(super) fn select(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
-    let found = cuda_devices()?;
-    let count = found.len();
-    found.into_iter().find(|gpu| selector.means(gpu)).ok_or_else(|| {
-        Error::new(ErrorKind::NotFound, format!("there is no GPU {selector}: the CUDA driver sees {count}"))
-            .remedy("see `outcore doctor` for those there are, and check CUDA_VISIBLE_DEVICES")
-    })
+    let mut found = cuda_devices()?;
+    if let Some(at) = found.iter().position(|gpu| selector.means(gpu)) {
+        return Ok(found.swap_remove(at));
+    }
+    let there: Vec<_> = found.iter().map(|gpu| format!("{} ({}, {})", gpu.ordinal, gpu.uuid, gpu.pci)).collect();
+    let message = format!("there is no GPU {selector}: the CUDA driver sees {}", there.join(", "));
+    let remedy = if matches!(selector, CudaDeviceSelector::Uuid(uuid) if uuid.starts_with("MIG")) {
+        format!("a process sees only instances that CUDA_VISIBLE_DEVICES names: set it to {selector} before the start")
+    } else {
+        "name one of those, and check CUDA_VISIBLE_DEVICES, which can hide others".to_owned()
+    };
+    Err(Error::new(ErrorKind::NotFound, message).remedy(remedy))
 }
 
 /// A handle of the driver.

@@ -76,6 +76,11 @@ impl Layout {
         self.frames.len() as u32
     }
 
+    /// Bytes of the GPU's memory that frames have.
+    pub(super) fn held(&self) -> u64 {
+        self.frames.iter().filter(|frame| frame.handle.is_some()).count() as u64 * self.page
+    }
+
     fn frame(&mut self, frame: FrameId) -> Result<&mut Frame> {
         let count = self.frames.len();
         self.frames.get_mut(frame.index()).ok_or_else(|| {

@@ -74,6 +74,11 @@ impl Mapper {
         self.state.lock()
     }
 
+    /// The state, unless somebody has it.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock()
+    }
+
     pub(super) fn get_mut(&mut self) -> &mut Layout {
         &mut self.state.get_mut().layout
     }

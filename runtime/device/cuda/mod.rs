@@ -24,7 +24,7 @@ mod stream;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Poll;
 
 use parking_lot::{Mutex, RwLock};
@@ -112,7 +112,10 @@ impl Core {
         let poison = self.poison.get_or_init(|| {
             let error = Error::new(ErrorKind::Device, format!("the GPU {name} failed, and what was on it is lost"))
                 .caused_by(error)
-                .remedy("open a new runtime; if it happens again, look for Xid messages in the kernel log");
+                .remedy(
+                    "start the program again: CUDA does not let this process use the GPU any more. The kernel log may \
+                     have more about it (Xid)",
+                );
             tracing::error!(%error);
             error
         });
@@ -139,6 +142,14 @@ impl Core {
 
     fn return_event(&self, event: EventHandle) {
         self.events.lock().push(event);
+    }
+
+    /// What other devices of this process hold in frames of the same GPU. One that is making frames right now is not
+    /// asked: nobody may wait for it while holding a layout.
+    fn other_frames(&self) -> Bytes {
+        let others: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+        let others = others.iter().filter(|other| !std::ptr::eq(&***other, self) && other.name == self.name);
+        Bytes::new(others.filter_map(|other| other.mapper.try_lock().map(|mapper| mapper.layout.held())).sum())
     }
 
     /// Whether a range of host memory lies in one piece that was locked.
@@ -169,6 +180,23 @@ impl Drop for Core {
         self.mapper.get_mut().clear(&self.context, &current);
     }
 }
+
+/// More for frames than there is: how much that is, and who could make room.
+fn no_room(name: &str, new: Bytes, held: Bytes, free: Bytes, total: Bytes, others: Bytes) -> Error {
+    let mut message = format!("{new} more for frames are asked of {name}, which has {free} free of {total}");
+    let most = held + free;
+    let mut remedy = format!("choose a device budget of at most {most}");
+    if others > Bytes::ZERO {
+        message += &format!("; other runtimes of this process hold {others}");
+        remedy += ", lower theirs (set_device_budget)";
+    }
+    remedy += ", or end what else uses the GPU's memory: `nvidia-smi --query-compute-apps=pid,name,used_memory \
+               --format=csv` lists the processes";
+    Error::new(ErrorKind::OutOfMemory, message).remedy(remedy)
+}
+
+/// The devices of this process, for [`Core::other_frames`].
+static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 
 /// A device in the memory of one GPU. See the [device contract](super) and `runtime/device/cuda/mod.rs`.
 pub struct CudaDevice {
@@ -240,6 +268,10 @@ impl CudaDevice {
                 sink,
             }),
         };
+        let mut open = OPEN.lock();
+        open.retain(|core| core.strong_count() > 0);
+        open.push(Arc::downgrade(&device.core));
+        drop(open);
         device.grow_frames(config.frames)?;
         Mapper::start(&device.core)?;
         Ok(device)
@@ -347,6 +379,12 @@ impl Device for CudaDevice {
         )
     }
 
+    fn free_memory(&self) -> Result<Bytes> {
+        let core = &self.core;
+        let current = core.enter()?;
+        core.done(core.context.memory(&current)).map(|(free, _)| Bytes::new(free))
+    }
+
     fn frame_count(&self) -> u32 {
         self.core.mapper.lock().layout.frame_count()
     }
@@ -359,22 +397,20 @@ impl Device for CudaDevice {
                 return Ok(());
             }
             let (free, total) = context.memory(current)?;
+            let refused = || {
+                let others = self.core.other_frames();
+                let held = Bytes::new(layout.held());
+                no_room(&self.core.name, Bytes::new(new), held, Bytes::new(free), Bytes::new(total), others)
+            };
             if new > free {
-                let message = format!(
-                    "{} more for frames are asked of {}, which has {} free of {}",
-                    Bytes::new(new),
-                    self.core.name,
-                    Bytes::new(free),
-                    Bytes::new(total)
-                );
-                let most = (free / page + u64::from(layout.frame_count())) * page;
-                let remedy = format!(
-                    "choose a device budget of at most {}, or end what else uses the GPU's memory (nvidia-smi shows it)",
-                    Bytes::new(most)
-                );
-                return Err(Error::new(ErrorKind::OutOfMemory, message).remedy(remedy).into());
+                return Err(refused().into());
             }
-            layout.grow(context, current, count)
+            // What is free may be in pieces, or gone by now.
+            let refused = refused();
+            layout.grow(context, current, count).map_err(|failure| match failure.error.kind() {
+                ErrorKind::OutOfMemory => refused.caused_by(failure.error).into(),
+                _ => failure,
+            })
         })
     }
 

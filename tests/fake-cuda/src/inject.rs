@@ -100,6 +100,8 @@ pub struct Config {
     pub link: [u64; 2],
     pub attributes: BTreeMap<i32, i32>,
     pub granularity: u64,
+    /// Copies, fills and events end when they are submitted, move nothing, and are not judged.
+    pub bare: bool,
 }
 
 fn variable(name: &str) -> Option<u64> {
@@ -121,6 +123,7 @@ impl Config {
             ],
             attributes: BTreeMap::new(),
             granularity: 2 << 20,
+            bare: false,
         }
     }
     /// A delay between nothing and the longest, by the seed.
