@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace cuda doctests strict loom examples)
+steps=(checker workspace cuda gpu_check doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -20,13 +20,21 @@ step_workspace() {
     cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
 }
 
+# The same packages and features in the next two steps, so that nothing is built twice.
+gpu_features=(-p outcore -p outcore-gpu-check --features outcore/cuda,outcore/cli,outcore-gpu-check/cuda)
+
 # The CUDA device, over an emulated driver: no GPU is needed, and none is used.
 step_cuda() {
-    cargo test -p outcore --features cuda,cli --test cuda --test device_suite --test cli --no-fail-fast
+    cargo test "${gpu_features[@]}" --test cuda --test device_suite --test cli --no-fail-fast
+}
+
+# The parts of the GPU check, over the emulated driver with sizes of megabytes: they work; their numbers mean nothing.
+step_gpu_check() {
+    cargo test "${gpu_features[@]}" --lib --bins --test emulated --test bundle --no-fail-fast
 }
 
 step_doctests() {
-    # The features of the step before, so that nothing is built twice.
+    # The features of the first of them, so that nothing is built twice.
     cargo test --workspace --features outcore/cli --doc --no-fail-fast
 }
 
