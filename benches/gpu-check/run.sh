@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the parts of the GPU check in this folder, each in a process and under a limit of its own.
 #
-#   run.sh [--quick] [--out DIR] [--only PART,...] [--dir DIR] [--previous FILE] [--memory SIZE] [--seconds N]
+#   run.sh [--quick] [--out DIR] [--only PART,...] [--dir DIR] [--previous FILE] [--memory SIZE]
+#          [--seconds N] [--limit N]
 #
 #   --quick       smaller inputs, fewer rounds
 #   --out         where gpu-check.json, .txt and .log go (gpu-check-out); the JSON is written after each part
@@ -10,6 +11,7 @@
 #   --previous    results to compare with (the newest that was packed)
 #   --memory      host memory that may be used (what is free)
 #   --seconds     all together (520): what does not fit is skipped, and said so
+#   --limit       any one part (a limit for each, 20 to 160)
 #   --tiny        megabytes, for the emulated driver: the numbers mean nothing
 #
 # Ends with 0 if everything ran and every verdict was met, 1 if not, 2 without a GPU, 64 if it was called wrongly.
@@ -17,19 +19,19 @@ set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 probe=$here/bin/gpu-probe
-scale=full out=gpu-check-out only='' dir=${TMPDIR:-/tmp} previous='' seconds=520
+scale=full out=gpu-check-out only='' dir=${TMPDIR:-/tmp} previous='' seconds=520 most=520
 memory=()
 
 usage() {
     echo "run.sh: $1" >&2
-    sed -n 's/^# \{0,1\}//; 4,13p' "${BASH_SOURCE[0]}" >&2
+    sed -n 's/^# \{0,1\}//; 4,15p' "${BASH_SOURCE[0]}" >&2
     exit 64
 }
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) scale=quick ;;
         --tiny) scale=tiny ;;
-        --out | --only | --dir | --previous | --memory | --seconds)
+        --out | --only | --dir | --previous | --memory | --seconds | --limit)
             [ $# -ge 2 ] || usage "$1 needs a value"
             case $1 in
                 --out) out=$2 ;;
@@ -38,6 +40,7 @@ while [ $# -gt 0 ]; do
                 --previous) previous=$2 ;;
                 --memory) memory=(--memory "$2") ;;
                 --seconds) seconds=$2 ;;
+                --limit) most=$2 ;;
             esac
             shift
             ;;
@@ -45,9 +48,11 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-case $seconds in
-    '' | *[!0-9]*) usage "--seconds $seconds is no number" ;;
-esac
+for count in "$seconds" "$most"; do
+    case $count in
+        '' | *[!0-9]*) usage "$count is no number of seconds" ;;
+    esac
+done
 
 # Part and the most seconds it may take. What is quick and says most comes first.
 parts=(
@@ -110,6 +115,7 @@ for part in "${parts[@]}"; do
         python3 "${report[@]}" add "$results" "$name" --skipped "no time was left of $seconds s"
         continue
     fi
+    [ "$limit" -le "$most" ] || limit=$most
     [ "$limit" -le "$left" ] || limit=$left
     command_of "$name"
     begin=$(date +%s.%N)

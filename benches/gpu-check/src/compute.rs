@@ -1,10 +1,10 @@
 //! What the GPU computes with a resident tensor: a matrix product by cuBLAS, or, where that is not found, a kernel of
 //! our own that reads every byte.
 
+use crate::Failure;
 use crate::cuda::{Blas, DeviceMemory, EventKind, Gpu, HostMemory, Kernels, Product, Stream};
 use crate::model::{Shape, noise};
 use crate::report::Report;
-use crate::Failure;
 
 type Result<T = ()> = std::result::Result<T, Failure>;
 
@@ -65,9 +65,7 @@ impl Compute {
                 (0..amount.0).try_for_each(|_| blas.multiply(product))
             }
             Kind::Sums if amount.0 == 0 => Ok(()),
-            Kind::Sums => {
-                self.kernels.sum(&self.stream, address, self.shape.bytes(), amount.0 - 1, self.sums.address)
-            }
+            Kind::Sums => self.kernels.sum(&self.stream, address, self.shape.bytes(), amount.0 - 1, self.sums.address),
         }
     }
 

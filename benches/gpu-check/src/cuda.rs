@@ -100,10 +100,7 @@ impl Gpu {
     }
 
     fn location(&self) -> sys::CUmemLocation {
-        sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: self.context.cu_device(),
-        }
+        sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.context.cu_device() }
     }
 
     fn allocation(&self) -> sys::CUmemAllocationProp {
@@ -208,7 +205,8 @@ impl Stream {
             return Err(Failure::Impossible("the driver has no cuMemcpyBatchAsync_v2, which CUDA 13.0 brought".into()));
         }
         let mut to: Vec<u64> = pieces.iter().map(|(_, device)| *device).collect();
-        let mut from = pieces.iter().map(|(offset, _)| Ok(host.at(*offset, len)? as u64)).collect::<Result<Vec<_>>>()?;
+        let mut from =
+            pieces.iter().map(|(offset, _)| Ok(host.at(*offset, len)? as u64)).collect::<Result<Vec<_>>>()?;
         let mut sizes = vec![len as usize; pieces.len()];
         let mut attributes = sys::CUmemcpyAttributes {
             srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
@@ -452,9 +450,7 @@ impl Range {
         gpu.enter()?;
         let mut base = 0;
         // SAFETY: `base` is a place for the result.
-        check("reserve device addresses", unsafe {
-            sys::cuMemAddressReserve(&raw mut base, len as usize, 0, 0, 0)
-        })?;
+        check("reserve device addresses", unsafe { sys::cuMemAddressReserve(&raw mut base, len as usize, 0, 0, 0) })?;
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = sys::CUmemAccessDesc { location: gpu.location(), flags };
         Ok(Self { base, len, mapped: Vec::new(), access, gpu: gpu.clone() })

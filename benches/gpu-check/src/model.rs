@@ -101,7 +101,10 @@ impl ModelFile {
             let tensors = wanted.min(free.saturating_sub(margin)) / shape.bytes();
             if tensors < 2 {
                 let folder = settings.dir.display();
-                return Err(Failure::Impossible(format!("{folder} has {} free, no room for a model", Bytes::new(free))));
+                return Err(Failure::Impossible(format!(
+                    "{folder} has {} free, no room for a model",
+                    Bytes::new(free)
+                )));
             }
             let start = Instant::now();
             // Half a model is none: it gets its name when it is whole.

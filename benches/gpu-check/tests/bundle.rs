@@ -76,7 +76,8 @@ fn parts_run_and_their_results_are_written_and_nothing_else_stays() {
     let up = &results["parts"]["copies"]["numbers"]["host to device, one copy"];
     assert!(up["unit"] == "GB/s" && up["median"].as_f64().unwrap() > 0.0, "{up}");
     // What the copies' verdicts say depends on this machine; that they are counted does not.
-    let missed = results["parts"]["copies"]["verdicts"].as_object().unwrap().values().filter(|v| v["pass"] == false).count();
+    let missed =
+        results["parts"]["copies"]["verdicts"].as_object().unwrap().values().filter(|v| v["pass"] == false).count();
     assert_eq!(output.status.code(), Some(i32::from(missed > 0)), "{text}");
     assert!(text.contains("the numbers mean nothing") && text.contains(&format!("{missed} missed")), "{text}");
     assert!(!text.contains("fake CUDA"), "the emulated driver found something: {text}");
@@ -112,11 +113,15 @@ fn a_part_that_takes_too_long_leaves_what_it_had() {
         printf '{\"record\":\"num'\nexec tail -f /dev/null\n";
     fs::write(&probe, script).unwrap();
     fs::set_permissions(&probe, fs::Permissions::from_mode(0o755)).unwrap();
-    let output = bundle.run(&["--only", "machine,copies", "--seconds", "6"], &[]);
+    let output = bundle.run(&["--only", "machine", "--limit", "3"], &[]);
     let (text, results) = (said(&output), bundle.results());
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert_eq!(results["parts"]["machine"]["status"], "stopped", "{text}");
     assert_eq!(results["parts"]["machine"]["numbers"]["n"]["median"], 1, "{text}");
+    assert!(text.contains("it took longer than 3 s"), "{text}");
+    let output = bundle.run(&["--only", "machine,copies", "--seconds", "0"], &[]);
+    let (text, results) = (said(&output), bundle.results());
+    assert_eq!(output.status.code(), Some(1), "{text}");
     assert_eq!(results["parts"]["copies"]["status"], "skipped", "{text}");
 }
 
@@ -199,7 +204,10 @@ fn two_results_are_compared_number_by_number() {
     let text = said(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("MISSED host to device: 0.800, wanted >= 0.970"), "{text}");
-    assert!(text.contains("0 verdicts met, 1 missed: copies: host to device") && text.contains("lock (failed)"), "{text}");
+    assert!(
+        text.contains("0 verdicts met, 1 missed: copies: host to device") && text.contains("lock (failed)"),
+        "{text}"
+    );
     assert_eq!(report(&["table".as_ref(), old.as_ref()]).status.code(), Some(0));
     // The newest that was packed is taken by itself.
     fs::create_dir(bundle.path("previous")).unwrap();

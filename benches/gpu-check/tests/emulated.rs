@@ -23,7 +23,8 @@ fn driver() -> Fake {
         |launch| {
             let threads = (launch.grid[0] * launch.block[0]) as usize;
             let steps = launch.parameter(0);
-            let last = (0..steps).fold(1_u64, |x, _| std::hint::black_box(x).wrapping_mul(6_364_136_223_846_793_005) + 1);
+            let last =
+                (0..steps).fold(1_u64, |x, _| std::hint::black_box(x).wrapping_mul(6_364_136_223_846_793_005) + 1);
             launch.write::<u64>(launch.parameter(1), threads).fill(last);
         },
     );
@@ -91,15 +92,14 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &[],
             &[("allocate 8.0 MiB", U::GigabytesPerSecond), ("register 8.0 MiB, untouched", U::GigabytesPerSecond)],
         ),
-        Part::Events => (&[], &[("record an event", U::Microseconds), ("zero 4 KiB and wait, sleeping", U::Microseconds)]),
+        Part::Events => {
+            (&[], &[("record an event", U::Microseconds), ("zero 4 KiB and wait, sleeping", U::Microseconds)])
+        }
         Part::Pin => (&["pin of a resident tensor"], &[("pin and unpin 1 resident pages", U::Microseconds)]),
         Part::Disk => (&[], &[("read 2.0 MiB, 4 in flight", U::GigabytesPerSecond)]),
         Part::FirstPage => (
             &["first page after opening"],
-            &[
-                ("open the runtime", U::Milliseconds),
-                ("open the model and pin its first page", U::Milliseconds),
-            ],
+            &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
         ),
         Part::Overlap => (
             &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
@@ -145,7 +145,8 @@ fn check_records(part: Part, found: &[Record]) {
         .collect();
     assert_eq!(judged, verdicts, "{part}");
     for (name, unit) in numbers {
-        let there = |record: &Record| matches!(record, Record::Number { name: n, unit: u, .. } if n == name && u == unit);
+        let there =
+            |record: &Record| matches!(record, Record::Number { name: n, unit: u, .. } if n == name && u == unit);
         assert!(found.iter().any(there), "{part}: no number {name:?} in {unit:?}: {found:#?}");
     }
     // The table keeps one number of a name.
@@ -179,7 +180,9 @@ fn memory_beyond_the_budget_is_not_taken() {
     let (found, outcome) = records(Part::Oversized, &settings(&folder));
     outcome.unwrap();
     let verdict = found.iter().find_map(|record| match record {
-        Record::Verdict { name, value, pass, .. } if name == "memory of the GPU over the budget" => Some((*value, *pass)),
+        Record::Verdict { name, value, pass, .. } if name == "memory of the GPU over the budget" => {
+            Some((*value, *pass))
+        }
         _ => None,
     });
     // The emulated driver counts exactly.

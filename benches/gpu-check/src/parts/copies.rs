@@ -120,8 +120,11 @@ impl Link {
     /// The same as `copy(Way::Up, page)`, in batches.
     fn copy_in_batches(&self, page: u64) -> Result<Copied> {
         let places = shuffled(self.bytes / page);
-        let pieces: Vec<(u64, u64)> =
-            places.iter().enumerate().map(|(n, place)| (n as u64 * page, self.up_device.address + place * page)).collect();
+        let pieces: Vec<(u64, u64)> = places
+            .iter()
+            .enumerate()
+            .map(|(n, place)| (n as u64 * page, self.up_device.address + place * page))
+            .collect();
         let begin = Instant::now();
         self.up.record(&self.start)?;
         pieces.chunks(BATCH).try_for_each(|batch| self.up.copy_in_batch(&self.up_host, batch, page))?;
@@ -221,7 +224,12 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             share.push(batched.rate / looped.rate);
         }
         let of = Bytes::new(page);
-        report.number(format!("batches of {BATCH} pages of {of}"), Unit::GigabytesPerSecond, &rate, Some("host to device, one copy"));
+        report.number(
+            format!("batches of {BATCH} pages of {of}"),
+            Unit::GigabytesPerSecond,
+            &rate,
+            Some("host to device, one copy"),
+        );
         report.number(format!("submit a copy of {of} in a batch"), Unit::Microseconds, &submit, None);
         report.number(format!("batched / looped, pages of {of}"), Unit::Ratio, &share, None);
     }

@@ -29,7 +29,12 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     }
     if let Some(latency) = probe.page_latency {
         report.number("read 4 KiB, alone, median", Unit::Microseconds, &[latency.median.as_secs_f64() * 1e6], None);
-        report.number("read 4 KiB, alone, 99th percentile", Unit::Microseconds, &[latency.p99.as_secs_f64() * 1e6], None);
+        report.number(
+            "read 4 KiB, alone, 99th percentile",
+            Unit::Microseconds,
+            &[latency.p99.as_secs_f64() * 1e6],
+            None,
+        );
     }
     for point in &probe.points {
         let name = format!("read {}, {} in flight", point.block, point.depth);

@@ -22,9 +22,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             Ok(())
         };
         let mut events: Vec<Event> = Vec::with_capacity(count);
-        each(0, &mut || {
-            (0..count).try_for_each(|_| gpu.event(EventKind::Plain).map(|event| events.push(event)))
-        })?;
+        each(0, &mut || (0..count).try_for_each(|_| gpu.event(EventKind::Plain).map(|event| events.push(event))))?;
         each(1, &mut || events.iter().try_for_each(|event| stream.record(event)))?;
         each(2, &mut || events.iter().try_for_each(|event| other.wait(event)))?;
         stream.synchronize()?;

@@ -6,8 +6,8 @@ use outcore::Bytes;
 use outcore::machine::ProcessMemory;
 use outcore::store::{QueueDepth, probe_file};
 
-use crate::Settings;
 use crate::Failure;
+use crate::Settings;
 use crate::cuda::Gpu;
 use crate::model::{ModelFile, Opened};
 use crate::report::{Goal, Report, Spread, Unit};
@@ -25,7 +25,11 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let host = Bytes::new(wanted.min(settings.memory.get() * 6 / 10) / page * page);
     report.chosen("host tier", host);
     if host.get() < wanted {
-        report.note(format!("a host tier of {} was wanted; {} of host memory may be used", Bytes::new(wanted), settings.memory));
+        report.note(format!(
+            "a host tier of {} was wanted; {} of host memory may be used",
+            Bytes::new(wanted),
+            settings.memory
+        ));
     }
     let device = Bytes::new(settings.pick(2 << 30, 1 << 30, 8 << 20));
     let (mut opens, mut firsts, mut locked) = (Vec::new(), Vec::new(), Vec::new());
@@ -51,13 +55,20 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     report.number("open the runtime", Unit::Milliseconds, &opens, None);
     report.number("open the model and pin its first page", Unit::Milliseconds, &firsts, None);
     report.number("part of the host tier that was there by then", Unit::Ratio, &locked, None);
-    let probe = probe_file(&file.path, outcore::IoBackend::Auto, &[Bytes::new(page)], &[QueueDepth::ONE], Bytes::new(8 * page))?;
+    let probe = probe_file(
+        &file.path,
+        outcore::IoBackend::Auto,
+        &[Bytes::new(page)],
+        &[QueueDepth::ONE],
+        Bytes::new(8 * page),
+    )?;
     if let Some(point) = probe.points.first() {
         let each = point.elapsed.as_secs_f64() * 1e3 * page as f64 / point.bytes.get().max(1) as f64;
         report.number("read of a page from the disk, alone", Unit::Milliseconds, &[each], None);
     }
     if let Some(spread) = Spread::of(&firsts) {
-        let formula = format!("from the return of open() to the first pinned page, host tier of {host}; the slowest round");
+        let formula =
+            format!("from the return of open() to the first pinned page, host tier of {host}; the slowest round");
         report.verdict("first page after opening", spread.most, Unit::Milliseconds, Goal::AtMost(100.0), formula);
     }
     Ok(())

@@ -26,7 +26,8 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result<(), Fa
     let machine = Machine::detect()?;
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    report.chosen("processor", format!("{} x {}", machine.cpus, model.map_or(std::env::consts::ARCH, |(_, name)| name)));
+    report
+        .chosen("processor", format!("{} x {}", machine.cpus, model.map_or(std::env::consts::ARCH, |(_, name)| name)));
     report.chosen("kernel", &machine.kernel);
     report.chosen("host memory", format!("{}, of which {} may be used", machine.memory.limit, settings.memory));
     let lockable = machine.lockable.map_or_else(|| "without limit".to_owned(), |bytes| bytes.to_string());
@@ -35,10 +36,13 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result<(), Fa
     let copied = memcpy_bandwidth(len).get() as f64 / 1e9;
     report.number("memory copy, one thread", Unit::GigabytesPerSecond, &[copied], None);
     for backend in IoBackend::CHOICES {
-        report.chosen(&format!("I/O by {backend}"), match probe_backend(backend).usable {
-            Ok(()) => "works".to_owned(),
-            Err(error) => error.to_string(),
-        });
+        report.chosen(
+            &format!("I/O by {backend}"),
+            match probe_backend(backend).usable {
+                Ok(()) => "works".to_owned(),
+                Err(error) => error.to_string(),
+            },
+        );
     }
     Ok(())
 }

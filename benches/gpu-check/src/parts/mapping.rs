@@ -99,7 +99,8 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     for made in [Made::Single, Made::Whole] {
         for &run in runs.iter().filter(|run| matches!(made, Made::Single) || **run > 1) {
             let frame = if matches!(made, Made::Single) { page } else { run * page };
-            let frames = (0..pages * page / frame).map(|_| Physical::create(&gpu, frame)).collect::<Result<Vec<_>>>()?;
+            let frames =
+                (0..pages * page / frame).map(|_| Physical::create(&gpu, frame)).collect::<Result<Vec<_>>>()?;
             let mut idle: [Vec<f64>; 3] = Default::default();
             let mut loaded: [Vec<f64>; 3] = Default::default();
             let per_page = |rounds: &mut [Vec<f64>; 3], times: Times| {
@@ -153,7 +154,9 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     report.note(match (outlasted * 2 > rounds, slowed < 1.05) {
         (true, true) => "mapping and unmapping neither wait for a kernel that runs nor slow it",
         (true, false) => "mapping and unmapping do not wait for a kernel that runs, but slow it",
-        (false, true) => "mapping or unmapping waits for the kernel that runs (see the longest calls), but does not slow it",
+        (false, true) => {
+            "mapping or unmapping waits for the kernel that runs (see the longest calls), but does not slow it"
+        }
         (false, false) => "mapping or unmapping waits for the kernel that runs, and slows it",
     });
     Ok(())

@@ -7,8 +7,8 @@ mod first_page;
 mod lock;
 mod machine;
 mod mapping;
-mod oversized;
 mod overlap;
+mod oversized;
 mod pass;
 mod pin;
 

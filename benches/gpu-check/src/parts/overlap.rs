@@ -4,8 +4,8 @@
 
 use outcore::Bytes;
 
-use crate::Settings;
 use crate::Failure;
+use crate::Settings;
 use crate::compute::{Amount, Compute};
 use crate::cuda::Gpu;
 use crate::model::{ModelFile, Opened};

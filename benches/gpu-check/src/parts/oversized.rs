@@ -7,8 +7,8 @@
 use outcore::store::{QueueDepth, probe_file};
 use outcore::{Bytes, IoBackend};
 
-use crate::Settings;
 use crate::Failure;
+use crate::Settings;
 use crate::compute::{Amount, Compute};
 use crate::cuda::Gpu;
 use crate::model::{ModelFile, Opened, Shape, expected_sums};
@@ -65,7 +65,8 @@ fn disk_rate(settings: &Settings, file: &ModelFile) -> Result<f64> {
     let (page, depth) = (Bytes::new(settings.page.bytes()), QueueDepth::new(32)?);
     let bytes = settings.pick(Bytes::mib(512), Bytes::mib(512), Bytes::mib(16));
     let probe = probe_file(&file.path, IoBackend::Auto, &[page], &[depth], bytes)?;
-    let point = probe.points.first().ok_or_else(|| Failure::Impossible("the file is smaller than a page".to_owned()))?;
+    let point =
+        probe.points.first().ok_or_else(|| Failure::Impossible("the file is smaller than a page".to_owned()))?;
     Ok(point.bytes_per_second() / 1e9)
 }
 
@@ -143,7 +144,10 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     report.verdict("memory of the GPU over the budget", over, Unit::Ratio, Goal::AtMost(1.01), formula);
     let stats = runtime.stats();
     if stats.traffic.peak_device > plan.device {
-        return Err(Failure::Wrong(format!("{} in frames, with a budget of {}", stats.traffic.peak_device, plan.device)));
+        return Err(Failure::Wrong(format!(
+            "{} in frames, with a budget of {}",
+            stats.traffic.peak_device, plan.device
+        )));
     }
     drop(passes);
     drop(opened);

@@ -15,11 +15,7 @@ type Result<T = ()> = std::result::Result<T, Failure>;
 /// A runtime on the settings' GPU, with the settings' pages.
 pub(super) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
     let device: DeviceChoice = format!("cuda:{}", settings.device).parse()?;
-    Ok(Runtime::builder()
-        .device(device)
-        .page_size(settings.page)
-        .policy(PolicyKind::Plan)
-        .scratch_dir(&settings.dir))
+    Ok(Runtime::builder().device(device).page_size(settings.page).policy(PolicyKind::Plan).scratch_dir(&settings.dir))
 }
 
 /// What a pass came to.

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use crate::Settings;
 use crate::Failure;
+use crate::Settings;
 use crate::model::{ModelFile, Opened};
 use crate::report::{Goal, Report, Spread, Unit};
 
@@ -40,7 +40,8 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         if Some(pages) == judged
             && let Some(spread) = Spread::of(&times)
         {
-            let formula = format!("time of {count} pins and unpins of {pages} resident pages / {count}; median of rounds");
+            let formula =
+                format!("time of {count} pins and unpins of {pages} resident pages / {count}; median of rounds");
             report.verdict("pin of a resident tensor", spread.median, Unit::Microseconds, Goal::AtMost(1.0), formula);
         }
     }
