@@ -11,7 +11,7 @@
 #   --previous    results to compare with (the newest that was packed)
 #   --memory      host memory that may be used (what is free)
 #   --seconds     all together (520): what does not fit is skipped, and said so
-#   --limit       any one part (a limit for each, 20 to 160)
+#   --limit       any one part (a limit for each, 20 to 200)
 #   --tiny        megabytes, for the emulated driver: the numbers mean nothing
 #
 # Ends with 0 if everything ran and every verdict was met, 1 if not, 2 without a GPU, 64 if it was called wrongly.
@@ -57,7 +57,7 @@ done
 # Part and the most seconds it may take. What is quick and says most comes first.
 parts=(
     machine:30 copies:60 mapping:60 events:30 device-suite:60 runtime-suite:90 lock:60 disk:100 pin:20 first-page:40
-    overlap:90 oversized:160 three-tier:120 generate:120 accelerate:120 sanitizer:90
+    overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
 )
 names=("${parts[@]%%:*}")
 if [ -n "$only" ]; then

@@ -280,7 +280,7 @@ impl HostMemory {
         }
         let skip = memory.as_ptr().align_offset(HUGE_PAGE);
         let start = memory.as_mut_ptr().wrapping_add(skip);
-        Self { start, len, owner: Owner::Process { memory: memory, registered: Vec::new() }, gpu: gpu.clone() }
+        Self { start, len, owner: Owner::Process { memory, registered: Vec::new() }, gpu: gpu.clone() }
     }
 
     /// Locks `len` bytes from `offset` on. Can be called from several threads through [`lock_slices`].

@@ -31,7 +31,7 @@ pub enum Unit {
 /// Median, least and most of several rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Spread {
-    /// Half of the rounds were at most this.
+    /// The one in the middle; of an even number, between the two in the middle.
     pub median: f64,
     /// The smallest.
     pub least: f64,
@@ -46,8 +46,9 @@ impl Spread {
     pub fn of(rounds: &[f64]) -> Option<Self> {
         let mut sorted = rounds.to_vec();
         sorted.sort_by(f64::total_cmp);
-        let (least, most) = (*sorted.first()?, *sorted.last()?);
-        Some(Self { median: sorted[sorted.len() / 2], least, most, rounds: sorted.len() })
+        let (least, most, count) = (*sorted.first()?, *sorted.last()?, sorted.len());
+        let median = (sorted[(count - 1) / 2] + sorted[count / 2]) / 2.0;
+        Some(Self { median, least, most, rounds: count })
     }
 }
 
@@ -168,6 +169,7 @@ mod tests {
         assert_eq!(spread, Some(Spread { median: 2.0, least: 1.0, most: 3.0, rounds: 3 }));
         assert!(Goal::AtLeast(0.9).is_met_by(0.9) && !Goal::AtLeast(0.9).is_met_by(0.89));
         assert!(Goal::AtMost(1.0).is_met_by(1.0) && !Goal::AtMost(1.0).is_met_by(1.01));
+        assert_eq!(Spread::of(&[4.0, 1.0]).map(|spread| spread.median), Some(2.5));
         // What was not measured reaches nothing.
         assert!(!Goal::AtLeast(0.9).is_met_by(f64::NAN) && !Goal::AtMost(1.0).is_met_by(f64::NAN));
     }

@@ -109,6 +109,13 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
             &["pass over the roofline", "memory of the GPU over the budget"],
             &[("roofline", U::Seconds), ("pass", U::Seconds), ("bytes over the link / least possible", U::Ratio)],
         ),
+        Part::Sweep => (
+            &[],
+            &[
+                ("pages of 4.0 MiB, lookahead auto (4.0 MiB): over the link", U::GigabytesPerSecond),
+                ("pages of 2.0 MiB, lookahead 8.0 MiB: of one copy", U::Ratio),
+            ],
+        ),
         _ => unreachable!("{part} is not expected to produce anything"),
     }
 }

@@ -9,7 +9,7 @@ use outcore::Bytes;
 
 use crate::cuda::{DeviceMemory, Event, EventKind, Gpu, HostMemory, Stream};
 use crate::model::noise;
-use crate::report::{Goal, Report, Unit};
+use crate::report::{Goal, Report, Spread, Unit};
 use crate::{Failure, Settings};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
@@ -201,8 +201,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     if let Some(at) = sizes.iter().skip(1).position(|page| *page == chosen_page).map(|at| at + 1) {
         for (way, goal) in [(Way::Up, 0.97), (Way::Down, 0.97), (Way::Both, 0.90)] {
             let of_way = &rates[way as usize];
-            let mut shares: Vec<f64> = of_way[at].iter().zip(&of_way[0]).map(|(page, whole)| page / whole).collect();
-            shares.sort_by(f64::total_cmp);
+            let shares: Vec<f64> = of_way[at].iter().zip(&of_way[0]).map(|(page, whole)| page / whole).collect();
             let formula = format!(
                 "rate of pages of {} / rate of one copy of {}, same round; median of {} rounds",
                 Bytes::new(chosen_page),
@@ -210,7 +209,8 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
                 shares.len()
             );
             // Down is not asked for, but of the same kind.
-            report.verdict(way.name(), shares[shares.len() / 2], Unit::Ratio, Goal::AtLeast(goal), formula);
+            let share = Spread::of(&shares).map_or(f64::NAN, |spread| spread.median);
+            report.verdict(way.name(), share, Unit::Ratio, Goal::AtLeast(goal), formula);
         }
     }
     // Last: an old driver has no such call.

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use crate::cuda::{DeviceMemory, EventKind, Gpu, Kernels, Physical, Range, Stream};
-use crate::report::{Report, Unit};
+use crate::report::{Report, Spread, Unit};
 use crate::{Failure, Settings};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
@@ -138,7 +138,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let milliseconds = |seconds: &[f64]| seconds.iter().map(|s| s * 1e3).collect::<Vec<_>>();
     report.number("the kernel alone", Unit::Milliseconds, &milliseconds(&alone), None);
     report.number("the kernel beside mapping", Unit::Milliseconds, &milliseconds(&beside_mapping), None);
-    let median = |rounds: &[f64]| crate::report::Spread::of(rounds).map_or(f64::NAN, |spread| spread.median);
+    let median = |rounds: &[f64]| Spread::of(rounds).map_or(f64::NAN, |spread| spread.median);
     let slowed = median(&beside_mapping) / median(&alone);
     report.number("the kernel's time beside mapping / alone", Unit::Ratio, &[slowed], None);
     for (what, longest) in ["map", "set access", "unmap"].into_iter().zip(longest) {

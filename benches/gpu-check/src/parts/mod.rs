@@ -11,6 +11,7 @@ mod overlap;
 mod oversized;
 mod pass;
 mod pin;
+mod sweep;
 
 use std::fmt;
 use std::str::FromStr;
@@ -44,11 +45,13 @@ pub enum Part {
     Oversized,
     /// Passes over a model of which most comes from the disk.
     ThreeTier,
+    /// Passes by page size and by lookahead.
+    Sweep,
 }
 
 impl Part {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Machine,
         Self::Copies,
         Self::Mapping,
@@ -60,6 +63,7 @@ impl Part {
         Self::Overlap,
         Self::Oversized,
         Self::ThreeTier,
+        Self::Sweep,
     ];
 
     /// What it is called on the command line and in results.
@@ -76,6 +80,7 @@ impl Part {
             Self::Overlap => "overlap",
             Self::Oversized => "oversized",
             Self::ThreeTier => "three-tier",
+            Self::Sweep => "sweep",
         }
     }
 }
@@ -110,5 +115,6 @@ pub(crate) fn run(part: Part, settings: &Settings, report: &mut Report<'_>) -> R
         Part::Overlap => overlap::run(settings, report),
         Part::Oversized => oversized::in_host_memory(settings, report),
         Part::ThreeTier => oversized::from_disk(settings, report),
+        Part::Sweep => sweep::run(settings, report),
     }
 }
