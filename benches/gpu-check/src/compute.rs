@@ -53,7 +53,14 @@ impl Compute {
         let sums = DeviceMemory::new(gpu, 16)?;
         stream.zero(sums.address, 16)?;
         let read_back = HostMemory::alloc(gpu, 16)?;
-        Ok(Self { kind, kernels: gpu.kernels()?, shape, sums, read_back, stream, gpu: gpu.clone() })
+        let compute = Self { kind, kernels: gpu.kernels()?, shape, sums, read_back, stream, gpu: gpu.clone() };
+        // What the driver and cuBLAS load at the first use takes time, and memory of the GPU, which is measured later.
+        let warm = DeviceMemory::new(gpu, shape.bytes())?;
+        compute.stream.zero(warm.address, shape.bytes())?;
+        compute.work(warm.address, Amount(1))?;
+        compute.kernels.sum(&compute.stream, warm.address, shape.bytes(), 0, compute.sums.address)?;
+        compute.stream.synchronize()?;
+        Ok(compute)
     }
 
     /// Puts work with the tensor at a device address on the stream. An amount of zero is none.
