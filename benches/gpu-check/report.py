@@ -5,7 +5,7 @@
     report.py add RESULTS PART ...                         add what a part printed; called after each part
     report.py table RESULTS                                print it; ends with 1 if a part failed or a verdict was missed
     report.py compare NEW OLD                              print new / old for every number that both have
-    report.py cublas                                       print the folders in which Python packages keep cuBLAS
+    report.py libraries                                    print the folders in which Python packages keep CUDA libraries
 """
 
 import argparse
@@ -198,10 +198,11 @@ def compare(arguments):
     return 0
 
 
-def cublas(_):
+def libraries(_):
     patterns = [os.path.join(place, "nvidia", "*", "lib") for place in sys.path if place] + ["/usr/local/cuda*/lib64"]
     places = [folder for pattern in patterns for folder in sorted(glob.glob(pattern))]
-    print(":".join(folder for folder in places if glob.glob(os.path.join(folder, "libcublas.so*"))))
+    wanted = ["libcublas.so*", "libnvrtc.so*"]
+    print(":".join(folder for folder in places if any(glob.glob(os.path.join(folder, name)) for name in wanted)))
 
 
 def main():
@@ -227,7 +228,7 @@ def main():
     command.add_argument("new")
     command.add_argument("old")
     command.set_defaults(run=compare)
-    commands.add_parser("cublas").set_defaults(run=cublas)
+    commands.add_parser("libraries").set_defaults(run=libraries)
     arguments = parser.parse_args()
     return arguments.run(arguments) or 0
 

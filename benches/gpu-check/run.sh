@@ -89,9 +89,9 @@ if [ -z "$previous" ]; then
 fi
 PYTHONDONTWRITEBYTECODE=1
 export PYTHONDONTWRITEBYTECODE
-# PyTorch brings a cuBLAS that the loader does not look for.
-blas=$(python3 "${report[@]}" cublas)
-[ -z "$blas" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$blas"
+# PyTorch brings cuBLAS and NVRTC, where the loader does not look for them.
+libraries=$(python3 "${report[@]}" libraries)
+[ -z "$libraries" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries"
 
 python3 "${report[@]}" start "$results" --scale "$scale" --bundle "$here" || exit 1
 echo "GPU: $gpu; results go to $out"

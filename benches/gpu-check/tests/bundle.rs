@@ -125,6 +125,44 @@ fn a_part_that_takes_too_long_leaves_what_it_had() {
     assert_eq!(results["parts"]["copies"]["status"], "skipped", "{text}");
 }
 
+/// A program of the bundle that says what a test wants to hear.
+fn says(bundle: &Bundle, name: &str, script: &str) {
+    let path = bundle.path("bin").join(name);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn tests_that_did_not_run_and_logits_that_differ_are_found() {
+    let bundle = Bundle::new();
+    says(&bundle, "device_suite", "echo 'test result: ok. 0 passed; 0 failed; 0 ignored'");
+    says(
+        &bundle,
+        "cuda",
+        "[ \"$1 $OUTCORE_REAL_CUDA\" = 'cuda_real 1' ] && echo 'test result: ok. 7 passed; 0 failed; 0 ignored'",
+    );
+    says(&bundle, "make_model", ": >\"$1\"");
+    // Hashes that follow the budget, and so differ between the runs.
+    let report = r#"{"decode_tok_s":2.0,"pass_s_median":0.5,"peak_device_bytes":1,"device_budget_bytes":2,"logits_xxh3":"'$budget'"}"#;
+    let generate = format!(
+        "[ \"$1\" = --help ] && echo '--device cuda' && exit\n\
+         while [ \"$1\" != --device-budget ]; do shift; done\nbudget=$2\necho '{report}'"
+    );
+    says(&bundle, "generate", &generate);
+    let output = bundle.run(&["--only", "device-suite,runtime-suite,generate"], &[]);
+    let (text, results) = (said(&output), bundle.results());
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let part = |name: &str| &results["parts"][name];
+    assert_eq!(part("device-suite")["status"], "failed", "{text}");
+    assert!(part("device-suite")["error"].as_str().unwrap().contains("nothing was shown"), "{text}");
+    assert_eq!(part("runtime-suite")["status"], "ok", "{text}");
+    assert_eq!(part("runtime-suite")["numbers"]["tests passed"]["median"], 7, "{text}");
+    assert_eq!(part("generate")["status"], "ok", "{text}");
+    let verdicts = part("generate")["verdicts"].as_object().unwrap();
+    assert!(verdicts.len() == 1 && verdicts.values().all(|verdict| verdict["pass"] == false), "{text}");
+    assert!(text.contains("1 missed: generate:"), "{text}");
+}
+
 #[test]
 fn without_a_gpu_it_says_so_and_ends_with_2() {
     let bundle = Bundle::new();
