@@ -30,29 +30,6 @@ const NOT_PERMITTED: u32 = 800;
 const UNKNOWN: u32 = 999;
 const VIRTUAL_MEMORY: i32 = 102;
 
-/// Whether a real GPU is to be tested. It and the emulated driver cannot be in one process.
-fn real() -> bool {
-    std::env::var_os("OUTCORE_REAL_CUDA").is_some_and(|value| value == "1")
-}
-
-/// The emulated driver, or `None`, said aloud, where its library was not built or the real one is asked for.
-fn load(test: &str) -> Option<Fake> {
-    if real() {
-        eprintln!("SKIPPED {test}: OUTCORE_REAL_CUDA asks for a real GPU");
-        return None;
-    }
-    let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let name = "liboutcore_fake_cuda.so";
-    if [folder.join(name), folder.join("../deps").join(name), folder.join("deps").join(name)]
-        .iter()
-        .all(|p| !p.exists())
-    {
-        eprintln!("SKIPPED {test}: {name} is not beside this test; `cargo test` builds it");
-        return None;
-    }
-    Some(Fake::load())
-}
-
 fn builder(frames: u64, host: u64) -> RuntimeBuilder {
     Runtime::builder()
         .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
@@ -76,7 +53,7 @@ fn refusal(builder: RuntimeBuilder) -> Error {
 
 #[test]
 fn what_cannot_be_opened_says_why_and_what_to_do() {
-    let Some(fake) = load("what_cannot_be_opened_says_why_and_what_to_do") else { return };
+    let Some(fake) = Fake::load_or_skip("what_cannot_be_opened_says_why_and_what_to_do") else { return };
     let cuda = |text: &str| builder(1, 0).device(text.parse().unwrap());
     fake.set_devices(0);
     assert_eq!(refusal(builder(1, 0)).kind(), ErrorKind::NotFound);
@@ -105,7 +82,7 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
 
 #[test]
 fn gpus_are_listed_and_opened_by_any_of_their_names() {
-    let Some(fake) = load("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
+    let Some(fake) = Fake::load_or_skip("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
     fake.set_devices(2);
     let found = cuda_devices().unwrap();
     assert_eq!(found.len(), 2);
@@ -123,7 +100,7 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
 
 #[test]
 fn guards_that_would_give_slices_are_refused() {
-    let Some(fake) = load("guards_that_would_give_slices_are_refused") else { return };
+    let Some(fake) = Fake::load_or_skip("guards_that_would_give_slices_are_refused") else { return };
     slices_are_refused();
     finish(&fake);
 }
@@ -188,7 +165,7 @@ fn write_and_check(runtime: &Runtime, tensor: &Tensor, pass: u64) -> Result<()> 
 
 #[test]
 fn a_model_larger_than_the_budget_streams_bit_for_bit() {
-    let Some(fake) = load("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
+    let Some(fake) = Fake::load_or_skip("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
     fake.set_delay(200, 7);
     a_model_streams();
     finish(&fake);
@@ -214,7 +191,7 @@ fn a_model_streams() {
 
 #[test]
 fn read_write_tensors_go_to_disk_and_come_back() {
-    let Some(fake) = load("read_write_tensors_go_to_disk_and_come_back") else { return };
+    let Some(fake) = Fake::load_or_skip("read_write_tensors_go_to_disk_and_come_back") else { return };
     fake.set_delay(200, 3);
     read_write_tensors();
     finish(&fake);
@@ -239,7 +216,7 @@ fn read_write_tensors() {
 
 #[test]
 fn unlocked_host_memory_costs_copies_and_no_correctness() {
-    let Some(fake) = load("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
+    let Some(fake) = Fake::load_or_skip("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
     let file = synthetic(&[3 << 20, 2 << 20, 1 << 20]);
     let pass = || {
         let runtime = builder(2, 1).open().unwrap();
@@ -290,7 +267,7 @@ fn only_pageable(fake: &Fake, what: &str) {
 
 #[test]
 fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
-    if load("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
+    if Fake::load_or_skip("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -321,7 +298,7 @@ fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
 
 #[test]
 fn a_lost_device_fails_everything_with_the_first_cause() {
-    if load("a_lost_device_fails_everything_with_the_first_cause").is_none() {
+    if Fake::load_or_skip("a_lost_device_fails_everything_with_the_first_cause").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -357,7 +334,7 @@ fn a_lost_device_fails_everything_with_the_first_cause() {
 
 #[test]
 fn closing_waits_for_what_is_in_flight() {
-    let Some(fake) = load("closing_waits_for_what_is_in_flight") else { return };
+    let Some(fake) = Fake::load_or_skip("closing_waits_for_what_is_in_flight") else { return };
     closing_waits(|seed| fake.set_delay(3000, seed));
     finish(&fake);
 }
@@ -385,6 +362,28 @@ fn closing_waits(before: impl Fn(u64)) {
     }
 }
 
+const HOST_NUMA_ID: i32 = 134;
+
+#[test]
+fn host_memory_is_asked_for_near_the_gpu() {
+    let Some(fake) = Fake::load_or_skip("host_memory_is_asked_for_near_the_gpu") else { return };
+    let Ok(maps) = std::fs::read_to_string("/proc/self/numa_maps") else {
+        eprintln!("SKIPPED host_memory_is_asked_for_near_the_gpu: the kernel has no /proc/self/numa_maps");
+        return;
+    };
+    let preferred = |maps: &str| maps.lines().filter(|line| line.contains(" prefer")).count();
+    let before = preferred(&maps);
+    for (node, asked) in [(0, true), (-1, false), (5000, false)] {
+        fake.set_attribute(HOST_NUMA_ID, node);
+        let runtime = builder(2, 3).open().unwrap();
+        let now = preferred(&std::fs::read_to_string("/proc/self/numa_maps").unwrap());
+        assert_eq!(now > before, asked, "node {node}");
+        assert_eq!(cuda_devices().unwrap()[0].numa_node, u32::try_from(node).ok());
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
 /// Told of nothing.
 struct Ignore;
 
@@ -396,7 +395,7 @@ impl Completions for Ignore {
 
 #[test]
 fn a_closure_may_hold_the_last_owner_of_the_device() {
-    let Some(fake) = load("a_closure_may_hold_the_last_owner_of_the_device") else { return };
+    let Some(fake) = Fake::load_or_skip("a_closure_may_hold_the_last_owner_of_the_device") else { return };
     a_closure_holds_the_last_owner();
     finish(&fake);
 }
@@ -428,10 +427,10 @@ mod cuda_real {
     use super::*;
 
     fn chosen(test: &str) -> bool {
-        if !real() {
+        if !control::real_is_wanted() {
             eprintln!("SKIPPED {test}: OUTCORE_REAL_CUDA is not 1");
         }
-        real()
+        control::real_is_wanted()
     }
 
     macro_rules! on_a_gpu {

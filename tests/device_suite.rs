@@ -528,10 +528,6 @@ mod host_behind_a_link {
     });
 }
 
-/// Set to 1 on a machine whose GPU is to be tested. The emulated driver and a real one cannot be in one process.
-#[cfg(feature = "cuda")]
-const REAL: &str = "OUTCORE_REAL_CUDA";
-
 #[cfg(feature = "cuda")]
 fn cuda_device(page: Bytes, frames: u32, sink: Arc<Sink>) -> outcore::device::CudaDevice {
     use outcore::device::{CudaDevice, CudaDeviceConfig};
@@ -545,7 +541,7 @@ mod cuda_emulated {
     use super::control::Fake;
 
     fn chosen() -> Result<(), &'static str> {
-        if std::env::var_os(super::REAL).is_none_or(|v| v != "1") { Ok(()) } else { Err("OUTCORE_REAL_CUDA is set") }
+        if super::control::real_is_wanted() { Err("OUTCORE_REAL_CUDA is 1") } else { Ok(()) }
     }
 
     suite!(if super::cuda_emulated::chosen(), |page, frames, sink| {
@@ -558,7 +554,7 @@ mod cuda_emulated {
 #[cfg(feature = "cuda")]
 mod cuda_real {
     fn chosen() -> Result<(), &'static str> {
-        if std::env::var_os(super::REAL).is_some_and(|v| v == "1") { Ok(()) } else { Err("OUTCORE_REAL_CUDA is not 1") }
+        if super::control::real_is_wanted() { Ok(()) } else { Err("OUTCORE_REAL_CUDA is not 1") }
     }
 
     suite!(if super::cuda_real::chosen(), |page, frames, sink| super::made(super::cuda_device(page, frames, sink), ()));

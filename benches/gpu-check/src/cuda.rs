@@ -9,6 +9,7 @@
 //!    the library is missing.
 
 use std::ffi::{CStr, c_void};
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::cublas::{CudaBlas, sys as blas};
@@ -17,6 +18,9 @@ use cudarc::driver::{
     CudaContext, CudaEvent, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, PushKernelArg, result,
 };
 use cudarc::nvrtc::Ptx;
+
+use outcore::device::RawStream;
+use outcore::{ComputeStream, DevicePin, Runtime};
 
 use crate::Failure;
 
@@ -176,6 +180,14 @@ impl Stream {
         named("wait for a stream", self.stream.synchronize())
     }
 
+    /// The stream as the runtime knows it, for pins that end behind its work.
+    pub(crate) fn adopted_by(&self, runtime: &Runtime) -> Result<Adopted<'_>> {
+        let raw = RawStream::new(self.stream.cu_stream().cast());
+        // SAFETY: the handle is this stream's, which is borrowed for as long as the result lives.
+        let stream = unsafe { runtime.adopt_stream(raw) }?;
+        Ok(Adopted { stream, _of: PhantomData })
+    }
+
     /// Copies `len` bytes from `offset` of host memory to a device address.
     pub(crate) fn copy_in(&self, host: &HostMemory, offset: u64, device: u64, len: u64) -> Result {
         let from = host.at(offset, len)?;
@@ -237,6 +249,23 @@ impl Stream {
         // SAFETY: concerns device memory only, whose addresses the driver checks.
         check("zero memory of the GPU", unsafe {
             sys::cuMemsetD8Async(device, 0, len as usize, self.stream.cu_stream())
+        })
+    }
+}
+
+/// A stream that a runtime has adopted.
+pub(crate) struct Adopted<'a> {
+    stream: ComputeStream,
+    _of: PhantomData<&'a Stream>,
+}
+
+impl Adopted<'_> {
+    /// Unpins behind everything that is on the stream by now.
+    pub(crate) fn unpin(&self, guard: DevicePin) -> Result {
+        guard.unpin_after(&self.stream).map_err(|refused| {
+            // The guard goes with the refusal, and may not go before the work.
+            let ended = self.stream.synchronize();
+            ended.err().map_or_else(|| refused.error.clone(), |lost| lost).into()
         })
     }
 }

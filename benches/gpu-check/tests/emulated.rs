@@ -76,14 +76,14 @@ fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Un
                 ("device to host, pages of 64.0 KiB", U::GigabytesPerSecond),
                 ("both ways, pages of 2.0 MiB", U::GigabytesPerSecond),
                 ("submit a copy of 2.0 MiB", U::Microseconds),
-                ("batched / looped, pages of 2.0 MiB", U::Ratio),
+                ("batches of 4, pages of 2.0 MiB: batched / looped", U::Ratio),
             ],
         ),
         Part::Mapping => (
             &[],
             &[
-                ("map, a page, runs of 1, a frame a page", U::Microseconds),
-                ("set access, a page, runs of 4, a frame a run, beside a kernel", U::Microseconds),
+                ("map, a page of 2.0 MiB, runs of 1, a frame a page", U::Microseconds),
+                ("set access, a page of 4.0 MiB, runs of 4, a frame a run, beside a kernel", U::Microseconds),
                 ("the kernel's time beside mapping / alone", U::Ratio),
                 ("longest unmap beside a kernel", U::Milliseconds),
             ],

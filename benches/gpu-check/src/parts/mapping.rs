@@ -3,6 +3,8 @@
 
 use std::time::Instant;
 
+use outcore::Bytes;
+
 use crate::cuda::{DeviceMemory, EventKind, Gpu, Kernels, Physical, Range, Stream};
 use crate::report::{Report, Spread, Unit};
 use crate::{Failure, Settings};
@@ -72,14 +74,19 @@ impl Busy<'_> {
     }
 }
 
+/// What was seen of the kernel and of the calls beside it, over all sizes.
+#[derive(Default)]
+struct Seen {
+    alone: Vec<f64>,
+    beside: Vec<f64>,
+    outlasted: usize,
+    longest: [f64; 3],
+}
+
+const CALLS: [&str; 3] = ["map", "set access", "unmap"];
+
 pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let gpu = Gpu::open(settings.device)?;
-    let page = settings.page.bytes();
-    let pages: u64 = settings.pick(64, 64, 4);
-    let runs: Vec<u64> = [1, 4, 16, 64].into_iter().filter(|run| *run <= pages).collect();
-    report.chosen("frames of each measurement", format!("{pages} of {}", outcore::Bytes::new(page)));
-    let mut range = Range::reserve(&gpu, pages * page)?;
-
     let (kernels, stream) = (gpu.kernels()?, gpu.stream()?);
     let out = DeviceMemory::new(&gpu, kernels.spin_bytes())?;
     let mut busy = Busy { kernels: &kernels, stream: &stream, out: &out, iterations: 1000 };
@@ -91,16 +98,54 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         busy.iterations = (busy.iterations as f64 * factor) as u64;
         alone = busy.run(&gpu, || Ok(()))?.0;
     }
-    let mut alone = vec![alone];
-    let mut beside_mapping = Vec::new();
-    let mut outlasted = 0;
-    let mut longest = [0.0_f64; 3];
+    let mut seen = Seen::default();
+    let mut sizes = vec![settings.page.bytes(), settings.pick(16 << 20, 16 << 20, 4 << 20)];
+    sizes.dedup();
+    for page in sizes {
+        of_size(settings, report, &gpu, &busy, page, &mut seen)?;
+    }
 
+    let milliseconds = |seconds: &[f64]| seconds.iter().map(|s| s * 1e3).collect::<Vec<_>>();
+    report.number("the kernel alone", Unit::Milliseconds, &milliseconds(&seen.alone), None);
+    report.number("the kernel beside mapping", Unit::Milliseconds, &milliseconds(&seen.beside), None);
+    let median = |rounds: &[f64]| Spread::of(rounds).map_or(f64::NAN, |spread| spread.median);
+    let slowed = median(&seen.beside) / median(&seen.alone);
+    report.number("the kernel's time beside mapping / alone", Unit::Ratio, &[slowed], None);
+    for (what, longest) in CALLS.into_iter().zip(seen.longest) {
+        report.number(format!("longest {what} beside a kernel"), Unit::Milliseconds, &[longest * 1e3], None);
+    }
+    let rounds = seen.beside.len();
+    let share = seen.outlasted as f64 / rounds as f64;
+    report.number("rounds in which the calls returned before the kernel ended", Unit::Ratio, &[share], None);
+    report.note(match (share > 0.5, slowed < 1.05) {
+        (true, true) => "mapping and unmapping neither wait for a kernel that runs nor slow it",
+        (true, false) => "mapping and unmapping do not wait for a kernel that runs, but slow it",
+        (false, true) => {
+            "mapping or unmapping waits for the kernel that runs (see the longest calls), but does not slow it"
+        }
+        (false, false) => "mapping or unmapping waits for the kernel that runs, and slows it",
+    });
+    Ok(())
+}
+
+/// All runs of pages of one size.
+fn of_size(
+    settings: &Settings,
+    report: &mut Report<'_>,
+    gpu: &Gpu,
+    busy: &Busy<'_>,
+    page: u64,
+    seen: &mut Seen,
+) -> Result {
+    let size = Bytes::new(page);
+    let pages: u64 = settings.pick(64, 64, 4);
+    let runs: Vec<u64> = [1, 4, 16, 64].into_iter().filter(|run| *run <= pages).collect();
+    report.chosen(&format!("frames of {size} in each measurement"), pages);
+    let mut range = Range::reserve(gpu, pages * page)?;
     for made in [Made::Single, Made::Whole] {
         for &run in runs.iter().filter(|run| matches!(made, Made::Single) || **run > 1) {
             let frame = if matches!(made, Made::Single) { page } else { run * page };
-            let frames =
-                (0..pages * page / frame).map(|_| Physical::create(&gpu, frame)).collect::<Result<Vec<_>>>()?;
+            let frames = (0..pages * page / frame).map(|_| Physical::create(gpu, frame)).collect::<Result<Vec<_>>>()?;
             let mut idle: [Vec<f64>; 3] = Default::default();
             let mut loaded: [Vec<f64>; 3] = Default::default();
             let per_page = |rounds: &mut [Vec<f64>; 3], times: Times| {
@@ -112,52 +157,27 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             for _ in 0..settings.rounds() {
                 per_page(&mut idle, cycle(&mut range, &frames, run * page, frame)?);
                 let mut times = Times::default();
-                let (seconds, still) = busy.run(&gpu, || {
+                let (seconds, still) = busy.run(gpu, || {
                     times = cycle(&mut range, &frames, run * page, frame)?;
                     Ok(())
                 })?;
                 per_page(&mut loaded, times);
-                beside_mapping.push(seconds);
-                outlasted += usize::from(still);
-                for (longest, time) in longest.iter_mut().zip(times.longest) {
+                seen.beside.push(seconds);
+                seen.outlasted += usize::from(still);
+                for (longest, time) in seen.longest.iter_mut().zip(times.longest) {
                     *longest = longest.max(time);
                 }
-                alone.push(busy.run(&gpu, || Ok(()))?.0);
+                seen.alone.push(busy.run(gpu, || Ok(()))?.0);
             }
             let how = match made {
-                Made::Single => format!("runs of {run}, a frame a page"),
-                Made::Whole => format!("runs of {run}, a frame a run"),
+                Made::Single => format!("a page of {size}, runs of {run}, a frame a page"),
+                Made::Whole => format!("a page of {size}, runs of {run}, a frame a run"),
             };
-            for (at, what) in ["map", "set access", "unmap"].into_iter().enumerate() {
-                report.number(format!("{what}, a page, {how}"), Unit::Microseconds, &idle[at], None);
-                report.number(format!("{what}, a page, {how}, beside a kernel"), Unit::Microseconds, &loaded[at], None);
+            for (what, (idle, loaded)) in CALLS.into_iter().zip(idle.iter().zip(&loaded)) {
+                report.number(format!("{what}, {how}"), Unit::Microseconds, idle, None);
+                report.number(format!("{what}, {how}, beside a kernel"), Unit::Microseconds, loaded, None);
             }
         }
     }
-
-    let milliseconds = |seconds: &[f64]| seconds.iter().map(|s| s * 1e3).collect::<Vec<_>>();
-    report.number("the kernel alone", Unit::Milliseconds, &milliseconds(&alone), None);
-    report.number("the kernel beside mapping", Unit::Milliseconds, &milliseconds(&beside_mapping), None);
-    let median = |rounds: &[f64]| Spread::of(rounds).map_or(f64::NAN, |spread| spread.median);
-    let slowed = median(&beside_mapping) / median(&alone);
-    report.number("the kernel's time beside mapping / alone", Unit::Ratio, &[slowed], None);
-    for (what, longest) in ["map", "set access", "unmap"].into_iter().zip(longest) {
-        report.number(format!("longest {what} beside a kernel"), Unit::Milliseconds, &[longest * 1e3], None);
-    }
-    let rounds = beside_mapping.len();
-    report.number(
-        "rounds in which the calls returned before the kernel ended",
-        Unit::Ratio,
-        &[outlasted as f64 / rounds as f64],
-        None,
-    );
-    report.note(match (outlasted * 2 > rounds, slowed < 1.05) {
-        (true, true) => "mapping and unmapping neither wait for a kernel that runs nor slow it",
-        (true, false) => "mapping and unmapping do not wait for a kernel that runs, but slow it",
-        (false, true) => {
-            "mapping or unmapping waits for the kernel that runs (see the longest calls), but does not slow it"
-        }
-        (false, false) => "mapping or unmapping waits for the kernel that runs, and slows it",
-    });
     Ok(())
 }

@@ -44,7 +44,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let compute = Compute::new(&gpu, file.shape, settings.pick(TOKENS, TOKENS, 16), report)?;
     let runtime = builder(settings)?.device_budget(budget).host_budget(host).open()?;
     let opened = Opened::new(&runtime, &file, count)?;
-    let mut passes = Passes::new(&gpu, &runtime, &opened.tensors, &compute);
+    let mut passes = Passes::new(&gpu, &runtime, &opened.tensors, &compute)?;
 
     let settled = passes.settle(5)?;
     if settled.read > 0 {

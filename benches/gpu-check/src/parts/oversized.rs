@@ -88,7 +88,7 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     verify(&runtime, &opened.tensors, &mut compute, &sums)?;
     report.note("every tensor, as the GPU saw it, is what was written to the file");
 
-    let mut passes = Passes::new(gpu, &runtime, &opened.tensors, &compute);
+    let mut passes = Passes::new(gpu, &runtime, &opened.tensors, &compute)?;
     let settled = passes.settle(if plan.settles { 3 } else { 1 })?;
     if plan.settles && settled.read > 0 {
         report.note(format!("{} still came from the disk after the first passes", Bytes::new(settled.read)));

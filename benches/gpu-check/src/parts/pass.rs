@@ -1,13 +1,13 @@
-//! A pass over tensors in order: pin, compute, unpin once the computing has ended. What every part that runs the runtime
+//! A pass over tensors in order: pin, compute, unpin behind the computing. What every part that runs the runtime
 //! does.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use outcore::{DeviceChoice, DevicePin, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore::{DeviceChoice, PolicyKind, Runtime, RuntimeBuilder, Tensor};
 
 use crate::compute::{Amount, Compute};
-use crate::cuda::{Event, EventKind, Gpu};
+use crate::cuda::{Adopted, Event, EventKind, Gpu};
 use crate::{Failure, Settings};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
@@ -28,13 +28,14 @@ pub(super) struct Passed {
     pub(super) read: u64,
 }
 
-/// Runs passes. Tensors whose work has not ended stay pinned, at most [`IN_FLIGHT`] of them, so that the thread that pins
-/// runs ahead of the GPU.
+/// Runs passes. The thread that pins runs ahead of the GPU, by [`IN_FLIGHT`] tensors at most: with all frames pinned
+/// nothing could come ahead.
 pub(super) struct Passes<'a> {
     runtime: &'a Runtime,
     tensors: &'a [Tensor],
     compute: &'a Compute,
     gpu: &'a Gpu,
+    stream: Adopted<'a>,
     /// Events that nothing waits for.
     idle: Vec<Event>,
 }
@@ -42,32 +43,34 @@ pub(super) struct Passes<'a> {
 const IN_FLIGHT: usize = 3;
 
 impl<'a> Passes<'a> {
-    pub(super) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Self {
+    pub(super) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
         runtime.plan(tensors, true);
-        Self { runtime, tensors, compute, gpu, idle: Vec::new() }
+        let stream = compute.stream.adopted_by(runtime)?;
+        Ok(Self { runtime, tensors, compute, gpu, stream, idle: Vec::new() })
     }
 
     pub(super) fn run(&mut self, amount: Amount) -> Result<Passed> {
         let before = self.runtime.traffic();
-        let mut busy: VecDeque<(DevicePin, Event)> = VecDeque::new();
+        let mut busy: VecDeque<Event> = VecDeque::new();
         let start = Instant::now();
         let outcome = self.tensors.iter().try_for_each(|tensor| {
-            if busy.len() >= IN_FLIGHT {
-                retire(&mut busy, &mut self.idle)?;
+            if busy.len() >= IN_FLIGHT
+                && let Some(event) = busy.pop_front()
+            {
+                event.synchronize()?;
+                self.idle.push(event);
             }
             let guard = self.runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
+            let submitted = self.compute.work(tensor.address(), amount);
+            self.stream.unpin(guard)?;
             let event = self.idle.pop().map_or_else(|| self.gpu.event(EventKind::Blocking), Ok)?;
-            let submitted =
-                self.compute.work(tensor.address(), amount).and_then(|()| self.compute.stream.record(&event));
-            busy.push_back((guard, event));
+            self.compute.stream.record(&event)?;
+            busy.push_back(event);
             submitted
         });
-        // Also after a failure: a guard may not go before the work that uses its pages.
         let ended = self.compute.stream.synchronize();
         let seconds = start.elapsed().as_secs_f64();
-        while !busy.is_empty() {
-            retire(&mut busy, &mut self.idle)?;
-        }
+        self.idle.extend(busy);
         outcome.and(ended)?;
         let after = self.runtime.traffic();
         Ok(Passed {
@@ -88,16 +91,6 @@ impl<'a> Passes<'a> {
         }
         Ok(last)
     }
-}
-
-/// Unpins the tensor whose work is oldest, once it has ended.
-fn retire(busy: &mut VecDeque<(DevicePin, Event)>, idle: &mut Vec<Event>) -> Result {
-    let Some((guard, event)) = busy.pop_front() else { return Ok(()) };
-    // An error means that the device is lost: nothing uses the pages any more.
-    let ended = event.synchronize();
-    idle.push(event);
-    drop(guard);
-    ended
 }
 
 /// Compares every tensor, as the GPU sees it, with what was written to the file.

@@ -41,7 +41,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         let settings = Settings { page, ..settings.clone() };
         let runtime = builder(&settings)?.device_budget(device).host_budget(host).lookahead(lookahead).open()?;
         let opened = Opened::new(&runtime, &file, count)?;
-        let mut passes = Passes::new(&gpu, &runtime, &opened.tensors, &compute);
+        let mut passes = Passes::new(&gpu, &runtime, &opened.tensors, &compute)?;
         passes.settle(5)?;
         let (mut rates, mut shares) = (Vec::new(), Vec::new());
         for _ in 0..settings.rounds() {
