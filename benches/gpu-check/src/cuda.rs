@@ -265,7 +265,7 @@ impl Adopted<'_> {
         guard.unpin_after(&self.stream).map_err(|refused| {
             // The guard goes with the refusal, and may not go before the work.
             let ended = self.stream.synchronize();
-            ended.err().map_or_else(|| refused.error.clone(), |lost| lost).into()
+            ended.err().unwrap_or(refused.error).into()
         })
     }
 }
