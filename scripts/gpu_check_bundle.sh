@@ -40,7 +40,8 @@ for package in json.load(sys.stdin)["packages"]:
         print("--features outcore-llm/cuda" if "cuda" in package["features"] else "")')
 
 # shellcheck disable=SC2086  # the features are words of their own
-cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda $llm_features --bins
+cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda $llm_features \
+    --bin gpu-probe --bin generate --bin make_model
 folder=$CARGO_TARGET_DIR/$([ "$profile" = dev ] && echo debug || echo "$profile")
 cp "$folder/gpu-probe" "$folder/generate" "$folder/make_model" "$out/bin/"
 

@@ -112,11 +112,6 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("gpu-probe: {failure}");
-            if let Failure::Outcore(error) = &failure
-                && let Some(advice) = error.advice()
-            {
-                eprintln!("gpu-probe: {advice}");
-            }
             if failure.is_of_the_machine() { ExitCode::from(NOT_POSSIBLE) } else { ExitCode::FAILURE }
         }
     }
