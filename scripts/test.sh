@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace cuda doctests strict loom examples)
+steps=(checker workspace cuda gpu_check doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -20,17 +20,25 @@ step_workspace() {
     cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
 }
 
+# The same packages and features in the next two steps, so that nothing is built twice.
+gpu_features=(-p outcore -p outcore-gpu-check --features outcore/cuda,outcore/cli,outcore-gpu-check/cuda)
+
 # The CUDA device, over an emulated driver, and everything end to end on it: no GPU is needed, and none is used.
 step_cuda() {
-    cargo test -p outcore --features cuda,cli --test cuda --test cuda_mapper --test cuda_streams --test compute --test dlpack \
+    cargo test "${gpu_features[@]}" --test cuda --test cuda_mapper --test cuda_streams --test compute --test dlpack \
         --test device_suite --test device_choice --test cli --no-fail-fast
     # The others' tests of other devices ran without the feature.
-    cargo test -p outcore --features cuda,cli --test streaming --test failure --test concurrency --test model_changed \
+    cargo test "${gpu_features[@]}" --test streaming --test failure --test concurrency --test model_changed \
         --test soak --no-fail-fast -- on_cuda emulated_driver
 }
 
+# The parts of the GPU check, over the emulated driver with sizes of megabytes: they work; their numbers mean nothing.
+step_gpu_check() {
+    cargo test "${gpu_features[@]}" --lib --bins --test emulated --test bundle --no-fail-fast
+}
+
 step_doctests() {
-    # The features of the step before, so that nothing is built twice.
+    # The features of the first of them, so that nothing is built twice.
     cargo test --workspace --features outcore/cli --doc --no-fail-fast
 }
 

@@ -1,5 +1,6 @@
 //! The runtime on a CUDA device, over an emulated driver (`tests/fake-cuda`): the bytes are right, nothing the driver is
-//! told is in the wrong order, and whatever call fails ends in an error. No GPU takes part.
+//! told is in the wrong order, and whatever call fails ends in an error. No GPU takes part, unless `OUTCORE_REAL_CUDA=1`
+//! asks for one: then the tests of `cuda_real` run, and no others.
 
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
@@ -262,27 +263,29 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
 #[test]
 fn guards_that_would_give_slices_are_refused() {
     let Some(fake) = Fake::load_or_skip("guards_that_would_give_slices_are_refused") else { return };
-    {
-        let runtime = builder(2, 0).open().unwrap();
-        let tensors = [runtime.alloc(DType::U8, &[100]).unwrap()];
-        let errors = [
-            runtime.pin(&tensors[0]).wait().unwrap_err(),
-            runtime.pin_mut(&tensors[0]).wait().unwrap_err(),
-            runtime.pin_set(&tensors).wait().unwrap_err(),
-            runtime.pin_set_mut(&tensors).wait().unwrap_err(),
-        ];
-        for error in errors {
-            assert_eq!(error.kind(), ErrorKind::Unsupported);
-            assert!(error.to_string().contains("cuda:0") && error.advice().unwrap().contains("pin_device"), "{error}");
-        }
-        let guard = runtime.pin_device(&tensors).wait().unwrap();
-        assert_eq!(guard.address(0), Some(tensors[0].address()));
-        assert_eq!(guard.address(1), None);
-        assert_eq!(guard.copy_out(0, 90, &mut [0; 11]).unwrap_err().kind(), ErrorKind::InvalidArgument);
-        drop((guard, tensors));
-        runtime.close().unwrap();
-    }
+    slices_are_refused();
     fake.finish();
+}
+
+fn slices_are_refused() {
+    let runtime = builder(2, 0).open().unwrap();
+    let tensors = [runtime.alloc(DType::U8, &[100]).unwrap()];
+    let errors = [
+        runtime.pin(&tensors[0]).wait().unwrap_err(),
+        runtime.pin_mut(&tensors[0]).wait().unwrap_err(),
+        runtime.pin_set(&tensors).wait().unwrap_err(),
+        runtime.pin_set_mut(&tensors).wait().unwrap_err(),
+    ];
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("cuda:0") && error.advice().unwrap().contains("pin_device"), "{error}");
+    }
+    let guard = runtime.pin_device(&tensors).wait().unwrap();
+    assert_eq!(guard.address(0), Some(tensors[0].address()));
+    assert_eq!(guard.address(1), None);
+    assert_eq!(guard.copy_out(0, 90, &mut [0; 11]).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    drop((guard, tensors));
+    runtime.close().unwrap();
 }
 
 /// Brings a tensor up and compares it with the file.
@@ -325,9 +328,14 @@ fn write_and_check(runtime: &Runtime, tensor: &Tensor, pass: u64) -> Result<()> 
 #[test]
 fn a_model_larger_than_the_budget_streams_bit_for_bit() {
     let Some(fake) = Fake::load_or_skip("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
+    fake.set_delay(200, 7);
+    a_model_streams();
+    fake.finish();
+}
+
+fn a_model_streams() {
     let lengths: Vec<usize> = (0..24).map(|n| 100_000 + n * 131_071 % 3_000_000).collect();
     let file = synthetic(&lengths);
-    fake.set_delay(200, 7);
     for (frames, host) in [(3, 0), (6, 0), (4, 5)] {
         let runtime = builder(frames, host).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
@@ -341,13 +349,17 @@ fn a_model_larger_than_the_budget_streams_bit_for_bit() {
         drop(model);
         runtime.close().unwrap();
     }
-    fake.finish();
 }
 
 #[test]
 fn read_write_tensors_go_to_disk_and_come_back() {
     let Some(fake) = Fake::load_or_skip("read_write_tensors_go_to_disk_and_come_back") else { return };
     fake.set_delay(200, 3);
+    read_write_tensors();
+    fake.finish();
+}
+
+fn read_write_tensors() {
     for (frames, host) in [(2, 0), (3, 2)] {
         let runtime = builder(frames, host).open().unwrap();
         let zeros = [runtime.alloc(DType::U8, &[5000]).unwrap()];
@@ -362,7 +374,6 @@ fn read_write_tensors_go_to_disk_and_come_back() {
         drop((tensor, zeros));
         runtime.close().unwrap();
     }
-    fake.finish();
 }
 
 #[test]
@@ -486,9 +497,15 @@ fn a_lost_device_fails_everything_with_the_first_cause() {
 #[test]
 fn closing_waits_for_what_is_in_flight() {
     let Some(fake) = Fake::load_or_skip("closing_waits_for_what_is_in_flight") else { return };
+    closing_waits(|seed| fake.set_delay(3000, seed));
+    fake.finish();
+}
+
+/// `before` is called with the number of each round.
+fn closing_waits(before: impl Fn(u64)) {
     let file = synthetic(&[1 << 20; 12]);
     for seed in 0..5 {
-        fake.set_delay(3000, seed);
+        before(seed);
         let runtime = builder(5, 2).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
         let tensors: Vec<Tensor> = (0..12).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
@@ -505,7 +522,6 @@ fn closing_waits_for_what_is_in_flight() {
         });
         drop((tensors, model, written, others));
     }
-    fake.finish();
 }
 
 const HOST_NUMA_ID: i32 = 134;
@@ -563,6 +579,11 @@ impl Completions for Ignore {
 #[test]
 fn a_closure_may_hold_the_last_owner_of_the_device() {
     let Some(fake) = Fake::load_or_skip("a_closure_may_hold_the_last_owner_of_the_device") else { return };
+    a_closure_holds_the_last_owner();
+    fake.finish();
+}
+
+fn a_closure_holds_the_last_owner() {
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
     let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
     let sink = Arc::new(Ignore);
@@ -582,5 +603,46 @@ fn a_closure_may_hold_the_last_owner_of_the_device() {
     while Arc::strong_count(&sink) > 1 {
         std::thread::yield_now();
     }
-    fake.finish();
+}
+
+/// What makes sense without the emulated driver's judge and its injected failures, on the driver the machine has.
+mod cuda_real {
+    use super::*;
+
+    fn chosen(test: &str) -> bool {
+        if !harness::control::real_is_wanted() {
+            eprintln!("SKIPPED {test}: OUTCORE_REAL_CUDA is not 1");
+        }
+        harness::control::real_is_wanted()
+    }
+
+    macro_rules! on_a_gpu {
+        ($($test:ident: $body:expr;)*) => {
+            $(#[test] fn $test() {
+                if chosen(stringify!($test)) {
+                    watched(stringify!($test), || $body);
+                }
+            })*
+        };
+    }
+
+    on_a_gpu! {
+        gpus_are_listed: assert!(!cuda_devices().unwrap().is_empty());
+        guards_that_would_give_slices_are_refused: slices_are_refused();
+        a_model_larger_than_the_budget_streams_bit_for_bit: a_model_streams();
+        read_write_tensors_go_to_disk_and_come_back: read_write_tensors();
+        closing_waits_for_what_is_in_flight: closing_waits(|_| ());
+        a_closure_may_hold_the_last_owner_of_the_device: a_closure_holds_the_last_owner();
+        what_cannot_be_opened_says_why_and_what_to_do: refusals();
+    }
+
+    fn refusals() {
+        let gpus = cuda_devices().unwrap();
+        let missing = format!("cuda:{}", gpus.len()).parse().unwrap();
+        assert_eq!(refusal(builder(1, 0).device(missing)).kind(), ErrorKind::NotFound);
+        let small = PageSize::new(Bytes::kib(64)).unwrap();
+        assert_eq!(refusal(builder(1, 0).page_size(small)).kind(), ErrorKind::InvalidArgument);
+        let frames = gpus[0].memory.get() / PAGE + 1;
+        assert_eq!(refusal(builder(frames, 0)).kind(), ErrorKind::OutOfMemory);
+    }
 }

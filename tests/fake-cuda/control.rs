@@ -186,14 +186,26 @@ fn all_findings() -> Vec<String> {
     String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
 }
 
+/// Set to 1 where tests are to use the machine's own driver. It and the emulated one cannot be in one process.
+pub const REAL: &str = "OUTCORE_REAL_CUDA";
+
+/// Whether tests are to use the machine's own driver.
+pub fn real_is_wanted() -> bool {
+    std::env::var_os(REAL).is_some_and(|value| value == "1")
+}
+
 /// The emulated driver, in the hands of one test.
 pub struct Fake {
     _only: MutexGuard<'static, ()>,
 }
 
 impl Fake {
-    /// [`load`](Self::load), or `None`, said aloud, where the library was not built.
+    /// [`load`](Self::load), or `None`, said aloud, where the library was not built or a real GPU is wanted.
     pub fn load_or_skip(test: &str) -> Option<Self> {
+        if real_is_wanted() {
+            eprintln!("SKIPPED {test}: {REAL} asks for a real GPU");
+            return None;
+        }
         if library().is_none() {
             eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
             return None;
