@@ -24,6 +24,8 @@ say "clippy, features cli and strict"
 cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
 say "clippy, features cli and cuda"
 cargo clippy -p outcore --all-targets --features cuda,cli -- -D warnings
+say "clippy, computing on a GPU"
+cargo clippy -p outcore-llm --all-targets --features cuda -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 # The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.

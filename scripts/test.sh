@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace cuda doctests strict loom examples)
+steps=(checker workspace cuda kernels doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -23,6 +23,16 @@ step_workspace() {
 # The CUDA device, over an emulated driver: no GPU is needed, and none is used.
 step_cuda() {
     cargo test -p outcore --features cuda,cli --test cuda --test device_suite --test cli --no-fail-fast
+}
+
+# The GPU's kernels: compiled for GPUs where the compilers can be had, and run from their source over the emulated driver.
+step_kernels() {
+    if scripts/fetch_nvcc.sh; then
+        scripts/check_kernels.sh
+    else
+        echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
+    fi
+    cargo test -p outcore-llm --features cuda --lib --test cuda --no-fail-fast
 }
 
 step_doctests() {

@@ -41,10 +41,10 @@ use std::task::Poll;
 use crate::error::{Error, Result};
 use crate::ids::{FrameId, PageSize};
 
-pub use cuda::cuda_devices;
 pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
+pub use cuda::{cuda_device, cuda_devices};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};

@@ -164,7 +164,10 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
 }
 
 /// The GPU a selector means.
-pub(super) fn select(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
+///
+/// # Errors
+/// As [`cuda_devices`]; [`ErrorKind::NotFound`] if there is no such GPU.
+pub fn cuda_device(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
     let found = cuda_devices()?;
     let count = found.len();
     found.into_iter().find(|gpu| selector.means(gpu)).ok_or_else(|| {
