@@ -423,10 +423,11 @@ DEVICE void multiply(const u8 *weights, const float *x, float *out, u32 k, u32 r
         decode_group<F>(from, group, k, w);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            // Beyond the last vector the last one again: its sums are not stored.
-            u32 vector = min(first + j, m - 1);
+            if (first + j >= m) {
+                break;
+            }
             float y[8];
-            load_activations(x + (u64)vector * k, group, k, y);
+            load_activations(x + (u64)(first + j) * k, group, k, y);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 sums[j] += w[i] * y[i];
@@ -435,8 +436,11 @@ DEVICE void multiply(const u8 *weights, const float *x, float *out, u32 k, u32 r
     }
 #pragma unroll
     for (int j = 0; j < N; j++) {
+        if (first + j >= m) {
+            break;
+        }
         float sum = warp_sum(sums[j]);
-        if (lane == 0 && first + j < m) {
+        if (lane == 0) {
             float *to = out + (u64)(first + j) * stride + row;
             *to = accumulate != 0 ? *to + sum : sum;
         }
