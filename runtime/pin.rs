@@ -24,9 +24,10 @@ use std::time::Instant;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
+use crate::compute::ComputeStream;
 use crate::device::{DeviceAddress, HostPointer, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, PageIndex, RequestId, Tier};
+use crate::ids::{Bytes, PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
@@ -501,12 +502,37 @@ fn describe(tensors: &[Tensor]) -> String {
     }
 }
 
-/// What every guard of a set holds. The guard gives the pins back: it knows which kind they are.
-struct Pinned {
-    tensors: Vec<Tensor>,
+/// The pins of a set. Whoever has them gives them back, and knows which kind they are.
+struct Pins {
     /// Each once.
     segments: Vec<Arc<Segment>>,
     runs: Runs,
+}
+
+impl Pins {
+    fn unpin(&self) {
+        for run in self.runs.as_slice() {
+            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
+                unpin(segment, *run);
+            }
+        }
+    }
+
+    fn unlock(&self) {
+        unlock(&self.segments, self.runs.as_slice());
+    }
+
+    /// Leaves none.
+    fn take(&mut self) -> Self {
+        let none = Self { segments: Vec::new(), runs: Runs::Many(Vec::new()) };
+        std::mem::replace(self, none)
+    }
+}
+
+/// What every guard of a set holds.
+struct Pinned {
+    tensors: Vec<Tensor>,
+    pins: Pins,
     _held: Held,
 }
 
@@ -515,7 +541,7 @@ impl Pinned {
         let mut segments: Vec<Arc<Segment>> = tensors.iter().map(|tensor| tensor.segment.clone()).collect();
         segments.sort_by_key(|segment| segment.id);
         segments.dedup_by_key(|segment| segment.id);
-        Self { tensors: tensors.to_vec(), segments, runs, _held: Held::new() }
+        Self { tensors: tensors.to_vec(), pins: Pins { segments, runs }, _held: Held::new() }
     }
 
     fn count(&self) -> usize {
@@ -554,16 +580,22 @@ impl Pinned {
         copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
     }
 
-    fn unpin(&self) {
-        for run in self.runs.as_slice() {
-            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
-                unpin(segment, *run);
-            }
-        }
+    fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        let tensor = self.tensors.get(index)?;
+        let address = tensor.segment.base.offset(tensor.offset);
+        Some(DeviceBytes { address, len: Bytes::new(tensor.len) })
     }
 
-    fn unlock(&self) {
-        unlock(&self.segments, self.runs.as_slice());
+    /// Whether these pins can end when a stream has come so far.
+    fn can_end_on(&self, stream: &ComputeStream) -> Result<()> {
+        if self.pins.segments.iter().any(|segment| !stream.belongs_to(&segment.shared)) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "the stream and the guard belong to different runtimes",
+            )
+            .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"));
+        }
+        stream.can_mark()
     }
 
     fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -616,7 +648,7 @@ fn unlock(segments: &[Arc<Segment>], runs: &[PageRun]) {
 
 impl Drop for PinSet {
     fn drop(&mut self) {
-        self.0.unpin();
+        self.0.pins.unpin();
     }
 }
 
@@ -727,7 +759,7 @@ impl PinSetMut {
 
 impl Drop for PinSetMut {
     fn drop(&mut self) {
-        self.0.unlock();
+        self.0.pins.unlock();
     }
 }
 
@@ -755,8 +787,52 @@ impl Target for DeviceShared<'_> {
     }
 }
 
-/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. Work that uses their addresses must
-/// have ended when it is dropped.
+/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is: whoever gets them has no
+/// event to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceBytes {
+    /// Of the first byte; the same for the tensor's life.
+    pub address: DeviceAddress,
+    /// How many there are, without gaps.
+    pub len: Bytes,
+}
+
+/// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned; made an
+/// [`Error`], it drops it.
+pub struct UnpinRefused<G> {
+    /// To be dropped when the work has ended, or given another stream.
+    pub guard: G,
+    /// Why.
+    pub error: Error,
+}
+
+impl<G> fmt::Debug for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UnpinRefused({:?})", self.error)
+    }
+}
+
+impl<G> fmt::Display for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<G> std::error::Error for UnpinRefused<G> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl<G> From<UnpinRefused<G>> for Error {
+    fn from(refused: UnpinRefused<G>) -> Self {
+        refused.error
+    }
+}
+
+/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. When it is dropped the pages are
+/// unpinned at once: work that uses their addresses must have ended. Where it runs on a stream,
+/// [`unpin_after`](Self::unpin_after) leaves that to the runtime.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct DevicePin(Pinned);
 
@@ -791,6 +867,31 @@ impl DevicePin {
         self.0.address(index)
     }
 
+    pub(crate) fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.0.tensor(index)
+    }
+
+    /// Where the `index`th tensor's bytes are.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.0.device_bytes(index)
+    }
+
+    /// Unpins when everything that is on the stream by now has ended, and returns at once: what reads the tensors is on
+    /// `stream`, or ordered before its end by events. If the device fails meanwhile, the pages are unpinned, and every
+    /// later call says why.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
+    /// captured into a graph; [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
+    pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        if let Err(error) = self.0.can_end_on(stream) {
+            return Err(UnpinRefused { guard: self, error });
+        }
+        let pins = self.0.pins.take();
+        stream.mark(move || pins.unpin());
+        Ok(())
+    }
+
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
     ///
     /// # Errors
@@ -803,7 +904,7 @@ impl DevicePin {
 
 impl Drop for DevicePin {
     fn drop(&mut self) {
-        self.0.unpin();
+        self.0.pins.unpin();
     }
 }
 
@@ -832,7 +933,7 @@ impl Target for DeviceExclusive<'_> {
 }
 
 /// The only guard of the pages of tensors, pinned as a unit, on whichever device they are: what is at their addresses may
-/// be written. The pages are dirty when it is dropped; work that uses their addresses must have ended by then.
+/// be written. The pages are dirty when it ends; it ends as a [`DevicePin`] does.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct DevicePinMut(Pinned);
 
@@ -845,6 +946,28 @@ impl DevicePinMut {
     /// The device address of the `index`th tensor.
     pub fn address(&self, index: usize) -> Option<u64> {
         self.0.address(index)
+    }
+
+    pub(crate) fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.0.tensor(index)
+    }
+
+    /// Where the `index`th tensor's bytes are.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.0.device_bytes(index)
+    }
+
+    /// As [`DevicePin::unpin_after`], for what reads or writes the tensors.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        if let Err(error) = self.0.can_end_on(stream) {
+            return Err(UnpinRefused { guard: self, error });
+        }
+        let pins = self.0.pins.take();
+        stream.mark(move || pins.unlock());
+        Ok(())
     }
 
     /// As [`DevicePin::copy_out`].
@@ -866,7 +989,7 @@ impl DevicePinMut {
 
 impl Drop for DevicePinMut {
     fn drop(&mut self) {
-        self.0.unlock();
+        self.0.pins.unlock();
     }
 }
 

@@ -47,7 +47,7 @@ impl Drop for Shared {
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 #[derive(Clone, Debug)]
 pub struct Runtime {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 /// A model file, or several, opened in place.
@@ -506,7 +506,7 @@ impl Runtime {
             pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
             pager.set_frames(frames, fx);
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
-            Ok(())
+            Ok::<(), Error>(())
         })?;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }

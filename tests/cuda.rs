@@ -29,20 +29,6 @@ const NOT_PERMITTED: u32 = 800;
 const UNKNOWN: u32 = 999;
 const VIRTUAL_MEMORY: i32 = 102;
 
-/// The emulated driver, or `None`, said aloud, where its library was not built.
-fn load(test: &str) -> Option<Fake> {
-    let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let name = "liboutcore_fake_cuda.so";
-    if [folder.join(name), folder.join("../deps").join(name), folder.join("deps").join(name)]
-        .iter()
-        .all(|p| !p.exists())
-    {
-        eprintln!("SKIPPED {test}: {name} is not beside this test; `cargo test` builds it");
-        return None;
-    }
-    Some(Fake::load())
-}
-
 fn builder(frames: u64, host: u64) -> RuntimeBuilder {
     Runtime::builder()
         .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
@@ -66,7 +52,7 @@ fn refusal(builder: RuntimeBuilder) -> Error {
 
 #[test]
 fn what_cannot_be_opened_says_why_and_what_to_do() {
-    let Some(fake) = load("what_cannot_be_opened_says_why_and_what_to_do") else { return };
+    let Some(fake) = Fake::load_or_skip("what_cannot_be_opened_says_why_and_what_to_do") else { return };
     let cuda = |text: &str| builder(1, 0).device(text.parse().unwrap());
     fake.set_devices(0);
     assert_eq!(refusal(builder(1, 0)).kind(), ErrorKind::NotFound);
@@ -95,7 +81,7 @@ fn what_cannot_be_opened_says_why_and_what_to_do() {
 
 #[test]
 fn gpus_are_listed_and_opened_by_any_of_their_names() {
-    let Some(fake) = load("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
+    let Some(fake) = Fake::load_or_skip("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
     fake.set_devices(2);
     let found = cuda_devices().unwrap();
     assert_eq!(found.len(), 2);
@@ -113,7 +99,7 @@ fn gpus_are_listed_and_opened_by_any_of_their_names() {
 
 #[test]
 fn guards_that_would_give_slices_are_refused() {
-    let Some(fake) = load("guards_that_would_give_slices_are_refused") else { return };
+    let Some(fake) = Fake::load_or_skip("guards_that_would_give_slices_are_refused") else { return };
     {
         let runtime = builder(2, 0).open().unwrap();
         let tensors = [runtime.alloc(DType::U8, &[100]).unwrap()];
@@ -176,7 +162,7 @@ fn write_and_check(runtime: &Runtime, tensor: &Tensor, pass: u64) -> Result<()> 
 
 #[test]
 fn a_model_larger_than_the_budget_streams_bit_for_bit() {
-    let Some(fake) = load("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
+    let Some(fake) = Fake::load_or_skip("a_model_larger_than_the_budget_streams_bit_for_bit") else { return };
     let lengths: Vec<usize> = (0..24).map(|n| 100_000 + n * 131_071 % 3_000_000).collect();
     let file = synthetic(&lengths);
     fake.set_delay(200, 7);
@@ -198,7 +184,7 @@ fn a_model_larger_than_the_budget_streams_bit_for_bit() {
 
 #[test]
 fn read_write_tensors_go_to_disk_and_come_back() {
-    let Some(fake) = load("read_write_tensors_go_to_disk_and_come_back") else { return };
+    let Some(fake) = Fake::load_or_skip("read_write_tensors_go_to_disk_and_come_back") else { return };
     fake.set_delay(200, 3);
     for (frames, host) in [(2, 0), (3, 2)] {
         let runtime = builder(frames, host).open().unwrap();
@@ -219,7 +205,7 @@ fn read_write_tensors_go_to_disk_and_come_back() {
 
 #[test]
 fn unlocked_host_memory_costs_copies_and_no_correctness() {
-    let Some(fake) = load("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
+    let Some(fake) = Fake::load_or_skip("unlocked_host_memory_costs_copies_and_no_correctness") else { return };
     let file = synthetic(&[3 << 20, 2 << 20, 1 << 20]);
     let pass = || {
         let runtime = builder(2, 1).open().unwrap();
@@ -270,7 +256,7 @@ fn only_pageable(fake: &Fake, what: &str) {
 
 #[test]
 fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
-    if load("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
+    if Fake::load_or_skip("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -301,7 +287,7 @@ fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
 
 #[test]
 fn a_lost_device_fails_everything_with_the_first_cause() {
-    if load("a_lost_device_fails_everything_with_the_first_cause").is_none() {
+    if Fake::load_or_skip("a_lost_device_fails_everything_with_the_first_cause").is_none() {
         return;
     }
     let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
@@ -337,7 +323,7 @@ fn a_lost_device_fails_everything_with_the_first_cause() {
 
 #[test]
 fn closing_waits_for_what_is_in_flight() {
-    let Some(fake) = load("closing_waits_for_what_is_in_flight") else { return };
+    let Some(fake) = Fake::load_or_skip("closing_waits_for_what_is_in_flight") else { return };
     let file = synthetic(&[1 << 20; 12]);
     for seed in 0..5 {
         fake.set_delay(3000, seed);
@@ -360,6 +346,28 @@ fn closing_waits_for_what_is_in_flight() {
     finish(&fake);
 }
 
+const HOST_NUMA_ID: i32 = 134;
+
+#[test]
+fn host_memory_is_asked_for_near_the_gpu() {
+    let Some(fake) = Fake::load_or_skip("host_memory_is_asked_for_near_the_gpu") else { return };
+    let Ok(maps) = std::fs::read_to_string("/proc/self/numa_maps") else {
+        eprintln!("SKIPPED host_memory_is_asked_for_near_the_gpu: the kernel has no /proc/self/numa_maps");
+        return;
+    };
+    let preferred = |maps: &str| maps.lines().filter(|line| line.contains(" prefer")).count();
+    let before = preferred(&maps);
+    for (node, asked) in [(0, true), (-1, false), (5000, false)] {
+        fake.set_attribute(HOST_NUMA_ID, node);
+        let runtime = builder(2, 3).open().unwrap();
+        let now = preferred(&std::fs::read_to_string("/proc/self/numa_maps").unwrap());
+        assert_eq!(now > before, asked, "node {node}");
+        assert_eq!(cuda_devices().unwrap()[0].numa_node, u32::try_from(node).ok());
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
 /// Told of nothing.
 struct Ignore;
 
@@ -371,7 +379,7 @@ impl Completions for Ignore {
 
 #[test]
 fn a_closure_may_hold_the_last_owner_of_the_device() {
-    let Some(fake) = load("a_closure_may_hold_the_last_owner_of_the_device") else { return };
+    let Some(fake) = Fake::load_or_skip("a_closure_may_hold_the_last_owner_of_the_device") else { return };
     let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
     let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: 2 };
     let sink = Arc::new(Ignore);

@@ -303,7 +303,9 @@ impl Copier for Core {
                 // SAFETY: as above.
                 unsafe { ptr::write_bytes(pointer(device), 0, len as usize) };
             }
-            StreamOp::Call(_) => return Err(Error::new(ErrorKind::Internal, "a call reached the copier")),
+            StreamOp::Call(_) | StreamOp::Mark => {
+                return Err(Error::new(ErrorKind::Internal, "what is no copy reached the copier"));
+            }
         }
         if let Some(deadline) = deadline.filter(|deadline| *deadline > Instant::now()) {
             before_wait();
@@ -618,6 +620,11 @@ impl Device for HostDevice {
         let stream = Stream::start(format!("host-{name}-{index}"), copier, Arc::clone(&self.sink))?;
         streams.all.push(Arc::new(stream));
         Ok(StreamId(index as u32))
+    }
+
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        let streams = self.streams.read();
+        if streams.closed { Err(closed("host")) } else { streams.get(stream.0 as usize).map(drop) }
     }
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {

@@ -109,4 +109,6 @@ pub struct CudaDeviceInfo {
     pub virtual_memory: bool,
     /// The CUDA version the driver supports.
     pub driver: (u32, u32),
+    /// The node of the machine's memory that is nearest to it; `None` where the machine has one, or does not say.
+    pub numa_node: Option<u32>,
 }

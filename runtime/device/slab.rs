@@ -124,6 +124,15 @@ impl Slab {
         }
     }
 
+    /// Asks for memory near the device whose copies it serves. Without it copies may cross from one processor to another.
+    fn prefer_near(&self, address: u64, len: u64) {
+        let Locks::Device(device) = &self.locks else { return };
+        let Some(node) = device.numa_node() else { return };
+        if let Err(cause) = sys::prefer_node(address, len, node) {
+            tracing::debug!(%cause, node, "the host tier's memory may lie far from the device");
+        }
+    }
+
     fn unlock(&self) {
         let Locks::Device(device) = &self.locks else { return };
         for (address, len) in self.slices.lock().drain(..) {
@@ -207,6 +216,7 @@ impl HostSlab {
             // SAFETY: the region is new, ours, and known to nobody.
             unsafe { sys::commit(slab.staging.base(), slab.staging.len(), true) }
                 .map_err(|e| Error::io("map the staging buffers", e))?;
+            slab.prefer_near(slab.staging.base(), slab.staging.len());
         }
         let slab = Self { slab: Arc::new(slab), lock: config.lock, locker: Mutex::default() };
         slab.grow(config.frames)?;
@@ -297,6 +307,7 @@ impl HostSlab {
             let (base, len) = (slab.frames.base() + slab.bytes(from), slab.bytes(count - from));
             // SAFETY: the range is in our region, and frames from `from` on do not exist yet, so nobody uses them.
             unsafe { sys::commit(base, len, true) }.map_err(|e| Error::io("map the host tier", e))?;
+            slab.prefer_near(base, len);
             slab.frame_count.store(count, Ordering::Release);
         }
         self.start_locker();

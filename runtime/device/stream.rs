@@ -240,6 +240,7 @@ impl Worker {
                     self.batch.report();
                     (token, call_caught(call))
                 }
+                Item::Op(StreamOp::Mark, token) => (token, Ok(())),
                 Item::Op(op, token) => (token, self.copier.run(op, &mut || self.batch.report())),
             };
             self.ended(token, result);

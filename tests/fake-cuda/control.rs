@@ -130,6 +130,7 @@ api! {
     fired = c"fakecuda_fired": fn() -> u64;
     lose_device = c"fakecuda_lose_device": fn(u32);
     hold = c"fakecuda_hold": fn(bool);
+    hold_calls = c"fakecuda_hold_calls": fn(*const c_char, bool);
     hold_stream = c"fakecuda_hold_stream": fn(usize, bool) -> bool;
     run_dry = c"fakecuda_run_dry": fn() -> bool;
     set_devices = c"fakecuda_set_devices": fn(usize);
@@ -179,6 +180,15 @@ pub struct Fake {
 }
 
 impl Fake {
+    /// [`load`](Self::load), or `None`, said aloud, where the library was not built.
+    pub fn load_or_skip(test: &str) -> Option<Self> {
+        let path = library();
+        if !path.exists() {
+            eprintln!("SKIPPED {test}: {} is not beside this test; `cargo test` builds it", path.display());
+            return None;
+        }
+        Some(Self::load())
+    }
     /// Loads the driver if it is not, waits until no other test has it, and puts it back to its start.
     pub fn load() -> Self {
         static ONLY: Mutex<()> = Mutex::new(());
@@ -249,6 +259,11 @@ impl Fake {
     /// While held, streams start nothing.
     pub fn hold(&self, held: bool) {
         (api().hold)(held);
+    }
+    /// While held, calls of `name` do not return, and do nothing.
+    pub fn hold_calls(&self, name: &str, held: bool) {
+        let name = CString::new(name).expect("a name without NUL");
+        (api().hold_calls)(name.as_ptr(), held);
     }
     /// The same for one stream, by its `CUstream`.
     pub fn hold_stream<T>(&self, stream: *mut T, held: bool) {

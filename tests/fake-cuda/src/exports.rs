@@ -121,6 +121,15 @@ pub extern "C" fn fakecuda_hold_stream(handle: u64, held: bool) -> bool {
     true
 }
 
+/// While held, calls of a function do not return, and do nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_hold_calls(name: In<c_char>, held: bool) {
+    if let Ok(name) = name.text() {
+        lock().injection.hold(&name, held);
+        notify();
+    }
+}
+
 /// Waits until all streams are idle, without the host getting to know it: for the judge nothing is ordered by this.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_run_dry() -> bool {

@@ -12,6 +12,8 @@ pub struct Injection {
     all: u64,
     rules: Vec<Rule>,
     fired: u64,
+    /// Functions whose calls do not go on.
+    held: Vec<String>,
 }
 
 struct Rule {
@@ -62,6 +64,17 @@ impl Injection {
         let name = base(name).to_owned();
         let so_far = if name == "*" { self.all } else { self.counts.get(name.as_str()).copied().unwrap_or(0) };
         self.rules.push(Rule { name, from: so_far.saturating_add(nth), count, code, fatal });
+    }
+    /// Keeps calls of `name` waiting, or lets them go on.
+    pub fn hold(&mut self, name: &str, held: bool) {
+        let name = base(name).to_owned();
+        self.held.retain(|other| *other != name);
+        if held {
+            self.held.push(name);
+        }
+    }
+    pub fn is_held(&self, name: &str) -> bool {
+        self.held.iter().any(|held| held == base(name))
     }
     pub fn calls(&self, name: &str) -> u64 {
         if name == "*" { self.all } else { self.counts.get(base(name)).copied().unwrap_or(0) }

@@ -395,7 +395,9 @@ pub extern "C" fn cuStreamGetFlags(handle: u64, out: Out<u32>) -> CuResult {
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamGetCtx(handle: u64, out: Out<u64>) -> CuResult {
     enter("cuStreamGetCtx", Need::Context, |driver| {
-        let handle = find(driver, "cuStreamGetCtx", handle)?;
+        // A stream of any context may be asked about.
+        let handle =
+            if driver.streams.contains_key(&handle) { handle } else { find(driver, "cuStreamGetCtx", handle)? };
         out.set(driver.streams.get(&handle).map_or(0, |stream| stream.context))
     })
 }

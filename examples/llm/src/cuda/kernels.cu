@@ -24,7 +24,8 @@ typedef unsigned long long u64;
 #define THREADS (LANES * WARPS)
 // Lanes of the one block that looks at all logits.
 #define THREADS_ALL 1024
-// Vectors that one decoding of a weight serves.
+// Rows that one loading of activations serves, and vectors that one decoding of a weight serves.
+#define ROWS 4
 #define VECTORS 8
 
 #define DEVICE static __device__ __forceinline__
@@ -384,6 +385,30 @@ DEVICE float warp_sum(float value) {
     return value;
 }
 
+// N sums over a warp, a power of two: lane l has that of values[l / (LANES / N)]. In each step half of the values that are
+// left go to the other half of the lanes. Every sum is made in the order of `warp_sum`.
+template <int N> DEVICE float warp_sums(float *values) {
+    u32 lane = threadIdx.x % LANES;
+    int distance = LANES / 2;
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2) {
+        bool upper = (lane & (u32)distance) != 0;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float kept = upper ? values[i + half] : values[i];
+            float given = upper ? values[i] : values[i + half];
+            values[i] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
+        }
+        distance /= 2;
+    }
+    float sum = values[0];
+#pragma unroll
+    for (; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    return sum;
+}
+
 // The sum over a block of THREADS, for every lane.
 DEVICE float block_sum(float value) {
     __shared__ float parts[WARPS];
@@ -403,24 +428,28 @@ DEVICE float block_sum(float value) {
 // ---- weights ----
 
 // out[j * stride + r] = dot(row r, vector j) for `rows` rows of k weights and m vectors; added to what is there where
-// `accumulate` is not 0. A warp has a row and N vectors; blocks have WARPS rows (x) and N vectors (y).
-template <class Format, int N>
+// `accumulate` is not 0. A warp has R rows and N vectors; blocks have WARPS times R rows (x) and N vectors (y).
+template <class Format, int R, int N>
 DEVICE void multiply(const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m, u32 stride, u32 accumulate) {
     typedef Of<Format, Format::PLAIN> F;
-    u32 lane = threadIdx.x % LANES, row = blockIdx.x * WARPS + threadIdx.x / LANES, first = blockIdx.y * N;
+    u32 lane = threadIdx.x % LANES, row = (blockIdx.x * WARPS + threadIdx.x / LANES) * R, first = blockIdx.y * N;
     if (row >= rows) {
         return;
     }
     u64 row_bytes = F::PLAIN != 0 ? (u64)k * F::PLAIN : (u64)(k / F::ELEMENTS) * F::BYTES;
     const u8 *from = weights + row * row_bytes;
-    float sums[N];
+    float sums[R * N];
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        sums[j] = 0.0f;
+    for (int i = 0; i < R * N; i++) {
+        sums[i] = 0.0f;
     }
     for (u32 group = lane; group < (k + 7) / 8; group += LANES) {
-        float w[8];
-        decode_group<F>(from, group, k, w);
+        float w[R][8];
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            // Beyond the last row the last one again: its sums are not stored.
+            decode_group<F>(from + min((u32)r, rows - 1 - row) * row_bytes, group, k, w[r]);
+        }
 #pragma unroll
         for (int j = 0; j < N; j++) {
             if (first + j >= m) {
@@ -429,21 +458,20 @@ DEVICE void multiply(const u8 *weights, const float *x, float *out, u32 k, u32 r
             float y[8];
             load_activations(x + (u64)(first + j) * k, group, k, y);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                sums[j] += w[i] * y[i];
+            for (int r = 0; r < R; r++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    sums[r * N + j] += w[r][i] * y[i];
+                }
             }
         }
     }
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        if (first + j >= m) {
-            break;
-        }
-        float sum = warp_sum(sums[j]);
-        if (lane == 0) {
-            float *to = out + (u64)(first + j) * stride + row;
-            *to = accumulate != 0 ? *to + sum : sum;
-        }
+    float sum = warp_sums<R * N>(sums);
+    const u32 each = LANES / (R * N);
+    u32 index = lane / each, r = row + index / N, j = first + index % N;
+    if (lane % each == 0 && r < rows && j < m) {
+        float *to = out + (u64)j * stride + r;
+        *to = accumulate != 0 ? *to + sum : sum;
     }
 }
 
@@ -466,11 +494,11 @@ template <class Format> DEVICE void decode_row(const u8 *row, float *out, u32 k)
 #define WEIGHT_KERNELS(name, Format)                                                                                   \
     extern "C" __global__ void __launch_bounds__(THREADS) matvec_##name(const u8 *weights, const float *x, float *out, \
         u32 k, u32 rows, u32 m, u32 stride, u32 accumulate) {                                                          \
-        multiply<Format, 1>(weights, x, out, k, rows, m, stride, accumulate);                                          \
+        multiply<Format, ROWS, 1>(weights, x, out, k, rows, m, stride, accumulate);                                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) matmul_##name(const u8 *weights, const float *x, float *out, \
         u32 k, u32 rows, u32 m, u32 stride, u32 accumulate) {                                                          \
-        multiply<Format, VECTORS>(weights, x, out, k, rows, m, stride, accumulate);                                    \
+        multiply<Format, 1, VECTORS>(weights, x, out, k, rows, m, stride, accumulate);                                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) decode_##name(const u8 *row, float *out, u32 k) {            \
         decode_row<Format>(row, out, k);                                                                               \

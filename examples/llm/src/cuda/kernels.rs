@@ -18,6 +18,7 @@ use crate::sampler::Draw;
 const THREADS: u32 = 256;
 const THREADS_ALL: u32 = 1024;
 const WARPS: u32 = 8;
+const ROWS: u32 = 4;
 const VECTORS: u32 = 8;
 
 /// Largest head that the attention kernels have room for, in elements.
@@ -174,7 +175,6 @@ impl Kernels {
     /// A matrix times vectors.
     pub fn multiply(&self, p: &Product) -> Result<()> {
         let of = self.of(p.dtype)?;
-        let rows = p.rows.div_ceil(WARPS);
         let args = [
             Address(p.weights),
             Address(p.x),
@@ -186,8 +186,11 @@ impl Kernels {
             Word(p.accumulate.into()),
         ];
         match p.m {
-            1 => self.launch("matvec", &of.vector, (rows, 1), THREADS, &args),
-            m => self.launch("matmul", &of.matrix, (rows, m.div_ceil(VECTORS)), THREADS, &args),
+            1 => self.launch("matvec", &of.vector, (p.rows.div_ceil(WARPS * ROWS), 1), THREADS, &args),
+            m => {
+                let grid = (p.rows.div_ceil(WARPS), m.div_ceil(VECTORS));
+                self.launch("matmul", &of.matrix, grid, THREADS, &args)
+            }
         }
     }
 

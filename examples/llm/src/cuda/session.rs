@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
-use outcore::{Bytes, DevicePin};
+use outcore::{Bytes, ComputeStream, DevicePin, RawStream};
 
 use super::gpu::{Gpu, failed};
 use super::kernels::{Attention, HEAD_MAX, Product};
@@ -34,6 +34,8 @@ const ALIGNMENT: u128 = 256;
 pub struct CudaModel {
     arch: Architecture,
     weights: Arc<PagedWeights>,
+    /// The GPU's stream as the weights' runtime knows it. Before the GPU, which owns it.
+    stream: ComputeStream,
     gpu: Arc<Gpu>,
     frequencies: Vec<f32>,
 }
@@ -43,7 +45,8 @@ impl CudaModel {
     /// factors of Llama 3 GGUF files.
     ///
     /// # Errors
-    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements.
+    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements; `InvalidArgument` if the
+    /// pages are not on `gpu`.
     pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
         let arch = Architecture::new(files)?;
         let head = arch.config.head_dim;
@@ -61,7 +64,9 @@ impl CudaModel {
             crate::kernels::dequantise(info.dtype, &bytes, &mut values);
             Ok(values)
         })?;
-        Ok(Self { arch, weights, gpu, frequencies })
+        // SAFETY: the GPU owns the stream and lives as long as this model, which drops the adopted one first.
+        let stream = unsafe { weights.runtime().adopt_stream(RawStream::new(gpu.stream.cu_stream().cast())) }?;
+        Ok(Self { arch, weights, stream, gpu, frequencies })
     }
 
     /// Sizes and constants.
@@ -173,18 +178,23 @@ impl Places {
     }
 }
 
-/// Rows on the GPU. They stay until what was launched so far has ended.
+/// Rows on the GPU. When this is dropped they stay until what was launched so far has ended, which nobody waits for.
 struct Pinned<'a> {
     address: u64,
-    _pin: DevicePin,
-    gpu: &'a Gpu,
+    pin: Option<DevicePin>,
+    model: &'a CudaModel,
 }
 
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
-        // A GPU that cannot be waited for is lost, which the next call of it says.
-        if let Err(error) = self.gpu.finish() {
-            tracing::debug!(%error, "weights are given back to a GPU that fails");
+        let Some(pin) = self.pin.take() else { return };
+        if let Err(refused) = pin.unpin_after(&self.model.stream) {
+            // The device is lost, or the runtime closed: kernels that may still run are waited for as far as is possible,
+            // and the next call says what is wrong.
+            if let Err(error) = self.model.gpu.finish() {
+                tracing::debug!(%error, "weights are given back to a GPU that fails");
+            }
+            drop(refused);
         }
     }
 }
@@ -222,6 +232,16 @@ pub struct CudaSession {
 impl std::fmt::Debug for CudaSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaSession").field("len", &self.len).field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+impl Drop for CudaSession {
+    fn drop(&mut self) {
+        // A pass that ended in an error may have left work on the stream, which uses this memory and holds pins. A device
+        // that cannot be waited for is lost, and says so wherever it is asked again.
+        if let Err(error) = self.model.stream.synchronize() {
+            tracing::debug!(%error, "a session ends on a GPU that fails");
+        }
     }
 }
 
@@ -358,7 +378,8 @@ impl CudaSession {
     /// Rows of a weight, on the GPU.
     fn pin(&self, info: &WeightInfo, rows: Range<u64>) -> Result<Pinned<'_>> {
         let pin = self.model.weights.pin_device(info.id, rows)?;
-        let pinned = Pinned { address: pin.address(0).unwrap_or(0), _pin: pin, gpu: &self.model.gpu };
+        let address = pin.address(0).unwrap_or(0);
+        let pinned = Pinned { address, pin: Some(pin), model: &self.model };
         let plain = matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16);
         if !plain && !pinned.address.is_multiple_of(2) {
             return Err(Error::Unsupported(format!(

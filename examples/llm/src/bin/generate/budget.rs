@@ -136,7 +136,8 @@ pub fn divide_gpu(wishes: Wishes, model: Bytes, working: Bytes, free: Bytes) -> 
         )
         .remedy(format!("give at most {left}, a shorter prompt or fewer tokens")));
     }
-    if device < page {
+    // A budget that was asked for is the runtime's to refuse.
+    if wishes.device.is_none() && device < page {
         return Err(Error::new(
             ErrorKind::BudgetTooSmall,
             format!("the GPU has {free} free: after the {besides} besides, that leaves no page of {page}"),
