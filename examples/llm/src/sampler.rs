@@ -38,6 +38,7 @@ impl Sampler {
     }
 
     /// What a device needs to choose as [`sample`](Self::sample) would, or `None` where it cannot: it draws from all tokens.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
     pub(crate) fn draw(&mut self) -> Option<Draw> {
         if self.temperature <= 0.0 {
             return Some(Draw::Best);
@@ -82,6 +83,7 @@ impl Sampler {
 }
 
 /// How a token is chosen from logits.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Draw {
     /// The largest.

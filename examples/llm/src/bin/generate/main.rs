@@ -120,7 +120,7 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
 /// The sequence, on whatever computes it.
 enum Sequence {
     Host(Session),
-    Cuda(CudaSession),
+    Cuda(Box<CudaSession>),
 }
 
 impl Sequence {
@@ -199,7 +199,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         }
         Some(gpu) => {
             let model = CudaModel::load(&files, weights, gpu)?;
-            Sequence::Cuda(CudaSession::new(Arc::new(model), context, pass)?)
+            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
         }
     };
     drop(files);
