@@ -273,6 +273,15 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     let others = folder.path().join("others.ptx");
     std::fs::write(&others, ".version 9.0\n.target sm_90\n.entry other()\n{\n ret;\n}\n").unwrap();
     refuse(&["cuda", "--kernels", others.to_str().unwrap()], &[], &["others.ptx", "no kernel", "check_kernels.sh"]);
+    let before = folder.path().join("before.ptx");
+    let text = std::fs::read_to_string(kernels).unwrap();
+    assert!(text.contains("kernels_interface_"));
+    std::fs::write(&before, text.replace("kernels_interface_", "kernels_interface_of_before_")).unwrap();
+    refuse(
+        &["cuda", "--kernels", before.to_str().unwrap()],
+        &[],
+        &["before.ptx", "kernels_interface_", "other sources"],
+    );
     let budget = |size: &'static str| [&with_kernels[..], &["--device-budget", size]].concat();
     refuse(&budget("1MiB"), &[], &["1.0 MiB", "2.0 MiB", "at least"]);
     refuse(&budget("2MiB"), &[], &["2.0 MiB", "at least"]);

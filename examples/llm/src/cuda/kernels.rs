@@ -21,6 +21,9 @@ const WARPS: u32 = 8;
 const ROWS: u32 = 4;
 const VECTORS: u32 = 8;
 
+/// As in `kernels.cu`: kernels that were compiled from sources with another number may mean something else.
+const INTERFACE: &str = "kernels_interface_1";
+
 /// Largest head that the attention kernels have room for, in elements.
 pub(super) const HEAD_MAX: usize = 256;
 
@@ -124,6 +127,7 @@ impl Kernels {
                 _ => failed(format!("find the kernel {name} in {origin}"), error),
             })
         };
+        function(INTERFACE)?;
         let mut weights = Vec::with_capacity(WeightType::ALL.len());
         for dtype in WeightType::ALL {
             let of = |what: &str| function(&format!("{what}_{}", dtype.to_string().to_ascii_lowercase()));

@@ -329,6 +329,8 @@ OF_FORMAT(q6_k)
 // Blocks of the launch that this thread looks at (x, y): some kernels have one for each vector.
 static thread_local unsigned blocks, rows_of_blocks;
 
+static void reach_nothing(Reach &) {}
+
 static void reach_rms_norm(Reach &r, const float *x, const float *weight, float *out, u32 n, float) {
     r.reads(x, (u64)blocks * n);
     r.reads(weight, n);
@@ -442,7 +444,8 @@ template <class T> static T translated(const Reach &, T value) {
 }
 
 template <class... A> struct Calls {
-    template <size_t... I> static std::tuple<A...> unpack(const Launch *launch, std::index_sequence<I...>) {
+    template <size_t... I> static std::tuple<A...> unpack([[maybe_unused]] const Launch *launch,
+        std::index_sequence<I...>) {
         return std::tuple<A...>(parameter<A>(launch, I)...);
     }
     static std::tuple<A...> parameters(const Launch *launch) {
@@ -457,10 +460,10 @@ template <class... A> struct Calls {
     }
     static std::string sizes() {
         std::string text;
-        size_t all[] = {sizeof(A)...};
-        for (size_t size : all) {
+        [[maybe_unused]] auto append = [&](size_t size) {
             text += std::string(text.empty() ? "" : ", ") + ".param .align 8 .b8 p[" + std::to_string(size) + "]";
-        }
+        };
+        (append(sizeof(A)), ...);
         return text;
     }
 };
@@ -494,15 +497,16 @@ struct Row {
     std::string (*sizes)();
 };
 
+#define NAME(kernel) #kernel
 #define ENTRY(kernel, reach) \
-    {#kernel, Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
+    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
 #define ONE(kernel) ENTRY(kernel, reach_##kernel)
 #define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name)
 
 static const Row TABLE[] = {
     ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
     ALL_OF(q3_k) ALL_OF(q4_k) ALL_OF(q5_k) ALL_OF(q6_k)
-    ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
+    ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
     ENTRY(attention_256, reach_attention) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
     ONE(split_f16) ONE(unscale)
 };
