@@ -24,6 +24,9 @@ UNSAFE_ALLOWED = {
     "runtime/pin.rs": "pin guards turn a pinned page's address into a slice",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
+    "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLAS",
+    "examples/llm/tests/cuda/": "loads the kernels that were compiled for the CPU",
+    "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
     "tests/cuda_mapper.rs": "reads and writes the host slab's memory",
     "tests/cuda_streams.rs": "launches kernels on streams of its own, and has them adopted",
@@ -67,7 +70,7 @@ BANNED = [
 ]
 BANNED_EXEMPT = {"scripts/check_tree.py", "Cargo.lock", "LICENSE-APACHE", "LICENSE-MIT"}
 
-TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".h")
+TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".cpp", ".h")
 TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
 BLOB_BYTES_MAX = 1 << 20
 

@@ -24,7 +24,7 @@ say "clippy, features cli and strict"
 cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
 say "clippy, features cli and cuda"
 cargo clippy -p outcore --all-targets --features cuda,cli -- -D warnings
-cargo clippy -p outcore-gpu-check --all-targets --features cuda -- -D warnings
+cargo clippy -p outcore-gpu-check -p outcore-llm --all-targets --features outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 # The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.

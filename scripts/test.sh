@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace cuda gpu_check doctests strict loom examples)
+steps=(checker workspace kernels doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -15,31 +15,26 @@ step_checker() {
     python3 scripts/check_tree.py --self-test
 }
 
+# All members with all they can do, so that nothing is built twice. What is in the memory of a GPU is tested over an
+# emulated driver: no GPU is needed, and none is used. Builds without these features are what `strict` tests, and lint.
+everything=(--workspace --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
+
 # Unit, integration and end-to-end tests of all members.
 step_workspace() {
-    cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
+    cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
 }
 
-# The same packages and features in the next two steps, so that nothing is built twice.
-gpu_features=(-p outcore -p outcore-gpu-check --features outcore/cuda,outcore/cli,outcore-gpu-check/cuda)
-
-# The CUDA device, over an emulated driver, and everything end to end on it: no GPU is needed, and none is used.
-step_cuda() {
-    cargo test "${gpu_features[@]}" --test cuda --test cuda_mapper --test cuda_streams --test compute --test dlpack \
-        --test device_suite --test device_choice --test cli --no-fail-fast
-    # The others' tests of other devices ran without the feature.
-    cargo test "${gpu_features[@]}" --test streaming --test failure --test concurrency --test model_changed \
-        --test soak --no-fail-fast -- on_cuda emulated_driver
-}
-
-# The parts of the GPU check, over the emulated driver with sizes of megabytes: they work; their numbers mean nothing.
-step_gpu_check() {
-    cargo test "${gpu_features[@]}" --lib --bins --test emulated --test bundle --no-fail-fast
+# The GPU's kernels, compiled for GPUs where the compilers can be had. They were run, from their source, with the rest.
+step_kernels() {
+    if scripts/fetch_nvcc.sh; then
+        scripts/check_kernels.sh
+    else
+        echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
+    fi
 }
 
 step_doctests() {
-    # The features of the first of them, so that nothing is built twice.
-    cargo test --workspace --features outcore/cli --doc --no-fail-fast
+    cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
 # The library again, with evicted ranges inaccessible.

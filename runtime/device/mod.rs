@@ -47,10 +47,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::machine::MemoryLimit;
 
-pub use cuda::cuda_devices;
 pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
+pub use cuda::{cuda_device, cuda_devices};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};

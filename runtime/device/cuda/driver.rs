@@ -188,7 +188,10 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
 }
 
 /// The GPU a selector means.
-pub(super) fn select(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
+///
+/// # Errors
+/// As [`cuda_devices`]; [`ErrorKind::NotFound`] if there is no such GPU.
+pub fn cuda_device(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
     let mut found = cuda_devices()?;
     if let Some(at) = found.iter().position(|gpu| selector.means(gpu)) {
         return Ok(found.swap_remove(at));

@@ -29,7 +29,7 @@ use std::task::Poll;
 
 use parking_lot::{Mutex, RwLock};
 
-pub use driver::cuda_devices;
+pub use driver::{cuda_device, cuda_devices};
 
 use super::stream::{closed, report_apart};
 use super::{
@@ -230,7 +230,7 @@ impl CudaDevice {
     /// - [`ErrorKind::OutOfMemory`] if the frames need more than is free.
     /// - [`ErrorKind::Device`] for what else the driver refuses.
     pub fn new(config: CudaDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
-        let gpu = driver::select(&config.device)?;
+        let gpu = cuda_device(&config.device)?;
         let name = format!("cuda:{}", gpu.ordinal);
         if !gpu.virtual_memory {
             let message = format!("{name} ({}) has no virtual memory management", gpu.name);

@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Lane, Runtime};
+use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
-    ChatTemplate, Config, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, Result, Sampler, Session,
-    Tokenizer,
+    ChatTemplate, Config, CudaModel, CudaSession, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
+    PagedWeights, PassTime, Result, Sampler, Session, Tokenizer,
 };
 
-use args::{Args, DeviceName};
+use args::Args;
 use budget::Wishes;
 use progress::Progress;
 use report::{Run, Timeline};
@@ -117,8 +117,43 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
     tokenizer.encode_chat(&template.render(&[Message::new("user", text)], true)?)
 }
 
+/// The sequence, on whatever computes it.
+enum Sequence {
+    Host(Session),
+    Cuda(Box<CudaSession>),
+}
+
+impl Sequence {
+    /// Reads `tokens`, puts the logits' bytes into `hash`, and chooses the next token.
+    fn step(&mut self, tokens: &[u32], sampler: &mut Sampler, hash: &mut impl std::hash::Hasher) -> Result<u32> {
+        match self {
+            Self::Host(session) => {
+                let logits = session.forward(tokens)?;
+                hash.write(&logits_bytes(&logits));
+                Ok(sampler.sample(&logits))
+            }
+            Self::Cuda(session) => {
+                hash.write(&logits_bytes(session.forward(tokens)?));
+                session.sample(sampler)
+            }
+        }
+    }
+
+    fn last_pass(&self) -> PassTime {
+        match self {
+            Self::Host(session) => session.last_pass(),
+            Self::Cuda(session) => session.last_pass(),
+        }
+    }
+}
+
 fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
+    // Before a model is fetched, perhaps: most of what can be wrong with a GPU is known at once.
+    let gpu = match &args.device {
+        DeviceChoice::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
+        _ => None,
+    };
     let path = source::resolve(&args.model)?;
     let files = ModelFiles::open(&path)?;
     let tokenizer = Tokenizer::load(&files);
@@ -136,8 +171,15 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let sizes = files.paths().iter().map(|path| std::fs::metadata(path).map_or(0, |meta| meta.len())).sum();
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let budgets = budget::divide(wishes, Bytes::new(sizes), budget::working_memory(&config, context, prompt.len()))?;
+    let (size, pass) = (Bytes::new(sizes), prompt.len());
+    let budgets = match &gpu {
+        None => budget::divide(wishes, size, budget::working_memory(&config, context, pass))?,
+        Some(gpu) => {
+            budget::divide_gpu(wishes, size, CudaSession::memory(&config, context, pass)?, gpu.free_memory()?)?
+        }
+    };
     let runtime = Runtime::builder()
+        .device(args.device.clone())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
         .page_size(budgets.page_size)
@@ -150,14 +192,18 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let model = runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?);
     let options = Options { threads: args.threads, ..Options::default() };
-    let llm = Arc::new(Model::load(&files, weights, options)?);
-    let pass_bytes: u64 = llm
-        .pass_order(&[0])
-        .iter()
-        .map(|(id, rows)| (rows.end - rows.start) * files.tensors()[id.0 as usize].row_bytes)
-        .sum();
+    let mut sequence = match gpu {
+        None => {
+            let model = Model::load(&files, weights, options)?;
+            Sequence::Host(Session::new(Arc::new(model), context, KvType::F32)?)
+        }
+        Some(gpu) => {
+            let model = CudaModel::load(&files, weights, gpu)?;
+            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+        }
+    };
+    let pass_bytes = outcore_llm::pass_bytes(&files)?;
     drop(files);
-    let mut session = Session::new(llm, context, KvType::F32)?;
     let mut sampler =
         if args.temperature > 0.0 { Sampler::new(args.temperature, args.seed) } else { Sampler::greedy() };
 
@@ -172,15 +218,13 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let timeline = args.timeline.as_deref().map(Timeline::create).transpose()?;
     interrupt.working.store(true, Ordering::SeqCst);
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
-    let mut progress = Some(Progress::start(&runtime, Bytes::new(sizes).min(budgets.device)));
+    let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
     while tokens.len() < args.tokens && !interrupt.asked() {
         let start = Instant::now();
-        let logits = session.forward(&input)?;
+        let next = sequence.step(&input, &mut sampler, &mut hash)?;
         progress.take();
-        let pass = session.last_pass();
+        let pass = sequence.last_pass();
         runtime.add_span(Lane::Compute, "pass", start, start + pass.total);
-        std::hash::Hasher::write(&mut hash, &logits_bytes(&logits));
-        let next = sampler.sample(&logits);
         (total, waited) = (total + pass.total, waited + pass.waited);
         if tokens.is_empty() {
             first_token = start.elapsed();
@@ -212,9 +256,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     }
     Ok(Run {
         model: args.model.clone(),
-        device: match args.device {
-            DeviceName::Host => "host",
-        },
+        device: args.device.to_string(),
         device_budget: budgets.device,
         host_budget: budgets.host,
         pass_bytes: Bytes::new(pass_bytes),

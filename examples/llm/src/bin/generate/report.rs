@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 #[derive(Debug)]
 pub struct Run {
     pub model: String,
-    pub device: &'static str,
+    pub device: String,
     pub device_budget: Bytes,
     pub host_budget: Bytes,
     /// Of weights, that a pass over one token uses.
