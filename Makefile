@@ -7,10 +7,10 @@ SHELL := /bin/bash
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 
-.PHONY: help demo test bench peers soak fuzz lint fmt clean
+.PHONY: help demo test bench gpu-check peers soak fuzz lint fmt clean
 
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: ## Run a real model in 32 MiB and compare its words with a run that holds everything
 	@scripts/need.sh cargo cc python3 pip
@@ -24,13 +24,17 @@ bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
 
+gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, for a machine with a GPU
+	@scripts/need.sh cargo cc python3 binutils
+	@scripts/gpu_check_bundle.sh
+
 peers: ## Build llama.cpp into .venv, for `make bench` to compare with (minutes)
 	@scripts/need.sh cc c++ python3 pip
 	@scripts/fetch_peers.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200), then a model's logits under every setting
+soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device, a million judged operations, then a model's logits under every setting
 	@scripts/need.sh cargo cc python3 pip
-	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --test soak -- --ignored --nocapture
+	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --features cuda --test soak -- --ignored --nocapture --test-threads 1
 	@scripts/fetch_model.sh
 	cargo test --workspace --features outcore/cli --test generate -- --ignored --nocapture
 

@@ -99,6 +99,12 @@ pub enum DeviceChoice {
     /// This process's own memory.
     #[default]
     Host,
+    /// A device that exists in this process's memory only, to test on: its accesses are checked, its streams run in orders
+    /// that the seed chooses, on a virtual clock that the [link](RuntimeBuilder::link), if there is one, moves on.
+    Simulated {
+        /// Chooses among streams that nothing orders.
+        seed: u64,
+    },
     /// The memory of a GPU. Only builds with the feature `cuda` can open one.
     Cuda(CudaDeviceSelector),
 }
@@ -106,14 +112,19 @@ pub enum DeviceChoice {
 impl FromStr for DeviceChoice {
     type Err = Error;
 
-    /// `host`, `cuda`, or `cuda:` and a [selector](CudaDeviceSelector).
+    /// `host`, `sim`, `sim:` and a seed, `cuda`, or `cuda:` and a [selector](CudaDeviceSelector).
     fn from_str(text: &str) -> Result<Self> {
-        match text.split_once(':') {
+        let named = text.split_once(':');
+        if let Some(seed) = named.and_then(|(kind, seed)| seed.parse().ok().filter(|_| kind == "sim")) {
+            return Ok(Self::Simulated { seed });
+        }
+        match named {
             None if text == "host" => Ok(Self::Host),
+            None if text == "sim" => Ok(Self::Simulated { seed: 0 }),
             None if text == "cuda" => Ok(Self::Cuda(CudaDeviceSelector::default())),
             Some(("cuda", selector)) => selector.parse().map(Self::Cuda),
             _ => Err(Error::new(ErrorKind::InvalidArgument, format!("device {text:?} does not exist"))
-                .remedy("choose host, cuda, or cuda: and a GPU's number, UUID or PCI address")),
+                .remedy("choose host, sim, cuda, or cuda: and a GPU's number, UUID or PCI address")),
         }
     }
 }
@@ -122,7 +133,83 @@ impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str("host"),
+            Self::Simulated { seed } => write!(f, "sim:{seed}"),
             Self::Cuda(selector) => write!(f, "cuda:{selector}"),
+        }
+    }
+}
+
+/// How much device memory frames may take. [`Bytes`] become one by `into`.
+///
+/// ```
+/// use outcore::{Bytes, DeviceBudget};
+///
+/// assert_eq!("8GiB".parse::<DeviceBudget>()?, Bytes::gib(8).into());
+/// let most: DeviceBudget = "90%-1GiB".parse()?;
+/// assert_eq!(most, DeviceBudget::Free { percent: 90, headroom: Bytes::gib(1) });
+/// assert_eq!(most.of(Bytes::gib(40)), Bytes::gib(36));
+/// assert_eq!(most.of(Bytes::gib(4)), Bytes::gib(3));
+/// # Ok::<(), outcore::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceBudget {
+    /// This much.
+    Bytes(Bytes),
+    /// A share of what is free on the device when the runtime opens.
+    Free {
+        /// From 1 to 100.
+        percent: u8,
+        /// What stays free in any case: for kernels' workspace, other allocations of the program, and other programs.
+        headroom: Bytes,
+    },
+}
+
+impl DeviceBudget {
+    /// The budget where `free` bytes are free.
+    pub fn of(self, free: Bytes) -> Bytes {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Free { percent, headroom } => {
+                let share = (u128::from(free.get()) * u128::from(percent.min(100)) / 100) as u64;
+                Bytes::new(share).min(free.saturating_sub(headroom))
+            }
+        }
+    }
+}
+
+impl From<Bytes> for DeviceBudget {
+    fn from(bytes: Bytes) -> Self {
+        Self::Bytes(bytes)
+    }
+}
+
+impl FromStr for DeviceBudget {
+    type Err = Error;
+
+    /// A size, `90%`, or `90%-512MiB`.
+    fn from_str(text: &str) -> Result<Self> {
+        let Some((percent, rest)) = text.split_once('%') else { return text.parse().map(Self::Bytes) };
+        let headroom = match rest.strip_prefix('-') {
+            Some(headroom) => headroom.parse().ok(),
+            None if rest.is_empty() => Some(Bytes::ZERO),
+            None => None,
+        };
+        match (percent.parse(), headroom) {
+            (Ok(percent @ 1..=100), Some(headroom)) => Ok(Self::Free { percent, headroom }),
+            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("budget {text:?} is not understood")).remedy(
+                "write a size (8GiB), from 1% to 100% of what is free (90%), or that and what stays free (90%-1GiB)",
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DeviceBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => write!(f, "{bytes}"),
+            Self::Free { percent, headroom: Bytes::ZERO } => write!(f, "{percent}% of what is free"),
+            Self::Free { percent, headroom } => write!(f, "{percent}% of what is free, but for {headroom}"),
         }
     }
 }
@@ -157,7 +244,7 @@ impl fmt::Debug for PolicyChoice {
 #[must_use]
 pub struct RuntimeBuilder {
     pub(crate) device: DeviceChoice,
-    pub(crate) device_budget: Bytes,
+    pub(crate) device_budget: DeviceBudget,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: PageSize,
     pub(crate) policy: PolicyChoice,
@@ -189,7 +276,7 @@ impl RuntimeBuilder {
     pub(crate) fn new() -> Self {
         Self {
             device: DeviceChoice::default(),
-            device_budget: Bytes::gib(1),
+            device_budget: Bytes::gib(1).into(),
             host_budget: Bytes::ZERO,
             page_size: PageSize::DEFAULT,
             policy: PolicyChoice::Kind(PolicyKind::default()),
@@ -211,9 +298,10 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Memory for pages in the device tier. Whole pages count; the rest is left.
-    pub fn device_budget(mut self, budget: Bytes) -> Self {
-        self.device_budget = budget;
+    /// Memory for pages in the device tier, in bytes or as a share of what is free there. Whole pages count; the rest is
+    /// left.
+    pub fn device_budget(mut self, budget: impl Into<DeviceBudget>) -> Self {
+        self.device_budget = budget.into();
         self
     }
 

@@ -42,8 +42,10 @@
 //! [`machine`] (what the machine gives), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
 //! state machine that decides). Their traits are documented with their contracts.
 
+mod compute;
 mod config;
 pub mod device;
+pub mod dlpack;
 mod dtype;
 mod error;
 pub mod format;
@@ -59,8 +61,9 @@ mod sync;
 mod tensor;
 mod transfer;
 
-pub use config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
-pub use device::LinkModel;
+pub use compute::ComputeStream;
+pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
@@ -68,7 +71,9 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
-pub use pin::{DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut};
+pub use pin::{
+    DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, UnpinRefused,
+};
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;

@@ -248,6 +248,13 @@ pub fn max_map_count() -> Result<u64> {
     read(PATH)?.trim().parse().map_err(|_| unreadable(PATH))
 }
 
+/// The node of the machine's memory that is nearest to a PCI device (`0000:3b:00.0`), if the kernel knows.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked of GPUs only"))]
+pub(crate) fn numa_node_of(pci: &str) -> Option<u32> {
+    // -1 where it does not.
+    fs::read_to_string(Path::new("/sys/bus/pci/devices").join(pci).join("numa_node")).ok()?.trim().parse().ok()
+}
+
 /// Measures how many bytes per second one thread copies, with buffers of `len` (use more than the last-level cache).
 /// Takes as long as writing `len` three times and copying it four times.
 pub fn memcpy_bandwidth(len: Bytes) -> Bytes {

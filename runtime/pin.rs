@@ -13,20 +13,24 @@
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use parking_lot::Mutex;
 
+use crate::compute::ComputeStream;
 use crate::device::{DeviceAddress, HostPointer, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, PageIndex, RequestId, Tier};
+use crate::ids::{Bytes, PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
@@ -51,32 +55,82 @@ impl Runs {
 
 thread_local! {
     static HELD: Cell<usize> = const { Cell::new(0) };
+    /// The thread's name among [`ENDED_ELSEWHERE`]; 0 before it has one.
+    static NAME: Cell<u64> = const { Cell::new(0) };
+    static REGISTERED: Registered = Registered::new();
 }
 
-/// Counts the guards of a thread. One that ends on another thread is missing there, so counts stay at 0 where they would
-/// fall below; whoever moves guards between threads asks for more as if it held none.
+/// For each thread that has had a guard and lives: how many of its guards ended on other threads since it last asked.
+static ENDED_ELSEWHERE: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
+
+/// A thread's entry in [`ENDED_ELSEWHERE`].
+struct Registered(u64);
+
+impl Registered {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let name = NEXT.fetch_add(1, Ordering::Relaxed);
+        ENDED_ELSEWHERE.lock().insert(name, 0);
+        Self(name)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        ENDED_ELSEWHERE.lock().remove(&self.0);
+    }
+}
+
+/// Counts the guards that a thread has got and that live. Where they are now is not known: whoever has been sent some
+/// asks for more as if it held none, until it has waited for [`PATIENCE`].
 #[derive(Debug)]
-struct Held;
+struct Held {
+    home: u64,
+}
 
 impl Held {
     #[inline]
     fn new() -> Self {
         let _ = HELD.try_with(|held| held.set(held.get() + 1));
-        Self
+        let home = NAME.try_with(Cell::get).unwrap_or(0);
+        Self { home: if home == 0 { Self::register() } else { home } }
+    }
+
+    #[cold]
+    fn register() -> u64 {
+        // A thread that is ending asks for nothing more, so what it holds does not matter.
+        let name = REGISTERED.try_with(|registered| registered.0).unwrap_or(0);
+        let _ = NAME.try_with(|cell| cell.set(name));
+        name
     }
 
     fn any() -> bool {
-        HELD.try_with(Cell::get).is_ok_and(|held| held > 0)
+        HELD.try_with(|held| {
+            if held.get() > 0
+                && let Some(ended) = ENDED_ELSEWHERE.lock().get_mut(&NAME.get())
+            {
+                held.set(held.get().saturating_sub(std::mem::take(ended)));
+            }
+            held.get() > 0
+        })
+        .unwrap_or(false)
     }
 }
 
 impl Drop for Held {
     #[inline]
     fn drop(&mut self) {
-        // A thread that ends asks for nothing more.
-        let _ = HELD.try_with(|held| held.set(held.get().saturating_sub(1)));
+        if NAME.try_with(Cell::get).is_ok_and(|name| name == self.home) {
+            let _ = HELD.try_with(|held| held.set(held.get().saturating_sub(1)));
+        } else if let Some(ended) = ENDED_ELSEWHERE.lock().get_mut(&self.home) {
+            *ended += 1;
+        }
     }
 }
+
+/// How long a request keeps its place in the line. After that its caller is taken for one that holds guards, sent from
+/// other threads: those before it may be waiting for just these.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Pins every page of `run` without the latch, or none.
 fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
@@ -206,17 +260,45 @@ impl<T: Target> PinRequest<'_, T> {
     /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed);
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker, which may run on a thread that the
     /// pages are waiting for.
-    pub fn wait(mut self) -> Result<T::Guard> {
-        if let Some(guard) = self.start(Held::any())? {
-            return Ok(guard);
+    pub fn wait(self) -> Result<T::Guard> {
+        match self.wait_until(None)? {
+            Some(guard) => Ok(guard),
+            None => Err(Error::new(ErrorKind::Internal, "a pin request ended without a result")),
         }
-        let Progress::Waiting { ticket, .. } = &self.progress else {
+    }
+
+    /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
+    /// as a prefetch. Pages that are there are pinned whatever the limit; with a limit of zero nothing else is.
+    ///
+    /// For callers who hold guards that others wait for, or who may be waiting for guards of their own: such a wait has no
+    /// end.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub fn wait_timeout(self, limit: Duration) -> Result<Option<T::Guard>> {
+        // A limit beyond what the clock can tell is none.
+        self.wait_until(Instant::now().checked_add(limit))
+    }
+
+    fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+        if let Some(guard) = self.start(Held::any())? {
+            return Ok(Some(guard));
+        }
+        let Progress::Waiting { id, ticket, .. } = &self.progress else {
             return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
         };
-        let ticket = ticket.clone();
+        let (id, ticket) = (*id, ticket.clone());
         may_wait("a pin")?;
-        let result = ticket.wait();
-        self.finish(result)
+        let patient = Instant::now() + PATIENCE;
+        let mut result = ticket.wait(Some(deadline.map_or(patient, |deadline| deadline.min(patient))));
+        if result.is_none() && deadline.is_none_or(|deadline| deadline > patient) {
+            if let Some(segment) = self.target.segment() {
+                segment.shared.engine.take_for_nested(id);
+            }
+            result = ticket.wait(deadline);
+        }
+        // Without a result the request is dropped, which gives it up.
+        result.map(|result| self.finish(result)).transpose()
     }
 }
 
@@ -501,12 +583,37 @@ fn describe(tensors: &[Tensor]) -> String {
     }
 }
 
-/// What every guard of a set holds. The guard gives the pins back: it knows which kind they are.
-struct Pinned {
-    tensors: Vec<Tensor>,
+/// The pins of a set. Whoever has them gives them back, and knows which kind they are.
+struct Pins {
     /// Each once.
     segments: Vec<Arc<Segment>>,
     runs: Runs,
+}
+
+impl Pins {
+    fn unpin(&self) {
+        for run in self.runs.as_slice() {
+            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
+                unpin(segment, *run);
+            }
+        }
+    }
+
+    fn unlock(&self) {
+        unlock(&self.segments, self.runs.as_slice());
+    }
+
+    /// Leaves none.
+    fn take(&mut self) -> Self {
+        let none = Self { segments: Vec::new(), runs: Runs::Many(Vec::new()) };
+        std::mem::replace(self, none)
+    }
+}
+
+/// What every guard of a set holds.
+struct Pinned {
+    tensors: Vec<Tensor>,
+    pins: Pins,
     _held: Held,
 }
 
@@ -515,7 +622,7 @@ impl Pinned {
         let mut segments: Vec<Arc<Segment>> = tensors.iter().map(|tensor| tensor.segment.clone()).collect();
         segments.sort_by_key(|segment| segment.id);
         segments.dedup_by_key(|segment| segment.id);
-        Self { tensors: tensors.to_vec(), segments, runs, _held: Held::new() }
+        Self { tensors: tensors.to_vec(), pins: Pins { segments, runs }, _held: Held::new() }
     }
 
     fn count(&self) -> usize {
@@ -554,16 +661,22 @@ impl Pinned {
         copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
     }
 
-    fn unpin(&self) {
-        for run in self.runs.as_slice() {
-            if let Some(segment) = self.segments.iter().find(|segment| segment.id == run.segment) {
-                unpin(segment, *run);
-            }
-        }
+    fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        let tensor = self.tensors.get(index)?;
+        let address = tensor.segment.base.offset(tensor.offset);
+        Some(DeviceBytes { address, len: Bytes::new(tensor.len) })
     }
 
-    fn unlock(&self) {
-        unlock(&self.segments, self.runs.as_slice());
+    /// Whether these pins can end when a stream has come so far.
+    fn can_end_on(&self, stream: &ComputeStream) -> Result<()> {
+        if self.pins.segments.iter().any(|segment| !stream.belongs_to(&segment.shared)) {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "the stream and the guard belong to different runtimes",
+            )
+            .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"));
+        }
+        stream.can_mark()
     }
 
     fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -616,7 +729,7 @@ fn unlock(segments: &[Arc<Segment>], runs: &[PageRun]) {
 
 impl Drop for PinSet {
     fn drop(&mut self) {
-        self.0.unpin();
+        self.0.pins.unpin();
     }
 }
 
@@ -727,7 +840,7 @@ impl PinSetMut {
 
 impl Drop for PinSetMut {
     fn drop(&mut self) {
-        self.0.unlock();
+        self.0.pins.unlock();
     }
 }
 
@@ -755,8 +868,52 @@ impl Target for DeviceShared<'_> {
     }
 }
 
-/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. Work that uses their addresses must
-/// have ended when it is dropped.
+/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is: whoever gets them has no
+/// event to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceBytes {
+    /// Of the first byte; the same for the tensor's life.
+    pub address: DeviceAddress,
+    /// How many there are, without gaps.
+    pub len: Bytes,
+}
+
+/// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned; made an
+/// [`Error`], it drops it.
+pub struct UnpinRefused<G> {
+    /// To be dropped when the work has ended, or given another stream.
+    pub guard: G,
+    /// Why.
+    pub error: Error,
+}
+
+impl<G> fmt::Debug for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UnpinRefused({:?})", self.error)
+    }
+}
+
+impl<G> fmt::Display for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<G> std::error::Error for UnpinRefused<G> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl<G> From<UnpinRefused<G>> for Error {
+    fn from(refused: UnpinRefused<G>) -> Self {
+        refused.error
+    }
+}
+
+/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. When it is dropped the pages are
+/// unpinned at once: work that uses their addresses must have ended. Where it runs on a stream,
+/// [`unpin_after`](Self::unpin_after) leaves that to the runtime.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct DevicePin(Pinned);
 
@@ -791,6 +948,31 @@ impl DevicePin {
         self.0.address(index)
     }
 
+    pub(crate) fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.0.tensor(index)
+    }
+
+    /// Where the `index`th tensor's bytes are.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.0.device_bytes(index)
+    }
+
+    /// Unpins when everything that is on the stream by now has ended, and returns at once: what reads the tensors is on
+    /// `stream`, or ordered before its end by events. If the device fails meanwhile, the pages are unpinned, and every
+    /// later call says why.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
+    /// captured into a graph; [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
+    pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        if let Err(error) = self.0.can_end_on(stream) {
+            return Err(UnpinRefused { guard: self, error });
+        }
+        let pins = self.0.pins.take();
+        stream.mark(move || pins.unpin());
+        Ok(())
+    }
+
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
     ///
     /// # Errors
@@ -803,7 +985,7 @@ impl DevicePin {
 
 impl Drop for DevicePin {
     fn drop(&mut self) {
-        self.0.unpin();
+        self.0.pins.unpin();
     }
 }
 
@@ -832,7 +1014,7 @@ impl Target for DeviceExclusive<'_> {
 }
 
 /// The only guard of the pages of tensors, pinned as a unit, on whichever device they are: what is at their addresses may
-/// be written. The pages are dirty when it is dropped; work that uses their addresses must have ended by then.
+/// be written. The pages are dirty when it ends; it ends as a [`DevicePin`] does.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct DevicePinMut(Pinned);
 
@@ -845,6 +1027,28 @@ impl DevicePinMut {
     /// The device address of the `index`th tensor.
     pub fn address(&self, index: usize) -> Option<u64> {
         self.0.address(index)
+    }
+
+    pub(crate) fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.0.tensor(index)
+    }
+
+    /// Where the `index`th tensor's bytes are.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.0.device_bytes(index)
+    }
+
+    /// As [`DevicePin::unpin_after`], for what reads or writes the tensors.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        if let Err(error) = self.0.can_end_on(stream) {
+            return Err(UnpinRefused { guard: self, error });
+        }
+        let pins = self.0.pins.take();
+        stream.mark(move || pins.unlock());
+        Ok(())
     }
 
     /// As [`DevicePin::copy_out`].
@@ -866,12 +1070,39 @@ impl DevicePinMut {
 
 impl Drop for DevicePinMut {
     fn drop(&mut self) {
-        self.0.unlock();
+        self.0.pins.unlock();
     }
 }
 
 impl fmt::Debug for DevicePinMut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.describe("DevicePinMut", f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that has sent its guards away holds none when they have ended.
+    #[test]
+    fn regression_guards_that_end_elsewhere_are_not_held_for_ever() {
+        let (first, second) = (Held::new(), Held::new());
+        assert!(Held::any());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mine = Held::new();
+                drop(first);
+                assert!(Held::any());
+                drop(mine);
+                assert!(!Held::any());
+            });
+        });
+        assert!(Held::any());
+        drop(second);
+        assert!(!Held::any());
+        // Whose thread has ended is nobody's.
+        drop(std::thread::scope(|scope| scope.spawn(Held::new).join()));
+        assert!(!Held::any());
     }
 }

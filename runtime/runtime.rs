@@ -9,12 +9,16 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::config::{DeviceChoice, Lookahead, RuntimeBuilder, Verify};
-use crate::device::{Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, open_cuda};
+use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+use crate::device::{
+    Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice,
+    SimDeviceConfig, open_cuda,
+};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentId};
+use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
@@ -47,7 +51,7 @@ impl Drop for Shared {
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 #[derive(Clone, Debug)]
 pub struct Runtime {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
 }
 
 /// A model file, or several, opened in place.
@@ -153,21 +157,34 @@ impl Runtime {
     pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
         let page_size = config.page_size;
         let page_bytes = page_size.bytes();
-        let frames = frames_of("device", config.device_budget, page_size)?;
         let host_frames = frames_of("host", config.host_budget, page_size)?;
-        if frames == 0 {
-            return Err(Error::new(
-                ErrorKind::BudgetTooSmall,
-                format!("a device budget of {} holds no page of {}", config.device_budget, Bytes::new(page_bytes)),
-            )
-            .remedy(format!("give at least {}, or choose smaller pages", Bytes::new(page_bytes))));
-        }
+        check_host_budget(config.host_budget)?;
+        let device_frames = |budget: Bytes| match frames_of("device", budget, page_size)? {
+            0 => {
+                let (page, asked) = (Bytes::new(page_bytes), config.device_budget);
+                let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
+                let message = format!("a device budget of {asked}{what} holds no page of {page}");
+                Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                    .remedy(format!("give at least {page}, or choose smaller pages")))
+            }
+            frames => Ok(frames),
+        };
+        // A share is of what the open device has free; its frames are made then.
+        let known = match config.device_budget {
+            DeviceBudget::Bytes(budget) => Some(device_frames(budget)?),
+            DeviceBudget::Free { .. } => None,
+        };
+        let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
         let device: Arc<dyn Device> = match &config.device {
             DeviceChoice::Host => Arc::new(HostDevice::new(
                 HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
                 sink.clone(),
             )?),
+            DeviceChoice::Simulated { seed } => {
+                let (seed, link, clock) = (*seed, config.link, SimClock::Free);
+                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, sink.clone())?)
+            }
             DeviceChoice::Cuda(_) if config.link.is_some() => {
                 return Err(Error::new(
                     ErrorKind::InvalidArgument,
@@ -177,6 +194,14 @@ impl Runtime {
             }
             DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
                 .map_err(|error| error.context(format!("open the device {}", config.device)))?,
+        };
+        let frames = match known {
+            Some(frames) => frames,
+            None => {
+                let frames = device_frames(config.device_budget.of(device.free_memory()?))?;
+                device.grow_frames(frames)?;
+                frames
+            }
         };
         let direct_io = device.direct_io();
         let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
@@ -254,6 +279,7 @@ impl Runtime {
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
         let header = header.into();
+        self.still_open()?;
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
@@ -302,12 +328,17 @@ impl Runtime {
             )
             .remedy("choose extents of at least 1"));
         }
+        self.still_open()?;
         let (scratch, file) = self.scratch()?;
         let slots = scratch.reserve(Bytes::new(bytes))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
         let segment = self.add_segment(Backing::ReadWrite, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
+    }
+
+    fn still_open(&self) -> Result<()> {
+        if self.engine().with(|pager, _| pager.is_closing()) { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
     fn scratch(&self) -> Result<(ScratchFile, FileId)> {
@@ -352,10 +383,17 @@ impl Runtime {
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
 
+    /// Whether device memory is memory of this process, so that [`pin`](Self::pin) and its kin give slices. Where it is
+    /// not, [`pin_device`](Self::pin_device) gives addresses and copies.
+    pub fn host_addressable(&self) -> bool {
+        self.engine().host_addressable
+    }
+
     /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
     /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
-    /// [a set](Self::pin_set). A large request that waits is overtaken at most 16 times, but always by threads that hold
-    /// guards, which it may be waiting for, and by tasks, which may.
+    /// [a set](Self::pin_set), and whoever must not wait for ever gives [a limit](PinRequest::wait_timeout). A large request
+    /// that waits is overtaken at most 16 times, but always by threads that hold guards, which it may be waiting for, by
+    /// tasks, which may, and by who has waited for a tenth of a second: it may have been sent guards.
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
         PinRequest::new(SharedPin(tensor))
     }
@@ -506,7 +544,7 @@ impl Runtime {
             pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
             pager.set_frames(frames, fx);
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
-            Ok(())
+            Ok::<(), Error>(())
         })?;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
@@ -592,6 +630,18 @@ impl Runtime {
 
 /// How many pages [`Stats::worst_pages`] names.
 const WORST_PAGES: usize = 16;
+
+/// The host tier is locked, and so takes its memory whether it is used or not.
+fn check_host_budget(budget: Bytes) -> Result<()> {
+    // Where the limit cannot be read, the kernel will say.
+    let Ok(memory) = MemoryLimit::detect() else { return Ok(()) };
+    if budget <= memory.limit {
+        return Ok(());
+    }
+    let message = format!("a host budget of {budget} is more than the {} this process may use", memory.limit);
+    Err(Error::new(ErrorKind::OutOfMemory, message)
+        .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
+}
 
 fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
     u32::try_from(budget.get() / page.bytes()).map_err(|_| {

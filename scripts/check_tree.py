@@ -19,10 +19,18 @@ import tempfile
 UNSAFE_ALLOWED = {
     "runtime/device/": "reserves, maps and copies raw memory",
     "runtime/store/": "hands buffers to the kernel",
+    "runtime/compute.rs": "adopts streams of the caller's, whose handles are raw pointers",
+    "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/pin.rs": "pin guards turn a pinned page's address into a slice",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
+    "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLAS",
+    "examples/llm/tests/cuda/": "loads the kernels that were compiled for the CPU",
+    "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
+    "tests/cuda_mapper.rs": "reads and writes the host slab's memory",
+    "tests/cuda_streams.rs": "launches kernels on streams of its own, and has them adopted",
+    "tests/dlpack.rs": "reads and writes through C structures",
     "tests/cuda_calls/": "calls the CUDA driver's raw functions",
     "tests/fake_cuda.rs": "launches kernels, and follows a device address to see the fault",
     "tests/fake_cuda_judge.rs": "launches kernels and makes the raw driver calls that are wrong",
@@ -33,6 +41,7 @@ UNSAFE_ALLOWED = {
     "tests/pager_cost.rs": "counts what is allocated",
     "tests/memory.rs": "asks the kernel what the page cache holds",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
+    "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }
@@ -61,7 +70,7 @@ BANNED = [
 ]
 BANNED_EXEMPT = {"scripts/check_tree.py", "Cargo.lock", "LICENSE-APACHE", "LICENSE-MIT"}
 
-TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".h")
+TEXT_ENDINGS = (".rs", ".py", ".sh", ".toml", ".md", ".yml", ".yaml", ".cu", ".c", ".cpp", ".h")
 TEXT_NAMES = {"Makefile", ".ci/run", ".gitignore"}
 BLOB_BYTES_MAX = 1 << 20
 

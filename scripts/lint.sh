@@ -8,11 +8,11 @@ say() { printf '\n== %s\n' "$1"; }
 say "structure"
 python3 scripts/check_tree.py
 say "shell scripts parse"
-for script in scripts/*.sh .ci/run; do
+for script in scripts/*.sh benches/gpu-check/run.sh .ci/run; do
     bash -n "$script"
 done
 if command -v shellcheck >/dev/null; then
-    shellcheck scripts/*.sh .ci/run
+    shellcheck scripts/*.sh benches/gpu-check/run.sh .ci/run
 fi
 say "Cargo.lock is up to date"
 cargo metadata --locked --format-version 1 >/dev/null
@@ -24,6 +24,7 @@ say "clippy, features cli and strict"
 cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
 say "clippy, features cli and cuda"
 cargo clippy -p outcore --all-targets --features cuda,cli -- -D warnings
+cargo clippy -p outcore-gpu-check -p outcore-llm --all-targets --features outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 # The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that the named tools are here: need.sh cargo python3 pip cc c++ rustfmt clippy
+# Checks that the named tools are here: need.sh cargo python3 pip cc c++ binutils rustfmt clippy
 # Prints every missing one with the way to get it, then fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -49,6 +49,10 @@ for tool in "$@"; do
         cc)
             command -v cc >/dev/null || command -v gcc >/dev/null ||
                 lack "a C compiler and linker" "install gcc with the system's package manager"
+            ;;
+        binutils)
+            command -v strip >/dev/null && command -v objdump >/dev/null ||
+                lack "strip and objdump" "install binutils with the system's package manager"
             ;;
         c++)
             command -v c++ >/dev/null || command -v g++ >/dev/null ||

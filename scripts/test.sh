@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace cuda doctests strict loom examples)
+steps=(checker workspace kernels doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # The structural checker can fail.
@@ -15,19 +15,26 @@ step_checker() {
     python3 scripts/check_tree.py --self-test
 }
 
+# All members with all they can do, so that nothing is built twice. What is in the memory of a GPU is tested over an
+# emulated driver: no GPU is needed, and none is used. Builds without these features are what `strict` tests, and lint.
+everything=(--workspace --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
+
 # Unit, integration and end-to-end tests of all members.
 step_workspace() {
-    cargo test --workspace --features outcore/cli --lib --bins --tests --no-fail-fast
+    cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
 }
 
-# The CUDA device, over an emulated driver: no GPU is needed, and none is used.
-step_cuda() {
-    cargo test -p outcore --features cuda,cli --test cuda --test device_suite --test cli --no-fail-fast
+# The GPU's kernels, compiled for GPUs where the compilers can be had. They were run, from their source, with the rest.
+step_kernels() {
+    if scripts/fetch_nvcc.sh; then
+        scripts/check_kernels.sh
+    else
+        echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
+    fi
 }
 
 step_doctests() {
-    # The features of the step before, so that nothing is built twice.
-    cargo test --workspace --features outcore/cli --doc --no-fail-fast
+    cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
 # The library again, with evicted ranges inaccessible.

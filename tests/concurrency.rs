@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
+#[macro_use]
 mod harness;
 mod workload;
 
 use std::future::Future;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
@@ -16,16 +17,46 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
-use harness::{Rng, Setting, check_at_rest, seed, watched};
+use harness::{
+    AnyDevice, Devices, HOST, On, Pinned, Request, Rng, Setting, check_at_rest, seed, until_given_back, watched,
+};
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
 use parking_lot::{Condvar, Mutex};
 
+on_every_device! {
+    random_work_of_many_threads_against_an_oracle
+    many_runtimes_live_in_one_process
+    tasks_that_give_up_at_any_stage_leave_nothing_behind
+    a_request_dropped_while_its_read_is_under_way_leaves_a_prefetch
+    a_request_polled_after_its_end_is_an_error
+    regression_a_waker_may_drop_another_request_of_the_same_batch
+    regression_the_last_handle_may_be_dropped_by_a_waker
+    closing_by_a_waker_is_refused
+    regression_waiting_in_a_waker_is_refused
+    regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id
+    regression_close_with_guards_that_hold_every_frame
+    regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited
+    closing_ends_what_waits_and_leaves_guards_valid
+    runtimes_are_closed_by_several_threads_at_once
+    a_model_is_dropped_while_its_pages_are_in_flight
+    writers_of_overlapping_rows_take_turns
+    a_holder_that_asks_for_more_waits_for_the_other_holders
+    regression_a_holder_passes_a_large_request_that_waits_for_it
+    a_budget_of_one_frame_of_4_kib_serves_everybody
+    a_set_takes_tensors_of_two_models_and_a_table_as_a_unit
+    writers_of_sets_never_hold_half
+    regression_a_tensor_shown_to_another_runtime_harms_neither
+    ten_thousand_tensors_are_pinned_and_let_go
+    a_pin_that_races_an_eviction_is_served_either_way
+    a_request_moves_between_threads
+}
+
 const PAGE: u64 = 16 << 10;
 
-fn setting(device: u64) -> Setting {
-    Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device, host: 0, link: false }
+fn setting(on: On, device: u64) -> Setting {
+    Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device, host: 0, on }
 }
 
 /// Holds calls of one kind back until it is opened.
@@ -93,33 +124,32 @@ fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(waker))
 }
 
-/// Tensors whose lifetime is the process's, so that requests for them can go anywhere.
-fn leak(tensor: &Tensor) -> &'static Tensor {
-    Box::leak(Box::new(tensor.clone()))
+/// A request that owns its tensor, and so can go anywhere.
+fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
+    let (runtime, tensor) = (runtime.clone(), tensor.clone());
+    Box::pin(async move { runtime.reading(&tensor).await })
 }
 
-#[test]
-fn random_work_of_many_threads_against_an_oracle() {
+fn random_work_of_many_threads_against_an_oracle(devices: Devices) {
     let seed = seed("random_work_of_many_threads_against_an_oracle");
     watched("random work", move || {
         let mut rng = Rng::new(seed);
         for round in 0..24 {
-            let work = workload::Plan::random(&mut rng, 0);
+            let work = workload::Plan::random(&mut rng, devices, 0);
             eprintln!("round {round}: {work:?}");
             workload::run(&work, rng.next(), workload::Until::Steps(150));
         }
     });
 }
 
-#[test]
-fn many_runtimes_live_in_one_process() {
-    watched("many runtimes", || {
+fn many_runtimes_live_in_one_process(devices: Devices) {
+    watched("many runtimes", move || {
         let threads: Vec<_> = (0..8)
             .map(|n| {
                 thread::spawn(move || {
                     let mut rng = Rng::new(n + 1);
                     for _ in 0..3 {
-                        let work = workload::Plan { threads: 1, ..workload::Plan::random(&mut rng, 0) };
+                        let work = workload::Plan { threads: 1, ..workload::Plan::random(&mut rng, devices, 0) };
                         workload::run(&work, rng.next(), workload::Until::Steps(60));
                     }
                 })
@@ -129,11 +159,10 @@ fn many_runtimes_live_in_one_process() {
     });
 }
 
-#[test]
-fn tasks_that_give_up_at_any_stage_leave_nothing_behind() {
-    watched("cancelled tasks", || {
+fn tasks_that_give_up_at_any_stage_leave_nothing_behind(devices: Devices) {
+    watched("cancelled tasks", move || {
         let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build().unwrap();
-        for setting in Setting::tiers() {
+        for setting in Setting::tiers(devices) {
             let file = common::synthetic(&[40_000; 8]);
             let runtime = setting.builder(None).open().unwrap();
             let model = runtime.open_model(&file.path).unwrap();
@@ -148,8 +177,8 @@ fn tasks_that_give_up_at_any_stage_leave_nothing_behind() {
                         let patience = Duration::from_micros(n % 7 * 100);
                         // Whichever is first; the other is dropped where it stands.
                         tokio::select! {
-                            guard = runtime.pin(&tensor) => drop(guard.unwrap()),
-                            guard = runtime.pin_mut(&part) => drop(guard.unwrap()),
+                            guard = runtime.reading(&tensor) => drop(guard.unwrap()),
+                            guard = runtime.writing(&part) => drop(guard.unwrap()),
                             () = tokio::time::sleep(patience) => {}
                         }
                     });
@@ -165,22 +194,21 @@ fn tasks_that_give_up_at_any_stage_leave_nothing_behind() {
     });
 }
 
-#[test]
-fn a_request_dropped_while_its_read_is_under_way_leaves_a_prefetch() {
-    watched("a dropped request", || {
+fn a_request_dropped_while_its_read_is_under_way_leaves_a_prefetch(devices: Devices) {
+    watched("a dropped request", move || {
         for io in IoBackend::CHOICES {
-            let setting = Setting { io, ..setting(4) };
+            let setting = Setting { io, ..setting(devices[0], 4) };
             let gate = Gate::holding(IoKind::Read);
             let runtime = gated(&setting, &gate);
             let file = common::synthetic(&[40_000]);
             let model = runtime.open_model(&file.path).unwrap();
             let tensor = model.tensor("t0").unwrap();
-            let mut request = runtime.pin(&tensor);
+            let mut request = runtime.reading(&tensor);
             assert!(poll(&mut request, Waker::noop()).is_pending());
             gate.await_arrivals(1);
             drop(request);
             gate.open();
-            let guard = runtime.pin(&tensor).wait().unwrap();
+            let guard = runtime.read(&tensor).unwrap();
             assert!(guard.bytes() == &file.bytes[file.bytes.len() - 40_000..]);
             drop(guard);
             assert!(runtime.stats().pager.fills_disk <= 4, "read once");
@@ -190,12 +218,11 @@ fn a_request_dropped_while_its_read_is_under_way_leaves_a_prefetch() {
     });
 }
 
-#[test]
-fn a_request_polled_after_its_end_is_an_error() {
-    let runtime = setting(2).builder(None).open().unwrap();
+fn a_request_polled_after_its_end_is_an_error(devices: Devices) {
+    let runtime = setting(devices[0], 2).builder(None).open().unwrap();
     let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
-    drop(runtime.pin(&tensor).wait().unwrap());
-    let mut request = runtime.pin(&tensor);
+    drop(runtime.read(&tensor).unwrap());
+    let mut request = runtime.pin_device(std::slice::from_ref(&tensor));
     let Poll::Ready(Ok(guard)) = poll(&mut request, Waker::noop()) else { panic!("a hit waits") };
     drop(guard);
     for _ in 0..2 {
@@ -207,16 +234,14 @@ fn a_request_polled_after_its_end_is_an_error() {
 }
 
 /// Both requests end with one fill; the waker of each drops the other's future.
-#[test]
-fn regression_a_waker_may_drop_another_request_of_the_same_batch() {
-    watched("wakers that drop requests", || {
-        for link in [false, true] {
+fn regression_a_waker_may_drop_another_request_of_the_same_batch(devices: Devices) {
+    watched("wakers that drop requests", move || {
+        for on in devices.iter().copied() {
             let gate = Gate::holding(IoKind::Read);
-            let runtime = gated(&Setting { link, ..setting(4) }, &gate);
+            let runtime = gated(&Setting { on, ..setting(devices[0], 4) }, &gate);
             let file = common::synthetic(&[10_000]);
             let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
-            let leaked = leak(&tensor);
-            let requests = [0, 1].map(|_| Arc::new(Mutex::new(Some(runtime.pin(leaked)))));
+            let requests = [0, 1].map(|_| Arc::new(Mutex::new(Some(owned(&runtime, &tensor)))));
             let (ended, end) = mpsc::channel();
             for n in [0, 1] {
                 let (other, ended) = (requests[1 - n].clone(), ended.clone());
@@ -238,13 +263,12 @@ fn regression_a_waker_may_drop_another_request_of_the_same_batch() {
 }
 
 /// A waker that owns the last handle of everything drops it on the store's, or the stream's, own thread.
-#[test]
-fn regression_the_last_handle_may_be_dropped_by_a_waker() {
-    watched("the last handle in a waker", || {
+fn regression_the_last_handle_may_be_dropped_by_a_waker(devices: Devices) {
+    watched("the last handle in a waker", move || {
         for io in IoBackend::CHOICES {
-            for link in [false, true] {
+            for on in devices.iter().copied() {
                 let gate = Gate::holding(IoKind::Read);
-                let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
+                let runtime = gated(&Setting { io, on, ..setting(devices[0], 8) }, &gate);
                 let file = common::synthetic(&[10_000, 100_000]);
                 let model = runtime.open_model(&file.path).unwrap();
                 let (ended, end) = mpsc::channel();
@@ -255,7 +279,7 @@ fn regression_the_last_handle_may_be_dropped_by_a_waker() {
                 let task: Arc<Mutex<Task>> = Arc::new(Mutex::new(None));
                 let owner = runtime.clone();
                 *task.lock() = Some(Box::pin(async move {
-                    let guard = owner.pin(&tensor).await;
+                    let guard = owner.reading(&tensor).await;
                     drop(guard);
                     drop((tensor, model, owner));
                 }));
@@ -273,19 +297,19 @@ fn regression_the_last_handle_may_be_dropped_by_a_waker() {
                 gate.await_arrivals(1);
                 gate.open();
                 end.recv().unwrap();
+                until_given_back(on);
             }
         }
     });
 }
 
-#[test]
-fn closing_by_a_waker_is_refused() {
-    watched("close in a waker", || {
+fn closing_by_a_waker_is_refused(devices: Devices) {
+    watched("close in a waker", move || {
         let gate = Gate::holding(IoKind::Read);
-        let runtime = gated(&setting(4), &gate);
+        let runtime = gated(&setting(devices[0], 4), &gate);
         let file = common::synthetic(&[10_000]);
         let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
-        let mut request = runtime.pin(&tensor);
+        let mut request = runtime.reading(&tensor);
         let (ended, end) = mpsc::channel();
         let closer = runtime.clone();
         let waker = OnWake::waker(move || ended.send(closer.close()).unwrap());
@@ -300,28 +324,27 @@ fn closing_by_a_waker_is_refused() {
 }
 
 /// On a thread that reports completions nothing may wait for completions. What has not to wait is done.
-#[test]
-fn regression_waiting_in_a_waker_is_refused() {
-    watched("waiting in a waker", || {
+fn regression_waiting_in_a_waker_is_refused(devices: Devices) {
+    watched("waiting in a waker", move || {
         for io in IoBackend::CHOICES {
-            for link in [false, true] {
+            for on in devices.iter().copied() {
                 let gate = Gate::holding(IoKind::Read);
-                let setting = Setting { io, link, ..setting(4) };
+                let setting = Setting { io, on, ..setting(devices[0], 4) };
                 let runtime = gated(&setting, &gate);
                 let file = common::synthetic(&[10_000, 30_000]);
                 let model = runtime.open_model(&file.path).unwrap();
                 let (here, away) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
-                let mut request = runtime.pin(&here);
+                let mut request = runtime.reading(&here);
                 let (ended, end) = mpsc::channel();
                 let (own, near, far) = (runtime.clone(), here.clone(), away.clone());
                 let budget = |pages| Bytes::new(pages * setting.page.get());
                 let (fewer, more) = (budget(2), budget(6));
                 let waker = OnWake::waker(move || {
-                    let waited = own.pin(&far).wait().map(drop).unwrap_err();
+                    let waited = own.read(&far).map(drop).unwrap_err();
                     let shrunk = own.set_device_budget(fewer).unwrap_err();
                     let kept = own.stats().device.1;
                     own.set_device_budget(more).unwrap();
-                    drop(own.pin(&near).wait().unwrap());
+                    drop(own.read(&near).unwrap());
                     ended.send((waited, shrunk, kept)).unwrap();
                 });
                 assert!(poll(&mut request, &waker).is_pending());
@@ -337,7 +360,7 @@ fn regression_waiting_in_a_waker_is_refused() {
                 drop(request);
                 // What was refused there goes on here.
                 runtime.set_device_budget(budget(3)).unwrap();
-                drop(runtime.pin(&away).wait().unwrap());
+                drop(runtime.read(&away).unwrap());
                 drop(model);
                 check_at_rest(runtime, vec![here, away], "waiting in a waker");
             }
@@ -346,10 +369,9 @@ fn regression_waiting_in_a_waker_is_refused() {
 }
 
 /// Segments come and go on several threads, so ids are reused at once.
-#[test]
-fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id() {
-    watched("segment ids", || {
-        let runtime = setting(16).builder(None).open().unwrap();
+fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id(devices: Devices) {
+    watched("segment ids", move || {
+        let runtime = setting(devices[0], 16).builder(None).open().unwrap();
         let barrier = Arc::new(Barrier::new(4));
         let threads: Vec<_> = (0..4u8)
             .map(|n| {
@@ -358,8 +380,8 @@ fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id() {
                     barrier.wait();
                     for _ in 0..400 {
                         let tensor = runtime.alloc(DType::U8, &[100]).unwrap();
-                        runtime.pin_mut(&tensor).wait().unwrap().bytes_mut().fill(n);
-                        assert!(runtime.pin(&tensor).wait().unwrap().iter().all(|byte| *byte == n));
+                        runtime.write(&tensor).unwrap().fill(n);
+                        assert!(runtime.read(&tensor).unwrap().bytes().iter().all(|byte| *byte == n));
                     }
                 })
             })
@@ -370,25 +392,24 @@ fn regression_a_new_segment_survives_the_release_of_the_last_one_of_its_id() {
 }
 
 /// A victim is being written back for a page that waits; then guards take every frame, and the runtime is closed.
-#[test]
-fn regression_close_with_guards_that_hold_every_frame() {
-    watched("close with guards", || {
+fn regression_close_with_guards_that_hold_every_frame(devices: Devices) {
+    watched("close with guards", move || {
         for prefetch in [false, true] {
             let gate = Gate::holding(IoKind::Write);
-            let runtime = gated(&setting(2), &gate);
+            let runtime = gated(&setting(devices[0], 2), &gate);
             let table = runtime.alloc(DType::U8, &[3, PAGE]).unwrap();
             let row = |n: u64| table.rows(n..n + 1).unwrap();
-            runtime.pin_mut(&row(0)).wait().unwrap().bytes_mut().fill(1);
-            let held = runtime.pin(&row(1)).wait().unwrap();
+            runtime.write(&row(0)).unwrap().fill(1);
+            let held = runtime.read(&row(1)).unwrap();
             let wanted = row(2);
-            let mut request = runtime.pin(&wanted);
+            let mut request = runtime.reading(&wanted);
             if prefetch {
                 runtime.prefetch(&wanted);
             } else {
                 assert!(poll(&mut request, Waker::noop()).is_pending());
             }
             gate.await_arrivals(1);
-            let also_held = runtime.pin(&row(0)).wait().unwrap();
+            let also_held = runtime.read(&row(0)).unwrap();
             let runtime = Arc::new(runtime);
             let closer = thread::spawn({
                 let runtime = runtime.clone();
@@ -401,7 +422,9 @@ fn regression_close_with_guards_that_hold_every_frame() {
             }
             gate.open();
             closer.join().unwrap().unwrap();
-            assert!(also_held.iter().all(|byte| *byte == 1) && held.iter().all(|byte| *byte == 0));
+            if runtime.host_addressable() {
+                assert!(also_held.bytes().iter().all(|byte| *byte == 1) && held.bytes().iter().all(|byte| *byte == 0));
+            }
             drop((request, held, also_held));
             let runtime = Arc::into_inner(runtime).unwrap();
             check_at_rest(runtime, vec![table, wanted], "close with guards");
@@ -410,20 +433,19 @@ fn regression_close_with_guards_that_hold_every_frame() {
 }
 
 /// A model is dropped while one of its pages waits for a frame that a write back is to free; then comes the close.
-#[test]
-fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited() {
-    watched("close after a drop", || {
+fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited(devices: Devices) {
+    watched("close after a drop", move || {
         let gate = Gate::holding(IoKind::Write);
-        let runtime = gated(&setting(2), &gate);
+        let runtime = gated(&setting(devices[0], 2), &gate);
         let table = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
-        runtime.pin_mut(&table.rows(0..1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+        runtime.write(&table.rows(0..1).unwrap()).unwrap().fill(1);
         let other = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
-        drop(runtime.pin(&other.rows(0..1).unwrap()).wait().unwrap());
+        drop(runtime.read(&other.rows(0..1).unwrap()).unwrap());
         // The victim is the table's row: it is dirty, and its writing is held back.
         runtime.prefetch(&other.rows(1..2).unwrap());
         gate.await_arrivals(1);
         drop(other);
-        let mut told = runtime.pin(&table);
+        let mut told = runtime.reading(&table);
         assert!(poll(&mut told, Waker::noop()).is_pending());
         let closer = thread::spawn({
             let runtime = runtime.clone();
@@ -450,26 +472,31 @@ fn block_on<F: Future + Unpin>(future: &mut F) -> F::Output {
     }
 }
 
-#[test]
-fn closing_ends_what_waits_and_leaves_guards_valid() {
-    watched("close with requests waiting", || {
-        let runtime = setting(3).builder(None).open().unwrap();
+fn closing_ends_what_waits_and_leaves_guards_valid(devices: Devices) {
+    watched("close with requests waiting", move || {
+        let runtime = setting(devices[0], 3).builder(None).open().unwrap();
         let file = common::synthetic(&[40_000, 40_000]);
         let model = runtime.open_model(&file.path).unwrap();
         let table = runtime.alloc(DType::U8, &[PAGE]).unwrap();
         let (a, b) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
         let header = model.header().tensor("t0").unwrap();
-        let guard = runtime.pin(&a).wait().unwrap();
-        let mut queued = runtime.pin(&b);
-        let mut written = runtime.pin_mut(&table);
+        let guard = runtime.read(&a).unwrap();
+        let mut queued = runtime.reading(&b);
+        let mut written = runtime.writing(&table);
         assert!(poll(&mut queued, Waker::noop()).is_pending());
         assert!(poll(&mut written, Waker::noop()).is_pending());
         let after = runtime.clone();
         runtime.close().unwrap();
         assert_eq!(block_on(&mut queued).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(block_on(&mut written).unwrap_err().kind(), ErrorKind::Closed);
-        assert!(guard.bytes() == &file.bytes[header.offset as usize..][..40_000]);
-        assert_eq!(after.pin(&b).wait().unwrap_err().kind(), ErrorKind::Closed);
+        match &guard {
+            Pinned::Slice(guard) => assert!(guard.bytes() == &file.bytes[header.offset as usize..][..40_000]),
+            // The pages stay, but who would copy?
+            Pinned::Copies(guard, _) => {
+                assert_eq!(guard.copy_out(0, 0, &mut [0; 10]).unwrap_err().kind(), ErrorKind::Closed);
+            }
+        }
+        assert_eq!(after.read(&b).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(after.set_device_budget(Bytes::new(PAGE)).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(after.evict(&b), 0);
         after.prefetch(&b);
@@ -482,14 +509,13 @@ fn closing_ends_what_waits_and_leaves_guards_valid() {
     });
 }
 
-#[test]
-fn runtimes_are_closed_by_several_threads_at_once() {
-    watched("concurrent closes", || {
+fn runtimes_are_closed_by_several_threads_at_once(devices: Devices) {
+    watched("concurrent closes", move || {
         for _ in 0..30 {
-            let runtime = setting(4).builder(None).open().unwrap();
+            let runtime = setting(devices[0], 4).builder(None).open().unwrap();
             let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
             for row in 0..8 {
-                runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(1);
+                runtime.write(&table.rows(row..row + 1).unwrap()).unwrap().fill(1);
             }
             let barrier = Arc::new(Barrier::new(3));
             let threads: Vec<_> = (0..3)
@@ -515,13 +541,12 @@ fn runtimes_are_closed_by_several_threads_at_once() {
     });
 }
 
-#[test]
-fn a_model_is_dropped_while_its_pages_are_in_flight() {
-    watched("a model dropped in flight", || {
+fn a_model_is_dropped_while_its_pages_are_in_flight(devices: Devices) {
+    watched("a model dropped in flight", move || {
         for io in IoBackend::CHOICES {
-            for link in [false, true] {
+            for on in devices.iter().copied() {
                 let gate = Gate::holding(IoKind::Read);
-                let runtime = gated(&Setting { io, link, ..setting(8) }, &gate);
+                let runtime = gated(&Setting { io, on, ..setting(devices[0], 8) }, &gate);
                 let file = common::synthetic(&[100_000]);
                 let model = runtime.open_model(&file.path).unwrap();
                 runtime.prefetch(&model.tensor("t0").unwrap());
@@ -531,16 +556,16 @@ fn a_model_is_dropped_while_its_pages_are_in_flight() {
                 let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
                 for row in 0..8 {
                     let part = table.rows(row..row + 1).unwrap();
-                    let mut request = runtime.pin_mut(&part);
+                    let mut request = runtime.writing(&part);
                     if let Poll::Ready(guard) = poll(&mut request, Waker::noop()) {
-                        guard.unwrap().bytes_mut().fill(5);
+                        guard.unwrap().fill(5);
                     }
                 }
                 gate.open();
                 for row in 0..8 {
-                    runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(7);
+                    runtime.write(&table.rows(row..row + 1).unwrap()).unwrap().fill(7);
                 }
-                assert!(runtime.pin(&table).wait().unwrap().iter().all(|byte| *byte == 7));
+                assert!(runtime.read(&table).unwrap().bytes().iter().all(|byte| *byte == 7));
                 check_at_rest(runtime, vec![table], "dropped in flight");
             }
         }
@@ -548,10 +573,9 @@ fn a_model_is_dropped_while_its_pages_are_in_flight() {
 }
 
 /// Writers of overlapping row ranges: page sets that overlap in every way, and none waits for another in a circle.
-#[test]
-fn writers_of_overlapping_rows_take_turns() {
-    watched("overlapping writers", || {
-        let runtime = setting(12).builder(None).open().unwrap();
+fn writers_of_overlapping_rows_take_turns(devices: Devices) {
+    watched("overlapping writers", move || {
+        let runtime = setting(devices[0], 12).builder(None).open().unwrap();
         let table = runtime.alloc(DType::U64, &[40, 1000]).unwrap();
         let threads: Vec<_> = (0..4u64)
             .map(|n| {
@@ -561,8 +585,10 @@ fn writers_of_overlapping_rows_take_turns() {
                     for _ in 0..200 {
                         let from = rng.below(36);
                         let part = table.rows(from..from + 4).unwrap();
-                        let mut guard = runtime.pin_mut(&part).wait().unwrap();
-                        guard.view_mut::<u64>().unwrap().iter_mut().for_each(|value| *value += 1);
+                        let mut guard = runtime.write(&part).unwrap();
+                        let mut values = guard.values::<u64>();
+                        values.iter_mut().for_each(|value| *value += 1);
+                        guard.set(&values);
                     }
                 })
             })
@@ -570,8 +596,8 @@ fn writers_of_overlapping_rows_take_turns() {
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let mut sum = 0;
         for row in 0..40 {
-            let guard = runtime.pin(&table.rows(row..row + 1).unwrap()).wait().unwrap();
-            sum += guard.view::<u64>().unwrap().iter().sum::<u64>();
+            let guard = runtime.read(&table.rows(row..row + 1).unwrap()).unwrap();
+            sum += guard.values::<u64>().iter().sum::<u64>();
         }
         assert_eq!(sum, 4 * 200 * 4 * 1000, "increments lost");
         check_at_rest(runtime, vec![table], "overlapping writers");
@@ -579,21 +605,20 @@ fn writers_of_overlapping_rows_take_turns() {
 }
 
 /// A thread that holds pages and asks for more than the others leave waits until they are given back.
-#[test]
-fn a_holder_that_asks_for_more_waits_for_the_other_holders() {
-    watched("hold and wait", || {
-        let runtime = setting(3).builder(None).open().unwrap();
+fn a_holder_that_asks_for_more_waits_for_the_other_holders(devices: Devices) {
+    watched("hold and wait", move || {
+        let runtime = setting(devices[0], 3).builder(None).open().unwrap();
         let table = runtime.alloc(DType::U8, &[4, PAGE]).unwrap();
         let row = |n: u64| table.rows(n..n + 1).unwrap();
-        let mine = runtime.pin(&row(0)).wait().unwrap();
-        let theirs = runtime.pin(&table.rows(1..3).unwrap()).wait().unwrap();
+        let mine = runtime.read(&row(0)).unwrap();
+        let theirs = runtime.read(&table.rows(1..3).unwrap()).unwrap();
         let last = row(3);
-        let mut more = runtime.pin(&last);
+        let mut more = runtime.reading(&last);
         assert!(poll(&mut more, Waker::noop()).is_pending());
         drop(theirs);
         let got = block_on(&mut more).unwrap();
         // What can never be had is refused at once.
-        assert_eq!(runtime.pin(&table).wait().unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+        assert_eq!(runtime.read(&table).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
         drop((mine, more, got));
         check_at_rest(runtime, vec![table, last], "hold and wait");
     });
@@ -601,21 +626,20 @@ fn a_holder_that_asks_for_more_waits_for_the_other_holders() {
 
 /// Pages that a thread holds while it goes through others, one by one, do not make it wait for a request that waits for
 /// those pages; nor do a task's.
-#[test]
-fn regression_a_holder_passes_a_large_request_that_waits_for_it() {
-    watched("nested pins", || {
-        let runtime = setting(4).builder(None).open().unwrap();
+fn regression_a_holder_passes_a_large_request_that_waits_for_it(devices: Devices) {
+    watched("nested pins", move || {
+        let runtime = setting(devices[0], 4).builder(None).open().unwrap();
         let table = runtime.alloc(DType::U8, &[64, PAGE]).unwrap();
         let held = table.rows(0..1).unwrap();
         for blocking in [true, false] {
-            let mine = runtime.pin(&held).wait().unwrap();
+            let mine = runtime.read(&held).unwrap();
             let large = table.rows(60..64).unwrap();
-            let mut waits = runtime.pin(&large);
+            let mut waits = runtime.reading(&large);
             assert!(poll(&mut waits, Waker::noop()).is_pending());
             for n in 1..50 {
                 let row = table.rows(n..n + 1).unwrap();
-                let mut request = runtime.pin(&row);
-                drop(if blocking { request.wait().unwrap() } else { block_on(&mut request).unwrap() });
+                let got = if blocking { runtime.read(&row) } else { block_on(&mut runtime.reading(&row)) };
+                drop(got.unwrap());
             }
             assert!(poll(&mut waits, Waker::noop()).is_pending());
             drop(mine);
@@ -625,10 +649,78 @@ fn regression_a_holder_passes_a_large_request_that_waits_for_it() {
     });
 }
 
+/// Who holds a guard that was sent cannot be known; the line must move all the same.
 #[test]
-fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
-    watched("one frame", || {
-        for setting in Setting::tiers() {
+fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
+    watched("a guard sent to another thread", || {
+        let runtime = setting(On::Host, 8).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[40, PAGE]).unwrap();
+        let row = |n: u64| table.rows(n..n + 1).unwrap();
+        let sent = runtime.pin(&row(0)).wait().unwrap();
+        let large = table.rows(30..38).unwrap();
+        let mut waits = runtime.pin(&large);
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
+        thread::scope(|scope| {
+            // More than may overtake.
+            scope.spawn(|| {
+                for n in 8..28 {
+                    drop(runtime.pin(&row(n)).wait().unwrap());
+                }
+                drop(sent);
+            });
+        });
+        drop(block_on(&mut waits).unwrap());
+        drop(waits);
+        check_at_rest(runtime, vec![table, large], "a guard sent to another thread");
+    });
+}
+
+#[test]
+fn a_wait_with_a_limit_ends_without_pins() {
+    watched("a wait with a limit", || {
+        let runtime = setting(On::Host, 4).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
+        let (held, more) = (table.rows(0..3).unwrap(), table.rows(3..5).unwrap());
+        let guard = runtime.pin(&held).wait().unwrap();
+        // It would wait for this very thread.
+        assert!(runtime.pin(&more).wait_timeout(Duration::from_millis(150)).unwrap().is_none());
+        assert!(runtime.pin(&more).wait_timeout(Duration::ZERO).unwrap().is_none());
+        let again = runtime.pin(&held).wait_timeout(Duration::ZERO).unwrap().unwrap();
+        drop((guard, again));
+        drop(runtime.pin(&more).wait_timeout(Duration::MAX).unwrap().unwrap());
+        check_at_rest(runtime, vec![table, held, more], "a wait with a limit");
+    });
+}
+
+#[test]
+fn a_closed_runtime_says_so_whatever_it_is_asked() {
+    let runtime = setting(On::Host, 4).builder(None).open().unwrap();
+    let other = runtime.clone();
+    let row = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+    runtime.close().unwrap();
+    let model = common::synthetic(&[1 << 16]);
+    for error in [
+        other.alloc(DType::U8, &[PAGE]).unwrap_err(),
+        other.open_model(&model.path).unwrap_err(),
+        other.pin(&row).wait().unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+        assert!(error.to_string().contains("open a new one"), "{error}");
+    }
+}
+
+#[test]
+fn a_host_tier_beyond_the_machine_is_refused_at_once() {
+    let builder = Runtime::builder().device_budget(Bytes::mib(16)).host_budget(Bytes::gib(10 << 10));
+    let error = builder.open().unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    assert!(text.contains("host budget of 10.0 TiB") && text.contains("choose"), "{text}");
+}
+
+fn a_budget_of_one_frame_of_4_kib_serves_everybody(devices: Devices) {
+    watched("one frame", move || {
+        for setting in Setting::tiers(devices) {
             let setting = Setting { page: Bytes::kib(4), device: 1, ..setting };
             let lengths: Vec<usize> = (0..40).map(|n| n * 13 % 100).collect();
             let file = common::synthetic(&lengths);
@@ -640,10 +732,10 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
                     let (runtime, part) = (runtime.clone(), table.rows(u64::from(n)..u64::from(n) + 1).unwrap());
                     thread::spawn(move || {
                         for turn in 0..20 {
-                            let mut guard = runtime.pin_mut(&part).wait().unwrap();
-                            let values = guard.view_mut::<u32>().unwrap();
+                            let mut guard = runtime.write(&part).unwrap();
+                            let values = guard.values::<u32>();
                             assert!(values.iter().all(|value| *value == if turn == 0 { 0 } else { n + turn }));
-                            values.fill(n + turn + 1);
+                            guard.set(&vec![n + turn + 1; values.len()]);
                         }
                     })
                 })
@@ -652,10 +744,10 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
                 let name = format!("t{n}");
                 let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
                 if tensor.page_count() > 1 {
-                    assert_eq!(runtime.pin(&tensor).wait().unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+                    assert_eq!(runtime.read(&tensor).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
                     continue;
                 }
-                let guard = runtime.pin(&tensor).wait().unwrap();
+                let guard = runtime.read(&tensor).unwrap();
                 assert!(guard.bytes() == &file.bytes[header.offset as usize..][..len], "{name}");
             }
             threads.into_iter().for_each(|thread| thread.join().unwrap());
@@ -666,10 +758,9 @@ fn a_budget_of_one_frame_of_4_kib_serves_everybody() {
     });
 }
 
-#[test]
-fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit() {
-    watched("a set across segments", || {
-        let runtime = setting(9).builder(None).open().unwrap();
+fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit(devices: Devices) {
+    watched("a set across segments", move || {
+        let runtime = setting(devices[0], 9).builder(None).open().unwrap();
         let files = [common::synthetic(&[20_000, 0]), common::synthetic(&[30_000])];
         let models = [0, 1].map(|n: usize| runtime.open_model(&files[n].path).unwrap());
         let table = runtime.alloc(DType::U8, &[PAGE]).unwrap();
@@ -680,14 +771,14 @@ fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit() {
             table.clone(),
             models[0].tensor("t0").unwrap(),
         ];
-        let guard = runtime.pin_set(&set).wait().unwrap();
+        let guard = runtime.read_set(&set).unwrap();
         assert!(guard.bytes(0).unwrap() == &files[0].bytes[files[0].bytes.len() - 20_000..]);
         assert!(guard.bytes(1).unwrap() == &files[1].bytes[files[1].bytes.len() - 30_000..]);
         assert!(guard.bytes(2).unwrap().is_empty() && guard.bytes(4) == guard.bytes(0));
         assert!(guard.bytes(3).unwrap().iter().all(|byte| *byte == 0) && guard.bytes(5).is_none());
-        let other = setting(2).builder(None).open().unwrap();
+        let other = setting(devices[0], 2).builder(None).open().unwrap();
         let foreign = [table.clone(), other.alloc(DType::U8, &[1]).unwrap()];
-        assert_eq!(runtime.pin_set(&foreign).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        assert_eq!(runtime.read_set(&foreign).unwrap_err().kind(), ErrorKind::InvalidArgument);
         drop((guard, models, foreign, table));
         check_at_rest(runtime, Vec::from(set), "a set across segments");
     });
@@ -697,7 +788,7 @@ fn a_set_takes_tensors_of_two_models_and_a_table_as_a_unit() {
 #[test]
 fn a_set_is_written_as_a_unit() {
     watched("a set to write", || {
-        for setting in Setting::tiers() {
+        for setting in Setting::tiers(HOST) {
             let runtime = setting.builder(None).open().unwrap();
             let [a, b] = [0, 1].map(|_| runtime.alloc(DType::U32, &[8, 3000]).unwrap());
             let row = |tensor: &Tensor, n: u64| tensor.rows(n..n + 1).unwrap();
@@ -744,10 +835,9 @@ fn a_set_is_written_as_a_unit() {
 }
 
 /// Two writers that want the same tensors in other orders: neither ever holds one and waits for the other.
-#[test]
-fn writers_of_sets_never_hold_half() {
-    watched("writers of sets", || {
-        let runtime = setting(6).builder(None).open().unwrap();
+fn writers_of_sets_never_hold_half(devices: Devices) {
+    watched("writers of sets", move || {
+        let runtime = setting(devices[0], 6).builder(None).open().unwrap();
         let tables = [0, 1, 2].map(|_| runtime.alloc(DType::U64, &[PAGE / 8]).unwrap());
         let threads: Vec<_> = (0..3)
             .map(|n| {
@@ -755,9 +845,11 @@ fn writers_of_sets_never_hold_half() {
                 thread::spawn(move || {
                     let set = [tables[n].clone(), tables[(n + 1) % 3].clone()];
                     for _ in 0..300 {
-                        let mut guard = runtime.pin_set_mut(&set).wait().unwrap();
+                        let mut guard = runtime.write_set(&set).unwrap();
                         for at in 0..2 {
-                            guard.view_mut::<u64>(at).unwrap().iter_mut().for_each(|value| *value += 1);
+                            let mut values = guard.values::<u64>(at);
+                            values.iter_mut().for_each(|value| *value += 1);
+                            guard.set(at, &values);
                         }
                     }
                 })
@@ -765,43 +857,41 @@ fn writers_of_sets_never_hold_half() {
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         for table in &tables {
-            assert!(runtime.pin(table).wait().unwrap().view::<u64>().unwrap().iter().all(|value| *value == 600));
+            assert!(runtime.read(table).unwrap().values::<u64>().iter().all(|value| *value == 600));
         }
         check_at_rest(runtime, Vec::from(tables), "writers of sets");
     });
 }
 
 /// A tensor knows its runtime, whichever it is shown to.
-#[test]
-fn regression_a_tensor_shown_to_another_runtime_harms_neither() {
-    watched("a foreign tensor", || {
-        let small = setting(2).builder(None).open().unwrap();
-        let large = setting(8).builder(None).open().unwrap();
+fn regression_a_tensor_shown_to_another_runtime_harms_neither(devices: Devices) {
+    watched("a foreign tensor", move || {
+        let small = setting(devices[0], 2).builder(None).open().unwrap();
+        let large = setting(devices[0], 8).builder(None).open().unwrap();
         let mine = small.alloc(DType::U8, &[PAGE]).unwrap();
         let padding = large.alloc(DType::U8, &[1]).unwrap();
         let foreign = large.alloc(DType::U8, &[6, PAGE]).unwrap();
-        small.pin_mut(&mine).wait().unwrap().bytes_mut().fill(3);
+        small.write(&mine).unwrap().fill(3);
         small.prefetch(&foreign);
         small.plan(&[foreign.clone(), mine.clone()], true);
         assert_eq!(small.snapshot(&foreign).pages.len(), 6);
         small.evict(&foreign);
-        assert!(small.pin(&mine).wait().unwrap().iter().all(|byte| *byte == 3));
+        assert!(small.read(&mine).unwrap().bytes().iter().all(|byte| *byte == 3));
         check_at_rest(small, vec![mine], "a foreign tensor");
         check_at_rest(large, vec![padding, foreign], "a foreign tensor");
     });
 }
 
-#[test]
-fn ten_thousand_tensors_are_pinned_and_let_go() {
-    watched("ten thousand tensors", || {
+fn ten_thousand_tensors_are_pinned_and_let_go(devices: Devices) {
+    watched("ten thousand tensors", move || {
         let lengths: Vec<usize> = (0..10_000).map(|n| n % 97).collect();
         let file = common::synthetic(&lengths);
-        let runtime = Setting { page: Bytes::kib(64), ..setting(4) }.builder(None).open().unwrap();
+        let runtime = Setting { page: Bytes::kib(64), ..setting(devices[0], 4) }.builder(None).open().unwrap();
         let model = runtime.open_model(&file.path).unwrap();
         for (n, len) in lengths.iter().copied().enumerate() {
             let name = format!("t{n}");
             let (tensor, header) = (model.tensor(&name).unwrap(), model.header().tensor(&name).unwrap());
-            let guard = runtime.pin(&tensor).wait().unwrap();
+            let guard = runtime.read(&tensor).unwrap();
             assert!(guard.bytes() == &file.bytes[header.offset as usize..][..len], "{name}");
         }
         let tensors = vec![model.tensor("t0").unwrap()];
@@ -818,7 +908,7 @@ fn child_every_move_fails() {
     }
     watched("every move fails", || {
         const REQUESTS: u64 = 5000;
-        let setting = Setting { page: Bytes::kib(4), ..setting(1) };
+        let setting = Setting { page: Bytes::kib(4), ..setting(On::Host, 1) };
         let runtime = setting.builder(None).open().unwrap();
         let table = runtime.alloc(DType::U8, &[REQUESTS + 1, 4096]).unwrap();
         let rows: Vec<Tensor> = (0..=REQUESTS).map(|n| table.rows(n..n + 1).unwrap()).collect();
@@ -889,10 +979,9 @@ fn regression_a_device_on_which_every_move_fails_needs_no_stack() {
 }
 
 /// Pins and evictions of one page race; whoever holds a guard sees the page stay.
-#[test]
-fn a_pin_that_races_an_eviction_is_served_either_way() {
-    watched("pin against evict", || {
-        for setting in Setting::tiers() {
+fn a_pin_that_races_an_eviction_is_served_either_way(devices: Devices) {
+    watched("pin against evict", move || {
+        for setting in Setting::tiers(devices) {
             let file = common::synthetic(&[PAGE as usize * 2]);
             let runtime = setting.builder(None).open().unwrap();
             let model = runtime.open_model(&file.path).unwrap();
@@ -906,7 +995,7 @@ fn a_pin_that_races_an_eviction_is_served_either_way() {
                     }
                 });
                 for _ in 0..100 {
-                    let guard = runtime.pin(&tensor).wait().unwrap();
+                    let guard = runtime.read(&tensor).unwrap();
                     assert!(guard.bytes() == expected);
                     let view = runtime.snapshot(&tensor);
                     assert!(view.pages.iter().filter(|page| page.device.state == State::Clean).count() >= 3);
@@ -920,14 +1009,13 @@ fn a_pin_that_races_an_eviction_is_served_either_way() {
 }
 
 /// A future is polled by one thread and finished by another, with another waker.
-#[test]
-fn a_request_moves_between_threads() {
-    watched("a request that moves", || {
+fn a_request_moves_between_threads(devices: Devices) {
+    watched("a request that moves", move || {
         let gate = Gate::holding(IoKind::Read);
-        let runtime = gated(&setting(4), &gate);
+        let runtime = gated(&setting(devices[0], 4), &gate);
         let file = common::synthetic(&[10_000]);
         let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
-        let mut request = pin!(runtime.pin(&tensor));
+        let mut request = runtime.reading(&tensor);
         assert!(
             poll(&mut request, &OnWake::waker(|| panic!("the waker of the first thread is out of date"))).is_pending()
         );
@@ -943,7 +1031,7 @@ fn a_request_moves_between_threads() {
                 polled.send(()).unwrap();
                 wake.recv().unwrap();
                 let Poll::Ready(Ok(guard)) = poll(request, &waker) else { panic!("woken for nothing") };
-                assert_eq!(guard.len(), 10_000);
+                assert_eq!(guard.bytes().len(), 10_000);
             });
             was_polled.recv().unwrap();
             gate.open();

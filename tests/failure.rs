@@ -4,15 +4,28 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
+#[macro_use]
 mod harness;
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use harness::{Fault, Faults, Setting, check_at_rest, watched};
+use harness::{AnyDevice, Devices, Fault, Faults, HOST, On, Setting, check_at_rest, next_round, watched};
 use outcore::store::IoKind;
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor};
+
+on_every_device! {
+    any_one_operation_may_fail_with_eio
+    any_one_operation_may_find_the_disk_full_or_end_early
+    interrupted_postponed_and_partial_operations_go_on_unnoticed
+    a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it
+    close_reports_what_was_lost
+    regression_every_loss_is_reported_also_of_tensors_that_are_gone
+    regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is
+    a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold
+    bytes_that_the_disk_changed_are_never_handed_out
+}
 
 const LENGTHS: [usize; 7] = [40_000, 20, 33_000, 16_384, 50_000, 0, 9_000];
 const ROWS: u64 = 10;
@@ -73,22 +86,22 @@ impl Work {
 
     fn read(&mut self, n: usize) {
         let tensor = self.tensor(n);
-        let guard = self.attempt(|runtime| runtime.pin(&tensor).wait());
+        let guard = self.attempt(|runtime| runtime.read(&tensor));
         assert!(guard.bytes() == self.expected[n], "t{n} differs");
     }
 
     fn write_row(&mut self, row: u64, value: u8) {
         let part = self.table.rows(row..row + 1).unwrap();
-        let mut guard = self.attempt(|runtime| runtime.pin_mut(&part).wait());
+        let mut guard = self.attempt(|runtime| runtime.write(&part));
         let before = self.rows[row as usize];
         assert!(guard.bytes().iter().all(|byte| *byte == before), "row {row} lost what was written");
-        guard.bytes_mut().fill(value);
+        guard.fill(value);
         self.rows[row as usize] = value;
     }
 
     fn read_rows(&mut self, from: u64, to: u64) {
         let part = self.table.rows(from..to).unwrap();
-        let guard = self.attempt(|runtime| runtime.pin(&part).wait());
+        let guard = self.attempt(|runtime| runtime.read(&part));
         for (row, bytes) in (from..to).zip(guard.bytes().chunks(ROW as usize)) {
             let expected = self.rows[row as usize];
             assert!(bytes.iter().all(|byte| *byte == expected), "row {row} differs");
@@ -105,7 +118,7 @@ impl Work {
         self.runtime.prefetch(&self.tensor(4));
         self.read(4);
         let set = [self.tensor(1), self.tensor(5), self.tensor(3), self.tensor(6)];
-        let guard = self.attempt(|runtime| runtime.pin_set(&set).wait());
+        let guard = self.attempt(|runtime| runtime.read_set(&set));
         assert!(guard.bytes(2).unwrap() == self.expected[3] && guard.bytes(1).unwrap().is_empty());
         drop(guard);
         self.runtime.evict(&self.table);
@@ -136,6 +149,7 @@ fn fail_each(setting: Setting, fault: Fault, step: usize) {
         let runtime = work.runtime.clone();
         drop(work);
         check_at_rest(runtime, tensors, &what);
+        next_round(setting.on);
         if fired == 0 {
             assert!(n > 20, "{what}: the work does too little to be a test");
             return;
@@ -143,29 +157,26 @@ fn fail_each(setting: Setting, fault: Fault, step: usize) {
     }
 }
 
-#[test]
-fn any_one_operation_may_fail_with_eio() {
-    watched("fail each operation with EIO", || {
-        for setting in Setting::tiers() {
+fn any_one_operation_may_fail_with_eio(devices: Devices) {
+    watched("fail each operation with EIO", move || {
+        for setting in Setting::tiers(devices) {
             fail_each(setting, Fault::Errno(libc::EIO), 1);
         }
     });
 }
 
-#[test]
-fn any_one_operation_may_find_the_disk_full_or_end_early() {
-    watched("fail each operation with ENOSPC or nothing transferred", || {
-        for (at, setting) in Setting::tiers().into_iter().enumerate() {
+fn any_one_operation_may_find_the_disk_full_or_end_early(devices: Devices) {
+    watched("fail each operation with ENOSPC or nothing transferred", move || {
+        for (at, setting) in Setting::tiers(devices).into_iter().enumerate() {
             fail_each(setting, Fault::Errno(libc::ENOSPC), 2 + at % 2);
             fail_each(setting, Fault::Short(0), 3 + at % 2);
         }
     });
 }
 
-#[test]
-fn interrupted_postponed_and_partial_operations_go_on_unnoticed() {
-    watched("interrupt each operation", || {
-        for (at, setting) in Setting::tiers().into_iter().enumerate() {
+fn interrupted_postponed_and_partial_operations_go_on_unnoticed(devices: Devices) {
+    watched("interrupt each operation", move || {
+        for (at, setting) in Setting::tiers(devices).into_iter().enumerate() {
             for (fault, step) in
                 [(Fault::Errno(libc::EINTR), 5), (Fault::Errno(libc::EAGAIN), 5), (Fault::Short(5000), 3)]
             {
@@ -175,16 +186,15 @@ fn interrupted_postponed_and_partial_operations_go_on_unnoticed() {
     });
 }
 
-#[test]
-fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it() {
-    watched("poison", || {
-        for setting in Setting::tiers() {
+fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it(devices: Devices) {
+    watched("poison", move || {
+        for setting in Setting::tiers(devices) {
             let file = common::synthetic(&LENGTHS);
             let faults = Faults::new();
             let setting = Setting { host: 0, ..setting };
             let mut work = Work::open(&setting, &file, faults.clone(), Fault::Errno(libc::EIO));
             let victim = work.runtime.alloc(DType::U8, &[16 << 10]).unwrap();
-            work.runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+            work.runtime.write(&victim).unwrap().fill(9);
             faults.all(IoKind::Write, Fault::Errno(libc::EIO));
             // Every attempt that somebody's need for the frame makes fails; after the last the page is given up.
             while work.runtime.health().is_empty() {
@@ -192,11 +202,11 @@ fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it() 
                 std::thread::yield_now();
             }
             faults.off();
-            let error = work.runtime.pin(&victim).wait().unwrap_err();
+            let error = work.runtime.read(&victim).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Poisoned, "{error}");
             let cause = std::error::Error::source(&error).unwrap().to_string();
             assert!(cause.contains("write") && cause.contains("os error 5"), "{cause}");
-            assert_eq!(work.runtime.pin_mut(&victim).wait().unwrap_err().kind(), ErrorKind::Poisoned);
+            assert_eq!(work.runtime.write(&victim).unwrap_err().kind(), ErrorKind::Poisoned);
             assert_eq!(work.runtime.stats().pager.poisoned, 1);
             work.run();
             let tensors = vec![work.tensor(0), work.table.clone(), victim];
@@ -207,21 +217,20 @@ fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it() 
     });
 }
 
-#[test]
-fn close_reports_what_was_lost() {
-    watched("close after a loss", || {
+fn close_reports_what_was_lost(devices: Devices) {
+    watched("close after a loss", move || {
         let setting = Setting {
             io: IoBackend::Threads,
             policy: PolicyKind::Lru,
             page: Bytes::kib(16),
             device: 4,
             host: 0,
-            link: false,
+            on: devices[0],
         };
         let faults = Faults::new();
         let runtime = setting.builder(Some(&faults)).open().unwrap();
         let victim = runtime.alloc(DType::U8, &[16 << 10]).unwrap();
-        runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+        runtime.write(&victim).unwrap().fill(9);
         faults.all(IoKind::Write, Fault::Errno(libc::EIO));
         while runtime.health().is_empty() {
             runtime.evict(&victim);
@@ -235,17 +244,17 @@ fn close_reports_what_was_lost() {
 }
 
 /// Every loss is told, also of tensors that are gone.
-#[test]
-fn regression_every_loss_is_reported_also_of_tensors_that_are_gone() {
-    watched("several losses", || {
+fn regression_every_loss_is_reported_also_of_tensors_that_are_gone(devices: Devices) {
+    watched("several losses", move || {
         let io = IoBackend::Threads;
-        let setting = Setting { io, policy: PolicyKind::Lru, page: Bytes::kib(16), device: 90, host: 0, link: false };
+        let setting =
+            Setting { io, policy: PolicyKind::Lru, page: Bytes::kib(16), device: 90, host: 0, on: devices[0] };
         let faults = Faults::new();
         let runtime = setting.builder(Some(&faults)).open().unwrap();
         let lose = |pages: u64| {
             let before = runtime.stats().pager.poisoned;
             let victim = runtime.alloc(DType::U8, &[pages, 16 << 10]).unwrap();
-            runtime.pin_mut(&victim).wait().unwrap().bytes_mut().fill(9);
+            runtime.write(&victim).unwrap().fill(9);
             while runtime.stats().pager.poisoned < before + pages {
                 runtime.evict(&victim);
                 std::thread::yield_now();
@@ -274,10 +283,9 @@ fn regression_every_loss_is_reported_also_of_tensors_that_are_gone() {
 }
 
 /// Nothing is lost, so nobody's call fails; but a host tier full of what the disk refuses is no tier any more.
-#[test]
-fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is() {
-    watched("a host copy that cannot be written", || {
-        for setting in Setting::tiers().into_iter().filter(|setting| setting.host > 0) {
+fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is(devices: Devices) {
+    watched("a host copy that cannot be written", move || {
+        for setting in Setting::tiers(devices).into_iter().filter(|setting| setting.host > 0) {
             let faults = Faults::new();
             let runtime = setting.builder(Some(&faults)).open().unwrap();
             let pages = setting.device + setting.host;
@@ -285,7 +293,7 @@ fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is() {
             let rows: Vec<Tensor> = (0..pages).map(|row| table.rows(row..row + 1).unwrap()).collect();
             faults.all(IoKind::Write, Fault::Errno(libc::EIO));
             for (row, part) in rows.iter().enumerate() {
-                runtime.pin_mut(part).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+                runtime.write(part).unwrap().fill(row as u8 + 1);
             }
             while runtime.health().is_empty() {
                 std::thread::yield_now();
@@ -297,13 +305,13 @@ fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is() {
             faults.off();
             for _ in 0..2 {
                 for (row, part) in rows.iter().enumerate() {
-                    let guard = runtime.pin(part).wait().unwrap();
+                    let guard = runtime.read(part).unwrap();
                     assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "{setting:?}: row {row}");
                 }
             }
             // The next pin finds the host tier's pages in the device tier, or written.
             while !runtime.health().is_empty() {
-                rows.iter().for_each(|part| drop(runtime.pin(part).wait().unwrap()));
+                rows.iter().for_each(|part| drop(runtime.read(part).unwrap()));
             }
             assert_eq!(runtime.stats().pager.poisoned, 0);
             drop(rows);
@@ -313,23 +321,22 @@ fn regression_a_host_copy_that_cannot_be_written_is_reported_until_it_is() {
 }
 
 /// With a host tier, a disk that takes nothing for a while costs nothing that fits above it.
-#[test]
-fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold() {
-    watched("a disk that fails for a while", || {
-        for setting in Setting::tiers().into_iter().filter(|setting| setting.host > 0) {
+fn a_disk_that_fails_for_a_while_loses_nothing_the_tiers_hold(devices: Devices) {
+    watched("a disk that fails for a while", move || {
+        for setting in Setting::tiers(devices).into_iter().filter(|setting| setting.host > 0) {
             let faults = Faults::new();
             let runtime = setting.builder(Some(&faults)).open().unwrap();
             let table = runtime.alloc(DType::U8, &[3, 16 << 10]).unwrap();
             for row in 0..3 {
                 let part = table.rows(row..row + 1).unwrap();
-                runtime.pin_mut(&part).wait().unwrap().bytes_mut().fill(row as u8 + 1);
+                runtime.write(&part).unwrap().fill(row as u8 + 1);
             }
             faults.all(IoKind::Write, Fault::Errno(libc::EIO));
             runtime.evict(&table);
             let other = runtime.alloc(DType::U8, &[setting.device, 16 << 10]).unwrap();
-            drop(runtime.pin(&other).wait().unwrap());
+            drop(runtime.read(&other).unwrap());
             faults.off();
-            let guard = runtime.pin(&table).wait().unwrap();
+            let guard = runtime.read(&table).unwrap();
             for (row, bytes) in guard.bytes().chunks(16 << 10).enumerate() {
                 assert!(bytes.iter().all(|byte| *byte == row as u8 + 1));
             }
@@ -368,7 +375,8 @@ fn child_no_addresses_are_left() {
             return;
         }
         let page = Bytes::gib(1);
-        let runtime = Setting { page, device: 1, host: 0, link: false, ..Setting::tiers()[0] }.builder(None).open();
+        let runtime =
+            Setting { page, device: 1, host: 0, on: On::Host, ..Setting::tiers(HOST)[0] }.builder(None).open();
         let runtime = runtime.unwrap();
         let mut models = Vec::new();
         let error = loop {
@@ -403,7 +411,7 @@ fn child_a_full_scratch_disk() {
     let Some(dir) = std::env::var_os("OUTCORE_SMALL_FS") else { return };
     watched("a full scratch disk", move || {
         let dir = Path::new(&dir);
-        let setting = Setting { io: IoBackend::Buffered, ..Setting::tiers()[0] };
+        let setting = Setting { io: IoBackend::Buffered, ..Setting::tiers(HOST)[0] };
         let runtime = setting.builder(None).scratch_dir(dir).open().unwrap();
         let small = runtime.alloc(DType::U8, &[8, 64 << 10]).unwrap();
         let error = runtime.alloc(DType::U8, &[64 << 20]).unwrap_err();
@@ -415,13 +423,13 @@ fn child_a_full_scratch_disk() {
         let more = runtime.alloc(DType::U8, &[8, 64 << 10]).unwrap();
         for (value, table) in [(1, &small), (2, &more)] {
             for row in 0..8 {
-                runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap().bytes_mut().fill(value);
+                runtime.write(&table.rows(row..row + 1).unwrap()).unwrap().fill(value);
             }
         }
         for (value, table) in [(1, &small), (2, &more)] {
             for row in 0..8 {
                 let part = table.rows(row..row + 1).unwrap();
-                assert!(runtime.pin(&part).wait().unwrap().iter().all(|byte| *byte == value));
+                assert!(runtime.read(&part).unwrap().bytes().iter().all(|byte| *byte == value));
             }
         }
         check_at_rest(runtime, vec![small, more], "a full disk");
@@ -450,12 +458,12 @@ fn a_full_scratch_disk_names_the_directory_and_costs_only_the_allocation() {
 
 /// What was written is compared with what comes back: bytes that a disk changed are an error of their page, and of no
 /// other.
-#[test]
-fn bytes_that_the_disk_changed_are_never_handed_out() {
+fn bytes_that_the_disk_changed_are_never_handed_out(devices: Devices) {
     use std::os::unix::fs::FileExt;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let page = 64 << 10;
-    let runtime = Runtime::builder()
+    let runtime = devices[0]
+        .builder()
         .device_budget(Bytes::new(8 * page))
         .page_size(outcore::PageSize::new(Bytes::new(page)).unwrap())
         .scratch_dir(folder.path())
@@ -463,8 +471,8 @@ fn bytes_that_the_disk_changed_are_never_handed_out() {
         .unwrap();
     let table = runtime.alloc(DType::U8, &[32, page]).unwrap();
     for row in 0..32 {
-        let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
-        guard.bytes_mut().fill(row as u8 + 1);
+        let mut guard = runtime.write(&table.rows(row..row + 1).unwrap()).unwrap();
+        guard.fill(row as u8 + 1);
     }
     // The file has no name, but this process has it open. Row 3 left memory long ago.
     let mut changed = 0;
@@ -486,12 +494,12 @@ fn bytes_that_the_disk_changed_are_never_handed_out() {
         }
     }
     assert_eq!(changed, 1, "row 3 is in the scratch file once");
-    let error = runtime.pin(&table.rows(3..4).unwrap()).wait().unwrap_err();
+    let error = runtime.read(&table.rows(3..4).unwrap()).unwrap_err();
     let text = error.to_string();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{text}");
     assert!(text.contains("read-write tensor") && text.contains("checksum"), "{text}");
     for row in (0..32).filter(|row| *row != 3) {
-        let guard = runtime.pin(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+        let guard = runtime.read(&table.rows(row..row + 1).unwrap()).unwrap();
         assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "row {row}");
     }
 }

@@ -559,3 +559,29 @@ fn stream_ordered_memory_used_on_another_stream() {
         second.synchronize().unwrap();
     });
 }
+
+/// A capture in the default mode forbids others to ask and to wait, unless they have said that they know better.
+#[test]
+fn asking_while_a_stream_is_captured() {
+    pair("capture", |_, right| {
+        let context = context();
+        let (stream, other) = two_streams(&context);
+        let page = Mapped::new();
+        stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+        fill(&stream, page.address, 1, 100).unwrap();
+        let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        if right {
+            // SAFETY: a mode, and a place for the one before.
+            unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().unwrap();
+        }
+        // SAFETY: the stream exists.
+        assert_eq!(unsafe { sys::cuStreamQuery(other.cu_stream()) }.result().is_ok(), right);
+        if right {
+            // SAFETY: as above.
+            unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().unwrap();
+        }
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        assert_eq!(stream.end_capture(flags).is_ok(), right, "the capture is spoiled");
+        page.give_back();
+    });
+}

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
+#[macro_use]
 mod harness;
 
 use std::fs::{File, FileTimes, OpenOptions};
@@ -11,8 +12,19 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
-use harness::{Setting, watched};
+use harness::{AnyDevice, Devices, Setting, watched};
 use outcore::{ErrorKind, Model, Runtime, Verify};
+
+on_every_device! {
+    a_model_changed_in_place_is_refused
+    a_truncated_model_is_refused
+    a_model_that_grew_is_refused
+    a_replaced_model_is_read_on_unmixed
+    verification_catches_a_byte_flipped_behind_an_unchanged_time
+    regression_a_model_replaced_while_it_is_opened_is_not_mixed
+    a_header_that_was_read_before_is_taken_only_for_the_same_file
+    a_header_that_was_edited_is_refused_where_it_lies
+}
 
 const LENGTHS: [usize; 3] = [60_000, 60_000, 60_000];
 
@@ -35,14 +47,14 @@ fn bytes_of<'a>(file: &'a common::Synthetic, model: &Model, name: &str) -> &'a [
 }
 
 /// `change` happens while one tensor is held; whatever is read from disk afterwards is refused.
-fn refused_after(change: impl Fn(&common::Synthetic) + Send + Sync + 'static) {
+fn refused_after(devices: Devices, change: impl Fn(&common::Synthetic) + Send + Sync + 'static) {
     watched("a changed model", move || {
-        for setting in Setting::tiers() {
+        for setting in Setting::tiers(devices) {
             let (file, runtime, model) = opened(&setting, Verify::Off);
             let (held, other) = (model.tensor("t0").unwrap(), model.tensor("t2").unwrap());
-            let guard = runtime.pin(&held).wait().unwrap();
+            let guard = runtime.read(&held).unwrap();
             change(&file);
-            let error = runtime.pin(&other).wait().unwrap_err();
+            let error = runtime.read(&other).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::ModelChanged, "{setting:?}: {error}");
             let text = error.to_string();
             assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
@@ -51,38 +63,34 @@ fn refused_after(change: impl Fn(&common::Synthetic) + Send + Sync + 'static) {
             assert!(guard.bytes() == bytes_of(&file, &model, "t0"));
             drop(guard);
             runtime.evict(&held);
-            assert_eq!(runtime.pin(&held).wait().unwrap_err().kind(), ErrorKind::ModelChanged);
+            assert_eq!(runtime.read(&held).unwrap_err().kind(), ErrorKind::ModelChanged);
             drop((held, other, model));
             runtime.close().unwrap();
         }
     });
 }
 
-#[test]
-fn a_model_changed_in_place_is_refused() {
-    refused_after(|file| {
+fn a_model_changed_in_place_is_refused(devices: Devices) {
+    refused_after(devices, |file| {
         OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&[1; 4096], 140_000).unwrap();
     });
 }
 
-#[test]
-fn a_truncated_model_is_refused() {
-    refused_after(|file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(100_000).unwrap());
+fn a_truncated_model_is_refused(devices: Devices) {
+    refused_after(devices, |file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(100_000).unwrap());
 }
 
-#[test]
-fn a_model_that_grew_is_refused() {
-    refused_after(|file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(1 << 20).unwrap());
+fn a_model_that_grew_is_refused(devices: Devices) {
+    refused_after(devices, |file| OpenOptions::new().write(true).open(&file.path).unwrap().set_len(1 << 20).unwrap());
 }
 
 /// The old file lives on, unnamed, for as long as it is open: every byte is still its own.
-#[test]
-fn a_replaced_model_is_read_on_unmixed() {
-    watched("a replaced model", || {
-        for setting in Setting::tiers() {
+fn a_replaced_model_is_read_on_unmixed(devices: Devices) {
+    watched("a replaced model", move || {
+        for setting in Setting::tiers(devices) {
             let (file, runtime, model) = opened(&setting, Verify::Always);
             let first = model.tensor("t0").unwrap();
-            drop(runtime.pin(&first).wait().unwrap());
+            drop(runtime.read(&first).unwrap());
             let new = file.dir.path().join("new");
             std::fs::write(&new, vec![7; file.bytes.len()]).unwrap();
             std::fs::rename(&new, &file.path).unwrap();
@@ -90,28 +98,27 @@ fn a_replaced_model_is_read_on_unmixed() {
                 let name = format!("t{n}");
                 let tensor = model.tensor(&name).unwrap();
                 runtime.evict(&tensor);
-                let guard = runtime.pin(&tensor).wait().unwrap();
+                let guard = runtime.read(&tensor).unwrap();
                 assert!(guard.bytes() == bytes_of(&file, &model, &name), "{setting:?}: {name} is mixed");
             }
         }
     });
 }
 
-#[test]
-fn verification_catches_a_byte_flipped_behind_an_unchanged_time() {
-    watched("a flipped byte", || {
-        for setting in Setting::tiers() {
+fn verification_catches_a_byte_flipped_behind_an_unchanged_time(devices: Devices) {
+    watched("a flipped byte", move || {
+        for setting in Setting::tiers(devices) {
             for verify in [Verify::First, Verify::Always] {
                 let (file, runtime, model) = opened(&setting, verify);
                 let tensor = model.tensor("t1").unwrap();
-                drop(runtime.pin(&tensor).wait().unwrap());
+                drop(runtime.read(&tensor).unwrap());
                 runtime.evict(&tensor);
                 let at = model.header().tensor("t1").unwrap().offset + 30_000;
                 let time = std::fs::metadata(&file.path).unwrap().modified().unwrap();
                 let flipped = [!file.bytes[at as usize]];
                 OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&flipped, at).unwrap();
                 set_modified(&file.path, time);
-                let error = runtime.pin(&tensor).wait().unwrap_err();
+                let error = runtime.read(&tensor).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Corrupt, "{setting:?} {verify}: {error}");
                 let text = error.to_string();
                 assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
@@ -121,9 +128,8 @@ fn verification_catches_a_byte_flipped_behind_an_unchanged_time() {
 }
 
 /// Between the header's reading and the data's there is time to replace the file.
-#[test]
-fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
-    watched("replacement while opening", || {
+fn regression_a_model_replaced_while_it_is_opened_is_not_mixed(devices: Devices) {
+    watched("replacement while opening", move || {
         let file = common::synthetic(&[5000]);
         let other = common::synthetic(&[100, 4000]);
         let (a, b) = (file.bytes.clone(), other.bytes.clone());
@@ -137,7 +143,7 @@ fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
                 std::fs::rename(&new, &file.path).unwrap();
             }
         };
-        let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+        let runtime = Setting::tiers(devices)[0].builder(None).open().unwrap();
         let stop = AtomicBool::new(false);
         let mut refused = 0;
         let mixed = std::thread::scope(|scope| {
@@ -152,7 +158,7 @@ fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
                 };
                 let bytes = if model.contains("t1") { &b } else { &a };
                 let header = model.header().tensor("t0").unwrap();
-                let guard = runtime.pin(&model.tensor("t0").unwrap()).wait().unwrap();
+                let guard = runtime.read(&model.tensor("t0").unwrap()).unwrap();
                 (guard.bytes() != &bytes[header.offset as usize..][..header.len as usize]).then(|| "mixed".to_owned())
             });
             stop.store(true, Ordering::Relaxed);
@@ -164,15 +170,14 @@ fn regression_a_model_replaced_while_it_is_opened_is_not_mixed() {
 }
 
 /// Between reading headers and opening by them a program may take its time.
-#[test]
-fn a_header_that_was_read_before_is_taken_only_for_the_same_file() {
-    watched("a header read before", || {
+fn a_header_that_was_read_before_is_taken_only_for_the_same_file(devices: Devices) {
+    watched("a header read before", move || {
         let file = common::synthetic(&LENGTHS);
         set_modified(&file.path, SystemTime::now() - Duration::from_secs(100));
-        let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+        let runtime = Setting::tiers(devices)[0].builder(None).open().unwrap();
         let header = std::sync::Arc::new(outcore::format::open(&file.path).unwrap());
         let model = runtime.open_parsed(header.clone()).unwrap();
-        assert!(runtime.pin(&model.tensor("t0").unwrap()).wait().unwrap().bytes() == bytes_of(&file, &model, "t0"));
+        assert!(runtime.read(&model.tensor("t0").unwrap()).unwrap().bytes() == bytes_of(&file, &model, "t0"));
         drop(model);
         OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&[1; 4096], 140_000).unwrap();
         let error = runtime.open_parsed(header).unwrap_err();
@@ -183,10 +188,9 @@ fn a_header_that_was_read_before_is_taken_only_for_the_same_file() {
 }
 
 /// A header's fields are public; what they say is not believed.
-#[test]
-fn a_header_that_was_edited_is_refused_where_it_lies() {
+fn a_header_that_was_edited_is_refused_where_it_lies(devices: Devices) {
     let file = common::synthetic(&LENGTHS);
-    let runtime = Setting::tiers()[0].builder(None).open().unwrap();
+    let runtime = Setting::tiers(devices)[0].builder(None).open().unwrap();
     let edits: [fn(&mut outcore::format::ModelHeader); 5] = [
         |header| header.tensors[1].offset += 100_000,
         |header| header.tensors[1].len += 1,

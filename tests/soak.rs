@@ -1,22 +1,25 @@
-//! Random work of many threads with injected failures, over all settings: a few seconds in the normal run, as long as
-//! `make soak` says otherwise.
+//! Random work of many threads with injected failures, over all settings and devices: a few seconds in the normal run, as
+//! long as `make soak` says otherwise. On the emulated CUDA driver also a count of operations: every one of them is judged.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
+#[macro_use]
 mod harness;
 mod workload;
 
 use std::time::{Duration, Instant};
 
-use harness::{Rng, seed, watched_for};
+use harness::{Devices, On, Rng, next_round, seed, watched_for};
 use workload::{Plan, Until};
 
 /// A round is long enough to fill every tier many times, short enough to see many settings.
 const ROUND: Duration = Duration::from_millis(500);
 const MARGIN: Duration = Duration::from_secs(120);
 
-fn soak(name: &'static str, time: Duration) {
+on_every_device! { five_seconds_of_random_work_with_failures }
+
+fn soak(name: &'static str, devices: Devices, time: Duration) {
     let seed = seed(name);
     watched_for(name, time + MARGIN, move || {
         let end = Instant::now() + time;
@@ -27,25 +30,99 @@ fn soak(name: &'static str, time: Duration) {
                 return;
             }
             let fail_one_in = *rng.pick(&[0, 3, 20, 200]);
-            let plan = Plan::random(&mut rng, fail_one_in);
-            let round_seed = rng.next();
+            let plan = Plan::random(&mut rng, devices, fail_one_in);
+            let (round_seed, on) = (rng.next(), plan.setting.on);
             eprintln!("round {round}, seed {round_seed}: {plan:?}");
             // No round may hang: the whole would only say so at its end.
             watched_for("a round", ROUND + MARGIN, move || {
                 workload::run(&plan, round_seed, Until::Time(Instant::now() + ROUND));
             });
+            next_round(on);
         }
     });
 }
 
-#[test]
-fn five_seconds_of_random_work_with_failures() {
-    soak("five_seconds_of_random_work_with_failures", Duration::from_secs(5));
+fn five_seconds_of_random_work_with_failures(devices: Devices) {
+    soak("five_seconds_of_random_work_with_failures", devices, Duration::from_secs(5));
+}
+
+/// All devices that need no driver.
+const EVERYWHERE: Devices = &[On::Host, On::Link, On::Sim, On::SimLink];
+
+fn soak_seconds() -> Duration {
+    let seconds = std::env::var("OUTCORE_SOAK_SECONDS").map_or(1200, |text| text.parse().unwrap());
+    Duration::from_secs(seconds)
 }
 
 #[test]
 #[ignore = "takes OUTCORE_SOAK_SECONDS (1200); make soak runs it"]
 fn soak_for_long() {
-    let seconds = std::env::var("OUTCORE_SOAK_SECONDS").map_or(1200, |text| text.parse().unwrap());
-    soak("soak_for_long", Duration::from_secs(seconds));
+    soak("soak_for_long", EVERYWHERE, soak_seconds());
+}
+
+#[cfg(feature = "cuda")]
+mod emulated_driver {
+    use super::*;
+    use harness::{CUDA, control::Fake, small_pages};
+
+    #[test]
+    #[ignore = "takes OUTCORE_SOAK_SECONDS (1200); make soak runs it"]
+    fn soak_for_long_on_the_emulated_driver() {
+        let Some(fake) = small_pages("soak_for_long_on_the_emulated_driver") else { return };
+        soak("soak_for_long_on_the_emulated_driver", CUDA, soak_seconds());
+        fake.finish();
+    }
+
+    /// Operations of one round. A new driver for each: clocks and histories stay short, and many settings are seen.
+    const ROUND_OPERATIONS: u64 = 4000;
+    /// No round takes this long.
+    const ROUND_MOST: Duration = Duration::from_secs(600);
+
+    /// Random operations until `count` of the runtime's were made, every byte compared, with the driver's streams late by
+    /// chance in some rounds. The driver must have found nothing at all.
+    fn judged(name: &'static str, count: u64) {
+        let Some(fake) = small_pages(name) else { return };
+        let mut rng = Rng::new(seed(name));
+        let (start, mut operations, mut calls, mut work) = (Instant::now(), 0, 0, 0);
+        for round in 0.. {
+            if operations >= count {
+                eprintln!(
+                    "{name}: {operations} operations in {round} rounds and {:?}, {calls} driver calls and {work} pieces of \
+                     work on streams judged, nothing found",
+                    start.elapsed()
+                );
+                break;
+            }
+            let mut plan = Plan::random(&mut rng, CUDA, 0);
+            // A round that is closed early counts what it came to.
+            plan.close_early = rng.one_in(8);
+            let delay = *rng.pick(&[0, 0, 0, 0, 20, 100]);
+            fake.set_delay(delay, rng.next());
+            let round_seed = rng.next();
+            eprintln!("round {round}, seed {round_seed}, streams up to {delay} us late: {plan:?}");
+            let steps = if delay > 0 { ROUND_OPERATIONS / 4 } else { ROUND_OPERATIONS } / plan.threads;
+            let (tell, told) = std::sync::mpsc::channel();
+            watched_for("a round", ROUND_MOST, move || {
+                tell.send(workload::run(&plan, round_seed, Until::Steps(steps))).unwrap();
+            });
+            operations += told.recv().unwrap();
+            calls += fake.calls("*");
+            work += fake.calls("work");
+            // Fails if anything was found or is left.
+            Fake::start_over();
+        }
+        fake.finish();
+    }
+
+    #[test]
+    fn fifty_thousand_random_operations_are_in_order() {
+        judged("fifty_thousand_random_operations_are_in_order", 50_000);
+    }
+
+    #[test]
+    #[ignore = "takes minutes; make soak runs it"]
+    fn a_million_random_operations_are_in_order() {
+        let count = std::env::var("OUTCORE_OPERATIONS").map_or(1_000_000, |text| text.parse().unwrap());
+        judged("a_million_random_operations_are_in_order", count);
+    }
 }

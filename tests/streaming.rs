@@ -2,31 +2,45 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod common;
+#[macro_use]
 mod harness;
 
 use std::collections::VecDeque;
 use std::future::Future;
-use std::pin::Pin;
 use std::time::Duration;
 
-use harness::{Setting, check_at_rest, watched};
+use harness::{AnyDevice, Devices, Setting, check_at_rest, watched};
 use outcore::pager::policy::{Policy, Take, Want};
-use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
+use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Verify};
 use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
 }
 
+on_every_device! {
+    every_byte_is_the_files_for_every_setting
+    the_real_model_streams_through_a_tenth_of_its_size
+    a_read_write_tensor_larger_than_memory_keeps_what_was_written
+    pins_are_futures
+    regression_hits_never_exceed_the_best_possible
+    regression_a_forgotten_request_ends_with_its_segment
+    regression_the_lookahead_follows_the_budget
+    regression_the_best_possible_is_of_the_largest_budget
+    regression_waves_refuse_a_row_that_is_wider_than_a_wave
+    waits_are_told_by_cause_tier_and_page
+    a_policy_of_the_users_decides_and_cannot_cost_bytes
+}
+
 /// Passes over every tensor in order, forwards and backwards, comparing every byte.
-#[test]
-fn every_byte_is_the_files_for_every_setting() {
+fn every_byte_is_the_files_for_every_setting(devices: Devices) {
     let lengths: Vec<usize> = (0..60).map(|n| 1000 + n * 997 % 90_000).collect();
     let file = common::synthetic(&lengths);
     for policy in PolicyKind::ALL {
         for io in IoBackend::CHOICES {
             for (page, device, host) in [(4, 1, 0), (16, 10, 4), (64, 3, 0), (64, 3, 2), (256, 2, 8)] {
-                let runtime = Runtime::builder()
+                let runtime = devices[0]
+                    .builder()
                     .policy(policy)
                     .io(io)
                     .page_size(kib(page))
@@ -40,7 +54,7 @@ fn every_byte_is_the_files_for_every_setting() {
                     for n in 0..lengths.len() {
                         let n = if pass == 2 { lengths.len() - 1 - n } else { n };
                         let tensor = model.tensor(&format!("t{n}")).unwrap();
-                        let guard = runtime.pin(&tensor).wait().unwrap();
+                        let guard = runtime.read(&tensor).unwrap();
                         let header = model.header().tensor(&format!("t{n}")).unwrap();
                         let expected = &file.bytes[header.offset as usize..][..lengths[n]];
                         assert!(guard.bytes() == expected, "{policy} {io} {page} KiB: tensor {n} differs");
@@ -55,12 +69,12 @@ fn every_byte_is_the_files_for_every_setting() {
     }
 }
 
-#[test]
-fn the_real_model_streams_through_a_tenth_of_its_size() {
+fn the_real_model_streams_through_a_tenth_of_its_size(devices: Devices) {
     let Some(path) = common::real_model() else { return };
     let bytes = std::fs::read(&path).unwrap();
     for policy in PolicyKind::ALL {
-        let runtime = Runtime::builder()
+        let runtime = devices[0]
+            .builder()
             .policy(policy)
             .page_size(kib(256))
             .device_budget(Bytes::mib(10))
@@ -77,7 +91,7 @@ fn the_real_model_streams_through_a_tenth_of_its_size() {
                 for start in (0..rows).step_by(step as usize) {
                     let end = (start + step).min(rows);
                     let part = tensor.rows(start..end).unwrap();
-                    let guard = runtime.pin(&part).wait().unwrap();
+                    let guard = runtime.read(&part).unwrap();
                     let from = (header.offset + start * row) as usize;
                     assert!(guard.bytes() == &bytes[from..from + ((end - start) * row) as usize], "{}", header.name);
                 }
@@ -95,10 +109,10 @@ fn the_real_model_streams_through_a_tenth_of_its_size() {
     }
 }
 
-#[test]
-fn a_read_write_tensor_larger_than_memory_keeps_what_was_written() {
+fn a_read_write_tensor_larger_than_memory_keeps_what_was_written(devices: Devices) {
     for (host, io) in [(0, IoBackend::Auto), (3, IoBackend::Threads), (40, IoBackend::Buffered)] {
-        let runtime = Runtime::builder()
+        let runtime = devices[0]
+            .builder()
             .page_size(kib(64))
             .device_budget(Bytes::kib(64 * 6))
             .host_budget(Bytes::kib(64 * host))
@@ -111,46 +125,60 @@ fn a_read_write_tensor_larger_than_memory_keeps_what_was_written() {
         for pass in 0..3u32 {
             for row in 0..rows {
                 let part = tensor.rows(row..row + 1).unwrap();
-                let mut guard = runtime.pin_mut(&part).wait().unwrap();
-                let values = guard.view_mut::<u32>().unwrap();
+                let mut guard = runtime.write(&part).unwrap();
+                let mut values = guard.values::<u32>();
                 let before = if pass == 0 { 0 } else { (pass - 1) * 1000 + row as u32 };
                 assert!(values.iter().all(|v| *v == before), "pass {pass} row {row}: {} for {before}", values[0]);
                 values.fill(pass * 1000 + row as u32);
+                guard.set(&values);
             }
         }
         for row in (0..rows).rev() {
             let part = tensor.rows(row..row + 1).unwrap();
-            let guard = runtime.pin(&part).wait().unwrap();
-            assert!(guard.view::<u32>().unwrap().iter().all(|v| *v == 2000 + row as u32));
+            let guard = runtime.read(&part).unwrap();
+            assert!(guard.values::<u32>().iter().all(|v| *v == 2000 + row as u32));
         }
         drop(tensor);
         runtime.close().unwrap();
     }
 }
 
-#[tokio::test]
-async fn pins_are_futures() {
+fn pins_are_futures(devices: Devices) {
     let file = common::synthetic(&[100_000, 50_000]);
-    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
+    let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let (a, b) = (model.tensor("t0").unwrap(), model.tensor("t1").unwrap());
     let both = [a, b];
-    let set = runtime.pin_set(&both).await.unwrap();
-    assert_eq!(set.bytes(0).unwrap().len(), 100_000);
-    assert_eq!(set.bytes(1).unwrap(), &file.bytes[file.bytes.len() - 50_000..]);
+    block_on(async {
+        let set = runtime.pin_device(&both).await.unwrap();
+        let mut bytes = vec![0; 50_000];
+        set.copy_out(1, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, &file.bytes[file.bytes.len() - 50_000..]);
+        drop(set);
+        if runtime.host_addressable() {
+            let set = runtime.pin_set(&both).await.unwrap();
+            assert_eq!(set.bytes(0).unwrap().len(), 100_000);
+            assert_eq!(set.bytes(1).unwrap(), &file.bytes[file.bytes.len() - 50_000..]);
+        }
+        let guard = runtime.reading(&both[0]).await.unwrap();
+        assert_eq!(guard.bytes(), &file.bytes[file.bytes.len() - 150_000..][..100_000]);
+    });
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
 }
 
 /// Units of several pages, some filled ahead and some late: none may be counted as a hit that was not one.
-#[test]
-fn regression_hits_never_exceed_the_best_possible() {
+fn regression_hits_never_exceed_the_best_possible(devices: Devices) {
     let file = common::synthetic(&[90_000; 40]);
-    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
+    let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 64)).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     let order: Vec<_> = (0..40).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
     runtime.plan(&order, true);
     for _ in 0..20 {
         for tensor in &order {
-            drop(runtime.pin(tensor).wait().unwrap());
+            drop(runtime.read(tensor).unwrap());
         }
     }
     let stats = runtime.stats();
@@ -160,39 +188,38 @@ fn regression_hits_never_exceed_the_best_possible() {
 }
 
 /// A request that was polled and then forgotten must not outlive the pages it waits for.
-#[tokio::test]
-async fn regression_a_forgotten_request_ends_with_its_segment() {
+fn regression_a_forgotten_request_ends_with_its_segment(devices: Devices) {
     let (kept, gone) = (common::synthetic(&[15_000]), common::synthetic(&[15_000]));
-    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16)).open().unwrap();
+    let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16)).open().unwrap();
     let model = runtime.open_model(&kept.path).unwrap();
     let tensor = model.tensor("t0").unwrap();
-    let guard = runtime.pin(&tensor).wait().unwrap();
+    let guard = runtime.read(&tensor).unwrap();
     {
         let model = runtime.open_model(&gone.path).unwrap();
         let tensor = model.tensor("t0").unwrap();
-        let mut request = runtime.pin(&tensor);
-        let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(Pin::new(&mut request).poll(cx).is_pending()));
-        assert!(polled.await, "the only frame is pinned");
+        let mut request = runtime.reading(&tensor);
+        let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(request.as_mut().poll(cx).is_pending()));
+        assert!(block_on(polled), "the only frame is pinned");
         std::mem::forget(request);
     }
     drop(guard);
     let again = runtime.open_model(&gone.path).unwrap().tensor("t0").unwrap();
-    let guard = runtime.pin(&again).await.unwrap();
+    let guard = block_on(runtime.reading(&again)).unwrap();
     assert!(guard.bytes() == &gone.bytes[gone.bytes.len() - 15_000..]);
     drop((guard, again, tensor, model));
     runtime.close().unwrap();
 }
 
 /// What is right for the budget at the start is too much, or too little, for another.
-#[test]
-fn regression_the_lookahead_follows_the_budget() {
+fn regression_the_lookahead_follows_the_budget(devices: Devices) {
     let pages = |n: u64| Bytes::kib(16 * n);
     for (asked, at_1024, at_64) in [
         (Lookahead::Auto, pages(64), pages(8)),
         (Lookahead::Bytes(Bytes::mib(1)), pages(64), pages(16)),
         (Lookahead::Off, pages(0), pages(0)),
     ] {
-        let runtime = Runtime::builder().page_size(kib(16)).device_budget(pages(1024)).lookahead(asked).open().unwrap();
+        let runtime =
+            devices[0].builder().page_size(kib(16)).device_budget(pages(1024)).lookahead(asked).open().unwrap();
         assert_eq!(runtime.stats().lookahead, at_1024, "{asked:?}");
         runtime.set_device_budget(pages(64)).unwrap();
         assert_eq!(runtime.stats().lookahead, at_64, "{asked:?}");
@@ -203,14 +230,13 @@ fn regression_the_lookahead_follows_the_budget() {
 }
 
 /// A budget that has been larger allowed more hits than the present one could.
-#[test]
-fn regression_the_best_possible_is_of_the_largest_budget() {
+fn regression_the_best_possible_is_of_the_largest_budget(devices: Devices) {
     let file = common::synthetic(&[16 << 10; 8]);
-    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 16)).open().unwrap();
+    let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(16 * 16)).open().unwrap();
     let model = runtime.open_model(&file.path).unwrap();
     for _ in 0..10 {
         for n in 0..8 {
-            drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+            drop(runtime.read(&model.tensor(&format!("t{n}")).unwrap()).unwrap());
         }
     }
     runtime.set_device_budget(Bytes::kib(16 * 2)).unwrap();
@@ -219,9 +245,8 @@ fn regression_the_best_possible_is_of_the_largest_budget() {
 }
 
 /// A wave that cannot hold one row could only be refused later, by the pin.
-#[test]
-fn regression_waves_refuse_a_row_that_is_wider_than_a_wave() {
-    let runtime = Runtime::builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
+fn regression_waves_refuse_a_row_that_is_wider_than_a_wave(devices: Devices) {
+    let runtime = devices[0].builder().page_size(kib(16)).device_budget(Bytes::kib(160)).open().unwrap();
     let wide = [runtime.alloc(DType::U8, &[2, 40 << 10]).unwrap()];
     let error = runtime.waves(&wide, 2).unwrap_err();
     let text = error.to_string();
@@ -234,15 +259,14 @@ fn regression_waves_refuse_a_row_that_is_wider_than_a_wave() {
     assert_eq!(runtime.waves(&fitting, 1).unwrap().len(), 4);
     for wave in runtime.waves(&wide, 4).unwrap() {
         assert!(wave.iter().map(|part| part.page_count()).sum::<u64>() <= 4);
-        drop(runtime.pin_set(&wave).wait().unwrap());
+        drop(runtime.read_set(&wave).unwrap());
     }
 }
 
 /// Every wait has a cause, a tier and a page, and they add up.
-#[test]
-fn waits_are_told_by_cause_tier_and_page() {
-    watched("waits", || {
-        for setting in Setting::tiers() {
+fn waits_are_told_by_cause_tier_and_page(devices: Devices) {
+    watched("waits", move || {
+        for setting in Setting::tiers(devices) {
             let setting = Setting { policy: PolicyKind::Lru, ..setting };
             let file = common::synthetic(&[40_000, 33_000, 16, 50_000]);
             let runtime = setting.builder(None).open().unwrap();
@@ -250,10 +274,10 @@ fn waits_are_told_by_cause_tier_and_page() {
             let table = runtime.alloc(DType::U8, &[16 << 10]).unwrap();
             for _ in 0..3 {
                 for n in [1, 0, 2, 3] {
-                    drop(runtime.pin(&model.tensor(&format!("t{n}")).unwrap()).wait().unwrap());
+                    drop(runtime.read(&model.tensor(&format!("t{n}")).unwrap()).unwrap());
                 }
             }
-            drop(runtime.pin(&table).wait().unwrap());
+            drop(runtime.read(&table).unwrap());
             let stats = runtime.stats();
             let of = |cause| stats.stalls.iter().find(|stalls| stalls.cause == cause).unwrap();
             for stalls in &stats.stalls {
@@ -327,10 +351,9 @@ impl Policy for OwnPolicy {
     }
 }
 
-#[test]
-fn a_policy_of_the_users_decides_and_cannot_cost_bytes() {
-    watched("a policy of one's own", || {
-        for setting in Setting::tiers() {
+fn a_policy_of_the_users_decides_and_cannot_cost_bytes(devices: Devices) {
+    watched("a policy of one's own", move || {
+        for setting in Setting::tiers(devices) {
             for hostile in [false, true] {
                 let file = common::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
                 let own = move || Box::new(OwnPolicy { resident: VecDeque::new(), hostile }) as Box<dyn Policy>;
@@ -339,14 +362,14 @@ fn a_policy_of_the_users_decides_and_cannot_cost_bytes() {
                 let table = runtime.alloc(DType::U8, &[12, 16 << 10]).unwrap();
                 for round in 0..3u8 {
                     for header in &model.header().tensors {
-                        let guard = runtime.pin(&model.tensor(&header.name).unwrap()).wait().unwrap();
+                        let guard = runtime.read(&model.tensor(&header.name).unwrap()).unwrap();
                         assert!(guard.bytes() == &file.bytes[header.offset as usize..header.end() as usize]);
                     }
                     for row in 0..12 {
                         let row = table.rows(row..row + 1).unwrap();
-                        let mut guard = runtime.pin_mut(&row).wait().unwrap();
+                        let mut guard = runtime.write(&row).unwrap();
                         assert!(guard.bytes().iter().all(|byte| *byte == round));
-                        guard.bytes_mut().fill(round + 1);
+                        guard.fill(round + 1);
                     }
                 }
                 let stats = runtime.stats();

@@ -8,7 +8,7 @@ mod harness;
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use harness::{Setting, check_at_rest};
+use harness::{HOST, Setting, check_at_rest};
 use outcore::{DType, Runtime, Tensor};
 
 fn read(tensor: &Tensor) -> u8 {
@@ -30,7 +30,7 @@ fn resident(setting: &Setting) -> (common::Synthetic, Runtime, Tensor) {
 #[test]
 fn child_reads_what_was_evicted() {
     let Ok(which) = std::env::var("OUTCORE_CHILD") else { return };
-    let (_file, runtime, tensor) = resident(&Setting::tiers()[which.parse::<usize>().unwrap()]);
+    let (_file, runtime, tensor) = resident(&Setting::tiers(HOST)[which.parse::<usize>().unwrap()]);
     assert_eq!(runtime.evict(&tensor), tensor.page_count() as u32);
     // With a host tier the page is copied down first; its frame goes with the copy's end.
     while runtime.snapshot(&tensor).pages[0].frame.is_some() {
@@ -42,7 +42,7 @@ fn child_reads_what_was_evicted() {
 
 #[test]
 fn a_use_after_evict_faults_at_once() {
-    for which in 0..Setting::tiers().len() {
+    for which in 0..Setting::tiers(HOST).len() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child_reads_what_was_evicted", "--nocapture"])
             .env("OUTCORE_CHILD", which.to_string())
@@ -56,7 +56,7 @@ fn a_use_after_evict_faults_at_once() {
 
 #[test]
 fn a_pin_makes_the_page_accessible_again() {
-    for setting in Setting::tiers() {
+    for setting in Setting::tiers(HOST) {
         let (file, runtime, tensor) = resident(&setting);
         for _ in 0..3 {
             runtime.evict(&tensor);

@@ -7,6 +7,7 @@ use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use outcore::Bytes;
 use serde_json::{Map, Value, json};
@@ -128,7 +129,9 @@ impl Drop for Made {
 /// A safetensors file of `count` tensors `t0, t1, ...` of `len` bytes each, the first of which begins at a multiple of
 /// `align`. Its bytes are noise, and on disk.
 pub fn model(dir: &Path, count: u64, len: u64, align: u64) -> Made {
-    let made = Made(dir.join(format!("outcore-bench-{}.safetensors", std::process::id())));
+    static MADE: AtomicU32 = AtomicU32::new(0);
+    let number = MADE.fetch_add(1, Ordering::Relaxed);
+    let made = Made(dir.join(format!("outcore-bench-{}-{number}.safetensors", std::process::id())));
     let entry = |n: u64| {
         format!("\"t{n}\":{{\"dtype\":\"U8\",\"shape\":[{len}],\"data_offsets\":[{},{}]}}", n * len, (n + 1) * len)
     };

@@ -19,6 +19,14 @@ pub fn cuda_devices() -> Result<Vec<CudaDeviceInfo>> {
     Err(absent())
 }
 
+/// The GPU a selector means.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`]: this build has no CUDA device.
+pub fn cuda_device(_: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
+    Err(absent())
+}
+
 pub(crate) fn open(_: &CudaDeviceSelector, _: PageSize, _: u32, _: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
     Err(absent())
 }

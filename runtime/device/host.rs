@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::link::{Direction, LinkModel, LinkSchedule};
-use super::stream::{Copier, Stream, closed, report_apart};
+use super::stream::{Copier, STREAMS_MAX, Stream, closed, event_of, event_parts, report_apart};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,9 +43,6 @@ const WARM_SLICE_BYTES: u64 = 2 << 20;
 const MAPPINGS_FOR_OTHERS: u64 = 1024;
 /// A modelled copy spins for the last moment before its end, because a sleep ends up to this much late.
 const SPIN: Duration = Duration::from_micros(50);
-/// Bits of an event that count items; the rest is the stream.
-const EVENT_COUNT_BITS: u32 = 44;
-const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
 /// Marks a page of a reservation that no frame is behind.
 const NO_FRAME: u32 = u32::MAX;
 
@@ -303,7 +300,9 @@ impl Copier for Core {
                 // SAFETY: as above.
                 unsafe { ptr::write_bytes(pointer(device), 0, len as usize) };
             }
-            StreamOp::Call(_) => return Err(Error::new(ErrorKind::Internal, "a call reached the copier")),
+            StreamOp::Call(_) | StreamOp::Mark => {
+                return Err(Error::new(ErrorKind::Internal, "what is no copy reached the copier"));
+            }
         }
         if let Some(deadline) = deadline.filter(|deadline| *deadline > Instant::now()) {
             before_wait();
@@ -431,10 +430,6 @@ impl HostDevice {
         if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread that warms frames panicked");
         }
-    }
-
-    fn event_parts(event: EventId) -> (usize, u64) {
-        ((event.0 >> EVENT_COUNT_BITS) as usize, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
     }
 }
 
@@ -620,6 +615,11 @@ impl Device for HostDevice {
         Ok(StreamId(index as u32))
     }
 
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        let streams = self.streams.read();
+        if streams.closed { Err(closed("host")) } else { streams.get(stream.0 as usize).map(drop) }
+    }
+
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
         let streams = self.streams.read();
         let refused = match streams.get(stream.0 as usize) {
@@ -634,18 +634,18 @@ impl Device for HostDevice {
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
         let count = self.streams.read().get(stream.0 as usize)?.record();
-        Ok(EventId(u64::from(stream.0) << EVENT_COUNT_BITS | count))
+        Ok(event_of(stream, count))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
         let streams = self.streams.read();
-        let (recorded, count) = Self::event_parts(event);
-        streams.get(stream.0 as usize)?.wait(streams.get(recorded)?, count)
+        let (recorded, count) = event_parts(event);
+        streams.get(stream.0 as usize)?.wait(streams.get(recorded as usize)?, count)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, count) = Self::event_parts(event);
-        self.streams.read().get(stream)?.poll(count)
+        let (stream, count) = event_parts(event);
+        self.streams.read().get(stream as usize)?.poll(count)
     }
 
     fn close(&self) -> Result<()> {

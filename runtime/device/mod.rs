@@ -9,7 +9,8 @@
 //! 1. `map(frame, address)` puts `frame` behind `address`; the bytes the frame held travel with it. Afterwards the
 //!    address the frame was behind before holds nothing and any access there faults. A frame that was behind
 //!    `address` keeps its memory but is behind no address until it is mapped again. The caller guarantees that no
-//!    operation in flight touches either address.
+//!    operation in flight touches either address. A device may do this behind the call, in order, ahead of the
+//!    operations that are submitted after it: then a refusal is the failure of those that name the address.
 //! 2. `protect(frame)` makes the frame's address inaccessible until the next `map` of that frame; a device for which
 //!    this costs time may do nothing unless it was built `strict`.
 //! 3. `discard(frame)` gives the frame's physical memory back to the system; its bytes are lost, any access to its
@@ -20,8 +21,10 @@
 //!    changes nothing.
 //! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready". An
 //!    operation that fails reports to its token; one without a token fails every later event of its stream.
-//! 7. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
-//!    [`ErrorKind::Closed`](crate::ErrorKind::Closed), not on the caller's stack. Mappings stay until the device is
+//! 7. An adopted stream stays its owner's: the device records events on it and nothing else of its own accord, and never
+//!    destroys it. `forget_stream` waits for nothing; tokens submitted before are reported all the same.
+//! 8. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
+//!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
 //!    dropped.
 
 // The device is chosen by file; everything above sees the same names.
@@ -30,24 +33,28 @@ mod cuda;
 mod host;
 mod link;
 mod select;
+mod sim;
 mod slab;
 mod stream;
 mod sys;
 
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::task::Poll;
 
-use crate::error::{Error, Result};
-use crate::ids::{FrameId, PageSize};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, FrameId, PageSize};
+use crate::machine::MemoryLimit;
 
-pub use cuda::cuda_devices;
 pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
+pub use cuda::{cuda_device, cuda_devices};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
+pub use sim::{SimClock, SimDevice, SimDeviceConfig};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
@@ -70,6 +77,28 @@ impl fmt::Debug for DeviceAddress {
         write!(f, "{:#x}", self.0)
     }
 }
+
+/// The handle of a stream of the driver, a `CUstream`, as a pointer nobody looks behind. A null handle is the legacy
+/// default stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RawStream(*mut c_void);
+
+impl RawStream {
+    /// The handle as its owner has it.
+    pub const fn new(handle: *mut c_void) -> Self {
+        Self(handle)
+    }
+    /// The handle, to be cast to the type that whoever calls the driver has for it.
+    pub const fn as_ptr(self) -> *mut c_void {
+        self.0
+    }
+}
+
+// SAFETY: a handle is a name; the driver's functions may be called with it from any thread. That the stream exists is the
+// promise of whoever has it adopted (`Device::adopt_stream`).
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
 
 /// A queue of device operations that run in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -124,7 +153,6 @@ impl HostPointer {
         twox_hash::XxHash3_64::oneshot(bytes)
     }
     /// The memory `bytes` after this, which belongs to the same operation.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "other devices copy in one piece"))]
     pub(crate) fn offset(self, bytes: u64) -> Self {
         // Within the operation's range, which does not wrap around; the constructor's promise covers it.
         Self(self.0.map_addr(|at| at.saturating_add(bytes as usize)))
@@ -168,9 +196,11 @@ pub enum StreamOp {
         /// Bytes.
         len: u64,
     },
-    /// Run a closure on the stream's timeline. It must not wait for work of another stream, which may run its closures
-    /// on the same thread, and on a CUDA device it must not call the CUDA driver.
+    /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the same
+    /// thread, and on a CUDA device it must not call the CUDA driver.
     Call(Box<dyn FnOnce() + Send>),
+    /// Do nothing: it has ended when everything that is on the stream before it has, also what others put there.
+    Mark,
 }
 
 impl fmt::Debug for StreamOp {
@@ -180,6 +210,7 @@ impl fmt::Debug for StreamOp {
             Self::CopyOut { device, len, .. } => write!(f, "CopyOut({device:?}, {len})"),
             Self::Zero { device, len } => write!(f, "Zero({device:?}, {len})"),
             Self::Call(_) => f.write_str("Call"),
+            Self::Mark => f.write_str("Mark"),
         }
     }
 }
@@ -195,9 +226,14 @@ pub enum StreamKind {
     Compute,
 }
 
+fn no_handles(device: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("streams of the device {device} have no handle of a driver"))
+        .remedy("put closures on the stream, or use a CUDA device")
+}
+
 /// See the [module documentation](self) for the contract.
 pub trait Device: Send + Sync + fmt::Debug {
-    /// `"host"`, `"cuda:0"`.
+    /// `"host"`, `"cuda:0"`, `"sim"`.
     fn name(&self) -> &str;
     /// Bytes of a page and of a frame.
     fn page_size(&self) -> PageSize;
@@ -206,11 +242,26 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Whether this process may access mapped device addresses as memory. Where it may not, bytes come and go by copies.
     fn host_addressable(&self) -> bool;
 
+    /// The GPU's number, as the driver counts; `None` where memory is not a GPU's.
+    fn gpu(&self) -> Option<u32> {
+        None
+    }
+
+    /// The node of the machine's memory from which copies to the device are shortest, if it is known.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
     /// Reserves a contiguous address range of `pages` pages, aligned to the page size, inaccessible until mapped.
     fn reserve(&self, pages: u32) -> Result<DeviceAddress>;
     /// Gives a range back. Frames still behind it are free: they move away and keep their memory.
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()>;
 
+    /// How much memory more frames could take now. By default what this process may use of the machine's, and does not.
+    fn free_memory(&self) -> Result<Bytes> {
+        let memory = MemoryLimit::detect()?;
+        Ok(memory.limit.saturating_sub(memory.usage))
+    }
     /// How many frames exist: ids `0..count`. On the host device creating frames commits no memory, mapping
     /// and filling them does; on a GPU the memory is taken when they are created.
     fn frame_count(&self) -> u32;
@@ -239,6 +290,31 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// A new stream.
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId>;
+    /// Takes in a stream that somebody else owns, under contract rule 7. By default there are none.
+    ///
+    /// # Safety
+    /// The handle is that of a stream, and stays so until [`forget_stream`](Self::forget_stream) or
+    /// [`close`](Self::close) has returned.
+    ///
+    /// # Errors
+    /// `Unsupported` where streams have no handles; `InvalidArgument` for a stream of another GPU or context.
+    unsafe fn adopt_stream(&self, _raw: RawStream) -> Result<StreamId> {
+        Err(no_handles(self.name()))
+    }
+    /// Lets go of an adopted stream: its id and its events are not used any more.
+    fn forget_stream(&self, _stream: StreamId) {}
+    /// The handle of a stream, for whoever puts work on it. By default there is none.
+    ///
+    /// # Errors
+    /// `Unsupported` where streams have no handles.
+    fn raw_stream(&self, _stream: StreamId) -> Result<RawStream> {
+        Err(no_handles(self.name()))
+    }
+    /// Whether [`StreamOp::Mark`] would mean anything on this stream now.
+    ///
+    /// # Errors
+    /// `InvalidArgument` while the stream is being captured into a graph: nothing that is put on it runs. `Closed`.
+    fn can_mark(&self, stream: StreamId) -> Result<()>;
     /// Queues `op`; where `token` is given, its completion is reported.
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>);
     /// Marks the current end of `stream`.

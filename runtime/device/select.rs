@@ -22,7 +22,8 @@ use crate::ids::Bytes;
 pub enum CudaDeviceSelector {
     /// The driver's number, from 0.
     Ordinal(u32),
-    /// `GPU-` and 32 hexadecimal digits in five groups.
+    /// `GPU-`, or `MIG-` for an instance of a partitioned GPU, and 32 hexadecimal digits in five groups. A process sees
+    /// those instances that `CUDA_VISIBLE_DEVICES` names.
     Uuid(String),
     /// `domain:bus:device.function`, hexadecimal.
     Pci(String),
@@ -41,10 +42,17 @@ impl CudaDeviceSelector {
     pub(crate) fn means(&self, gpu: &CudaDeviceInfo) -> bool {
         match self {
             Self::Ordinal(ordinal) => gpu.ordinal == *ordinal,
-            Self::Uuid(uuid) => gpu.uuid.eq_ignore_ascii_case(uuid),
+            // The driver gives an instance's digits as it gives a GPU's, and does not say which it is.
+            Self::Uuid(uuid) => digits(&gpu.uuid).eq_ignore_ascii_case(digits(uuid)),
             Self::Pci(address) => gpu.pci.eq_ignore_ascii_case(address),
         }
     }
+}
+
+/// A UUID without its prefix.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "there is nothing to select from"))]
+fn digits(uuid: &str) -> &str {
+    uuid.split_once('-').map_or(uuid, |(_, digits)| digits)
 }
 
 impl FromStr for CudaDeviceSelector {
@@ -56,14 +64,14 @@ impl FromStr for CudaDeviceSelector {
             return Ok(Self::Ordinal(ordinal));
         }
         let groups: Vec<&str> = text.split('-').collect();
-        if let ["GPU", a, b, c, d, e] = groups[..]
+        if let [kind @ ("GPU" | "MIG"), a, b, c, d, e] = groups[..]
             && hex(a, 8)
             && hex(b, 4)
             && hex(c, 4)
             && hex(d, 4)
             && hex(e, 12)
         {
-            return Ok(Self::Uuid(text.to_ascii_lowercase().replacen("gpu", "GPU", 1)));
+            return Ok(Self::Uuid(format!("{kind}-{}", digits(text).to_ascii_lowercase())));
         }
         let parts: Vec<&str> = text.split([':', '.']).collect();
         match parts[..] {
@@ -75,7 +83,7 @@ impl FromStr for CudaDeviceSelector {
                 Ok(Self::Pci(format!("{domain}:{bus}:{device}.{function}").to_ascii_lowercase()))
             }
             _ => Err(Error::new(ErrorKind::InvalidArgument, format!("{text:?} names no GPU"))
-                .remedy("give its number (0), its UUID (GPU-...) or its PCI address (0000:3b:00.0); `outcore doctor` lists them")),
+                .remedy("give its number (0), its UUID (GPU-..., MIG-...) or its PCI address (0000:3b:00.0); `outcore doctor` lists them")),
         }
     }
 }
@@ -97,7 +105,7 @@ pub struct CudaDeviceInfo {
     pub ordinal: u32,
     /// `NVIDIA H100 80GB HBM3`.
     pub name: String,
-    /// `GPU-...`.
+    /// `GPU-...`; of an instance of a partitioned GPU its own digits, which tools show as `MIG-...`.
     pub uuid: String,
     /// `0000:3b:00.0`.
     pub pci: String,
@@ -109,4 +117,6 @@ pub struct CudaDeviceInfo {
     pub virtual_memory: bool,
     /// The CUDA version the driver supports.
     pub driver: (u32, u32),
+    /// The node of the machine's memory that is nearest to it; `None` where the machine has one, or does not say.
+    pub numa_node: Option<u32>,
 }

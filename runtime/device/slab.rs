@@ -21,8 +21,10 @@ use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker locks this much at a time; [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this.
-const LOCK_SLICE_BYTES: u64 = 64 << 20;
+/// The locker locks this much at a time. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this, and so
+/// does whoever changes the process's address space: memory that is touched for the first time may come at some hundred
+/// MB/s.
+const LOCK_SLICE_BYTES: u64 = 8 << 20;
 
 /// What a slab is made of.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +65,8 @@ struct Progress {
     staging: u64,
     frames: u64,
     refused: bool,
+    /// Whether there is a locker, which looks for more before it ends.
+    locking: bool,
 }
 
 #[derive(Debug)]
@@ -124,6 +128,15 @@ impl Slab {
         }
     }
 
+    /// Asks for memory near the device whose copies it serves. Without it copies may cross from one processor to another.
+    fn prefer_near(&self, address: u64, len: u64) {
+        let Locks::Device(device) = &self.locks else { return };
+        let Some(node) = device.numa_node() else { return };
+        if let Err(cause) = sys::prefer_node(address, len, node) {
+            tracing::debug!(%cause, node, "the host tier's memory may lie far from the device");
+        }
+    }
+
     fn unlock(&self) {
         let Locks::Device(device) = &self.locks else { return };
         for (address, len) in self.slices.lock().drain(..) {
@@ -134,12 +147,14 @@ impl Slab {
     }
 
     fn lock_in_slices(&self) {
-        while !self.stopping.load(Ordering::Relaxed) {
+        loop {
             let mut progress = self.progress.lock();
-            if progress.refused {
+            let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
+            let next = if stop { None } else { self.next_slice(&mut progress) };
+            let Some((done, address, len)) = next else {
+                progress.locking = false;
                 return;
-            }
-            let Some((done, address, len)) = self.next_slice(&mut progress) else { return };
+            };
             match self.lock(address, len) {
                 Ok(()) => {
                     *done += len;
@@ -207,10 +222,14 @@ impl HostSlab {
             // SAFETY: the region is new, ours, and known to nobody.
             unsafe { sys::commit(slab.staging.base(), slab.staging.len(), true) }
                 .map_err(|e| Error::io("map the staging buffers", e))?;
+            slab.prefer_near(slab.staging.base(), slab.staging.len());
         }
         let slab = Self { slab: Arc::new(slab), lock: config.lock, locker: Mutex::default() };
-        slab.grow(config.frames)?;
-        slab.start_locker();
+        if config.frames > 0 {
+            slab.grow(config.frames)?;
+        } else {
+            slab.start_locker();
+        }
         Ok(slab)
     }
 
@@ -219,13 +238,20 @@ impl HostSlab {
             return;
         }
         let mut locker = self.locker.lock();
+        if std::mem::replace(&mut self.slab.progress.lock().locking, true) {
+            return;
+        }
+        // One that there was before has nothing left to do but to end.
         if let Some(previous) = locker.take() {
             let _ = previous.join();
         }
         let slab = Arc::clone(&self.slab);
         match thread::Builder::new().name("slab-lock".into()).spawn(move || slab.lock_in_slices()) {
             Ok(thread) => *locker = Some(thread),
-            Err(cause) => tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked"),
+            Err(cause) => {
+                self.slab.progress.lock().locking = false;
+                tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked");
+            }
         }
     }
 
@@ -297,6 +323,7 @@ impl HostSlab {
             let (base, len) = (slab.frames.base() + slab.bytes(from), slab.bytes(count - from));
             // SAFETY: the range is in our region, and frames from `from` on do not exist yet, so nobody uses them.
             unsafe { sys::commit(base, len, true) }.map_err(|e| Error::io("map the host tier", e))?;
+            slab.prefer_near(base, len);
             slab.frame_count.store(count, Ordering::Release);
         }
         self.start_locker();
@@ -382,6 +409,29 @@ mod tests {
         unsafe { frame.as_ptr().write_bytes(7, 64 << 10) };
         slab.grow(8).unwrap();
         assert!(slab.slab.progress.lock().refused);
+    }
+
+    /// Whether the kernel of this test may lock.
+    static MAY_LOCK: (Mutex<bool>, parking_lot::Condvar) = (Mutex::new(false), parking_lot::Condvar::new());
+
+    fn lock_when_allowed(_: u64, _: u64) -> io::Result<()> {
+        let mut may = MAY_LOCK.0.lock();
+        while !*may {
+            MAY_LOCK.1.wait(&mut may);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn regression_opening_waits_for_no_locking() {
+        let (opened, open) = std::sync::mpsc::channel();
+        thread::spawn(move || opened.send(HostSlab::with_locks(config(4, 2), Locks::Kernel(lock_when_allowed))));
+        let slab = open.recv_timeout(std::time::Duration::from_secs(60));
+        *MAY_LOCK.0.lock() = true;
+        MAY_LOCK.1.notify_all();
+        let slab = slab.expect("the slab is there before it is locked").unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
     }
 
     #[test]

@@ -19,13 +19,27 @@ use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Completion, Completions, StreamOp, Token, sys};
+use super::{Completion, Completions, EventId, StreamId, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
 /// Completions are reported at the latest after this many operations ...
 pub(super) const BATCH_OPERATIONS_MAX: usize = 64;
 /// ... or this many bytes: about what is copied in the time a waiter takes to wake up.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
+
+/// Bits of an event that count items; the rest is the stream.
+const EVENT_COUNT_BITS: u32 = 44;
+pub(super) const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
+
+/// The event of `count` items of a stream.
+pub(super) fn event_of(stream: StreamId, count: u64) -> EventId {
+    EventId(u64::from(stream.0) << EVENT_COUNT_BITS | count)
+}
+
+/// The stream and the count of an event.
+pub(super) fn event_parts(event: EventId) -> (u32, u64) {
+    ((event.0 >> EVENT_COUNT_BITS) as u32, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
+}
 
 /// Runs what a stream's queue holds. Calls are run by the stream itself.
 pub(super) trait Copier: Send + Sync + 'static {
@@ -240,6 +254,7 @@ impl Worker {
                     self.batch.report();
                     (token, call_caught(call))
                 }
+                Item::Op(StreamOp::Mark, token) => (token, Ok(())),
                 Item::Op(op, token) => (token, self.copier.run(op, &mut || self.batch.report())),
             };
             self.ended(token, result);

@@ -213,6 +213,22 @@ pub(super) fn lock(address: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::mlock(pointer(address), size(len)?) })
 }
 
+/// Asks for the memory of a range from a node of the machine's memory, as far as it has room, when it is first touched.
+pub(super) fn prefer_node(address: u64, len: u64, node: u32) -> io::Result<()> {
+    let mut nodes = [0_u64; 16];
+    let limit = nodes.len() * 64;
+    let Some(word) = nodes.get_mut(node as usize / 64) else {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    };
+    *word = 1 << (node % 64);
+    // SAFETY: a preference for a range; it changes no content, and the kernel reads as many bits as are said. It counts
+    // one less than it is told.
+    let outcome = unsafe {
+        libc::syscall(libc::SYS_mbind, pointer(address), size(len)?, libc::MPOL_PREFERRED, nodes.as_ptr(), limit + 1, 0)
+    };
+    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Lets timers of the calling thread fire on time instead of up to 50 us late.
 pub(super) fn exact_timers() {
     // SAFETY: sets a scheduling property of the calling thread only.

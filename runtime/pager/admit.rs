@@ -190,6 +190,14 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// From now on the request is [nested](Self::submit_nested).
+    pub fn take_for_nested(&mut self, id: RequestId, fx: &mut Effects) {
+        let Some(key) = self.request_key(id) else { return };
+        if !std::mem::replace(&mut self.requests[key].nested, true) {
+            self.pump(fx);
+        }
+    }
+
     fn leave_queue(&mut self, id: RequestId) {
         if self.queue.front() == Some(&id) {
             // The next one has its own count: not to be overtaken at all would hold up whoever it waits for.
@@ -482,8 +490,10 @@ impl Pager {
     }
 }
 
-fn closing() -> Error {
-    Error::new(ErrorKind::Closed, "the runtime is closing")
+/// What every call gets once a runtime is being closed.
+pub(crate) fn closing() -> Error {
+    Error::new(ErrorKind::Closed, "the runtime is closing, or is closed")
+        .remedy("open a new one, or close this one later")
 }
 
 /// The first cause that applies stays; `None` yields.

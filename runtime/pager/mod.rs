@@ -48,6 +48,7 @@ pub use policy::{Policy, PolicyKind};
 pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 
 use admit::Request;
+pub(crate) use admit::closing;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use moves::MoveRecord;
 use numbers::PageNumbers;

@@ -43,9 +43,9 @@ use crate::ids::{Bytes, FileId};
 const FIXED_FILES: u32 = 1024;
 /// Room in the table of registered buffers: the most the kernel has.
 const FIXED_BUFFERS: u32 = 1 << 14;
-/// Memory is registered in pieces of this size. The kernel takes up to 1 GiB, at some 0.25 s; operations wait behind
-/// it, and behind a piece they wait as long as for a few pages.
-const PIECE: u64 = 64 << 20;
+/// Memory is registered in pieces of this size, and larger pages are in none. The kernel takes up to 1 GiB, but
+/// operations wait behind it: behind a piece as long as for a few pages.
+const PIECE: u64 = 16 << 20;
 /// `user_data` of the eventfd's read.
 const WAKE: u64 = u64::MAX;
 /// Pause before trying again after the kernel has refused submissions.

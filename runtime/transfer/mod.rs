@@ -8,8 +8,8 @@
 //!
 //! # Invariants
 //!
-//! 1. A move has at most one operation in flight; its id is the operation's token. Tokens from [`COPY_TOKENS`] on are of
-//!    copies that callers wait for.
+//! 1. A move has at most one operation in flight; its id is the operation's token. Tokens from [`CALLER_TOKENS`] on are
+//!    of operations that belong to callers: copies they wait for, ends of work that pins wait for.
 //! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
 //!    returned to the pager only when the operation has been reported complete.
 //! 3. The latch is never held while the store, the device, a waker or the observer is called, except for
@@ -19,9 +19,10 @@ pub(crate) mod ticket;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
-use std::task::Waker;
+use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -237,24 +238,39 @@ pub(crate) struct Engine {
     fills: StreamId,
     write_backs: StreamId,
     in_flight: Mutex<HashMap<MoveId, InFlight>>,
-    copies: Mutex<Copies>,
+    callers: Mutex<Callers>,
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
+    /// The device takes no more: asked before callers' operations, whose refusal by the device would take a thread that
+    /// outlives whoever is told, and the engine with it.
+    closed: AtomicBool,
 }
 
-/// The first token of a copy that a caller waits for; ids of moves are smaller.
-const COPY_TOKENS: u64 = 1 << 63;
+/// The first token of an operation of a caller's; ids of moves are smaller.
+const CALLER_TOKENS: u64 = 1 << 63;
 
-/// Copies between the device and a caller's memory.
-#[derive(Debug, Default)]
-struct Copies {
-    stream: Option<StreamId>,
+/// What follows an operation of a caller's. It runs on a thread of the device, with no lock held, and must not wait.
+type AtEnd = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// Operations of callers.
+#[derive(Default)]
+struct Callers {
+    /// For copies between the device and a caller's memory.
+    copies: Option<StreamId>,
+    /// Compute streams that nobody has any more.
+    unused: Vec<StreamId>,
     next: u64,
-    waiting: HashMap<u64, mpsc::SyncSender<Result<()>>>,
+    pending: HashMap<u64, AtEnd>,
+}
+
+impl fmt::Debug for Callers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Callers({} operations pending)", self.pending.len())
+    }
 }
 
 /// What nobody was there to be told.
@@ -310,10 +326,11 @@ impl Engine {
             store,
             slab,
             in_flight: Mutex::new(HashMap::new()),
-            copies: Mutex::default(),
+            callers: Mutex::default(),
             segments: RwLock::new(Vec::new()),
             observer,
             failures: Mutex::default(),
+            closed: AtomicBool::new(false),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
         Ok(engine)
@@ -368,7 +385,12 @@ impl Engine {
             crate::pager::Submitted::Ready => None,
         };
         self.settle(latched, fx);
-        ticket.map_or(Ok(()), |ticket| ticket.wait().map(|_| ()))
+        ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
+    }
+
+    /// The request's caller may hold guards.
+    pub(crate) fn take_for_nested(&self, id: RequestId) {
+        self.with(|pager, fx| pager.take_for_nested(id, fx));
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
@@ -384,7 +406,7 @@ impl Engine {
         };
         self.settle(latched, fx);
         // The ticket left the table under the latch, but its result is delivered after it.
-        outcome.map(|()| ticket.wait())
+        outcome.and_then(|()| ticket.wait(None))
     }
 
     /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
@@ -547,22 +569,60 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
-        may_wait("a copy")?;
-        let (tell, told) = mpsc::sync_channel(1);
-        let (stream, token) = {
-            let mut copies = self.copies.lock();
-            let stream = match copies.stream {
+        let stream = {
+            let mut callers = self.callers.lock();
+            match callers.copies {
                 Some(stream) => stream,
-                None => *copies.stream.insert(self.device.create_stream(StreamKind::Compute)?),
-            };
-            copies.next += 1;
-            let token = COPY_TOKENS + copies.next;
-            copies.waiting.insert(token, tell);
-            (stream, token)
+                None => *callers.copies.insert(self.device.create_stream(StreamKind::Compute)?),
+            }
+        };
+        self.run_and_wait(stream, op, "a copy")
+    }
+
+    /// Puts an operation of a caller's on a stream, and waits for its end.
+    ///
+    /// # Errors
+    /// What the device says; `InvalidArgument` in a waker.
+    pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
+        may_wait(what)?;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
+        }
+        let (tell, told) = mpsc::sync_channel(1);
+        // There is room for one result, and it comes once.
+        self.run(stream, op, Box::new(move |result| drop(tell.try_send(result))));
+        // The device reports every token once, whatever happens; until then the memory stays borrowed.
+        told.recv().unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, format!("{what} was never reported"))))
+    }
+
+    /// Puts an operation of a caller's on a stream. It is followed by `at_end`, once, whatever happens.
+    pub(crate) fn run(&self, stream: StreamId, op: StreamOp, at_end: AtEnd) {
+        let token = {
+            let mut callers = self.callers.lock();
+            callers.next += 1;
+            let token = CALLER_TOKENS + callers.next;
+            callers.pending.insert(token, at_end);
+            token
         };
         self.device.submit(stream, op, Some(Token(token)));
-        // The device reports every token once, whatever happens; until then the memory stays borrowed.
-        told.recv().unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, "a copy was never reported")))
+    }
+
+    /// A stream for work of a caller's, on which nothing is.
+    pub(crate) fn take_stream(&self) -> Result<StreamId> {
+        let unused = std::mem::take(&mut self.callers.lock().unused);
+        let is_idle = |stream: &StreamId| {
+            let end = self.device.can_mark(*stream).and_then(|()| self.device.record(*stream));
+            matches!(end.and_then(|end| self.device.poll(end)), Ok(Poll::Ready(())))
+        };
+        let (mut idle, busy): (Vec<_>, Vec<_>) = unused.into_iter().partition(is_idle);
+        let stream = idle.pop();
+        self.callers.lock().unused.extend(idle.into_iter().chain(busy));
+        stream.map_or_else(|| self.device.create_stream(StreamKind::Compute), Ok)
+    }
+
+    /// What is on it goes on.
+    pub(crate) fn return_stream(&self, stream: StreamId) {
+        self.callers.lock().unused.push(stream);
     }
 
     fn enter(&self, planned: Move, stage: Stage) {
@@ -607,10 +667,10 @@ impl Engine {
     fn completed(&self, done: &mut Vec<Completion>) {
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
-            if token.0 >= COPY_TOKENS {
-                if let Some(waiting) = self.copies.lock().waiting.remove(&token.0) {
-                    // There is room for one result, and this is it.
-                    let _ = waiting.try_send(result);
+            if token.0 >= CALLER_TOKENS {
+                let at_end = self.callers.lock().pending.remove(&token.0);
+                if let Some(at_end) = at_end {
+                    at_end(result);
                 }
                 continue;
             }
@@ -803,6 +863,7 @@ impl Engine {
             self.idle.wait(&mut latched);
         }
         drop(latched);
+        self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
         store.and(device)

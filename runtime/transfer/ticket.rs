@@ -1,6 +1,7 @@
 //! What a caller holds while its request waits: a place for the result, and who to wake.
 
 use std::task::{Poll, Waker};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -31,13 +32,21 @@ impl Ticket {
         waker
     }
 
-    pub(crate) fn wait(&self) -> Result<WaitCause> {
+    /// Blocks until the result is there; `None` once `deadline` has passed without one.
+    pub(crate) fn wait(&self, deadline: Option<Instant>) -> Option<Result<WaitCause>> {
         let mut state = self.state.lock();
         loop {
             if let Some(result) = state.result.take() {
-                return result;
+                return Some(result);
             }
-            self.ready.wait(&mut state);
+            match deadline {
+                None => self.ready.wait(&mut state),
+                Some(deadline) => {
+                    if self.ready.wait_until(&mut state, deadline).timed_out() {
+                        return state.result.take();
+                    }
+                }
+            }
         }
     }
 

@@ -14,8 +14,16 @@ pub struct Synthetic {
     pub bytes: Vec<u8>,
 }
 
+/// Cargo's folder for files of tests, in the build's folder that holds this test; for a test that was taken elsewhere, the
+/// system's.
+fn folder() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let of_build = test.ancestors().nth(3).map(|build| build.join("tmp")).filter(|folder| folder.is_dir());
+    of_build.unwrap_or_else(std::env::temp_dir)
+}
+
 pub fn synthetic(lengths: &[usize]) -> Synthetic {
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let dir = tempfile::tempdir_in(folder()).unwrap();
     let path = dir.path().join("model.safetensors");
     let mut end = 0;
     let mut entries = Vec::new();

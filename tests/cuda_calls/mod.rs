@@ -30,6 +30,27 @@ pub fn event(context: &Arc<CudaContext>) -> CudaEvent {
     context.new_event(None).unwrap()
 }
 
+/// Runs `work` with the context pushed, as a library does that may not disturb its caller's.
+pub fn in_context<T>(context: &Arc<CudaContext>, work: impl FnOnce() -> T) -> T {
+    // SAFETY: the context lives for the call, and is popped again below.
+    check(unsafe { sys::cuCtxPushCurrent_v2(context.cu_ctx()) }).unwrap();
+    let result = work();
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: the out-parameter is a local.
+    check(unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) }).unwrap();
+    result
+}
+
+pub fn record(event: &CudaEvent, stream: &CudaStream) -> Result {
+    // SAFETY: both live for the call.
+    check(unsafe { sys::cuEventRecord(event.cu_event(), stream.cu_stream()) })
+}
+
+pub fn synchronize(event: &CudaEvent) -> Result {
+    // SAFETY: the event lives for the call.
+    check(unsafe { sys::cuEventSynchronize(event.cu_event()) })
+}
+
 /// Page-locked memory of the driver.
 pub struct Locked {
     start: *mut u8,

@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// A launch, as registered kernels see it.
 #[repr(C)]
@@ -123,6 +124,7 @@ macro_rules! api {
 api! {
     reset = c"fakecuda_reset": fn();
     check_leaks = c"fakecuda_check_leaks": fn() -> usize;
+    left = c"fakecuda_left": fn() -> usize;
     findings = c"fakecuda_findings": fn(*mut u8, usize) -> usize;
     clear_findings = c"fakecuda_clear_findings": fn();
     fail = c"fakecuda_fail": fn(*const c_char, u64, u64, u32, bool);
@@ -130,12 +132,16 @@ api! {
     fired = c"fakecuda_fired": fn() -> u64;
     lose_device = c"fakecuda_lose_device": fn(u32);
     hold = c"fakecuda_hold": fn(bool);
+    hold_calls = c"fakecuda_hold_calls": fn(*const c_char, bool);
     hold_stream = c"fakecuda_hold_stream": fn(usize, bool) -> bool;
     run_dry = c"fakecuda_run_dry": fn() -> bool;
     set_devices = c"fakecuda_set_devices": fn(usize);
     set_device_bytes = c"fakecuda_set_device_bytes": fn(u64);
     set_driver_version = c"fakecuda_set_driver_version": fn(i32);
     set_attribute = c"fakecuda_set_attribute": fn(i32, i32);
+    set_granularity = c"fakecuda_set_granularity": fn(u64);
+    restart = c"fakecuda_restart": fn();
+    set_bare = c"fakecuda_set_bare": fn(bool);
     set_delay = c"fakecuda_set_delay": fn(u64, u64);
     set_link = c"fakecuda_set_link": fn(u64, u64);
     used_bytes = c"fakecuda_used_bytes": fn(i32) -> u64;
@@ -152,19 +158,19 @@ fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
     address
 }
 
-/// Cargo puts the library beside the tests, in `deps`.
-fn library() -> PathBuf {
+/// The library, where it was built: Cargo puts it beside the tests, in `deps`.
+fn library() -> Option<PathBuf> {
     let executable = std::env::current_exe().expect("the path of the test");
     let folder = executable.parent().expect("a folder");
     let name = "liboutcore_fake_cuda.so";
     let candidates = [folder.join(name), folder.join("../deps").join(name), folder.join("deps").join(name)];
-    candidates.iter().find(|path| path.exists()).unwrap_or(&candidates[0]).clone()
+    candidates.into_iter().find(|path| path.exists())
 }
 
 fn api() -> &'static Api {
     static API: OnceLock<Api> = OnceLock::new();
     API.get_or_init(|| {
-        let path = library();
+        let path = library().expect("the emulated CUDA driver beside this test; `cargo test` builds it");
         let name = CString::new(path.as_os_str().as_bytes()).expect("a path without NUL");
         // SAFETY: the library's initialisers are those of the Rust runtime; it stays loaded for good.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
@@ -173,12 +179,39 @@ fn api() -> &'static Api {
     })
 }
 
+fn all_findings() -> Vec<String> {
+    let mut text = vec![0; (api().findings)(std::ptr::null_mut(), 0) + 1];
+    (api().findings)(text.as_mut_ptr(), text.len());
+    text.pop();
+    String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
+}
+
+/// Set to 1 where tests are to use the machine's own driver. It and the emulated one cannot be in one process.
+pub const REAL: &str = "OUTCORE_REAL_CUDA";
+
+/// Whether tests are to use the machine's own driver.
+pub fn real_is_wanted() -> bool {
+    std::env::var_os(REAL).is_some_and(|value| value == "1")
+}
+
 /// The emulated driver, in the hands of one test.
 pub struct Fake {
     _only: MutexGuard<'static, ()>,
 }
 
 impl Fake {
+    /// [`load`](Self::load), or `None`, said aloud, where the library was not built or a real GPU is wanted.
+    pub fn load_or_skip(test: &str) -> Option<Self> {
+        if real_is_wanted() {
+            eprintln!("SKIPPED {test}: {REAL} asks for a real GPU");
+            return None;
+        }
+        if library().is_none() {
+            eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
+            return None;
+        }
+        Some(Self::load())
+    }
     /// Loads the driver if it is not, waits until no other test has it, and puts it back to its start.
     pub fn load() -> Self {
         static ONLY: Mutex<()> = Mutex::new(());
@@ -189,10 +222,7 @@ impl Fake {
 
     /// What was found so far.
     pub fn findings(&self) -> Vec<String> {
-        let mut text = vec![0; (api().findings)(std::ptr::null_mut(), 0) + 1];
-        (api().findings)(text.as_mut_ptr(), text.len());
-        text.pop();
-        String::from_utf8_lossy(&text).lines().map(str::to_owned).collect()
+        all_findings()
     }
     /// What was found so far; the test has seen it, and may end.
     pub fn take_findings(&self) -> Vec<String> {
@@ -210,6 +240,28 @@ impl Fake {
     pub fn expect_clean(&self) {
         let findings = self.take_findings();
         assert!(findings.is_empty(), "the emulated CUDA driver found: {findings:#?}");
+    }
+    /// Fails if anything was found, or anything was not given back.
+    pub fn finish(&self) {
+        self.check_leaks();
+        self.expect_clean();
+    }
+    /// As [`finish`](Self::finish), for whatever test of this process has the driver; then a new start, with the machine
+    /// as it was set. Clocks and histories are short again.
+    pub fn start_over() {
+        // What a thread of the program's was the last to hold is given back when that thread gets there.
+        let end = Instant::now() + Duration::from_secs(10);
+        while Self::left() > 0 && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        (api().check_leaks)();
+        let findings = all_findings();
+        assert!(findings.is_empty(), "the emulated CUDA driver found: {findings:#?}");
+        (api().restart)();
+    }
+    /// How many objects the program has made and not given back.
+    pub fn left() -> usize {
+        (api().left)()
     }
     /// Makes a finding of each object that was not given back; returns how many there are.
     pub fn check_leaks(&self) -> usize {
@@ -250,6 +302,11 @@ impl Fake {
     pub fn hold(&self, held: bool) {
         (api().hold)(held);
     }
+    /// While held, calls of `name` do not return, and do nothing.
+    pub fn hold_calls(&self, name: &str, held: bool) {
+        let name = CString::new(name).expect("a name without NUL");
+        (api().hold_calls)(name.as_ptr(), held);
+    }
     /// The same for one stream, by its `CUstream`.
     pub fn hold_stream<T>(&self, stream: *mut T, held: bool) {
         assert!((api().hold_stream)(stream as usize, held), "no such stream");
@@ -271,6 +328,15 @@ impl Fake {
     /// Sets a `CUdevice_attribute`.
     pub fn set_attribute(&self, which: i32, value: i32) {
         (api().set_attribute)(which, value);
+    }
+    /// Sets the allocation granularity, a multiple of 4096; 2 MiB at the start.
+    pub fn set_granularity(&self, bytes: u64) {
+        (api().set_granularity)(bytes);
+    }
+    /// Calls keep their books and do nothing else: no byte moves, nothing is judged, work ends when it is submitted. To
+    /// be set before anything is mapped.
+    pub fn set_bare(&self, bare: bool) {
+        (api().set_bare)(bare);
     }
     /// Each piece of work starts up to `microseconds` late, by chance.
     pub fn set_delay(&self, microseconds: u64, seed: u64) {

@@ -1,7 +1,10 @@
 //! What the tests of the whole runtime share: a watchdog, replayable randomness, injected failures, settings.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
-#![allow(dead_code, reason = "each test uses its own part")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test uses its own part")]
+
+#[macro_use]
+mod any_device;
 
 use std::panic;
 use std::sync::Arc;
@@ -12,8 +15,15 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, IoBackend, LinkModel, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore::{Bytes, IoBackend, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor};
 use parking_lot::Mutex;
+
+pub use any_device::{
+    AnyDevice, CUDA, Devices, HOST, On, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, SIM, next_round,
+    until_given_back,
+};
+#[cfg(feature = "cuda")]
+pub use any_device::{control, small_pages};
 
 /// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
 const HANG: Duration = Duration::from_secs(150);
@@ -177,18 +187,19 @@ pub struct Setting {
     pub page: Bytes,
     pub device: u64,
     pub host: u64,
-    pub link: bool,
+    pub on: On,
 }
 
 impl Setting {
-    /// Every backend, with and without host tier, with and without link.
-    pub fn tiers() -> Vec<Self> {
+    /// Every backend and device, with and without host tier.
+    pub fn tiers(devices: Devices) -> Vec<Self> {
         let mut all = Vec::new();
         for io in IoBackend::CHOICES {
             for host in [0, 3] {
-                for link in [false, true] {
-                    let policy = PolicyKind::ALL[all.len() % 2];
-                    all.push(Self { io, policy, page: Bytes::kib(16), device: 6, host, link });
+                for on in devices.iter().copied() {
+                    // With one device the host tier would always meet the same policy.
+                    let policy = PolicyKind::ALL[(all.len() + all.len() / 4) % 2];
+                    all.push(Self { io, policy, page: Bytes::kib(16), device: 6, host, on });
                 }
             }
         }
@@ -204,18 +215,14 @@ impl Setting {
         if let Some(faults) = faults {
             store = store.hook(faults.clone());
         }
-        let builder = Runtime::builder()
+        self.on
+            .builder()
             .page_size(self.page_size())
             .device_budget(Bytes::new(self.device * self.page.get()))
             .host_budget(Bytes::new(self.host * self.page.get()))
             .policy(self.policy)
             .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
-            .store(store);
-        if self.link {
-            builder.link(LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap())
-        } else {
-            builder
-        }
+            .store(store)
     }
 }
 

@@ -3,21 +3,18 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
 
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::borrow::Cow;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Instant;
 
-use outcore::{
-    Bytes, DType, Error, ErrorKind, IoBackend, Model, PinGuard, PolicyKind, Result, Runtime, Tensor, Verify,
-};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor, Verify};
 use parking_lot::RwLock;
 
 use crate::common::{self, Synthetic};
-use crate::harness::{Faults, Rng, Setting, check_at_rest};
+use crate::harness::{AnyDevice, Devices, Faults, Pinned, Rng, Setting, check_at_rest};
 
 /// What one run is made of.
 #[derive(Clone, Debug)]
@@ -32,7 +29,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    pub fn random(rng: &mut Rng, fail_one_in: u64) -> Self {
+    pub fn random(rng: &mut Rng, devices: Devices, fail_one_in: u64) -> Self {
         let page = *rng.pick(&[4, 16, 64]);
         let setting = Setting {
             io: *rng.pick(&IoBackend::CHOICES),
@@ -40,7 +37,7 @@ impl Plan {
             page: Bytes::kib(page),
             device: DEVICE_MIN + rng.below(20),
             host: *rng.pick(&[0, 0, 2, 7, 40]),
-            link: rng.one_in(3),
+            on: *rng.pick(devices),
         };
         let (verify, threads, close_early) = (rng.one_in(3), 2 + rng.below(4), rng.one_in(3));
         Self { setting, verify, threads, fail_one_in, close_early }
@@ -115,10 +112,11 @@ impl World {
         (self.model().tensor(&format!("t{n}")).unwrap(), n)
     }
 
-    fn check(&self, n: u64, bytes: &[u8]) {
+    fn check(&self, n: u64, bytes: Result<Cow<'_, [u8]>>) {
+        let Some(bytes) = self.served(bytes) else { return };
         let model = self.model();
         let header = model.header().tensor(&format!("t{n}")).unwrap();
-        assert!(bytes == &self.file.bytes[header.offset as usize..][..header.len as usize], "t{n}: {:?}", self.plan);
+        assert!(*bytes == self.file.bytes[header.offset as usize..][..header.len as usize], "t{n}: {:?}", self.plan);
     }
 
     fn table(&self, rng: &mut Rng) -> Arc<Table> {
@@ -132,7 +130,8 @@ impl World {
         (from, from + count)
     }
 
-    fn check_rows(&self, table: &Table, from: u64, bytes: &[u8]) {
+    fn check_rows(&self, table: &Table, from: u64, bytes: Result<Cow<'_, [u8]>>) {
+        let Some(bytes) = self.served(bytes) else { return };
         for (at, row) in bytes.chunks(self.row_bytes as usize).enumerate() {
             let row_number = from as usize + at;
             let expected = table.rows[row_number].load(Ordering::Acquire);
@@ -141,13 +140,13 @@ impl World {
         }
     }
 
-    fn step(&self, rng: &mut Rng, elsewhere: &mpsc::Sender<PinGuard>) {
+    fn step(&self, rng: &mut Rng, elsewhere: &mpsc::Sender<Pinned>) {
         let runtime = &self.runtime;
-        match rng.below(40) {
+        match rng.below(43) {
             0..8 => {
                 let (tensor, n) = self.tensor(rng);
-                if let Some(guard) = self.served(runtime.pin(&tensor).wait()) {
-                    self.check(n, &guard);
+                if let Some(guard) = self.served(runtime.read(&tensor)) {
+                    self.check(n, guard.try_bytes());
                     if rng.one_in(4) {
                         // The guard outlives the tensor and the thread's turn.
                         let _ = elsewhere.send(guard);
@@ -158,11 +157,11 @@ impl World {
                 let table = self.table(rng);
                 let (from, to) = self.some_rows(rng);
                 let part = table.tensor.rows(from..to).unwrap();
-                if let Some(guard) = self.served(runtime.pin(&part).wait()) {
-                    self.check_rows(&table, from, &guard);
+                if let Some(guard) = self.served(runtime.read(&part)) {
+                    self.check_rows(&table, from, guard.try_bytes());
                     if rng.one_in(4) {
                         thread::yield_now();
-                        self.check_rows(&table, from, &guard);
+                        self.check_rows(&table, from, guard.try_bytes());
                     }
                 }
             }
@@ -170,13 +169,13 @@ impl World {
                 let table = self.table(rng);
                 let (from, to) = self.some_rows(rng);
                 let part = table.tensor.rows(from..to).unwrap();
-                if let Some(mut guard) = self.served(runtime.pin_mut(&part).wait()) {
-                    self.check_rows(&table, from, guard.bytes());
+                if let Some(mut guard) = self.served(runtime.write(&part)) {
+                    self.check_rows(&table, from, guard.try_bytes());
                     let value = rng.next() as u8;
                     for row in from..to {
                         table.rows[row as usize].store(value, Ordering::Release);
                     }
-                    guard.bytes_mut().fill(value);
+                    let _ = self.served(guard.try_fill(value));
                 }
             }
             22..25 => {
@@ -185,20 +184,20 @@ impl World {
                 if set.iter().map(Tensor::page_count).sum::<u64>() > UNIT_PAGES {
                     return;
                 }
-                if let Some(guard) = self.served(runtime.pin_set(&set).wait()) {
-                    self.check(n, guard.bytes(0).unwrap());
-                    self.check(m, guard.bytes(1).unwrap());
+                if let Some(guard) = self.served(runtime.read_set(&set)) {
+                    self.check(n, guard.try_bytes(0).map(Option::unwrap));
+                    self.check(m, guard.try_bytes(1).map(Option::unwrap));
                 }
             }
             25..28 => {
                 // Given up at once, after one look, or after some.
                 let (tensor, n) = self.tensor(rng);
-                let mut request = runtime.pin(&tensor);
+                let mut request = runtime.reading(&tensor);
                 for _ in 0..rng.below(4) {
-                    match Pin::new(&mut request).poll(&mut Context::from_waker(Waker::noop())) {
+                    match request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
                         Poll::Ready(result) => {
                             if let Some(guard) = self.served(result) {
-                                self.check(n, &guard);
+                                self.check(n, guard.try_bytes());
                             }
                             break;
                         }
@@ -210,12 +209,12 @@ impl World {
                 let table = self.table(rng);
                 let (from, to) = self.some_rows(rng);
                 let part = table.tensor.rows(from..to).unwrap();
-                let mut request = runtime.pin_mut(&part);
+                let mut request = runtime.writing(&part);
                 for _ in 0..rng.below(4) {
-                    match Pin::new(&mut request).poll(&mut Context::from_waker(Waker::noop())) {
+                    match request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
                         Poll::Ready(result) => {
                             if let Some(guard) = self.served(result) {
-                                self.check_rows(&table, from, guard.bytes());
+                                self.check_rows(&table, from, guard.try_bytes());
                             }
                             break;
                         }
@@ -249,6 +248,24 @@ impl World {
                     *self.model.write() = Arc::new(new);
                 }
             }
+            39..42 => {
+                // One row of each of two tables, as a unit; one is written and the other is not.
+                let at = rng.below(self.tables.len() as u64) as usize;
+                let [a, b] = [at, (at + 1) % self.tables.len()].map(|at| self.tables[at].read().clone());
+                let rows = [rng.below(ROWS), rng.below(ROWS)];
+                let part = |table: &Table, row: u64| table.tensor.rows(row..row + 1).unwrap();
+                let set = [part(&a, rows[0]), part(&b, rows[1])];
+                if set.iter().map(Tensor::page_count).sum::<u64>() > UNIT_PAGES {
+                    return;
+                }
+                if let Some(mut guard) = self.served(runtime.write_set(&set)) {
+                    self.check_rows(&a, rows[0], guard.try_bytes(0).map(Option::unwrap));
+                    self.check_rows(&b, rows[1], guard.try_bytes(1).map(Option::unwrap));
+                    let value = rng.next() as u8;
+                    a.rows[rows[0] as usize].store(value, Ordering::Release);
+                    let _ = self.served(guard.try_set(0, &vec![value; self.row_bytes as usize]));
+                }
+            }
             _ => {
                 let table = rng.pick(&self.tables);
                 if let Some(new) = self.served(Table::new(runtime, self.row_bytes)) {
@@ -259,8 +276,9 @@ impl World {
     }
 }
 
-/// Runs the plan and checks what must hold at its end.
-pub fn run(plan: &Plan, seed: u64, until: Until) {
+/// Runs the plan and checks what must hold at its end; returns how many operations of the runtime that were: a step is
+/// one, a pin, a hint, a change of budget, the opening of a model, and what is read and written under it is part of it.
+pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let page = plan.setting.page.get();
     let mut rng = Rng::new(seed);
     let lengths: Vec<usize> = (0..TENSORS).map(|_| rng.below(3 * page) as usize).collect();
@@ -277,15 +295,17 @@ pub fn run(plan: &Plan, seed: u64, until: Until) {
     let stop = AtomicBool::new(false);
     let world =
         Arc::new(World { plan: plan.clone(), runtime, file, model, tables, row_bytes, faults: faults.clone(), stop });
+    let operations = Arc::new(AtomicU64::new(0));
     let (elsewhere, guards) = mpsc::channel();
     let dropper = thread::spawn(move || {
         for guard in guards {
-            drop::<PinGuard>(guard)
+            drop::<Pinned>(guard)
         }
     });
     let workers: Vec<_> = (0..plan.threads)
         .map(|_| {
             let (world, mut rng, elsewhere) = (world.clone(), Rng::new(rng.next()), elsewhere.clone());
+            let operations = operations.clone();
             thread::spawn(move || {
                 let mut steps = 0;
                 while !world.stop.load(Ordering::Relaxed) {
@@ -297,6 +317,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) {
                     steps += 1;
                     world.step(&mut rng, &elsewhere);
                 }
+                operations.fetch_add(steps, Ordering::Relaxed);
             })
         })
         .collect();
@@ -324,20 +345,21 @@ pub fn run(plan: &Plan, seed: u64, until: Until) {
     let mut tensors: Vec<Tensor> = tables.into_iter().map(|table| table.into_inner().tensor.clone()).collect();
     tensors.push(model.into_inner().tensor("t0").unwrap());
     check_at_rest(runtime, tensors, &format!("{plan:?}"));
+    operations.load(Ordering::Relaxed)
 }
 
 /// With nothing failing any more, every byte can be had, but those of lost pages.
 fn read_everything(world: &World) {
     for n in 0..TENSORS {
         let tensor = world.model().tensor(&format!("t{n}")).unwrap();
-        world.check(n, &world.runtime.pin(&tensor).wait().unwrap());
+        world.check(n, world.runtime.read(&tensor).unwrap().try_bytes());
     }
     for table in &world.tables {
         let table = table.read().clone();
         for row in 0..ROWS {
             let part = table.tensor.rows(row..row + 1).unwrap();
-            if let Some(guard) = world.served(world.runtime.pin(&part).wait()) {
-                world.check_rows(&table, row, &guard);
+            if let Some(guard) = world.served(world.runtime.read(&part)) {
+                world.check_rows(&table, row, guard.try_bytes());
             }
         }
     }

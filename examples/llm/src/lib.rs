@@ -36,8 +36,12 @@
 //! bit. Another processor, whose kernels add in another order, may give other last bits.
 #![warn(missing_docs)]
 
+mod architecture;
 mod chat;
 mod config;
+// What computes on a GPU is chosen by file; everything above sees the same names.
+#[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
+mod cuda;
 mod dtype;
 mod error;
 mod files;
@@ -50,8 +54,10 @@ pub mod synthetic;
 mod tokenizer;
 mod weights;
 
+pub use architecture::pass_bytes;
 pub use chat::{ChatTemplate, Message};
 pub use config::{Arch, Config, RopePairs};
+pub use cuda::{CudaModel, CudaSession, Gpu};
 pub use dtype::WeightType;
 pub use error::{Error, Result};
 pub use files::{BESIDE, Container, ModelFiles};

@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use half::f16;
 
+use crate::architecture::{Architecture, Linear, tiles};
 use crate::config::{Config, RopePairs};
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
-use crate::files::{Container, ModelFiles};
+use crate::files::ModelFiles;
 use crate::kernels::{self, ActKind, Acts, Level, Q8Block};
 use crate::pool::Pool;
 use crate::weights::{Step, TensorId, WeightInfo, Weights};
@@ -43,157 +44,38 @@ pub struct Options {
     pub level: Option<Level>,
 }
 
-/// A matrix with an optional bias.
-#[derive(Clone, Debug)]
-struct Linear {
-    weight: WeightInfo,
-    bias: Option<WeightInfo>,
-}
-
-#[derive(Clone, Debug)]
-struct Layer {
-    attn_norm: WeightInfo,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    q_norm: Option<WeightInfo>,
-    k_norm: Option<WeightInfo>,
-    o: Linear,
-    ffn_norm: WeightInfo,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
-}
-
 /// A model ready to run. Shared by any number of sessions.
 pub struct Model {
-    config: Config,
+    arch: Architecture,
     weights: Arc<dyn Weights>,
     pool: Pool,
     level: Level,
-    embedding: WeightInfo,
-    layers: Vec<Layer>,
-    norm: WeightInfo,
-    output: WeightInfo,
     frequencies: Vec<f32>,
 }
 
 impl std::fmt::Debug for Model {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Model").field("config", &self.config).field("level", &self.level).finish_non_exhaustive()
-    }
-}
-
-/// The name that Hugging Face checkpoints give the tensor which GGUF files call `gguf`.
-pub(crate) fn hf_name(gguf: &str) -> String {
-    let (head, rest) = match gguf.strip_prefix("blk.").and_then(|r| r.split_once('.')) {
-        Some((layer, rest)) => (format!("model.layers.{layer}."), rest),
-        None => (String::new(), gguf),
-    };
-    let (stem, kind) = rest.rsplit_once('.').unwrap_or((rest, "weight"));
-    let stem = match stem {
-        "token_embd" => "model.embed_tokens",
-        "output_norm" => "model.norm",
-        "output" => "lm_head",
-        "attn_norm" => "input_layernorm",
-        "ffn_norm" => "post_attention_layernorm",
-        "attn_q" => "self_attn.q_proj",
-        "attn_k" => "self_attn.k_proj",
-        "attn_v" => "self_attn.v_proj",
-        "attn_output" => "self_attn.o_proj",
-        "attn_q_norm" => "self_attn.q_norm",
-        "attn_k_norm" => "self_attn.k_norm",
-        "ffn_gate" => "mlp.gate_proj",
-        "ffn_up" => "mlp.up_proj",
-        "ffn_down" => "mlp.down_proj",
-        other => other,
-    };
-    format!("{head}{stem}.{kind}")
-}
-
-/// Finds tensors by their GGUF names, whatever the container calls them.
-struct Names<'a> {
-    files: &'a ModelFiles,
-}
-
-impl Names<'_> {
-    fn translate(&self, gguf: &str) -> String {
-        if self.files.container() == Container::Gguf { gguf.to_owned() } else { hf_name(gguf) }
-    }
-
-    fn optional(&self, gguf: &str, rows: usize, cols: usize) -> Result<Option<WeightInfo>> {
-        let Some(info) = self.files.tensor(&self.translate(gguf)) else { return Ok(None) };
-        if (info.rows, info.cols) != (rows as u64, cols as u64) {
-            return Err(Error::Shape {
-                name: info.name.clone(),
-                rows: info.rows,
-                cols: info.cols,
-                want_rows: rows as u64,
-                want_cols: cols as u64,
-            });
-        }
-        Ok(Some(info.clone()))
-    }
-
-    fn need(&self, gguf: &str, rows: usize, cols: usize) -> Result<WeightInfo> {
-        self.optional(gguf, rows, cols)?.ok_or_else(|| Error::MissingTensor(self.translate(gguf)))
-    }
-
-    fn linear(&self, stem: &str, rows: usize, cols: usize) -> Result<Linear> {
-        let weight = self.need(&format!("{stem}.weight"), rows, cols)?;
-        Ok(Linear { weight, bias: self.optional(&format!("{stem}.bias"), 1, rows)? })
-    }
-
-    fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
-        let name = |stem: &str| format!("blk.{i}.{stem}");
-        let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        Ok(Layer {
-            attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
-            q: self.linear(&name("attn_q"), q_dim, c.dim)?,
-            k: self.linear(&name("attn_k"), kv_dim, c.dim)?,
-            v: self.linear(&name("attn_v"), kv_dim, c.dim)?,
-            q_norm: self.optional(&name("attn_q_norm.weight"), 1, c.head_dim)?,
-            k_norm: self.optional(&name("attn_k_norm.weight"), 1, c.head_dim)?,
-            o: self.linear(&name("attn_output"), c.dim, q_dim)?,
-            ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
-            gate: self.linear(&name("ffn_gate"), c.ffn_dim, c.dim)?,
-            up: self.linear(&name("ffn_up"), c.ffn_dim, c.dim)?,
-            down: self.linear(&name("ffn_down"), c.dim, c.ffn_dim)?,
-        })
+        f.debug_struct("Model").field("config", &self.arch.config).field("level", &self.level).finish_non_exhaustive()
     }
 }
 
 impl Model {
     /// Binds the tensors of `files` to `weights`. Reads no weight but the rotary factors of Llama 3 GGUF files.
     pub fn load(files: &ModelFiles, weights: Arc<dyn Weights>, options: Options) -> Result<Self> {
-        let config = Config::new(files)?;
-        let names = Names { files };
-        let embedding = names.need("token_embd.weight", config.vocab, config.dim)?;
-        let output = names.optional("output.weight", config.vocab, config.dim)?.unwrap_or_else(|| embedding.clone());
+        let arch = Architecture::new(files)?;
         let pool = Pool::new(options.threads).map_err(|e| Error::io("cannot start compute threads", e))?;
-        let mut model = Self {
-            layers: (0..config.layers).map(|i| names.layer(i, &config)).collect::<Result<_>>()?,
-            norm: names.need("output_norm.weight", 1, config.dim)?,
-            frequencies: config.rope_frequencies.clone(),
-            level: options.level.unwrap_or_else(Level::detect),
-            config,
-            weights,
-            pool,
-            embedding,
-            output,
-        };
-        if model.config.rope_factors_tensor {
-            let info = names.need("rope_freqs.weight", 1, model.frequencies.len())?;
+        let level = options.level.unwrap_or_else(Level::detect);
+        let mut model = Self { arch, weights, pool, level, frequencies: Vec::new() };
+        model.frequencies = model.arch.frequencies(|info| {
             model.weights.will_use(&[(info.id, 0..1)]);
-            let factors = model.vector(&info)?;
-            model.frequencies.iter_mut().zip(factors).for_each(|(f, factor)| *f /= factor);
-        }
+            model.vector(info)
+        })?;
         Ok(model)
     }
 
     /// Sizes and constants.
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.arch.config
     }
 
     /// Whoever makes the weights resident.
@@ -203,7 +85,7 @@ impl Model {
 
     /// The tensor whose rows are the embeddings; the output matrix too where they are tied.
     pub fn embedding(&self) -> TensorId {
-        self.embedding.id
+        self.arch.embedding.id
     }
 
     /// Threads that compute.
@@ -213,39 +95,7 @@ impl Model {
 
     /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the output.
     pub fn pass_order(&self, tokens: &[u32]) -> Vec<Step> {
-        let mut order = Vec::with_capacity(self.layers.len() * 12 + tokens.len() + 2);
-        let mut wanted = tokens.to_vec();
-        wanted.sort_unstable();
-        wanted.dedup();
-        order.extend(wanted.into_iter().map(|t| (self.embedding.id, u64::from(t)..u64::from(t) + 1)));
-        let vector = |order: &mut Vec<Step>, info: &Option<WeightInfo>| {
-            order.extend(info.iter().map(|info| (info.id, 0..1)));
-        };
-        let linear = |order: &mut Vec<Step>, linear: &Linear| {
-            order.extend(self.tiles(&linear.weight).map(|rows| (linear.weight.id, rows)));
-            vector(order, &linear.bias);
-        };
-        for layer in &self.layers {
-            order.push((layer.attn_norm.id, 0..1));
-            linear(&mut order, &layer.q);
-            linear(&mut order, &layer.k);
-            linear(&mut order, &layer.v);
-            vector(&mut order, &layer.q_norm);
-            vector(&mut order, &layer.k_norm);
-            linear(&mut order, &layer.o);
-            order.push((layer.ffn_norm.id, 0..1));
-            linear(&mut order, &layer.gate);
-            linear(&mut order, &layer.up);
-            linear(&mut order, &layer.down);
-        }
-        order.push((self.norm.id, 0..1));
-        order.extend(self.tiles(&self.output).map(|rows| (self.output.id, rows)));
-        order
-    }
-
-    fn tiles(&self, info: &WeightInfo) -> impl Iterator<Item = Range<u64>> + use<> {
-        let (rows, step) = (info.rows, self.weights.tile_rows(info.id).max(1));
-        (0..rows.div_ceil(step)).map(move |i| i * step..rows.min((i + 1) * step))
+        self.arch.pass_order(tokens, |id| self.weights.tile_rows(id))
     }
 
     /// The bytes of `rows`, after checking that there are as many as there should be.
@@ -268,14 +118,14 @@ impl Model {
 
     /// The embeddings of `tokens`: `[tokens x dim]`.
     fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        let dim = self.config.dim;
+        let dim = self.arch.config.dim;
         let mut out = vec![0f32; tokens.len() * dim];
         let mut by_token: Vec<(u32, usize)> = tokens.iter().copied().zip(0..).collect();
         by_token.sort_unstable();
         for same in by_token.chunk_by(|a, b| a.0 == b.0) {
             let (token, first) = same[0];
-            let bytes = self.rows(&self.embedding, u64::from(token)..u64::from(token) + 1)?;
-            kernels::dequantise(self.embedding.dtype, &bytes, &mut out[first * dim..(first + 1) * dim]);
+            let bytes = self.rows(&self.arch.embedding, u64::from(token)..u64::from(token) + 1)?;
+            kernels::dequantise(self.arch.embedding.dtype, &bytes, &mut out[first * dim..(first + 1) * dim]);
             for (_, place) in &same[1..] {
                 out.copy_within(first * dim..(first + 1) * dim, place * dim);
             }
@@ -304,7 +154,7 @@ impl Model {
         let least = (CHUNK_BYTES / w.row_bytes.max(1) / m as u64).max(1);
         // A multiple of four keeps the kernels' groups of rows whole.
         let chunk = each.max(least).next_multiple_of(4) as usize;
-        for tile in self.tiles(w) {
+        for tile in tiles(w, self.weights.tile_rows(w.id)) {
             let bytes = self.rows(w, tile.clone())?;
             let bytes: &[u8] = &bytes;
             let (start, end) = (tile.start as usize * m, tile.end as usize * m);
@@ -328,7 +178,7 @@ impl Model {
         let n = weight.len();
         for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
             let mean = kernels::dot(self.level, x, x) / n as f32;
-            let scale = 1.0 / (mean + self.config.norm_eps).sqrt();
+            let scale = 1.0 / (mean + self.arch.config.norm_eps).sqrt();
             out.iter_mut().zip(x).zip(weight).for_each(|((o, x), w)| *o = x * scale * w);
         }
     }
@@ -509,25 +359,14 @@ impl Session {
     fn pass(&mut self, tokens: &[u32], all: bool) -> Result<Vec<f32>> {
         let started = Instant::now();
         let model = Arc::clone(&self.model);
-        let (c, m) = (&model.config, tokens.len());
-        if m == 0 {
-            return Err(Error::Invalid("a pass needs at least one token".into()));
-        }
-        if m > self.capacity - self.len {
-            return Err(Error::Invalid(format!(
-                "{m} more tokens do not fit: the session holds {} of {}",
-                self.len, self.capacity
-            )));
-        }
-        if let Some(token) = tokens.iter().find(|t| **t as usize >= c.vocab) {
-            return Err(Error::Invalid(format!("token {token} is outside the vocabulary of {}", c.vocab)));
-        }
+        model.arch.check_pass(tokens, self.len, self.capacity)?;
+        let (c, m) = (&model.arch.config, tokens.len());
         let waited = model.weights.waited();
         model.weights.will_use(&model.pass_order(tokens));
         let turns = Turns::new(&model.frequencies, self.len, m);
         let mut x = model.embed(tokens)?;
         let mut normed = vec![0f32; x.len()];
-        for (layer, cache) in model.layers.iter().zip(&mut self.caches) {
+        for (layer, cache) in model.arch.layers.iter().zip(&mut self.caches) {
             // What attention takes is given back before the feed-forward layer takes its own.
             let out = {
                 model.rms_norm(&x, &model.vector(&layer.attn_norm)?, &mut normed);
@@ -558,9 +397,9 @@ impl Session {
             add(&mut x, &out);
         }
         let (from, count) = if all { (0, m) } else { ((m - 1) * c.dim, 1) };
-        let norm = model.vector(&model.norm)?;
+        let norm = model.vector(&model.arch.norm)?;
         model.rms_norm(&x[from..], &norm, &mut normed[from..]);
-        let logits = model.matmul(&model.output, &mut Input::new(&normed[from..], count))?;
+        let logits = model.matmul(&model.arch.output, &mut Input::new(&normed[from..], count))?;
         self.len += m;
         self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
         Ok(logits)
@@ -583,7 +422,7 @@ fn attention(
     k: &[f32],
     v: &[f32],
 ) -> Vec<f32> {
-    let c = &model.config;
+    let c = &model.arch.config;
     let hd = c.head_dim;
     for t in 0..m {
         for h in 0..c.kv_heads {

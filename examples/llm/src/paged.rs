@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{Runtime, Tensor};
+use outcore::{DevicePin, Runtime, Tensor};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -118,6 +118,15 @@ impl PagedWeights {
             Some(tile) => Ok(Cow::Borrowed(tile)),
             None => Ok(Cow::Owned(tiled.whole.rows(range.clone())?)),
         }
+    }
+
+    /// Pins rows `rows` of `tensor` on whichever device the runtime has them; waits until they are there.
+    pub fn pin_device(&self, tensor: TensorId, rows: Range<u64>) -> Result<DevicePin> {
+        let part = self.part(tensor, &rows)?;
+        let since = Instant::now();
+        let pin = self.runtime.pin_device(std::slice::from_ref(&*part)).wait()?;
+        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(pin)
     }
 
     /// The runtime.

@@ -37,6 +37,16 @@ impl Sampler {
         self
     }
 
+    /// What a device needs to choose as [`sample`](Self::sample) would, or `None` where it cannot: it draws from all tokens.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
+    pub(crate) fn draw(&mut self) -> Option<Draw> {
+        if self.temperature <= 0.0 {
+            return Some(Draw::Best);
+        }
+        let all = self.top_k == 0 && self.top_p >= 1.0;
+        all.then(|| Draw::Chance { temperature: self.temperature, uniform: self.rng.random() })
+    }
+
     /// The next token. 0 for empty `logits`.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         if self.temperature <= 0.0 {
@@ -70,6 +80,16 @@ impl Sampler {
         }
         odds.last().map_or(0, |o| o.0)
     }
+}
+
+/// How a token is chosen from logits.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "the host samples by itself"))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Draw {
+    /// The largest.
+    Best,
+    /// By `uniform`, in `0..1`, from `softmax(logits / temperature)`.
+    Chance { temperature: f32, uniform: f64 },
 }
 
 /// The index of the largest logit; of equals, the first. NaN never wins.

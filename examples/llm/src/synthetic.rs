@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use crate::architecture::hf_name;
 use crate::config::Arch;
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
 use crate::kernels;
-use crate::model::hf_name;
 use crate::tokenizer::byte_table;
 
 /// Alignment of tensor data in the GGUF files written here, the format's default.

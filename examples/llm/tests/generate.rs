@@ -523,6 +523,10 @@ fn arguments_that_cannot_be_meant_are_refused() {
     refused(&with(&["--prefetch", "some"]), &["some"]);
     refused(&with(&["--verify", "maybe"]), &["maybe", "always"]);
     refused(&with(&["--device", "toaster"]), &["toaster", "host"]);
+    refused(&with(&["--device", "host", "--kernels", "k.ptx"]), &["--kernels", "--device cuda"]);
+    if !cfg!(feature = "cuda") {
+        refused(&with(&["--device", "cuda:1"]), &["cuda:1", "feature `cuda`", "--device host"]);
+    }
     refused(&with(&["--tokens", "2", "--timeline", "/nowhere/at/all.json"]), &["/nowhere/at/all.json", "No such file"]);
     refused(&["--prompt", ""], &["empty"]);
     refused(&[], &["--prompt", "required"]);

@@ -297,8 +297,9 @@ fn gpus() -> Gpus {
 fn gpu(gpu: &CudaDeviceInfo) -> String {
     let memory = if gpu.virtual_memory { "can map memory" } else { "cannot map memory, so cannot be used" };
     let (major, minor) = gpu.capability;
+    let near = gpu.numa_node.map(|node| format!(", near memory node {node}")).unwrap_or_default();
     format!(
-        "cuda:{} {}, {}, compute {major}.{minor}, {memory} ({}, {})",
+        "cuda:{} {}, {}, compute {major}.{minor}{near}, {memory} ({}, {})",
         gpu.ordinal,
         gpu.name,
         size(gpu.memory.get()),

@@ -5,22 +5,28 @@
 //!
 //! 1. Nothing of cudarc is called before [`load`] has found the driver's library: it panics where there is none.
 //! 2. Every call that needs a context is made with the device's own current ([`Context::enter`]), and the caller's
-//!    current context is restored afterwards.
+//!    current context is restored afterwards. So is the caller's mode of capture: while somebody captures a graph, calls
+//!    from any other thread may be forbidden and spoil it, but not those of a thread that has said it knows better.
 //! 3. Handles are destroyed once, by their owner, after what uses them has ended.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{DriverError, result, sys};
 
-use super::super::{CudaDeviceInfo, CudaDeviceSelector, DeviceAddress, HostPointer};
+use super::super::{CudaDeviceInfo, CudaDeviceSelector, DeviceAddress, HostPointer, RawStream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
+use crate::machine;
 
 /// CUDA 12.0. Every function used here exists since; older drivers were not looked at.
 const OLDEST_DRIVER: i32 = 12000;
+/// CUDA 12.2: since then the driver says which node of host memory is nearest.
+const NUMA_DRIVER: i32 = 12020;
+/// CUDA 13.0: since then several copies can be given to the driver at once, in the form used here.
+const BATCHES_DRIVER: (u32, u32) = (13, 0);
 
 /// An error of the driver while doing `what`.
 pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
@@ -43,7 +49,13 @@ pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
         CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
             "the driver's library and kernel module differ: reboot or reinstall"
         }
-        _ => return Error::new(kind, message),
+        CUresult::CUDA_ERROR_NOT_SUPPORTED => {
+            "install a newer NVIDIA driver; if that does not help, the GPU or its mode does not have this: use the host device"
+        }
+        CUresult::CUDA_ERROR_NOT_PERMITTED | CUresult::CUDA_ERROR_OPERATING_SYSTEM => {
+            "check this process's rights and limits (the GPU's device files, `ulimit -l`)"
+        }
+        _ => "look for the driver's own account in the kernel log (Xid)",
     };
     Error::new(kind, message).remedy(remedy)
 }
@@ -69,13 +81,20 @@ fn is_fatal(error: DriverError) -> bool {
     )
 }
 
+static LIBRARY: OnceLock<Handle<c_void>> = OnceLock::new();
+
+/// Whether the driver's library has a function. cudarc panics where one is called that it has not.
+fn has_function(name: &CStr) -> bool {
+    // SAFETY: the handle is that of a library that is never closed, and the name is a C string.
+    LIBRARY.get().is_some_and(|library| !unsafe { libc::dlsym(library.0, name.as_ptr()) }.is_null())
+}
+
 /// Finds the driver's library, once it is there for good.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] where there is none.
 fn load() -> Result<()> {
-    static FOUND: OnceLock<()> = OnceLock::new();
-    if FOUND.get().is_some() {
+    if LIBRARY.get().is_some() {
         return Ok(());
     }
     // The names cudarc looks for, in its order. Its own probe is missing where another crate links the library.
@@ -86,7 +105,7 @@ fn load() -> Result<()> {
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if !library.is_null() {
             // Never closed: cudarc keeps addresses of its functions.
-            let _ = FOUND.set(());
+            let _ = LIBRARY.set(Handle(library));
             return Ok(());
         }
     }
@@ -141,6 +160,10 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
     let memory = unsafe { result::device::total_mem(device) }.map_err(|error| failed(about("memory"), error))?;
     let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, "compute capability")?;
     let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, "compute capability")?;
+    let pci = String::from_utf8_lossy(pci).to_ascii_lowercase();
+    // An older driver does not know the question; the kernel may know the answer. Nothing depends on it but speed.
+    let node = if version >= NUMA_DRIVER { attribute(A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, "node").ok() } else { None };
+    let numa_node = node.and_then(|node| u32::try_from(node).ok());
     Ok(CudaDeviceInfo {
         ordinal: ordinal as u32,
         name: result::device::get_name(device).map_err(|error| failed(about("name"), error))?,
@@ -152,7 +175,8 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
             &digits[16..20],
             &digits[20..]
         ),
-        pci: String::from_utf8_lossy(pci).to_ascii_lowercase(),
+        numa_node: numa_node.or_else(|| machine::numa_node_of(&pci)),
+        pci,
         memory: Bytes::new(memory as u64),
         capability: (major as u32, minor as u32),
         virtual_memory: attribute(
@@ -164,13 +188,22 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
 }
 
 /// The GPU a selector means.
-pub(super) fn select(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
-    let found = cuda_devices()?;
-    let count = found.len();
-    found.into_iter().find(|gpu| selector.means(gpu)).ok_or_else(|| {
-        Error::new(ErrorKind::NotFound, format!("there is no GPU {selector}: the CUDA driver sees {count}"))
-            .remedy("see `outcore doctor` for those there are, and check CUDA_VISIBLE_DEVICES")
-    })
+///
+/// # Errors
+/// As [`cuda_devices`]; [`ErrorKind::NotFound`] if there is no such GPU.
+pub fn cuda_device(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
+    let mut found = cuda_devices()?;
+    if let Some(at) = found.iter().position(|gpu| selector.means(gpu)) {
+        return Ok(found.swap_remove(at));
+    }
+    let there: Vec<_> = found.iter().map(|gpu| format!("{} ({}, {})", gpu.ordinal, gpu.uuid, gpu.pci)).collect();
+    let message = format!("there is no GPU {selector}: the CUDA driver sees {}", there.join(", "));
+    let remedy = if matches!(selector, CudaDeviceSelector::Uuid(uuid) if uuid.starts_with("MIG")) {
+        format!("a process sees only instances that CUDA_VISIBLE_DEVICES names: set it to {selector} before the start")
+    } else {
+        "name one of those, and check CUDA_VISIBLE_DEVICES, which can hide others".to_owned()
+    };
+    Err(Error::new(ErrorKind::NotFound, message).remedy(remedy))
 }
 
 /// A handle of the driver.
@@ -182,13 +215,22 @@ unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
 
-/// A stream of the driver; destroyed by [`Context::destroy_stream`].
+/// A stream of the driver; destroyed by [`Context::destroy_stream`] if it was made here.
 #[derive(Debug)]
-pub(super) struct RawStream(Handle<sys::CUstream_st>);
+pub(super) struct StreamHandle(Handle<sys::CUstream_st>);
+
+impl StreamHandle {
+    pub(super) fn raw(&self) -> RawStream {
+        RawStream::new(self.0.0.cast())
+    }
+}
+
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD_STREAM: usize = 2;
 
 /// An event of the driver, without a time; destroyed by [`Context::destroy_event`].
 #[derive(Debug)]
-pub(super) struct RawEvent(Handle<sys::CUevent_st>);
+pub(super) struct EventHandle(Handle<sys::CUevent_st>);
 
 /// Page-locked memory; freed by [`Context::free_locked`].
 #[derive(Debug)]
@@ -196,12 +238,27 @@ pub(super) struct Locked {
     pub(super) base: HostPointer,
 }
 
-/// A context is current on this thread until this is dropped.
+/// A context is current on this thread until this is dropped, and captures of graphs do not limit its calls.
 #[must_use]
-pub(super) struct Current<'a>(PhantomData<(&'a Context, *const ())>);
+pub(super) struct Current<'a> {
+    /// The thread's own mode of capture, if it was changed.
+    mode: Option<sys::CUstreamCaptureMode>,
+    stays: PhantomData<(&'a Context, *const ())>,
+}
+
+/// Sets this thread's mode of capture; returns the one before.
+fn exchange_capture_mode(mut mode: sys::CUstreamCaptureMode) -> Outcome<sys::CUstreamCaptureMode> {
+    // SAFETY: `mode` is a value of the type asked for, and a place for the result.
+    let outcome = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+    named("set the thread's mode of capture", outcome.result())?;
+    Ok(mode)
+}
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
+        if let Some(Err(failure)) = self.mode.map(exchange_capture_mode) {
+            tracing::debug!(error = %failure.error);
+        }
         let mut popped = std::ptr::null_mut();
         // SAFETY: `enter` pushed a context on this thread, which this value has not left; `popped` is a place for it.
         let outcome = unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
@@ -211,10 +268,19 @@ impl Drop for Current<'_> {
     }
 }
 
+/// One of several copies between locked host memory and the device, by unified addresses. Lengths are in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BatchedCopy {
+    pub(super) to: u64,
+    pub(super) from: u64,
+    pub(super) len: u64,
+}
+
 /// The primary context of one GPU, which frameworks use too.
 #[derive(Debug)]
 pub(super) struct Context {
     device: sys::CUdevice,
+    batches: bool,
     raw: Handle<sys::CUctx_st>,
     prop: sys::CUmemAllocationProp,
 }
@@ -236,6 +302,7 @@ impl Drop for Context {
 type Call<T = ()> = std::result::Result<T, DriverError>;
 
 /// What a call of the driver came to: the error, and whether the device is lost.
+#[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
     pub(super) fatal: bool,
@@ -247,6 +314,13 @@ impl Failure {
     }
 }
 
+/// A refusal of our own.
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self { error, fatal: false }
+    }
+}
+
 pub(super) type Outcome<T = ()> = std::result::Result<T, Failure>;
 
 fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
@@ -255,7 +329,8 @@ fn named<T>(what: &str, outcome: Call<T>) -> Outcome<T> {
 
 impl Context {
     /// Retains the primary context of GPU `ordinal`.
-    pub(super) fn open(ordinal: u32) -> Result<Self> {
+    pub(super) fn open(gpu: &CudaDeviceInfo) -> Result<Self> {
+        let ordinal = gpu.ordinal;
         let open = |error| failed(format!("open GPU {ordinal}"), error);
         let device = result::device::get(ordinal as i32).map_err(open)?;
         // SAFETY: `device` is the driver's; `Drop` releases.
@@ -273,14 +348,17 @@ impl Context {
                 reserved: [0; 4],
             },
         };
-        Ok(Self { device, raw: Handle(raw), prop })
+        let batches = gpu.driver >= BATCHES_DRIVER && has_function(c"cuMemcpyBatchAsync_v2");
+        Ok(Self { device, batches, raw: Handle(raw), prop })
     }
 
     /// Makes the context current on this thread.
     pub(super) fn enter(&self) -> Outcome<Current<'_>> {
         // SAFETY: the context lives as long as `self`; the value returned, which stays on this thread, takes it back.
         named("enter the CUDA context", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) }.result())?;
-        Ok(Current(PhantomData))
+        let mut current = Current { mode: None, stays: PhantomData };
+        current.mode = Some(exchange_capture_mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?);
+        Ok(current)
     }
 
     pub(super) fn granularity(&self, _: &Current<'_>) -> Outcome<u64> {
@@ -372,42 +450,76 @@ impl Context {
     pub(super) fn priorities(&self, _: &Current<'_>) -> Outcome<(i32, i32)> {
         named("ask for stream priorities", result::stream::get_priority_range())
     }
-    pub(super) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<RawStream> {
+    pub(super) fn create_stream(&self, _: &Current<'_>, priority: i32) -> Outcome<StreamHandle> {
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = named("create a CUDA stream", result::stream::create_with_priority(kind, priority))?;
-        Ok(RawStream(Handle(raw)))
+        Ok(StreamHandle(Handle(raw)))
     }
-    pub(super) fn destroy_stream(&self, _: &Current<'_>, stream: RawStream) -> Outcome {
+    /// A stream that somebody else made.
+    ///
+    /// # Safety
+    /// The handle is that of a stream, and stays so for as long as the value returned is used.
+    pub(super) unsafe fn adopt_stream(&self, _: &Current<'_>, raw: RawStream) -> Outcome<StreamHandle> {
+        let stream: sys::CUstream = raw.as_ptr().cast();
+        if raw.as_ptr() as usize == PER_THREAD_STREAM {
+            let message = "the per-thread default stream is another one on each thread, so it cannot be adopted";
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("create a stream").into());
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the caller's promise; `context` is a place for the result.
+        let outcome = unsafe { sys::cuStreamGetCtx(stream, &raw mut context) };
+        named("ask for the context of a stream", outcome.result())?;
+        if context != self.raw.0 {
+            let message = format!("a stream that is not in the primary context of GPU {} was given", self.device);
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("create it on that GPU, in the primary context, which the CUDA runtime and cudarc use")
+                .into());
+        }
+        Ok(StreamHandle(Handle(stream)))
+    }
+    /// Whether what is put on the stream goes into a graph instead.
+    pub(super) fn is_capturing(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome<bool> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is not destroyed while it is borrowed; `status` is a place for the result.
+        let outcome = unsafe { sys::cuStreamIsCapturing(stream.0.0, &raw mut status) };
+        named("ask whether a CUDA stream is captured", outcome.result())?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+    /// Waits for everything in the context.
+    pub(super) fn finish(&self, _: &Current<'_>) -> Outcome {
+        named("wait for the GPU", result::ctx::synchronize())
+    }
+    pub(super) fn destroy_stream(&self, _: &Current<'_>, stream: StreamHandle) -> Outcome {
         // SAFETY: `create_stream` made it, and it is consumed.
         named("destroy a CUDA stream", unsafe { result::stream::destroy(stream.0.0) })
     }
-    pub(super) fn finish_stream(&self, _: &Current<'_>, stream: &RawStream) -> Outcome {
+    pub(super) fn finish_stream(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome {
         // SAFETY: the stream is not destroyed while it is borrowed.
         named("wait for a CUDA stream", unsafe { result::stream::synchronize(stream.0.0) })
     }
-    pub(super) fn create_event(&self, _: &Current<'_>) -> Outcome<RawEvent> {
+    pub(super) fn create_event(&self, _: &Current<'_>) -> Outcome<EventHandle> {
         let flags =
             sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the result. Blocking: who waits sleeps instead of spinning.
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
-        Ok(RawEvent(Handle(raw)))
+        Ok(EventHandle(Handle(raw)))
     }
-    pub(super) fn destroy_event(&self, _: &Current<'_>, event: RawEvent) -> Outcome {
+    pub(super) fn destroy_event(&self, _: &Current<'_>, event: EventHandle) -> Outcome {
         // SAFETY: `create_event` made it, and it is consumed.
         named("destroy a CUDA event", unsafe { result::event::destroy(event.0.0) })
     }
-    pub(super) fn record(&self, _: &Current<'_>, event: &RawEvent, stream: &RawStream) -> Outcome {
+    pub(super) fn record(&self, _: &Current<'_>, event: &EventHandle, stream: &StreamHandle) -> Outcome {
         // SAFETY: neither is destroyed while it is borrowed.
         named("record a CUDA event", unsafe { result::event::record(event.0.0, stream.0.0) })
     }
-    pub(super) fn wait(&self, _: &Current<'_>, stream: &RawStream, event: &RawEvent) -> Outcome {
+    pub(super) fn wait(&self, _: &Current<'_>, stream: &StreamHandle, event: &EventHandle) -> Outcome {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: neither is destroyed while it is borrowed.
         named("make a CUDA stream wait", unsafe { result::stream::wait_event(stream.0.0, event.0.0, flags) })
     }
     /// Whether the event has happened. Only "not ready" means that it has not.
-    pub(super) fn happened(&self, _: &Current<'_>, event: &RawEvent) -> Outcome<bool> {
+    pub(super) fn happened(&self, _: &Current<'_>, event: &EventHandle) -> Outcome<bool> {
         // SAFETY: the event is not destroyed while it is borrowed.
         match unsafe { result::event::query(event.0.0) } {
             Ok(()) => Ok(true),
@@ -415,7 +527,7 @@ impl Context {
             Err(error) => named("ask about a CUDA event", Err(error)),
         }
     }
-    pub(super) fn finish_event(&self, _: &Current<'_>, event: &RawEvent) -> Outcome {
+    pub(super) fn finish_event(&self, _: &Current<'_>, event: &EventHandle) -> Outcome {
         // SAFETY: the event is not destroyed while it is borrowed.
         named("wait for a CUDA event", unsafe { result::event::synchronize(event.0.0) })
     }
@@ -427,7 +539,7 @@ impl Context {
     pub(super) unsafe fn copy_in(
         &self,
         _: &Current<'_>,
-        stream: &RawStream,
+        stream: &StreamHandle,
         host: HostPointer,
         device: DeviceAddress,
         len: u64,
@@ -442,7 +554,7 @@ impl Context {
     pub(super) unsafe fn copy_out(
         &self,
         _: &Current<'_>,
-        stream: &RawStream,
+        stream: &StreamHandle,
         device: DeviceAddress,
         host: HostPointer,
         len: u64,
@@ -452,7 +564,34 @@ impl Context {
         let outcome = unsafe { sys::cuMemcpyDtoHAsync_v2(target, device.get(), len as usize, stream.0.0) };
         named("copy from the GPU", outcome.result())
     }
-    pub(super) fn zero(&self, _: &Current<'_>, stream: &RawStream, device: DeviceAddress, len: u64) -> Outcome {
+    /// Whether [`copy_batch`](Self::copy_batch) can be called.
+    pub(super) fn has_batches(&self) -> bool {
+        self.batches
+    }
+    /// Several copies, in no order among each other. Only where there [are batches](Self::has_batches).
+    ///
+    /// # Safety
+    /// The host memory of all of them is locked, stays valid, and is accessed by nobody else until they have ended.
+    pub(super) unsafe fn copy_batch(&self, _: &Current<'_>, stream: &StreamHandle, copies: &[BatchedCopy]) -> Outcome {
+        let mut to: Vec<u64> = copies.iter().map(|copy| copy.to).collect();
+        let mut from: Vec<u64> = copies.iter().map(|copy| copy.from).collect();
+        let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len as usize).collect();
+        // Hints are for memory that the driver moves about.
+        let nowhere = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
+        let mut attributes = sys::CUmemcpyAttributes {
+            srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+            srcLocHint: nowhere,
+            dstLocHint: nowhere,
+            flags: 0,
+        };
+        let (to, from, lens, count) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr(), copies.len());
+        let mut first = 0;
+        let (attributes, first) = (&raw mut attributes, &raw mut first);
+        // SAFETY: the caller's promise; the lists have the length that is said, and one attribute is for all.
+        let outcome = unsafe { sys::cuMemcpyBatchAsync_v2(to, from, lens, count, attributes, first, 1, stream.0.0) };
+        named("copy a batch", outcome.result())
+    }
+    pub(super) fn zero(&self, _: &Current<'_>, stream: &StreamHandle, device: DeviceAddress, len: u64) -> Outcome {
         // SAFETY: concerns device memory only, whose addresses the device checks.
         let outcome = unsafe { sys::cuMemsetD8Async(device.get(), 0, len as usize, stream.0.0) };
         named("zero memory of the GPU", outcome.result())
@@ -462,7 +601,7 @@ impl Context {
     pub(super) unsafe fn call(
         &self,
         _: &Current<'_>,
-        stream: &RawStream,
+        stream: &StreamHandle,
         function: unsafe extern "C" fn(*mut c_void),
         argument: *mut c_void,
     ) -> Outcome {

@@ -1,11 +1,14 @@
-//! Which frame is behind which device address.
+//! Which frame is behind which device address: what is wanted, and what the driver has.
 //!
 //! # Invariants
 //!
-//! 1. A frame has a physical allocation, or was discarded and has none. It is behind one page of a reservation, or behind
-//!    none; the reservation's `occupants` say the same thing from the other side.
-//! 2. A change that the driver refuses half way leaves what is true: what could not be unmapped stays noted as mapped,
-//!    what could not be mapped as not mapped.
+//! 1. What is wanted changes at once: a frame's `wanted` and the reservations' `occupants` say the same thing from both
+//!    sides.
+//! 2. A frame's `at` is what the driver has. It changes only while the frame is `busy`, which one thread at a time has made
+//!    it ([`Layout::begin`], [`Change`], [`Layout::end`]); the driver is called meanwhile without the lock.
+//! 3. Where a change was refused, the page says why until something else is wanted there, and what could not be unmapped
+//!    stays noted as mapped.
+//! 4. A frame has a physical allocation, or was discarded and has none.
 
 use std::collections::BTreeMap;
 
@@ -20,30 +23,62 @@ const NO_FRAME: u32 = u32::MAX;
 struct Frame {
     handle: Option<u64>,
     at: Option<u64>,
+    wanted: Option<u64>,
+    busy: bool,
+}
+
+impl Frame {
+    fn is_settled(&self) -> bool {
+        self.at == self.wanted && !self.busy
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Layout {
     page: u64,
     frames: Vec<Frame>,
-    /// By address: the frame behind each page.
+    /// By address: the frame wanted behind each page.
     reservations: BTreeMap<u64, Vec<u32>>,
+    /// By address: the frame that the driver has there, or is being told to put there.
+    held: BTreeMap<u64, FrameId>,
+    /// Pages that a frame should be behind, and is not.
+    refused: BTreeMap<u64, Error>,
 }
 
-/// A refusal of our own, or a failure of the driver.
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self { error, fatal: false }
-    }
+/// What a range of device memory can be used for.
+pub(super) enum Range {
+    Mapped,
+    /// Mapping it is under way.
+    Pending,
+    Unusable(Error),
+}
+
+/// A frame on its way.
+#[derive(Debug)]
+pub(super) struct Change {
+    frame: u32,
+    handle: Option<u64>,
+    /// Where the driver has it.
+    at: Option<u64>,
+    to: Option<u64>,
+    /// The reservations of the two addresses: one call of the driver stays within one.
+    bases: [u64; 2],
+    refused: Option<Failure>,
 }
 
 impl Layout {
     pub(super) fn new(page: PageSize) -> Self {
-        Self { page: page.bytes(), frames: Vec::new(), reservations: BTreeMap::new() }
+        let (frames, reservations, held, refused) = Default::default();
+        Self { page: page.bytes(), frames, reservations, held, refused }
     }
 
     pub(super) fn frame_count(&self) -> u32 {
         self.frames.len() as u32
+    }
+
+    /// Bytes of the GPU's memory that frames have.
+    pub(super) fn held(&self) -> u64 {
+        self.frames.iter().filter(|frame| frame.handle.is_some()).count() as u64 * self.page
     }
 
     fn frame(&mut self, frame: FrameId) -> Result<&mut Frame> {
@@ -54,26 +89,36 @@ impl Layout {
         })
     }
 
+    fn base_of(&self, address: u64) -> Option<u64> {
+        self.reservations.range(..=address).next_back().map(|(base, _)| *base)
+    }
+
     /// The entry of the page that holds `address`.
     fn slot(&mut self, address: u64) -> Option<&mut u32> {
         let (base, occupants) = self.reservations.range_mut(..=address).next_back()?;
         occupants.get_mut(usize::try_from((address - base) / self.page).ok()?)
     }
 
-    /// Whether memory is behind the whole range.
-    pub(super) fn is_mapped(&mut self, address: u64, len: u64) -> bool {
-        let Some(last) = address.checked_add(len.saturating_sub(1)) else { return false };
-        let mut at = address;
-        while at <= last {
-            if self.slot(at).is_none_or(|occupant| *occupant == NO_FRAME) {
-                return false;
+    /// What the whole range is.
+    pub(super) fn range(&mut self, address: u64, len: u64) -> Range {
+        let mut pending = false;
+        let mut at = address - address % self.page;
+        let end = address.saturating_add(len);
+        while at < end {
+            if let Some(error) = self.refused.get(&at) {
+                return Range::Unusable(error.clone());
             }
-            match (at | (self.page - 1)).checked_add(1) {
-                Some(next) => at = next,
-                None => break,
+            match self.slot(at).map(|occupant| *occupant) {
+                Some(frame) if frame != NO_FRAME => pending |= !self.frames[frame as usize].is_settled(),
+                _ => {
+                    let message = format!("a copy of {} names device memory that is not mapped", Bytes::new(len));
+                    let error = Error::new(ErrorKind::InvalidArgument, message);
+                    return Range::Unusable(error.remedy("map the pages before the copy is submitted"));
+                }
             }
+            at = at.saturating_add(self.page);
         }
-        true
+        if pending { Range::Pending } else { Range::Mapped }
     }
 
     pub(super) fn reserve(&mut self, context: &Context, current: &Current<'_>, pages: u32) -> Outcome<u64> {
@@ -88,8 +133,9 @@ impl Layout {
         Ok(base)
     }
 
-    pub(super) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
-        let refuse = |message: String| Err(Error::new(ErrorKind::InvalidArgument, message).into());
+    /// Wants nothing behind a whole reservation any more; returns the frames that have to leave.
+    pub(super) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
+        let refuse = |message: String| Err(Error::new(ErrorKind::InvalidArgument, message));
         let Some(occupants) = self.reservations.get(&base) else {
             return refuse("the range to release was never reserved".to_owned());
         };
@@ -97,12 +143,19 @@ impl Layout {
         if reserved != pages as usize {
             return refuse(format!("a range of {reserved} pages cannot be released as one of {pages}"));
         }
-        let behind: Vec<u32> = occupants.iter().copied().filter(|frame| *frame != NO_FRAME).collect();
-        for frame in behind {
-            self.vacate(context, current, FrameId::new(frame))?;
-        }
-        context.free_addresses(current, base, u64::from(pages) * self.page)?;
+        let behind: Vec<FrameId> =
+            occupants.iter().filter(|frame| **frame != NO_FRAME).map(|frame| FrameId::new(*frame)).collect();
+        behind.iter().try_for_each(|frame| self.vacate(*frame))?;
+        // Also those that are wanted elsewhere, or nowhere, and have not left.
+        Ok(self.held.range(base..base + u64::from(pages) * self.page).map(|(_, frame)| *frame).chain(behind).collect())
+    }
+
+    /// Gives a reservation back that nothing is behind.
+    pub(super) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
+        let len = u64::from(pages) * self.page;
+        context.free_addresses(current, base, len)?;
         self.reservations.remove(&base);
+        self.refused.retain(|page, _| !(base..base + len).contains(page));
         Ok(())
     }
 
@@ -111,7 +164,7 @@ impl Layout {
         let before = self.frames.len();
         while self.frames.len() < count as usize {
             match context.create(current, self.page) {
-                Ok(handle) => self.frames.push(Frame { handle: Some(handle), at: None }),
+                Ok(handle) => self.frames.push(Frame { handle: Some(handle), ..Frame::default() }),
                 Err(failure) => {
                     for frame in self.frames.drain(before..) {
                         if let Some(handle) = frame.handle
@@ -127,52 +180,104 @@ impl Layout {
         Ok(())
     }
 
-    /// Takes a frame from the address it is behind; it keeps its memory.
-    pub(super) fn vacate(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
-        let Some(at) = self.frame(frame)?.at else { return Ok(()) };
-        context.unmap(current, at, self.page)?;
-        self.frame(frame)?.at = None;
-        if let Some(occupant) = self.slot(at) {
+    /// Wants a frame behind no address.
+    pub(super) fn vacate(&mut self, frame: FrameId) -> Result<()> {
+        if let Some(at) = self.frame(frame)?.wanted.take()
+            && let Some(occupant) = self.slot(at)
+        {
             *occupant = NO_FRAME;
         }
         Ok(())
     }
 
-    pub(super) fn map(&mut self, context: &Context, current: &Current<'_>, frame: FrameId, address: u64) -> Outcome {
-        let at = self.frame(frame)?.at;
+    /// Wants a frame behind an address. Returns the frames this moves, in the order in which they have to move.
+    pub(super) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
+        let wanted = self.frame(frame)?.wanted;
         let aligned = address.is_multiple_of(self.page);
         let Some(occupant) = self.slot(address).filter(|_| aligned).map(|occupant| *occupant) else {
             let message = format!("{frame:?} cannot be mapped to {address:#x}: not a page of a reserved range");
-            return Err(Error::new(ErrorKind::InvalidArgument, message).into());
+            return Err(Error::new(ErrorKind::InvalidArgument, message));
         };
-        if at == Some(address) {
-            return Ok(());
+        self.refused.remove(&address);
+        if wanted == Some(address) {
+            return Ok(Vec::new());
         }
+        let mut moved = Vec::with_capacity(2);
         if occupant != NO_FRAME {
-            self.vacate(context, current, FrameId::new(occupant))?;
+            moved.push(FrameId::new(occupant));
+            self.vacate(FrameId::new(occupant))?;
         }
-        self.vacate(context, current, frame)?;
-        let page = self.page;
-        let state = self.frame(frame)?;
-        let handle = match state.handle {
-            Some(handle) => handle,
-            None => *state.handle.insert(context.create(current, page)?),
-        };
-        context.map(current, address, page, handle)?;
-        state.at = Some(address);
+        self.vacate(frame)?;
+        self.frame(frame)?.wanted = Some(address);
         if let Some(occupant) = self.slot(address) {
             *occupant = frame.get();
         }
-        // Where access is refused nothing may be left that looks usable.
-        context.allow_access(current, address, page).inspect_err(|_| {
-            if let Err(failure) = self.vacate(context, current, frame) {
-                tracing::warn!(error = %failure.error, ?frame, "unmap a frame that cannot be accessed");
-            }
-        })
+        moved.push(frame);
+        Ok(moved)
     }
 
+    /// Whether these frames can be changed now. Adds those that have to leave first: a frame may still be where another
+    /// is wanted.
+    pub(super) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
+        let mut at = 0;
+        while let Some(frame) = frames.get(at).and_then(|frame| self.frames.get(frame.index())) {
+            let holder = frame.wanted.and_then(|wanted| self.held.get(&wanted));
+            if let Some(holder) = holder.filter(|holder| !frames.contains(holder)) {
+                frames.push(*holder);
+            }
+            at += 1;
+        }
+        !frames.iter().any(|frame| self.frames.get(frame.index()).is_some_and(|frame| frame.busy))
+    }
+
+    /// Begins to change what the driver has of these frames, which [can begin](Self::can_begin), into what is wanted.
+    pub(super) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change> {
+        let mut changes = Vec::with_capacity(frames.len());
+        for id in frames {
+            // One that is named twice is busy the second time.
+            let Some(frame) = self.frames.get_mut(id.index()).filter(|frame| !frame.busy && !frame.is_settled()) else {
+                continue;
+            };
+            frame.busy = true;
+            let (handle, at, to) = (frame.handle, frame.at, frame.wanted);
+            let base = |address: Option<u64>| address.and_then(|address| self.base_of(address)).unwrap_or(0);
+            changes.push(Change { frame: id.get(), handle, at, to, bases: [base(at), base(to)], refused: None });
+        }
+        // After all of them: one may come to where another leaves.
+        for Change { frame, to, .. } in &changes {
+            self.held.extend(to.map(|to| (to, FrameId::new(*frame))));
+        }
+        changes
+    }
+
+    /// Notes how far changes came. Returns the first refusal.
+    pub(super) fn end(&mut self, changes: Vec<Change>, mut note: impl FnMut(Failure) -> Error) -> Result<()> {
+        let mut outcome = Ok(());
+        for Change { frame: id, handle, at, to, refused, .. } in changes {
+            let id = FrameId::new(id);
+            let Some(frame) = self.frames.get_mut(id.index()) else { continue };
+            let before = std::mem::replace(&mut frame.at, at);
+            (frame.busy, frame.handle) = (false, handle);
+            let wanted = frame.wanted;
+            for address in [before, to].into_iter().flatten().filter(|address| Some(*address) != at) {
+                if self.held.get(&address) == Some(&id) {
+                    self.held.remove(&address);
+                }
+            }
+            self.held.extend(at.map(|at| (at, id)));
+            let Some(failure) = refused else { continue };
+            let error = note(failure);
+            if let Some(to) = to.filter(|to| wanted == Some(*to)) {
+                self.vacate(id)?;
+                self.refused.insert(to, error.clone());
+            }
+            outcome = outcome.and(Err(error));
+        }
+        outcome
+    }
+
+    /// Gives the memory of a frame back that is behind no address.
     pub(super) fn discard(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
-        self.vacate(context, current, frame)?;
         let state = self.frame(frame)?;
         if let Some(handle) = state.handle {
             context.release(current, handle)?;
@@ -181,19 +286,120 @@ impl Layout {
         Ok(())
     }
 
-    /// Gives everything back, as far as the driver lets it.
+    /// Gives everything back, as far as the driver lets it. Nothing is under way.
     pub(super) fn clear(&mut self, context: &Context, current: &Current<'_>) {
         let log = |outcome: Outcome| {
             if let Err(failure) = outcome {
                 tracing::warn!(error = %failure.error, "give memory of the GPU back");
             }
         };
-        for frame in 0..self.frames.len() as u32 {
-            log(self.discard(context, current, FrameId::new(frame)));
+        let mut stuck = Vec::new();
+        for frame in std::mem::take(&mut self.frames) {
+            if let Some(at) = frame.at {
+                // Asked again: what is refused once may have been another's failure.
+                let unmap = || context.unmap(current, at, self.page);
+                log(unmap().or_else(|_| unmap()).inspect_err(|_| stuck.push(at)));
+            }
+            if let Some(handle) = frame.handle {
+                log(context.release(current, handle));
+            }
         }
-        let ranges: Vec<_> = self.reservations.iter().map(|(base, pages)| (*base, pages.len() as u32)).collect();
-        for (base, pages) in ranges {
-            log(self.release(context, current, base, pages));
+        for (base, pages) in std::mem::take(&mut self.reservations) {
+            let len = pages.len() as u64 * self.page;
+            if !stuck.iter().any(|at| (base..base + len).contains(at)) {
+                log(context.free_addresses(current, base, len));
+            }
         }
+    }
+}
+
+/// Splits changes, by index, into runs whose addresses follow each other within one reservation.
+fn runs(mut pages: Vec<(u64, u64, usize)>, page: u64) -> Vec<Vec<(u64, usize)>> {
+    pages.sort_unstable();
+    let mut runs: Vec<Vec<(u64, usize)>> = Vec::new();
+    let mut next = None;
+    for (base, address, index) in pages {
+        match runs.last_mut().filter(|_| next == Some((base, address))) {
+            Some(run) => run.push((address, index)),
+            None => runs.push(vec![(address, index)]),
+        }
+        next = Some((base, address + page));
+    }
+    runs
+}
+
+/// Makes one call for each run; where the driver refuses one of several pages, a call for each page.
+fn in_runs(
+    pages: Vec<(u64, u64, usize)>,
+    page: u64,
+    call: impl Fn(u64, u64) -> Outcome,
+    mut done: impl FnMut(usize, Outcome),
+) {
+    for run in runs(pages, page) {
+        match call(run[0].0, run.len() as u64 * page) {
+            Err(failure) if run.len() > 1 && !failure.fatal => {
+                run.iter().for_each(|(address, index)| done(*index, call(*address, page)));
+            }
+            Err(failure) => run.iter().for_each(|(_, index)| done(*index, Err(failure.clone()))),
+            Ok(()) => run.iter().for_each(|(_, index)| done(*index, Ok(()))),
+        }
+    }
+}
+
+/// Tells the driver of changes: first everything is taken from where it was, then put where it is wanted, then made
+/// accessible, with as few calls as the addresses allow.
+pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, current: &Current<'_>) {
+    let from = |(index, change): (usize, &Change)| Some((change.bases[0], change.at?, index));
+    let pages = changes.iter().enumerate().filter_map(from).collect();
+    let unmap = |address, len| context.unmap(current, address, len);
+    in_runs(pages, page, unmap, |index, outcome| match outcome {
+        Ok(()) => changes[index].at = None,
+        Err(failure) => changes[index].refused = Some(failure),
+    });
+    let mut placed = Vec::new();
+    for (index, change) in changes.iter_mut().enumerate().filter(|(_, change)| change.refused.is_none()) {
+        let Some(to) = change.to else { continue };
+        let handle = change.handle.map_or_else(|| context.create(current, page), Ok);
+        let mapped = handle.and_then(|handle| {
+            change.handle = Some(handle);
+            context.map(current, to, page, handle)
+        });
+        match mapped {
+            Ok(()) => {
+                change.at = Some(to);
+                placed.push((change.bases[1], to, index));
+            }
+            Err(failure) => change.refused = Some(failure),
+        }
+    }
+    let allow = |address, len| context.allow_access(current, address, len);
+    in_runs(placed, page, allow, |index, outcome| {
+        let Err(failure) = outcome else { return };
+        // Nothing may be left that looks usable.
+        if let Some(at) = changes[index].at {
+            match context.unmap(current, at, page) {
+                Ok(()) => changes[index].at = None,
+                Err(failure) => tracing::warn!(error = %failure.error, "unmap a frame that cannot be accessed"),
+            }
+        }
+        changes[index].refused = Some(failure);
+    });
+}
+
+/// Marks changes as refused that nobody can tell the driver of.
+pub(super) fn refuse_all(changes: &mut [Change], error: &Error) {
+    changes.iter_mut().for_each(|change| change.refused = Some(error.clone().into()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_end_at_gaps_and_at_the_ends_of_reservations() {
+        let pages = vec![(100, 130, 0), (0, 20, 1), (0, 10, 2), (0, 0, 3), (100, 100, 4), (0, 40, 5), (100, 110, 6)];
+        let found = runs(pages, 10);
+        assert_eq!(found, [vec![(0, 3), (10, 2), (20, 1)], vec![(40, 5)], vec![(100, 4), (110, 6)], vec![(130, 0)]]);
+        assert_eq!(runs(vec![(0, 90, 0), (100, 100, 1)], 10).len(), 2, "neighbours of two reservations");
     }
 }

@@ -12,32 +12,35 @@
 //!
 //! # Locking
 //!
-//! A stream's lock, then the layout's or that of the event pool; never two streams' at once. Calls of the driver are made
+//! A stream's lock, then the mapper's or that of the event pool; never two streams' at once. Calls of the driver are made
 //! under them where their order matters; none of those waits for the device, but for copies of unlocked memory if the
-//! driver had not even a small buffer to give.
+//! driver had not even a small buffer to give. Mappings change without a lock held.
 
 mod driver;
 mod frames;
+mod mapper;
 mod stream;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::Poll;
 
 use parking_lot::{Mutex, RwLock};
 
-pub use driver::cuda_devices;
+pub use driver::{cuda_device, cuda_devices};
 
 use super::stream::{closed, report_apart};
 use super::{
-    Completions, CudaDeviceSelector, Device, DeviceAddress, EventId, HostPointer, SlabRegion, StreamId, StreamKind,
-    StreamOp, Token,
+    Completions, CudaDeviceSelector, Device, DeviceAddress, EventId, HostPointer, RawStream, SlabRegion, StreamId,
+    StreamKind, StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
-use driver::{Context, Current, Failure, Outcome, RawEvent};
+use driver::{Context, Current, EventHandle, Failure, Outcome};
 use frames::Layout;
+use mapper::{Deferred, Mapper};
 use stream::Stream;
 
 /// Bits of an event that count operations; the rest is the stream.
@@ -63,12 +66,16 @@ struct Streams {
 
 struct Core {
     name: String,
+    ordinal: u32,
+    numa_node: Option<u32>,
     page_size: PageSize,
     /// Lowest and highest.
     priorities: (i32, i32),
-    layout: Mutex<Layout>,
+    mapper: Mapper,
+    /// Whether copies may go to the driver several at once.
+    batches: AtomicBool,
     /// Events that nothing waits for.
-    events: Mutex<Vec<RawEvent>>,
+    events: Mutex<Vec<EventHandle>>,
     /// Host memory that is locked, by address.
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams>,
@@ -105,7 +112,10 @@ impl Core {
         let poison = self.poison.get_or_init(|| {
             let error = Error::new(ErrorKind::Device, format!("the GPU {name} failed, and what was on it is lost"))
                 .caused_by(error)
-                .remedy("open a new runtime; if it happens again, look for Xid messages in the kernel log");
+                .remedy(
+                    "start the program again: CUDA does not let this process use the GPU any more. The kernel log may \
+                     have more about it (Xid)",
+                );
             tracing::error!(%error);
             error
         });
@@ -125,13 +135,21 @@ impl Core {
         self.done(self.context.enter())
     }
 
-    fn take_event(&self, current: &Current<'_>) -> Result<RawEvent> {
+    fn take_event(&self, current: &Current<'_>) -> Result<EventHandle> {
         let pooled = self.events.lock().pop();
         pooled.map_or_else(|| self.done(self.context.create_event(current)), Ok)
     }
 
-    fn return_event(&self, event: RawEvent) {
+    fn return_event(&self, event: EventHandle) {
         self.events.lock().push(event);
+    }
+
+    /// What other devices of this process hold in frames of the same GPU. One that is making frames right now is not
+    /// asked: nobody may wait for it while holding a layout.
+    fn other_frames(&self) -> Bytes {
+        let others: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+        let others = others.iter().filter(|other| !std::ptr::eq(&***other, self) && other.name == self.name);
+        Bytes::new(others.filter_map(|other| other.mapper.try_lock().map(|mapper| mapper.layout.held())).sum())
     }
 
     /// Whether a range of host memory lies in one piece that was locked.
@@ -159,9 +177,26 @@ impl Drop for Core {
                 tracing::warn!(error = %failure.error, "destroy a CUDA event");
             }
         }
-        self.layout.get_mut().clear(&self.context, &current);
+        self.mapper.get_mut().clear(&self.context, &current);
     }
 }
+
+/// More for frames than there is: how much that is, and who could make room.
+fn no_room(name: &str, new: Bytes, held: Bytes, free: Bytes, total: Bytes, others: Bytes) -> Error {
+    let mut message = format!("{new} more for frames are asked of {name}, which has {free} free of {total}");
+    let most = held + free;
+    let mut remedy = format!("choose a device budget of at most {most}");
+    if others > Bytes::ZERO {
+        message += &format!("; other runtimes of this process hold {others}");
+        remedy += ", lower theirs (set_device_budget)";
+    }
+    remedy += ", or end what else uses the GPU's memory: `nvidia-smi --query-compute-apps=pid,name,used_memory \
+               --format=csv` lists the processes";
+    Error::new(ErrorKind::OutOfMemory, message).remedy(remedy)
+}
+
+/// The devices of this process, for [`Core::other_frames`].
+static OPEN: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
 
 /// A device in the memory of one GPU. See the [device contract](super) and `runtime/device/cuda/mod.rs`.
 pub struct CudaDevice {
@@ -195,14 +230,14 @@ impl CudaDevice {
     /// - [`ErrorKind::OutOfMemory`] if the frames need more than is free.
     /// - [`ErrorKind::Device`] for what else the driver refuses.
     pub fn new(config: CudaDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
-        let gpu = driver::select(&config.device)?;
+        let gpu = cuda_device(&config.device)?;
         let name = format!("cuda:{}", gpu.ordinal);
         if !gpu.virtual_memory {
             let message = format!("{name} ({}) has no virtual memory management", gpu.name);
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .remedy("use a GPU and a driver mode that have it (data-centre and desktop GPUs since Pascal), or the host device"));
         }
-        let context = Context::open(gpu.ordinal)?;
+        let context = Context::open(&gpu)?;
         let plain = |failure: Failure| failure.error;
         let (granularity, priorities) = {
             let current = context.enter().map_err(plain)?;
@@ -219,9 +254,12 @@ impl CudaDevice {
         let device = Self {
             core: Arc::new(Core {
                 name,
+                ordinal: gpu.ordinal,
+                numa_node: gpu.numa_node,
                 page_size,
                 priorities,
-                layout: Mutex::new(Layout::new(page_size)),
+                mapper: Mapper::new(Layout::new(page_size)),
+                batches: AtomicBool::new(context.has_batches()),
                 events: Mutex::default(),
                 locked: RwLock::default(),
                 streams: RwLock::default(),
@@ -230,7 +268,12 @@ impl CudaDevice {
                 sink,
             }),
         };
+        let mut open = OPEN.lock();
+        open.retain(|core| core.strong_count() > 0);
+        open.push(Arc::downgrade(&device.core));
+        drop(open);
         device.grow_frames(config.frames)?;
+        Mapper::start(&device.core)?;
         Ok(device)
     }
 
@@ -247,12 +290,53 @@ impl CudaDevice {
         })
     }
 
+    /// Adds the stream that `make` makes of its number: that of one that was forgotten and has ended, or a new one.
+    fn add_stream(&self, make: impl FnOnce(usize) -> Result<Arc<Stream>>) -> Result<StreamId> {
+        let core = &self.core;
+        let mut streams = core.streams.write();
+        if streams.closed {
+            return Err(closed(&core.name));
+        }
+        let spent = streams.all.iter().position(|stream| stream.is_spent());
+        let index = spent.unwrap_or(streams.all.len());
+        if index >= STREAMS_MAX {
+            let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
+        }
+        let stream = make(index)?;
+        match spent {
+            Some(index) => {
+                let spent = std::mem::replace(&mut streams.all[index], stream);
+                if let Err(error) = spent.join() {
+                    tracing::debug!(%error, "a stream that was forgotten had failed");
+                }
+            }
+            None => streams.all.push(stream),
+        }
+        Ok(StreamId(index as u32))
+    }
+
     /// Changes the layout in the device's context.
     fn change<T>(&self, change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>) -> Result<T> {
         let core = &self.core;
-        let mut layout = core.layout.lock();
+        let mut state = core.mapper.lock();
         let current = core.enter()?;
-        core.done(change(&mut layout, &core.context, &current))
+        core.done(change(&mut state.layout, &core.context, &current))
+    }
+
+    /// Takes frames away from where they are, now, and goes on to change the layout.
+    fn vacate_and<T>(
+        &self,
+        vacate: impl FnOnce(&mut Layout) -> Result<Vec<FrameId>>,
+        change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>,
+    ) -> Result<T> {
+        let core = &self.core;
+        let mut state = core.mapper.lock();
+        let frames = vacate(&mut state.layout)?;
+        let (mut state, vacated) = core.mapper.settle(core, state, &frames);
+        vacated?;
+        let current = core.enter()?;
+        core.done(change(&mut state.layout, &core.context, &current))
     }
 }
 
@@ -273,6 +357,14 @@ impl Device for CudaDevice {
         false
     }
 
+    fn gpu(&self) -> Option<u32> {
+        Some(self.core.ordinal)
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.core.numa_node
+    }
+
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
         if pages == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages"));
@@ -281,11 +373,20 @@ impl Device for CudaDevice {
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
-        self.change(|layout, context, current| layout.release(context, current, base.get(), pages))
+        self.vacate_and(
+            |layout| layout.vacate_range(base.get(), pages),
+            |layout, context, current| layout.release(context, current, base.get(), pages),
+        )
+    }
+
+    fn free_memory(&self) -> Result<Bytes> {
+        let core = &self.core;
+        let current = core.enter()?;
+        core.done(core.context.memory(&current)).map(|(free, _)| Bytes::new(free))
     }
 
     fn frame_count(&self) -> u32 {
-        self.core.layout.lock().frame_count()
+        self.core.mapper.lock().layout.frame_count()
     }
 
     fn grow_frames(&self, count: u32) -> Result<()> {
@@ -296,38 +397,39 @@ impl Device for CudaDevice {
                 return Ok(());
             }
             let (free, total) = context.memory(current)?;
+            let refused = || {
+                let others = self.core.other_frames();
+                let held = Bytes::new(layout.held());
+                no_room(&self.core.name, Bytes::new(new), held, Bytes::new(free), Bytes::new(total), others)
+            };
             if new > free {
-                let message = format!(
-                    "{} more for frames are asked of {}, which has {} free of {}",
-                    Bytes::new(new),
-                    self.core.name,
-                    Bytes::new(free),
-                    Bytes::new(total)
-                );
-                let most = (free / page + u64::from(layout.frame_count())) * page;
-                let remedy = format!(
-                    "choose a device budget of at most {}, or end what else uses the GPU's memory (nvidia-smi shows it)",
-                    Bytes::new(most)
-                );
-                return Err(Error::new(ErrorKind::OutOfMemory, message).remedy(remedy).into());
+                return Err(refused().into());
             }
-            layout.grow(context, current, count)
+            // What is free may be in pieces, or gone by now.
+            let refused = refused();
+            layout.grow(context, current, count).map_err(|failure| match failure.error.kind() {
+                ErrorKind::OutOfMemory => refused.caused_by(failure.error).into(),
+                _ => failure,
+            })
         })
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.change(|layout, context, current| layout.map(context, current, frame, address.get()))
+        self.core.mapper.map(&self.core, frame, address.get())
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
         if !cfg!(feature = "strict") {
             return Ok(());
         }
-        self.change(|layout, context, current| layout.vacate(context, current, frame))
+        self.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
-        self.change(|layout, context, current| layout.discard(context, current, frame))
+        self.vacate_and(
+            |layout| layout.vacate(frame).map(|()| vec![frame]),
+            |layout, context, current| layout.discard(context, current, frame),
+        )
     }
 
     fn lock_host(&self, memory: SlabRegion) -> Result<()> {
@@ -351,44 +453,59 @@ impl Device for CudaDevice {
 
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
         let core = &self.core;
-        let mut streams = core.streams.write();
-        let index = streams.all.len();
-        if streams.closed {
-            return Err(closed(&core.name));
-        }
-        if index >= STREAMS_MAX {
-            let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
-            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
-        }
         let (lowest, highest) = core.priorities;
         let (name, priority) = match kind {
             StreamKind::Fill => ("fill", highest),
             StreamKind::WriteBack => ("back", lowest),
             StreamKind::Compute => ("comp", 0.clamp(highest.min(lowest), lowest.max(highest))),
         };
-        streams.all.push(Stream::start(core, &format!("cuda-{name}-{index}"), priority)?);
-        Ok(StreamId(index as u32))
+        self.add_stream(|index| Stream::start(core, &format!("cuda-{name}-{index}"), priority))
+    }
+
+    unsafe fn adopt_stream(&self, raw: RawStream) -> Result<StreamId> {
+        // SAFETY: the caller's promise.
+        self.add_stream(|index| unsafe { Stream::adopt(&self.core, &format!("cuda-user-{index}"), raw) })
+    }
+
+    fn forget_stream(&self, stream: StreamId) {
+        if let Ok(stream) = self.stream(stream.0) {
+            stream.begin_close();
+        }
+    }
+
+    fn raw_stream(&self, stream: StreamId) -> Result<RawStream> {
+        Ok(self.stream(stream.0)?.raw())
+    }
+
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        self.stream(stream.0)?.can_mark(&self.core)
     }
 
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
-        let refused = match self.stream(stream.0) {
-            Ok(stream) => stream.submit(&self.core, op, token).err().map(|token| (token, closed(&self.core.name))),
-            Err(error) => Some((token, error)),
+        let core = &self.core;
+        let stream = match self.stream(stream.0) {
+            Ok(stream) => stream,
+            Err(error) => return report_apart(&core.sink, token, error),
         };
-        if let Some((token, error)) = refused {
-            report_apart(&self.core.sink, token, error);
+        if let Some(Deferred { stream, op, token }) = core.mapper.defer(Deferred { stream, op, token }) {
+            for token in stream.submit_all(core, vec![(op, token)]) {
+                report_apart(&core.sink, token, closed(&core.name));
+            }
         }
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
-        let number = self.stream(stream.0)?.record(&self.core)?;
+        let recorded = self.stream(stream.0)?;
+        self.core.mapper.catch_up(&recorded);
+        let number = recorded.record(&self.core)?;
         Ok(EventId(u64::from(stream.0) << EVENT_COUNT_BITS | number))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
         let (recorded, number) = Self::event_parts(event);
-        let other = self.stream(recorded)?;
-        self.stream(stream.0)?.wait(&self.core, &other, number)
+        let (other, waiting) = (self.stream(recorded)?, self.stream(stream.0)?);
+        self.core.mapper.catch_up(&waiting);
+        waiting.wait(&self.core, &other, number)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
@@ -405,13 +522,16 @@ impl Device for CudaDevice {
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("close it from a thread of your own"));
         }
         self.core.streams.write().closed = true;
+        // What waits for mappings is submitted before the streams are closed.
+        self.core.mapper.begin_close();
+        let mapped = self.core.mapper.join();
         let streams = self.core.streams.read().all.clone();
         for stream in &streams {
             stream.begin_close();
         }
         // All are joined before the first failure is returned.
         let ended = streams.iter().map(|stream| stream.join()).fold(Ok(()), Result::and);
-        ended.and(self.core.healthy())
+        mapped.and(ended).and(self.core.healthy())
     }
 }
 
@@ -421,6 +541,7 @@ impl Drop for CudaDevice {
             // A closure held the last owner. Its own stream cannot be waited for here; the threads end by themselves,
             // and the last of them gives everything back.
             self.core.streams.write().closed = true;
+            self.core.mapper.begin_close();
             self.core.streams.read().all.iter().for_each(|stream| stream.begin_close());
             return;
         }

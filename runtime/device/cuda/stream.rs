@@ -20,17 +20,22 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex};
 
 use super::super::stream::{BATCH_OPERATIONS_MAX, call_caught, report, unknown_event};
-use super::super::{Completion, DeviceAddress, HostPointer, StreamOp, Token};
+use super::super::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
 use super::Core;
-use super::driver::{Current, Locked, Outcome, RawEvent, RawStream};
+use super::driver::{BatchedCopy, Current, EventHandle, Locked, Outcome, StreamHandle};
+use super::frames::Range;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
+
+/// How many copies go to the driver together. Their completions come together, so the first waits for the last.
+pub(super) const COPIES_AT_ONCE: usize = 4;
 
 /// Of the buffer through which copies of unlocked memory go: enough that its host functions cost little beside the copies.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
@@ -109,7 +114,7 @@ struct Item {
     /// Whether the driver got anything of it.
     queued: bool,
     /// Shared with the reaper while it waits.
-    event: Option<Arc<RawEvent>>,
+    event: Option<Arc<EventHandle>>,
     jobs: Vec<Arc<Job>>,
     result: Result<()>,
 }
@@ -128,12 +133,22 @@ struct State {
 }
 
 pub(super) struct Stream {
-    raw: RawStream,
+    raw: StreamHandle,
+    /// Made here, and destroyed here. One that is not may be gone once nothing is submitted to it any more.
+    owned: bool,
     /// Without it, copies of unlocked memory are the driver's affair, which may keep the submitter waiting.
     bounce: Option<Locked>,
+    /// Operations that the mapper has yet to hand on; changes under its lock.
+    pub(super) deferred: AtomicU32,
     state: Mutex<State>,
     work: Condvar,
     reaper: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Whether one writes what the other reads or writes.
+fn overlap(a: BatchedCopy, b: BatchedCopy) -> bool {
+    let touch = |x: u64, y: u64| x < y.saturating_add(b.len) && y < x.saturating_add(a.len);
+    touch(a.to, b.to) || touch(a.to, b.from) || touch(a.from, b.to)
 }
 
 impl fmt::Debug for Stream {
@@ -157,8 +172,30 @@ impl Stream {
                 None
             }
         };
-        let stream =
-            Arc::new(Self { raw, bounce, state: Mutex::default(), work: Condvar::new(), reaper: Mutex::new(None) });
+        Self::spawn(core, name, current, raw, true, bounce)
+    }
+
+    /// Reports on a stream that somebody else owns.
+    ///
+    /// # Safety
+    /// As for [`Device::adopt_stream`](super::super::Device::adopt_stream).
+    pub(super) unsafe fn adopt(core: &Arc<Core>, name: &str, raw: RawStream) -> Result<Arc<Self>> {
+        let current = core.enter()?;
+        // SAFETY: the caller's promise.
+        let raw = core.done(unsafe { core.context.adopt_stream(&current, raw) })?;
+        Self::spawn(core, name, current, raw, false, None)
+    }
+
+    fn spawn(
+        core: &Arc<Core>,
+        name: &str,
+        current: Current<'_>,
+        raw: StreamHandle,
+        owned: bool,
+        bounce: Option<Locked>,
+    ) -> Result<Arc<Self>> {
+        let (deferred, state, work, reaper) = Default::default();
+        let stream = Arc::new(Self { raw, owned, bounce, deferred, state, work, reaper });
         let reaper = Reaper { core: Arc::clone(core), stream: Arc::clone(&stream), done: Vec::new() };
         match thread::Builder::new().name(name.to_owned()).spawn(move || reaper.run()) {
             Ok(thread) => {
@@ -182,7 +219,10 @@ impl Stream {
             Ok(current) => current,
             Err(failure) => return tracing::warn!(error = %failure.error, "destroy a CUDA stream"),
         };
-        let mut outcomes = vec![core.context.destroy_stream(&current, self.raw)];
+        let mut outcomes = Vec::new();
+        if self.owned {
+            outcomes.push(core.context.destroy_stream(&current, self.raw));
+        }
         outcomes.extend(self.bounce.map(|bounce| core.context.free_locked(&current, bounce)));
         let left = self.state.into_inner().items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
         outcomes.extend(left.map(|event| core.context.destroy_event(&current, event)));
@@ -191,39 +231,112 @@ impl Stream {
         }
     }
 
-    /// Submits `op`, or gives its token back when the stream is closed.
-    pub(super) fn submit(&self, core: &Core, op: StreamOp, token: Option<Token>) -> Result<(), Option<Token>> {
+    /// Submits operations, in order, or gives their tokens back when the stream is closed.
+    pub(super) fn submit_all(&self, core: &Core, ops: Vec<(StreamOp, Option<Token>)>) -> Vec<Option<Token>> {
         let mut state = self.state.lock();
         if state.closing {
-            return Err(token);
+            return ops.into_iter().map(|(_, token)| token).collect();
         }
+        let current = core.enter();
+        let batched = match &current {
+            Ok(current) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
+            _ => false,
+        };
+        if !batched {
+            for (op, token) in ops {
+                self.submit_one(core, &current, &mut state, op, token);
+            }
+        }
+        drop(state);
+        self.work.notify_one();
+        Vec::new()
+    }
+
+    /// Hands copies to the driver in one call, if it takes them and they are none of each other's business. Each
+    /// completes by itself, when all have ended.
+    fn submit_batch(
+        &self,
+        core: &Core,
+        current: &Current<'_>,
+        state: &mut State,
+        ops: &[(StreamOp, Option<Token>)],
+    ) -> bool {
+        if !core.batches.load(Ordering::Relaxed) {
+            return false;
+        }
+        let mut copies: Vec<BatchedCopy> = Vec::with_capacity(ops.len());
+        for (op, _) in ops {
+            let (StreamOp::CopyIn { host, device, len } | StreamOp::CopyOut { host, device, len }) = op else {
+                return false;
+            };
+            let (host, device, len) = (*host, *device, *len);
+            if len == 0 || !core.is_locked(host, len) || core.check_mapped(device, len).is_err() {
+                return false;
+            }
+            let (there, here) = (device.get(), host.as_ptr() as u64);
+            let (to, from) = if matches!(op, StreamOp::CopyIn { .. }) { (there, here) } else { (here, there) };
+            let copy = BatchedCopy { to, from, len };
+            if copies.iter().any(|other| overlap(copy, *other)) {
+                return false;
+            }
+            copies.push(copy);
+        }
+        // SAFETY: contract rule 5 keeps the callers' memory until each is reported, and it is locked.
+        if let Err(failure) = unsafe { core.context.copy_batch(current, &self.raw, &copies) } {
+            if failure.error.kind() == ErrorKind::Unsupported {
+                core.batches.store(false, Ordering::Relaxed);
+            }
+            // One by one, each gets its own answer; what is copied twice is the same bytes.
+            tracing::debug!(error = %core.note(failure));
+            return false;
+        }
+        let event = self.mark(core, current).ok().map(Arc::new);
+        for (_, token) in ops {
+            state.submitted += 1;
+            let (number, event) = (state.submitted, event.clone());
+            if token.is_some() {
+                if event.is_some() {
+                    state.marked = number;
+                }
+                let (jobs, result) = (Vec::new(), Ok(()));
+                state.items.push_back(Item { number, token: *token, queued: true, event, jobs, result });
+            }
+        }
+        true
+    }
+
+    fn submit_one(
+        &self,
+        core: &Core,
+        current: &Result<Current<'_>>,
+        state: &mut State,
+        op: StreamOp,
+        token: Option<Token>,
+    ) {
         state.submitted += 1;
         let mut item =
             Item { number: state.submitted, token, queued: false, event: None, jobs: Vec::new(), result: Ok(()) };
-        match core.enter() {
+        match current {
             Ok(current) => {
-                item.result = self.queue(core, &current, op, &mut item);
+                item.result = self.queue(core, current, op, &mut item);
                 if item.queued && (token.is_some() || !item.jobs.is_empty()) {
                     // Without an event the reaper waits for the whole stream.
-                    item.event = self.mark(core, &current).ok().map(Arc::new);
+                    item.event = self.mark(core, current).ok().map(Arc::new);
                 }
             }
-            Err(error) => item.result = Err(error),
+            Err(error) => item.result = Err(error.clone()),
         }
         if token.is_none() && item.jobs.is_empty() {
             // Nobody waits for it by itself; who records an event behind it learns of its end.
             if let (Err(error), None) = (item.result, &state.failure) {
                 state.failure = Some((item.number, error));
             }
-            return Ok(());
+            return;
         }
         if item.event.is_some() {
             state.marked = item.number;
         }
         state.items.push_back(item);
-        drop(state);
-        self.work.notify_one();
-        Ok(())
     }
 
     /// Hands an operation to the driver.
@@ -241,6 +354,10 @@ impl Stream {
                 Ok(())
             }
             StreamOp::Call(call) => self.queue_job(core, current, item, Work::Call(call)),
+            StreamOp::Mark => {
+                item.queued = true;
+                Ok(())
+            }
         }
     }
 
@@ -312,8 +429,25 @@ impl Stream {
         }
     }
 
+    pub(super) fn raw(&self) -> RawStream {
+        self.raw.raw()
+    }
+
+    /// Refuses where an event would say nothing of what runs.
+    pub(super) fn can_mark(&self, core: &Core) -> Result<()> {
+        if self.state.lock().closing {
+            return Err(super::super::stream::closed(&core.name));
+        }
+        let current = core.enter()?;
+        if core.done(core.context.is_capturing(&current, &self.raw))? {
+            let message = "the stream is being captured into a graph: nothing that is put on it runs";
+            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("end the capture first"));
+        }
+        Ok(())
+    }
+
     /// Records an event at the current end.
-    fn mark(&self, core: &Core, current: &Current<'_>) -> Result<RawEvent> {
+    fn mark(&self, core: &Core, current: &Current<'_>) -> Result<EventHandle> {
         let event = core.take_event(current)?;
         match core.context.record(current, &event, &self.raw) {
             Ok(()) => Ok(event),
@@ -405,6 +539,11 @@ impl Stream {
         self.work.notify_all();
     }
 
+    /// Whether it is another's stream, was forgotten, and the thread has ended.
+    pub(super) fn is_spent(&self) -> bool {
+        !self.owned && self.reaper.lock().as_ref().is_some_and(JoinHandle::is_finished)
+    }
+
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close), and returns the stream's failure.
     pub(super) fn join(&self) -> Result<()> {
         let thread = self.reaper.lock().take();
@@ -443,8 +582,10 @@ impl Reaper {
             self.retire();
             report(&self.core.sink, &mut self.done);
         }
-        // What nobody waits for is waited for here.
-        if let Err(error) = self.finish_stream() {
+        // What nobody waits for is waited for here, unless it is another's.
+        if self.stream.owned
+            && let Err(error) = self.finish_stream()
+        {
             let mut state = self.stream.state.lock();
             let number = state.submitted;
             state.failure.get_or_insert((number, error));
@@ -490,7 +631,12 @@ impl Reaper {
     fn finish_stream(&self) -> Result<()> {
         let finish = || {
             let current = self.core.context.enter()?;
-            self.core.context.finish_stream(&current, &self.stream.raw)
+            if self.stream.owned {
+                self.core.context.finish_stream(&current, &self.stream.raw)
+            } else {
+                // The stream may be gone by now; what was on it is not.
+                self.core.context.finish(&current)
+            }
         };
         // Asked again, because a context that is lost says so again.
         let outcome = finish().or_else(|failure| finish().map_err(|_| failure));
@@ -540,12 +686,16 @@ impl Reaper {
 }
 
 impl Core {
-    /// Refuses a range that is not wholly mapped, which on a GPU would cost the context.
+    /// Refuses a range that is not wholly mapped, which on a GPU would cost the context. The reason is that of the mapper
+    /// where it was refused.
     fn check_mapped(&self, device: DeviceAddress, len: u64) -> Result<()> {
-        if self.layout.lock().is_mapped(device.get(), len) {
-            return Ok(());
+        match self.mapper.lock().layout.range(device.get(), len) {
+            Range::Mapped => Ok(()),
+            Range::Unusable(error) => Err(error),
+            Range::Pending => {
+                let message = format!("a copy of {} names device memory whose mapping changes", Bytes::new(len));
+                Err(Error::new(ErrorKind::InvalidArgument, message).remedy("map no page while an operation uses it"))
+            }
         }
-        let message = format!("a copy of {} names device memory that is not mapped", Bytes::new(len));
-        Err(Error::new(ErrorKind::InvalidArgument, message).remedy("map the pages before the copy is submitted"))
     }
 }

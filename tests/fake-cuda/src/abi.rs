@@ -163,6 +163,17 @@ impl<T> Out<T> {
     }
 }
 
+impl<T: Copy> Out<T> {
+    /// The value that is there, where C passes one in to be replaced.
+    pub fn get(&self) -> Outcome<T> {
+        if self.0.is_null() {
+            return Err(ERROR_INVALID_VALUE);
+        }
+        // SAFETY: as for `set`, and the caller has put a value there.
+        Ok(unsafe { self.0.read() })
+    }
+}
+
 impl Out<c_char> {
     /// Writes at most `len` bytes, NUL-terminated.
     pub fn set_text(&self, text: &str, len: usize) -> Outcome {

@@ -180,6 +180,7 @@ pub fn reset() {
     }
     let next = driver.next_handle;
     let old = std::mem::replace(&mut *driver, Driver::new(next));
+    notify();
     old.memory.close();
     old.locked.close();
 }
@@ -208,6 +209,9 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
         }
         return code;
     }
+    while driver.injection.is_held(name) {
+        wait(&mut driver);
+    }
     if need != Need::Nothing {
         if let Some(code) = driver.lost {
             return code;
@@ -220,6 +224,9 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
     if need == Need::Context && driver.contexts.current().is_none() {
         driver.judge.find("context", &format!("{name} was called on a thread without a current context"));
         return ERROR_INVALID_CONTEXT;
+    }
+    if let Err(code) = crate::graph::check_allowed(&mut driver, name) {
+        return code;
     }
     match body(&mut driver) {
         Ok(()) => SUCCESS,

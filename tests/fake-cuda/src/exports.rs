@@ -18,6 +18,20 @@ pub extern "C" fn fakecuda_reset() {
     print_at_exit();
 }
 
+/// As [`fakecuda_reset`], but the machine stays as it was set.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_restart() {
+    let config = lock().config.clone();
+    reset();
+    lock().config = config;
+}
+
+/// How many objects the program has made and not given back.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_left() -> usize {
+    leaks(&lock()).len()
+}
+
 /// Everything the program has made and not given back.
 fn leaks(driver: &Driver) -> Vec<String> {
     let mut lines: Vec<String> = driver.contexts.leaks().collect();
@@ -121,6 +135,15 @@ pub extern "C" fn fakecuda_hold_stream(handle: u64, held: bool) -> bool {
     true
 }
 
+/// While held, calls of a function do not return, and do nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_hold_calls(name: In<c_char>, held: bool) {
+    if let Ok(name) = name.text() {
+        lock().injection.hold(&name, held);
+        notify();
+    }
+}
+
 /// Waits until all streams are idle, without the host getting to know it: for the judge nothing is ordered by this.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_run_dry() -> bool {
@@ -148,6 +171,21 @@ pub extern "C" fn fakecuda_set_driver_version(version: i32) {
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_set_attribute(which: i32, value: i32) {
     lock().config.attributes.insert(which, value);
+}
+
+/// Sets what physical allocations are multiples of, itself a multiple of 4096.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_granularity(bytes: u64) {
+    lock().config.granularity = bytes.next_multiple_of(4096).max(4096);
+}
+
+/// Copies, fills and events end when they are submitted, move nothing, and are not judged; mapping changes no page tables.
+/// What is left of a call is its bookkeeping: for measuring the program above it.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakecuda_set_bare(bare: bool) {
+    let mut driver = lock();
+    driver.config.bare = bare;
+    driver.memory.shadowless = bare;
 }
 
 /// Each piece of work starts up to `microseconds` late, by chance.

@@ -4,9 +4,11 @@
 //! orders CUDA may choose. The judge sees each captured stream as a timeline of its own, so branches that nothing
 //! orders are still found to race.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::c_char;
 use std::sync::Arc;
+use std::thread::ThreadId;
 
 use crate::abi::*;
 use crate::clock::{Clock, TimelineId};
@@ -26,6 +28,8 @@ pub struct Graphs {
 
 struct Capture {
     origin: u64,
+    mode: u32,
+    thread: ThreadId,
     nodes: Vec<Node>,
     /// For each captured stream: the nodes its next node comes after.
     after: Vec<Vec<usize>>,
@@ -108,6 +112,72 @@ pub fn invalidate(driver: &mut Guard, stream: u64) {
     }
 }
 
+const MODE_GLOBAL: u32 = 0;
+const MODE_THREAD_LOCAL: u32 = 1;
+const MODE_RELAXED: u32 = 2;
+
+thread_local! {
+    /// How captures elsewhere limit what this thread may call.
+    static MODE: Cell<u32> = const { Cell::new(MODE_GLOBAL) };
+}
+
+/// Calls that are "potentially unsafe" while a stream is captured: they wait, ask, or take and give memory. The
+/// documentation names some of them; the others are taken to be meant.
+const UNSAFE: &[&str] = &[
+    "cuCtxSynchronize",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuMemAlloc_v2",
+    "cuMemCreate",
+    "cuMemFree_v2",
+    "cuMemFreeHost",
+    "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyHtoD_v2",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+];
+
+/// Refuses a call that captures forbid this thread; they are spoiled by it.
+pub fn check_allowed(driver: &mut Driver, name: &str) -> Outcome {
+    let mode = MODE.get();
+    if driver.graphs.captures.is_empty() || mode == MODE_RELAXED || !UNSAFE.contains(&name) {
+        return Ok(());
+    }
+    let here = std::thread::current().id();
+    let forbids = |capture: &&mut Capture| {
+        (capture.thread == here && capture.mode != MODE_RELAXED)
+            || (mode == MODE_GLOBAL && capture.thread != here && capture.mode == MODE_GLOBAL)
+    };
+    let mut forbidden = false;
+    for capture in driver.graphs.captures.values_mut().filter(forbids) {
+        capture.invalid = true;
+        forbidden = true;
+    }
+    if !forbidden {
+        return Ok(());
+    }
+    driver.judge.find("capture", &format!("{name} was called while a capture forbade it, and spoiled the capture"));
+    Err(ERROR_STREAM_CAPTURE_UNSUPPORTED)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuThreadExchangeStreamCaptureMode(mode: Out<u32>) -> CuResult {
+    enter("cuThreadExchangeStreamCaptureMode", Need::Init, |_| {
+        let new = mode.get()?;
+        if !matches!(new, MODE_GLOBAL | MODE_THREAD_LOCAL | MODE_RELAXED) {
+            return Err(ERROR_INVALID_VALUE);
+        }
+        mode.set(MODE.replace(new))
+    })
+}
+
 pub fn leaks(driver: &Driver) -> Vec<String> {
     let graphs = driver.graphs.graphs.values().map(|graph| format!("graph of {} nodes", graph.len()));
     let executables =
@@ -116,8 +186,11 @@ pub fn leaks(driver: &Driver) -> Vec<String> {
 }
 
 #[unsafe(no_mangle)]
-pub extern "C" fn cuStreamBeginCapture_v2(stream: u64, _mode: u32) -> CuResult {
+pub extern "C" fn cuStreamBeginCapture_v2(stream: u64, mode: u32) -> CuResult {
     enter("cuStreamBeginCapture_v2", Need::Context, |driver| {
+        if mode > MODE_RELAXED {
+            return Err(ERROR_INVALID_VALUE);
+        }
         if stream <= 1 {
             return Err(ERROR_STREAM_CAPTURE_UNSUPPORTED);
         }
@@ -126,7 +199,9 @@ pub extern "C" fn cuStreamBeginCapture_v2(stream: u64, _mode: u32) -> CuResult {
             return Err(ERROR_ILLEGAL_STATE);
         }
         let id = driver.new_handle();
-        let capture = Capture { origin: handle, nodes: Vec::new(), after: vec![Vec::new()], invalid: false };
+        let thread = std::thread::current().id();
+        let (nodes, after) = (Vec::new(), vec![Vec::new()]);
+        let capture = Capture { origin: handle, mode, thread, nodes, after, invalid: false };
         driver.graphs.captures.insert(id, capture);
         if let Some(stream) = driver.streams.get_mut(&handle) {
             stream.capture = Some((id, 0));

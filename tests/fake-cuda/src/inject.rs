@@ -12,6 +12,8 @@ pub struct Injection {
     all: u64,
     rules: Vec<Rule>,
     fired: u64,
+    /// Functions whose calls do not go on.
+    held: Vec<String>,
 }
 
 struct Rule {
@@ -63,6 +65,17 @@ impl Injection {
         let so_far = if name == "*" { self.all } else { self.counts.get(name.as_str()).copied().unwrap_or(0) };
         self.rules.push(Rule { name, from: so_far.saturating_add(nth), count, code, fatal });
     }
+    /// Keeps calls of `name` waiting, or lets them go on.
+    pub fn hold(&mut self, name: &str, held: bool) {
+        let name = base(name).to_owned();
+        self.held.retain(|other| *other != name);
+        if held {
+            self.held.push(name);
+        }
+    }
+    pub fn is_held(&self, name: &str) -> bool {
+        self.held.iter().any(|held| held == base(name))
+    }
     pub fn calls(&self, name: &str) -> u64 {
         if name == "*" { self.all } else { self.counts.get(base(name)).copied().unwrap_or(0) }
     }
@@ -87,6 +100,8 @@ pub struct Config {
     pub link: [u64; 2],
     pub attributes: BTreeMap<i32, i32>,
     pub granularity: u64,
+    /// Copies, fills and events end when they are submitted, move nothing, and are not judged.
+    pub bare: bool,
 }
 
 fn variable(name: &str) -> Option<u64> {
@@ -108,6 +123,7 @@ impl Config {
             ],
             attributes: BTreeMap::new(),
             granularity: 2 << 20,
+            bare: false,
         }
     }
     /// A delay between nothing and the longest, by the seed.

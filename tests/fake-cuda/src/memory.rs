@@ -32,6 +32,8 @@ pub struct Memory {
     /// Where to look for the next free device addresses: they are used again only when all were used once.
     cursor: u64,
     next_physical: u64,
+    /// No kernel will run: shadows are left alone.
+    pub shadowless: bool,
 }
 
 struct Ground {
@@ -262,6 +264,9 @@ impl Memory {
         room.mappings += 1;
         let at = room.at + offset;
         self.mappings.insert(address, Mapping { size, physical, offset, access, uses: Clock::default() });
+        if self.shadowless {
+            return Ok(());
+        }
         let Some(ground) = &self.ground else { return Err(ERROR_INVALID_VALUE) };
         let shadow = (address - ground.base + ground.shadow) as *mut libc::c_void;
         // SAFETY: `address..address+size` lies within a range of ours that nothing else is mapped in, so its shadow,
@@ -292,6 +297,9 @@ impl Memory {
     pub fn set_access(&mut self, mapping: u64, access: u32) {
         let Some(found) = self.mappings.get_mut(&mapping) else { return };
         found.access = access;
+        if self.shadowless {
+            return;
+        }
         let Some(ground) = &self.ground else { return };
         let shadow = (mapping - ground.base + ground.shadow) as *mut libc::c_void;
         // SAFETY: the shadow of a mapping that exists is mapped and ours.
@@ -307,7 +315,7 @@ impl Memory {
     /// Takes the room away; `keep_shadow` where a kernel may still be in it. Says which room is free now.
     pub fn unmap(&mut self, address: u64, keep_shadow: bool) -> Option<u64> {
         let mapping = self.mappings.remove(&address)?;
-        if let Some(ground) = self.ground.as_ref().filter(|_| !keep_shadow) {
+        if let Some(ground) = self.ground.as_ref().filter(|_| !keep_shadow && !self.shadowless) {
             let shadow = (address - ground.base + ground.shadow) as *mut libc::c_void;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
             // SAFETY: replaces our own mapping of the shadow by inaccessible memory; no work uses it.

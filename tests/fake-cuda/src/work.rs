@@ -71,6 +71,10 @@ impl Work {
     pub fn new(what: &str, reach: Vec<Reach>, action: Action) -> Self {
         Self { what: what.into(), reach, action, whole: None }
     }
+    /// Whether nothing but memory and time would tell that it did not run.
+    pub fn is_quiet(&self) -> bool {
+        matches!(self.action, Action::Mark | Action::Copies { .. } | Action::Fill { .. })
+    }
     pub fn mark(what: &str) -> Self {
         Self::new(what, Vec::new(), Action::Mark)
     }

@@ -3,8 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Parser, ValueEnum};
-use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Verify};
+use clap::Parser;
+use outcore::{Bytes, DeviceChoice, IoBackend, Lookahead, PolicyKind, Verify};
 use outcore_llm::{Error, Pool, Result};
 
 /// Runs a Llama-family model whose weights may exceed the memory it is given.
@@ -24,11 +24,14 @@ pub struct Args {
     /// Most tokens to generate.
     #[arg(long, default_value_t = 128)]
     pub tokens: usize,
-    /// Where pages are computed on.
-    #[arg(long, value_enum, default_value_t = DeviceName::Host)]
-    pub device: DeviceName,
+    /// Where weights are paged to and computed with: host, cuda, or cuda: and a GPU's number, UUID or PCI address.
+    #[arg(long, default_value_t)]
+    pub device: DeviceChoice,
+    /// With --device cuda: a PTX, cubin or fatbin file with the kernels, in place of compiling them with NVRTC.
+    #[arg(long)]
+    pub kernels: Option<PathBuf>,
     /// Most memory the whole process may take; the budgets are what is left of it. Default: the limit of the control
-    /// group or the machine, less headroom.
+    /// group or the machine, less headroom. A GPU's memory is not part of it.
     #[arg(long)]
     pub memory: Option<Bytes>,
     /// Memory for pages in the device tier. Default: what --memory leaves.
@@ -95,6 +98,12 @@ impl Args {
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
             return wrong("--temperature must be 0 or a positive number: 0 always takes the likeliest token");
         }
+        if !matches!(self.device, DeviceChoice::Host | DeviceChoice::Cuda(_)) {
+            return wrong(&format!("--device {} computes nothing: choose host or cuda", self.device));
+        }
+        if self.kernels.is_some() && self.device == DeviceChoice::Host {
+            return wrong("--kernels is of no use on the host device: ask for --device cuda, or leave it out");
+        }
         Ok(())
     }
 }
@@ -107,11 +116,4 @@ pub fn in_one_line(wrong: &clap::Error) -> String {
     let words: Vec<&str> = lines.flat_map(str::split_whitespace).collect();
     let text = words.join(" ");
     format!("{} (--help explains the options)", text.strip_prefix("error: ").unwrap_or(&text))
-}
-
-/// A device of this build.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DeviceName {
-    /// The host's memory and processor.
-    Host,
 }

@@ -11,6 +11,10 @@ const GROUP_HEADROOM: Bytes = Bytes::mib(2);
 /// What the process grows by after the budgets are set, beyond what computing takes: the store's threads, page tables, the
 /// page table of the pager, allocator slack.
 const OWN_GROWTH: Bytes = Bytes::mib(4);
+/// What the runtime locks of the host's memory for pages on their way to a GPU, at most.
+const STAGING: Bytes = Bytes::mib(64);
+/// Left of a GPU's memory: the driver's own, and the workspace of cuBLAS.
+const GPU_HEADROOM: Bytes = Bytes::mib(96);
 /// Frames below which pages get smaller, so that there is something to stream through.
 const FRAMES_MIN: u64 = 128;
 
@@ -106,7 +110,25 @@ impl Working {
     }
 }
 
-/// Divides the memory. `files` are the lengths of the model's files.
+/// Refuses to use `used` of the host's memory where there is less.
+fn check_host(used: Bytes, limit: &MemoryLimit) -> Result<()> {
+    if used <= limit.limit {
+        return Ok(());
+    }
+    let whose = match &limit.source {
+        LimitSource::CgroupV1(folder) | LimitSource::CgroupV2(folder) => {
+            format!("the control group {} allows {}", folder.display(), limit.limit)
+        }
+        _ => format!("the machine has {}", limit.limit),
+    };
+    Err(Error::new(
+        ErrorKind::OutOfMemory,
+        format!("this run would come to use {used} of memory, pages and all else, and {whose}"),
+    )
+    .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"))
+}
+
+/// Divides the host's memory. `files` are the lengths of the model's files.
 ///
 /// # Errors
 /// `BudgetTooSmall` if `--memory` leaves no room for pages, or a host budget holds none; `OutOfMemory` if what would be
@@ -158,20 +180,7 @@ fn divide_of(
         )
         .remedy("leave one of --memory and --device-budget out"));
     }
-    let used = device + taken;
-    if used > limit.limit {
-        let whose = match &limit.source {
-            LimitSource::CgroupV1(folder) | LimitSource::CgroupV2(folder) => {
-                format!("the control group {} allows {}", folder.display(), limit.limit)
-            }
-            _ => format!("the machine has {}", limit.limit),
-        };
-        return Err(Error::new(
-            ErrorKind::OutOfMemory,
-            format!("this run would come to use {used} of memory, pages and all else, and {whose}"),
-        )
-        .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"));
-    }
+    check_host(device + taken, limit)?;
     let page = Bytes::new(page_size.bytes());
     if wishes.host > Bytes::ZERO && wishes.host < page {
         return Err(Error::new(
@@ -182,6 +191,45 @@ fn divide_of(
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
     Ok(Budgets { device, device_asked, host: wishes.host.min(pages(page_size)), page_size, pass })
+}
+
+/// Divides the memory of a GPU, of which `free` is free. `model` is the size of the model's files; `working` what one
+/// sequence takes besides the pages, in passes of `pass` tokens.
+///
+/// # Errors
+/// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if a
+/// budget is more than the GPU, the machine or the control group has.
+pub fn divide_gpu(wishes: Wishes, model: Bytes, working: Bytes, pass: usize, free: Bytes) -> Result<Budgets> {
+    let host = ProcessMemory::now()?.resident + OWN_GROWTH + STAGING + wishes.host;
+    if let Some(cap) = wishes.memory.filter(|cap| host > *cap) {
+        return Err(Error::new(
+            ErrorKind::BudgetTooSmall,
+            format!("--memory {cap} does not hold the {host} of the host's memory that this run takes"),
+        )
+        .remedy("give less --host-budget, or more --memory"));
+    }
+    check_host(host, &MemoryLimit::detect()?)?;
+    let page_size = wishes.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
+    let page = Bytes::new(page_size.bytes());
+    let besides = working + GPU_HEADROOM;
+    let left = free.saturating_sub(besides);
+    let device = wishes.device.unwrap_or_else(|| left.min(model + page + page));
+    if device > left {
+        return Err(Error::new(
+            ErrorKind::OutOfMemory,
+            format!("a device budget of {device} and the {besides} besides exceed the {free} that the GPU has free"),
+        )
+        .remedy(format!("give at most {left}, a shorter prompt or fewer tokens")));
+    }
+    // A budget that was asked for is the runtime's to refuse.
+    if wishes.device.is_none() && device < page {
+        return Err(Error::new(
+            ErrorKind::BudgetTooSmall,
+            format!("the GPU has {free} free: after the {besides} besides, that leaves no page of {page}"),
+        )
+        .remedy("give a shorter prompt or fewer tokens, or end what else uses the GPU's memory"));
+    }
+    Ok(Budgets { device, device_asked: None, host: wishes.host, page_size, pass })
 }
 
 fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {

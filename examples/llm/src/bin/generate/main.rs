@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Lane, Runtime};
+use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
-    ChatTemplate, Config, Error, KvType, Message, Model, ModelFiles, Options, PagedWeights, PassTime, Pool, Result,
-    Sampler, Session, Tokenizer,
+    ChatTemplate, Config, CudaModel, CudaSession, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
+    PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,
 };
 
-use args::{Args, DeviceName};
+use args::Args;
 use budget::{Wishes, Working};
 use progress::Progress;
 use report::{Run, Timeline};
@@ -108,8 +108,51 @@ fn prompt_tokens(args: &Args, files: &ModelFiles, tokenizer: Option<&Tokenizer>)
     tokenizer.encode_chat(&template.render(&[Message::new("user", text)], true)?)
 }
 
+/// The sequence, on whatever computes it.
+enum Sequence {
+    Host(Session),
+    Cuda(Box<CudaSession>),
+}
+
+impl Sequence {
+    /// Reads `tokens`.
+    fn read(&mut self, tokens: &[u32]) -> Result<()> {
+        match self {
+            Self::Host(session) => session.forward(tokens).map(drop),
+            Self::Cuda(session) => session.forward(tokens).map(drop),
+        }
+    }
+
+    /// Reads `tokens`, puts the logits' bytes into `hash`, and chooses the next token.
+    fn step(&mut self, tokens: &[u32], sampler: &mut Sampler, hash: &mut impl std::hash::Hasher) -> Result<u32> {
+        match self {
+            Self::Host(session) => {
+                let logits = session.forward(tokens)?;
+                hash.write(&logits_bytes(&logits));
+                Ok(sampler.sample(&logits))
+            }
+            Self::Cuda(session) => {
+                hash.write(&logits_bytes(session.forward(tokens)?));
+                session.sample(sampler)
+            }
+        }
+    }
+
+    fn last_pass(&self) -> PassTime {
+        match self {
+            Self::Host(session) => session.last_pass(),
+            Self::Cuda(session) => session.last_pass(),
+        }
+    }
+}
+
 fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     args.check()?;
+    // Before a model is fetched, perhaps: most of what can be wrong with a GPU is known at once.
+    let gpu = match &args.device {
+        DeviceChoice::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
+        _ => None,
+    };
     let path = source::resolve(&args.model)?;
     let files = ModelFiles::open(&path)?;
     // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
@@ -130,9 +173,19 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
-    let budgets = budget::divide(wishes, &lengths, working)?;
+    let pass = prompt.len();
+    let budgets = match &gpu {
+        None => {
+            let working = Working::of(&config, context, pass, Pool::threads_for(args.threads));
+            budget::divide(wishes, &lengths, working)?
+        }
+        Some(gpu) => {
+            let working = CudaSession::memory(&config, context, pass)?;
+            budget::divide_gpu(wishes, size, working, pass, gpu.free_memory()?)?
+        }
+    };
     let runtime = Runtime::builder()
+        .device(args.device.clone())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
         .page_size(budgets.page_size)
@@ -145,9 +198,18 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let model = runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?.cancelled_by(interrupt.asked.clone()));
     let options = Options { threads: args.threads, ..Options::default() };
-    let llm = Arc::new(Model::load(&files, weights, options)?);
+    let mut sequence = match gpu {
+        None => {
+            let model = Model::load(&files, weights, options)?;
+            Sequence::Host(Session::new(Arc::new(model), context, KvType::F32)?)
+        }
+        Some(gpu) => {
+            let model = CudaModel::load(&files, weights, gpu)?;
+            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+        }
+    };
+    let pass_bytes = outcore_llm::pass_bytes(&files)?;
     drop(files);
-    let mut session = Session::new(llm, context, KvType::F32)?;
     let mut sampler =
         if args.temperature > 0.0 { Sampler::new(args.temperature, args.seed) } else { Sampler::greedy() };
 
@@ -163,22 +225,24 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
     'passes: while tokens.len() < args.tokens && !interrupt.asked() {
         let start = Instant::now();
-        let mut pass = PassTime::default();
-        let mut logits = Vec::new();
+        let (mut pass, mut next) = (PassTime::default(), 0);
         // A long prompt is read in several passes; the logits after its last token are the ones that count.
-        for part in input.chunks(budgets.pass) {
+        let mut parts = input.chunks(budgets.pass).peekable();
+        while let Some(part) = parts.next() {
             let since = Instant::now();
-            logits = match session.forward(part) {
+            let done = match parts.peek() {
+                Some(_) => sequence.read(part).map(|()| next),
+                None => sequence.step(part, &mut sampler, &mut hash),
+            };
+            next = match done {
                 Err(Error::Cancelled) => break 'passes,
-                logits => logits?,
+                done => done?,
             };
             progress.take();
-            let part = session.last_pass();
+            let part = sequence.last_pass();
             runtime.add_span(Lane::Compute, "pass", since, since + part.total);
             pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
         }
-        std::hash::Hasher::write(&mut hash, &logits_bytes(&logits));
-        let next = sampler.sample(&logits);
         (total, waited) = (total + pass.total, waited + pass.waited);
         if tokens.is_empty() {
             first_token = start.elapsed();
@@ -213,12 +277,11 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     runtime.close()?;
     Ok(Run {
         model: args.model.to_string_lossy().into_owned(),
-        device: match args.device {
-            DeviceName::Host => "host",
-        },
+        device: args.device.to_string(),
         device_budget: budgets.device,
         device_asked: budgets.device_asked,
         host_budget: budgets.host,
+        pass_bytes: Bytes::new(pass_bytes),
         prompt_tokens: prompt,
         tokens,
         text,

@@ -16,11 +16,13 @@ use tempfile::NamedTempFile;
 #[derive(Debug)]
 pub struct Run {
     pub model: String,
-    pub device: &'static str,
+    pub device: String,
     pub device_budget: Bytes,
     /// What was asked for, where the model has fewer pages.
     pub device_asked: Option<Bytes>,
     pub host_budget: Bytes,
+    /// Of weights, that a pass over one token uses.
+    pub pass_bytes: Bytes,
     pub prompt_tokens: Vec<u32>,
     pub tokens: Vec<u32>,
     pub text: String,
@@ -102,6 +104,7 @@ impl Run {
             "disk_read_bytes": stats.traffic.disk_read.get(),
             "disk_written_bytes": stats.traffic.disk_written.get(),
             "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
+            "pass_bytes": self.pass_bytes.get(),
             // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
             "hit_ratio": stats.optimum.actual_ratio(),
             "opt_hit_ratio": stats.optimum.ratio(),

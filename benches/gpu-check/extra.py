@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""The parts of the GPU check that are no probes: test binaries, compute-sanitizer, `generate`, a peer.
+
+Called by run.sh as `extra.py PART --bundle DIR --scale SCALE --dir DIR --results FILE`. Prints records as gpu-probe does,
+one JSON object a line. Ends with 1 if the part failed, and with 3 if the machine or the bundle has not what it needs.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NOT_POSSIBLE = 3
+
+
+def record(kind, **fields):
+    print(json.dumps({"record": kind, **fields}), flush=True)
+
+
+def number(name, unit, rounds, ceiling=None):
+    fields = {"median": statistics.median(rounds), "least": min(rounds), "most": max(rounds), "rounds": len(rounds)}
+    record("number", name=name, unit=unit, **fields, **({"ceiling": ceiling} if ceiling else {}))
+
+
+def verdict(name, value, unit, goal, formula):
+    (sense, bound), = goal.items()
+    met = value >= bound if sense == "at_least" else value <= bound
+    record("verdict", name=name, value=value, unit=unit, goal=goal, formula=formula, **{"pass": met})
+
+
+def not_possible(why):
+    print(why, file=sys.stderr)
+    sys.exit(NOT_POSSIBLE)
+
+
+def fail(why):
+    print(why, file=sys.stderr)
+    sys.exit(1)
+
+
+def run(command, **environment):
+    """What a command printed, both streams, and its status. It shares our process group, so that it is stopped with us."""
+    command = [str(part) for part in command]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env={**os.environ, **environment})
+    return done.returncode, done.stdout, done.stderr
+
+
+def binary(arguments, name):
+    path = Path(arguments.bundle) / "bin" / name
+    if not path.exists():
+        not_possible(f"{name} is not in this bundle")
+    return path
+
+
+# ---- test binaries, on the real driver ----
+
+
+def passed_tests(output):
+    """How many tests passed and failed, by the test runner's own closing line."""
+    found = re.search(r"test result: \S+ (\d+) passed; (\d+) failed", output)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
+
+
+def tests(arguments, name):
+    status, out, errors = run([binary(arguments, name), "cuda_real", "--test-threads=4"], OUTCORE_REAL_CUDA="1")
+    passed, failed = passed_tests(out)
+    number("tests passed", "tests", [passed])
+    number("tests failed", "tests", [failed])
+    skipped = [line for line in errors.splitlines() if "SKIPPED" in line]
+    for line in skipped:
+        record("note", text=line.strip())
+    if status != 0 or failed:
+        names = re.findall(r"^test (\S+) \.\.\. FAILED$", out, re.M)
+        print(out[-4000:], errors[-4000:], sep="\n", file=sys.stderr)
+        fail(f"{failed} tests failed: {', '.join(names)}" if names else f"{name} ended with {status}")
+    if passed == 0 or skipped:
+        fail(f"{passed} tests passed and {len(skipped)} were skipped: nothing was shown")
+
+
+def device_suite(arguments):
+    tests(arguments, "device_suite")
+
+
+def runtime_suite(arguments):
+    tests(arguments, "cuda")
+
+
+def sanitizer(arguments):
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if not tool:
+        not_possible("compute-sanitizer is not installed")
+    options = [tool, "--tool", "memcheck", "--error-exitcode", "99"]
+    runs = [
+        ("device suite", [binary(arguments, "device_suite"), "cuda_real", "--test-threads=1"]),
+        ("overlap, small", [binary(arguments, "gpu-probe"), "run", "overlap", "--scale", "tiny", "--dir", arguments.dir + "/sanitizer"]),
+    ]
+    os.makedirs(arguments.dir + "/sanitizer", exist_ok=True)
+    for name, command in runs:
+        status, out, errors = run([*options, *command], OUTCORE_REAL_CUDA="1")
+        text = out + errors
+        if "Device not supported" in text or "Unable to" in text and "ERROR SUMMARY" not in text:
+            not_possible("compute-sanitizer cannot be used here: " + text.strip().splitlines()[0])
+        found = re.search(r"ERROR SUMMARY: (\d+) error", text)
+        if not found:
+            print(text[-4000:], file=sys.stderr)
+            fail(f"compute-sanitizer did not end on {name}: status {status}")
+        number(f"errors found in: {name}", "errors", [int(found.group(1))])
+        if int(found.group(1)) or status:
+            print(text[-6000:], file=sys.stderr)
+            fail(f"{name} under compute-sanitizer: {found.group(0)}, status {status}")
+
+
+# ---- models ----
+
+# Layers, width, heads, ... of SmolLM2-135M, whose own file is larger than a bundle may be.
+SMOLLM2 = ["--layers", 30, "--dim", 576, "--heads", 9, "--kv-heads", 3, "--ffn", 1536, "--vocab", 49152, "--tied", "--dtype", "Q4_1"]
+
+
+def models(arguments):
+    """Name and file of each model; those that are missing are made."""
+    make = binary(arguments, "make_model")
+    real = os.environ.get("OUTCORE_MODEL")
+    wanted = [("1.2 GB Q8_0, synthetic", [], "large.gguf")]
+    if real:
+        yield Path(real).name, Path(real)
+    else:
+        record("note", text="SmolLM2's own file is larger than a bundle may be: a synthetic model of its shape stands in (OUTCORE_MODEL names a file)")
+        wanted.insert(0, ("SmolLM2-135M's shape, Q4_1, synthetic", SMOLLM2, "small.gguf"))
+    for name, options, file in wanted[:1] if arguments.scale == "tiny" else wanted:
+        path = Path(arguments.dir) / file
+        status, _, errors = run([make, path, *options])
+        if status:
+            fail(f"make_model: {errors.strip()}")
+        yield name, path
+
+
+def generate(arguments):
+    program = binary(arguments, "generate")
+    _, usage, _ = run([program, "--help"])
+    if "cuda" not in usage:
+        not_possible("the generate of this bundle has no CUDA device")
+    folder = Path(arguments.bundle) / "kernels"
+    kernels = [file for ending in ["fatbin", "cubin", "ptx"] for file in sorted(folder.glob(f"*.{ending}"))]
+    tokens = "8" if arguments.scale == "tiny" else "32"
+    common = ["--prompt-tokens", "1,2,3,4,5,6,7,8", "--tokens", tokens, "--device", "cuda", "--page-size", "2MiB", "--json"]
+    if kernels and "--kernels" in usage:
+        common += ["--kernels", kernels[0]]
+    else:
+        record("note", text="no compiled kernels are in this bundle: generate has to compile its own")
+    for name, path in models(arguments):
+        size = path.stat().st_size
+        # No less than the largest tensors take with the pages that come ahead.
+        part = max(size // 4, 64 << 20)
+        settings = [
+            ("all resident", size + (256 << 20), 0),
+            (f"{part >> 20} MiB on the GPU, the rest in host memory", part, size + (64 << 20)),
+        ]
+        hashes, passes = [], []
+        for where, device, host in settings:
+            status, out, errors = run([program, "--model", path, *common, "--device-budget", device, "--host-budget", host])
+            lines = [line for line in out.splitlines() if line.startswith("{")]
+            if status or not lines:
+                print(errors[-4000:], file=sys.stderr)
+                fail(f"generate on {name}, {where}: status {status}")
+            found = json.loads(lines[-1])
+            number(f"{name}, {where}: tokens a second", "tok/s", [found["decode_tok_s"]])
+            number(f"{name}, {where}: pass", "s", [found["pass_s_median"]])
+            hashes.append(found["logits_xxh3"])
+            passes.append(found["pass_s_median"])
+            if found["peak_device_bytes"] > found["device_budget_bytes"]:
+                fail(f"{name}, {where}: more in frames than the budget")
+        number(f"{name}: pass, with part on the GPU / all resident", "ratio", [passes[1] / passes[0]])
+        same = float(hashes[0] == hashes[1])
+        verdict(f"{name}: same logits", same, "ratio", {"at_least": 1}, "1 if every logit of both runs has the same bits")
+        if path.parent == Path(arguments.dir):
+            path.unlink()
+
+
+# ---- a peer ----
+
+ROWS, COLS, TOKENS = 4096, 8192, 16
+
+
+def ours(results):
+    """Bytes of the oversized model and seconds of its pass, if that part ran here."""
+    numbers = json.loads(Path(results).read_text())["parts"].get("oversized", {}).get("numbers", {})
+    if "pass" in numbers and "bytes of the model" in numbers:
+        return numbers["bytes of the model"]["median"], numbers["pass"]["median"]
+    return None, None
+
+
+def accelerate(arguments):
+    if arguments.scale == "tiny":
+        not_possible("a peer has nothing to say about sizes of a test")
+    try:
+        import accelerate as peer
+        import torch
+    except ImportError as missing:
+        not_possible(f"PyTorch and accelerate are not both installed: {missing}")
+    if not torch.cuda.is_available():
+        not_possible("PyTorch sees no GPU")
+    wanted, our_pass = ours(arguments.results)
+    if wanted is None:
+        record("note", text="the oversized part did not run: 8 GB are taken, and there is no ratio")
+    count = int((wanted or 8e9) // (ROWS * COLS * 2))
+    available = next(int(line.split()[1]) << 10 for line in open("/proc/meminfo") if line.startswith("MemAvailable"))
+    if count * ROWS * COLS * 2 > 0.8 * available:
+        not_possible(f"a model of {count} tensors does not fit {available / 2**30:.0f} GiB of free memory")
+
+    class Dense(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.device("meta"):
+                linear = [torch.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16) for _ in range(count)]
+            self.layers = torch.nn.ModuleList(linear)
+
+        def forward(self, x):
+            for layer in self.layers:
+                y = layer(x)
+            return y
+
+    model = Dense()
+    values = torch.randn(ROWS, COLS, dtype=torch.float32).to(torch.bfloat16)
+    for layer in model.layers:
+        layer.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
+    model = peer.cpu_offload(model, execution_device=torch.device("cuda:0"))
+    x = torch.randn(TOKENS, COLS, device="cuda:0", dtype=torch.float32).to(torch.bfloat16)
+    seconds = []
+    with torch.no_grad():
+        for at in range(3):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            model(x)
+            torch.cuda.synchronize()
+            if at:
+                seconds.append(time.perf_counter() - begin)
+    record("chosen", name="peer", value=f"accelerate {peer.__version__} cpu_offload, PyTorch {torch.__version__}, weights in ordinary host memory")
+    number("pass", "s", seconds)
+    number("weights used", "GB/s", [count * ROWS * COLS * 2 / s / 1e9 for s in seconds])
+    if our_pass:
+        number("accelerate's pass / ours, of the same weights", "ratio", [s / our_pass for s in seconds])
+
+
+PARTS = {
+    "device-suite": device_suite,
+    "runtime-suite": runtime_suite,
+    "sanitizer": sanitizer,
+    "generate": generate,
+    "accelerate": accelerate,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    for name in ["bundle", "scale", "dir", "results"]:
+        parser.add_argument(f"--{name}", required=True)
+    arguments = parser.parse_args()
+    PARTS[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+//! A pass over tensors in order: pin, compute, unpin behind the computing. What every part that runs the runtime
+//! does.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use outcore::{DeviceChoice, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+
+use crate::compute::{Amount, Compute};
+use crate::cuda::{Adopted, Event, EventKind, Gpu};
+use crate::{Failure, Settings};
+
+type Result<T = ()> = std::result::Result<T, Failure>;
+
+/// A runtime on the settings' GPU, with the settings' pages.
+pub(super) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
+    let device: DeviceChoice = format!("cuda:{}", settings.device).parse()?;
+    Ok(Runtime::builder().device(device).page_size(settings.page).policy(PolicyKind::Plan).scratch_dir(&settings.dir))
+}
+
+/// What a pass came to.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Passed {
+    pub(super) seconds: f64,
+    /// Bytes that crossed the link to the device.
+    pub(super) moved: u64,
+    /// Bytes that were read from the disk.
+    pub(super) read: u64,
+}
+
+/// Runs passes. The thread that pins runs ahead of the GPU, by [`IN_FLIGHT`] tensors at most: with all frames pinned
+/// nothing could come ahead.
+pub(super) struct Passes<'a> {
+    runtime: &'a Runtime,
+    tensors: &'a [Tensor],
+    compute: &'a Compute,
+    gpu: &'a Gpu,
+    stream: Adopted<'a>,
+    /// Events that nothing waits for.
+    idle: Vec<Event>,
+}
+
+const IN_FLIGHT: usize = 3;
+
+impl<'a> Passes<'a> {
+    pub(super) fn new(gpu: &'a Gpu, runtime: &'a Runtime, tensors: &'a [Tensor], compute: &'a Compute) -> Result<Self> {
+        runtime.plan(tensors, true);
+        let stream = compute.stream.adopted_by(runtime)?;
+        Ok(Self { runtime, tensors, compute, gpu, stream, idle: Vec::new() })
+    }
+
+    pub(super) fn run(&mut self, amount: Amount) -> Result<Passed> {
+        let before = self.runtime.traffic();
+        let mut busy: VecDeque<Event> = VecDeque::new();
+        let start = Instant::now();
+        let outcome = self.tensors.iter().try_for_each(|tensor| {
+            if busy.len() >= IN_FLIGHT
+                && let Some(event) = busy.pop_front()
+            {
+                event.synchronize()?;
+                self.idle.push(event);
+            }
+            let guard = self.runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
+            let submitted = self.compute.work(tensor.address(), amount);
+            self.stream.unpin(guard)?;
+            let event = self.idle.pop().map_or_else(|| self.gpu.event(EventKind::Blocking), Ok)?;
+            self.compute.stream.record(&event)?;
+            busy.push_back(event);
+            submitted
+        });
+        let ended = self.compute.stream.synchronize();
+        let seconds = start.elapsed().as_secs_f64();
+        self.idle.extend(busy);
+        outcome.and(ended)?;
+        let after = self.runtime.traffic();
+        Ok(Passed {
+            seconds,
+            moved: after.link_in.saturating_sub(before.link_in).get(),
+            read: after.disk_read.saturating_sub(before.disk_read).get(),
+        })
+    }
+
+    /// Passes without work until nothing comes from the disk any more, at most `most`.
+    pub(super) fn settle(&mut self, most: usize) -> Result<Passed> {
+        let mut last = self.run(Amount(0))?;
+        for _ in 1..most {
+            if last.read == 0 {
+                break;
+            }
+            last = self.run(Amount(0))?;
+        }
+        Ok(last)
+    }
+}
+
+/// Compares every tensor, as the GPU sees it, with what was written to the file.
+pub(super) fn verify(runtime: &Runtime, tensors: &[Tensor], compute: &mut Compute, sums: &[u64]) -> Result {
+    for (n, tensor) in tensors.iter().enumerate() {
+        let guard = runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
+        let sum = compute.sum(tensor.address());
+        drop(guard);
+        if sums.get(n % sums.len().max(1)) != Some(&sum?) {
+            return Err(Failure::Wrong(format!("{tensor:?} on the GPU is not what the file has")));
+        }
+    }
+    Ok(())
+}

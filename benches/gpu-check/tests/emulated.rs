@@ -1,0 +1,254 @@
+//! Every part over the emulated CUDA driver, with sizes of megabytes: it produces its numbers, its calls are in order, and
+//! a refused call ends it with an error. What the numbers are means nothing here.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[path = "../../../tests/fake-cuda/control.rs"]
+mod control;
+
+use control::{Fake, Reach};
+use outcore::{Bytes, PageSize};
+use outcore_gpu_check::{Failure, Part, Record, Report, Scale, Settings, Unit, run};
+use tempfile::TempDir;
+
+const OUT_OF_MEMORY: u32 = 2;
+const ILLEGAL_ADDRESS: u32 = 700;
+
+/// The driver, with what kernels.ptx does done by the host.
+fn driver() -> Fake {
+    let fake = Fake::load();
+    fake.register_kernel(
+        "outcore_spin",
+        |launch| vec![Reach::write(launch.parameter(1), u64::from(launch.grid[0] * launch.block[0]) * 8)],
+        |launch| {
+            let threads = (launch.grid[0] * launch.block[0]) as usize;
+            let steps = launch.parameter(0);
+            let last =
+                (0..steps).fold(1_u64, |x, _| std::hint::black_box(x).wrapping_mul(6_364_136_223_846_793_005) + 1);
+            launch.write::<u64>(launch.parameter(1), threads).fill(last);
+        },
+    );
+    fake.register_kernel(
+        "outcore_sum",
+        |launch| vec![Reach::read(launch.parameter(0), launch.parameter(1) * 8), Reach::write(launch.parameter(3), 16)],
+        |launch| {
+            let words = launch.read::<u64>(launch.parameter(0), launch.parameter(1) as usize);
+            let mut sum = words.iter().fold(0_u64, |sum, word| sum.wrapping_add(*word));
+            // The steps take time and leave the sum alone.
+            sum ^= (0..launch.parameter(2)).fold(0, |x: u64, _| std::hint::black_box(x));
+            let out = launch.write::<u64>(launch.parameter(3), 2);
+            out[0] = out[0].wrapping_add(sum);
+        },
+    );
+    fake
+}
+
+fn settings(folder: &TempDir) -> Settings {
+    Settings {
+        scale: Scale::Tiny,
+        device: 0,
+        dir: folder.path().to_owned(),
+        memory: Bytes::gib(1),
+        page: PageSize::new(Bytes::mib(2)).unwrap(),
+    }
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// What a part reported, and how it ended.
+fn records(part: Part, settings: &Settings) -> (Vec<Record>, Result<(), Failure>) {
+    let mut records = Vec::new();
+    let outcome = run(part, settings, &mut Report::new(|record| records.push(record.clone())));
+    (records, outcome)
+}
+
+/// Names of verdicts, and of some numbers with their units.
+fn expected(part: Part) -> (&'static [&'static str], &'static [(&'static str, Unit)]) {
+    use Unit as U;
+    match part {
+        Part::Machine => (&[], &[("memory of the GPU", U::Bytes), ("memory copy, one thread", U::GigabytesPerSecond)]),
+        Part::Copies => (
+            &["host to device", "device to host", "both ways"],
+            &[
+                ("host to device, one copy", U::GigabytesPerSecond),
+                ("device to host, pages of 64.0 KiB", U::GigabytesPerSecond),
+                ("both ways, pages of 2.0 MiB", U::GigabytesPerSecond),
+                ("submit a copy of 2.0 MiB", U::Microseconds),
+                ("batches of 4, pages of 2.0 MiB: batched / looped", U::Ratio),
+            ],
+        ),
+        Part::Mapping => (
+            &[],
+            &[
+                ("map, a page of 2.0 MiB, runs of 1, a frame a page", U::Microseconds),
+                ("set access, a page of 4.0 MiB, runs of 4, a frame a run, beside a kernel", U::Microseconds),
+                ("the kernel's time beside mapping / alone", U::Ratio),
+                ("longest unmap beside a kernel", U::Milliseconds),
+            ],
+        ),
+        Part::Lock => (
+            &[],
+            &[("allocate 8.0 MiB", U::GigabytesPerSecond), ("register 8.0 MiB, untouched", U::GigabytesPerSecond)],
+        ),
+        Part::Events => {
+            (&[], &[("record an event", U::Microseconds), ("zero 4 KiB and wait, sleeping", U::Microseconds)])
+        }
+        Part::Pin => (&["pin of a resident tensor"], &[("pin and unpin 1 resident pages", U::Microseconds)]),
+        Part::Disk => (&[], &[("read 2.0 MiB, 4 in flight", U::GigabytesPerSecond)]),
+        Part::FirstPage => (
+            &["first page after opening"],
+            &[("open the runtime", U::Milliseconds), ("open the model and pin its first page", U::Milliseconds)],
+        ),
+        Part::Overlap => (
+            &["overlap at compute:transfer 0.5", "overlap at compute:transfer 1", "overlap at compute:transfer 2"],
+            &[("compute:transfer 1: pass", U::Seconds), ("host to device, one copy", U::GigabytesPerSecond)],
+        ),
+        Part::Oversized | Part::ThreeTier => (
+            &["pass over the roofline", "memory of the GPU over the budget"],
+            &[("roofline", U::Seconds), ("pass", U::Seconds), ("bytes over the link / least possible", U::Ratio)],
+        ),
+        Part::Sweep => (
+            &[],
+            &[
+                ("pages of 4.0 MiB, lookahead auto (4.0 MiB): over the link", U::GigabytesPerSecond),
+                ("pages of 2.0 MiB, lookahead 8.0 MiB: of one copy", U::Ratio),
+            ],
+        ),
+        _ => unreachable!("{part} is not expected to produce anything"),
+    }
+}
+
+/// Numbers that can be zero, or, on a driver without a clock to speak of, less.
+fn may_be_small(name: &str) -> bool {
+    ["cores", "eta", "part of the host tier", "rounds in which", "overlap"].iter().any(|part| name.contains(part))
+}
+
+fn check_records(part: Part, found: &[Record]) {
+    let (verdicts, numbers) = expected(part);
+    for record in found {
+        match record {
+            Record::Number { name, spread, ceiling, .. } => {
+                let least = if may_be_small(name) { f64::NEG_INFINITY } else { f64::MIN_POSITIVE };
+                for value in [spread.median, spread.least, spread.most] {
+                    assert!(value.is_finite() && value >= least, "{part}: {name}: {spread:?}");
+                }
+                assert!(spread.rounds > 0 && spread.least <= spread.median && spread.median <= spread.most);
+                if let Some(ceiling) = ceiling {
+                    let there = |record: &Record| matches!(record, Record::Number { name, .. } if name == ceiling);
+                    assert!(found.iter().any(there), "{part}: {name} has the ceiling {ceiling:?}, which is not there");
+                }
+            }
+            Record::Verdict { name, value, goal, pass, formula, .. } => {
+                assert!(value.is_finite() && *pass == goal.is_met_by(*value) && !formula.is_empty(), "{part}: {name}");
+            }
+            _ => {}
+        }
+    }
+    let judged: Vec<&str> = found
+        .iter()
+        .filter_map(|record| if let Record::Verdict { name, .. } = record { Some(name.as_str()) } else { None })
+        .collect();
+    assert_eq!(judged, verdicts, "{part}");
+    for (name, unit) in numbers {
+        let there =
+            |record: &Record| matches!(record, Record::Number { name: n, unit: u, .. } if n == name && u == unit);
+        assert!(found.iter().any(there), "{part}: no number {name:?} in {unit:?}: {found:#?}");
+    }
+    // The table keeps one number of a name.
+    let mut names: Vec<&str> = found
+        .iter()
+        .filter_map(|record| if let Record::Number { name, .. } = record { Some(name.as_str()) } else { None })
+        .collect();
+    let count = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), count, "{part} reports two numbers under one name");
+}
+
+#[test]
+fn every_part_produces_its_numbers_and_the_judge_finds_nothing() {
+    // The model's file is made by the first that needs it, and stays.
+    let folder = folder();
+    for part in Part::ALL {
+        let fake = driver();
+        let (found, outcome) = records(part, &settings(&folder));
+        outcome.unwrap_or_else(|failure| panic!("{part}: {failure}\n{found:#?}"));
+        check_records(part, &found);
+        fake.check_leaks();
+        fake.expect_clean();
+    }
+}
+
+#[test]
+fn memory_beyond_the_budget_is_not_taken() {
+    let (fake, folder) = (driver(), folder());
+    let (found, outcome) = records(Part::Oversized, &settings(&folder));
+    outcome.unwrap();
+    let verdict = found.iter().find_map(|record| match record {
+        Record::Verdict { name, value, pass, .. } if name == "memory of the GPU over the budget" => {
+            Some((*value, *pass))
+        }
+        _ => None,
+    });
+    // The emulated driver counts exactly.
+    assert_eq!(verdict, Some((1.0, true)));
+    fake.expect_clean();
+}
+
+#[test]
+fn a_refused_call_ends_a_part_with_its_name_and_the_next_part_runs() {
+    let folder = folder();
+    let cases = [
+        (Part::Copies, "cuMemcpyHtoDAsync", 40, OUT_OF_MEMORY, "copy to the GPU"),
+        (Part::Mapping, "cuMemSetAccess", 3, OUT_OF_MEMORY, "allow access"),
+        (Part::Lock, "cuMemHostRegister", 2, OUT_OF_MEMORY, "lock host memory"),
+        (Part::Overlap, "cuLaunchKernel", 20, OUT_OF_MEMORY, "launch a kernel"),
+        (Part::Oversized, "cuMemCreate", 3, OUT_OF_MEMORY, "take memory of the GPU"),
+        (Part::ThreeTier, "work", 60, ILLEGAL_ADDRESS, "ILLEGAL_ADDRESS"),
+    ];
+    for (part, call, nth, code, said) in cases {
+        {
+            let fake = driver();
+            fake.fail_nth(call, nth, code);
+            let failure = records(part, &settings(&folder)).1.unwrap_err();
+            assert!(fake.fired() > 0 && failure.to_string().contains(said), "{part}: {failure}");
+            assert!(!failure.is_of_the_machine(), "{part}: {failure}");
+            if code == OUT_OF_MEMORY {
+                fake.check_leaks();
+                fake.expect_clean();
+            } else {
+                // A lost device gives nothing back.
+                fake.take_findings();
+            }
+        }
+        let fake = driver();
+        records(Part::Events, &settings(&folder)).1.unwrap();
+        fake.expect_clean();
+    }
+}
+
+#[test]
+fn wrong_bytes_on_the_gpu_are_found() {
+    let (fake, folder) = (driver(), folder());
+    // What it sees is not what the file has.
+    fake.register_kernel(
+        "outcore_sum",
+        |launch| vec![Reach::read(launch.parameter(0), launch.parameter(1) * 8), Reach::write(launch.parameter(3), 16)],
+        |launch| launch.write::<u64>(launch.parameter(3), 2)[0] += 1,
+    );
+    let failure = records(Part::Oversized, &settings(&folder)).1.unwrap_err();
+    assert!(matches!(failure, Failure::Wrong(_)), "{failure}");
+    fake.expect_clean();
+}
+
+#[test]
+fn without_a_gpu_it_is_the_machine() {
+    let (fake, folder) = (driver(), folder());
+    fake.set_devices(0);
+    for part in [Part::Machine, Part::Copies, Part::Pin] {
+        let failure = records(part, &settings(&folder)).1.unwrap_err();
+        assert!(failure.is_of_the_machine(), "{part}: {failure}");
+    }
+}

@@ -1,0 +1,83 @@
+//! A GPU to compute on: the runtime's own (primary) context, a stream, the kernels, cuBLAS where it is installed.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{CudaContext, CudaStream, DriverError};
+use outcore::device::{CudaDeviceInfo, CudaDeviceSelector, cuda_device};
+use outcore::{Bytes, Error, ErrorKind};
+
+use super::compile;
+use super::gemm::Gemm;
+use super::kernels::Kernels;
+use crate::error::Result;
+
+/// What the driver refused while doing `what`.
+pub(super) fn failed(what: impl std::fmt::Display, error: DriverError) -> Error {
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
+    let message = format!("{what}: {:?} ({text})", error.0);
+    match error.0 {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => Error::new(ErrorKind::OutOfMemory, message)
+            .remedy("choose a smaller device budget, a shorter prompt or fewer tokens, or end what else uses the GPU"),
+        _ => Error::new(ErrorKind::Device, message),
+    }
+}
+
+/// A GPU that is ready to compute. [`CudaModel`](super::CudaModel)s run on it.
+pub struct Gpu {
+    info: CudaDeviceInfo,
+    pub(super) kernels: Kernels,
+    pub(super) gemm: Option<Gemm>,
+    pub(super) stream: Arc<CudaStream>,
+    pub(super) context: Arc<CudaContext>,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").field("info", &self.info).field("cublas", &self.gemm.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl Gpu {
+    /// Opens the GPU that `device` means and loads the kernels: from `kernels`, a PTX, cubin or fatbin file of
+    /// `scripts/check_kernels.sh`, or compiled by NVRTC, whose results are kept in the user's cache folder.
+    ///
+    /// # Errors
+    /// `Unsupported` if there is no CUDA driver, or neither `kernels` nor NVRTC; `NotFound` if there is no such GPU or file;
+    /// `Device` for what the driver refuses. Each with a remedy.
+    pub fn open(device: &CudaDeviceSelector, kernels: Option<&Path>) -> Result<Self> {
+        // This looks for libcuda; cudarc panics where there is none.
+        let info = cuda_device(device)?;
+        let name = format!("cuda:{}", info.ordinal);
+        let context =
+            CudaContext::new(info.ordinal as usize).map_err(|e| failed(format!("open a context on {name}"), e))?;
+        // SAFETY: the events would order streams that share a buffer. There is one stream here, and weights are ordered by
+        // their pins.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(|e| failed(format!("make a stream on {name}"), e))?;
+        let code = compile::kernels(&info, kernels)?;
+        let kernels = Kernels::load(&context, &stream, &code)?;
+        let gemm = Gemm::open(&stream);
+        Ok(Self { info, kernels, gemm, stream, context })
+    }
+
+    /// What the driver says of it.
+    pub fn info(&self) -> &CudaDeviceInfo {
+        &self.info
+    }
+
+    /// Memory of the GPU that nobody has taken.
+    ///
+    /// # Errors
+    /// `Device` if the driver does not say.
+    pub fn free_memory(&self) -> Result<Bytes> {
+        let (free, _) = self.context.mem_get_info().map_err(|e| failed("ask for the GPU's free memory", e))?;
+        Ok(Bytes::new(free as u64))
+    }
+
+    /// Waits until everything on the stream has ended.
+    pub(super) fn finish(&self) -> Result<()> {
+        Ok(self.stream.synchronize().map_err(|e| failed("wait for the GPU", e))?)
+    }
+}

@@ -1,0 +1,551 @@
+//! The forward pass on a GPU: the same formulas in the same order as on the CPU, launched on one stream.
+//!
+//! Weights are in the runtime's pages and are pinned for as long as the kernels that read them run. Everything else (what
+//! a pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when it
+//! begins.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
+use outcore::{Bytes, ComputeStream, DevicePin, RawStream};
+
+use super::gpu::{Gpu, failed};
+use super::kernels::{Attention, HEAD_MAX, Product};
+use crate::architecture::{Architecture, Linear, tiles};
+use crate::config::Config;
+use crate::dtype::WeightType;
+use crate::error::{Error, Result};
+use crate::files::ModelFiles;
+use crate::model::PassTime;
+use crate::paged::PagedWeights;
+use crate::sampler::Sampler;
+use crate::weights::{WeightInfo, Weights};
+
+/// Most tokens that are computed together. The kernels count them in a dimension of the grid that ends at 65535.
+const PASS_MAX: usize = 1 << 14;
+const FLOAT: u64 = size_of::<f32>() as u64;
+/// Alignment of everything in the session's memory, in bytes: a transaction of the GPU's memory.
+const ALIGNMENT: u128 = 256;
+
+/// A model whose passes a GPU computes. Shared by any number of sessions.
+#[derive(Debug)]
+pub struct CudaModel {
+    arch: Architecture,
+    weights: Arc<PagedWeights>,
+    /// The GPU's stream as the weights' runtime knows it. Before the GPU, which owns it.
+    stream: ComputeStream,
+    gpu: Arc<Gpu>,
+    frequencies: Vec<f32>,
+}
+
+impl CudaModel {
+    /// Binds the tensors of `files` to `weights`, whose runtime has its pages on `gpu`. Reads no weight but the rotary
+    /// factors of Llama 3 GGUF files.
+    ///
+    /// # Errors
+    /// As [`Model::load`](crate::Model::load); `Unsupported` for heads of more than 256 elements; `InvalidArgument` if the
+    /// pages are not on `gpu`.
+    pub fn load(files: &ModelFiles, weights: Arc<PagedWeights>, gpu: Arc<Gpu>) -> Result<Self> {
+        let arch = Architecture::new(files)?;
+        let head = arch.config.head_dim;
+        if head > HEAD_MAX {
+            return Err(Error::Unsupported(format!(
+                "heads of {head} elements are not supported on a GPU, where they have at most {HEAD_MAX}: use --device host"
+            )));
+        }
+        let frequencies = arch.frequencies(|info| {
+            weights.will_use(&[(info.id, 0..1)]);
+            let pin = weights.pin_device(info.id, 0..1)?;
+            let mut bytes = vec![0; info.row_bytes as usize];
+            pin.copy_out(0, 0, &mut bytes)?;
+            let mut values = vec![0f32; info.cols as usize];
+            crate::kernels::dequantise(info.dtype, &bytes, &mut values);
+            Ok(values)
+        })?;
+        // SAFETY: the GPU owns the stream and lives as long as this model, which drops the adopted one first.
+        let stream = unsafe { weights.runtime().adopt_stream(RawStream::new(gpu.stream.cu_stream().cast())) }?;
+        Ok(Self { arch, weights, stream, gpu, frequencies })
+    }
+
+    /// Sizes and constants.
+    pub fn config(&self) -> &Config {
+        &self.arch.config
+    }
+
+    /// The GPU it runs on.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+}
+
+/// Where things lie in a session's memory, in bytes from its start. `[..]` are the shapes, in elements.
+#[derive(Clone, Copy, Debug)]
+struct Places {
+    /// The residual stream: `[pass x dim]`.
+    x: u64,
+    normed: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    mixed: u64,
+    gate: u64,
+    up: u64,
+    /// A norm's or a bias's numbers.
+    vector: u64,
+    frequencies: u64,
+    logits: u64,
+    token: u64,
+    /// `[layer][kv_head][capacity][head_dim]`.
+    keys: u64,
+    values: u64,
+    /// 16-bit halves of a matrix's input, their scales, and products before these are put back; see [`Input`].
+    high: u64,
+    low: u64,
+    scales: u64,
+    products: u64,
+    total: u64,
+}
+
+impl Places {
+    fn new(c: &Config, capacity: usize, pass: usize) -> Result<Self> {
+        let (mut end, mut too_large) = (0u128, false);
+        let mut take = |extents: &[usize], bytes: u64| {
+            let size = extents.iter().try_fold(u128::from(bytes), |n, extent| n.checked_mul(*extent as u128));
+            let start = end;
+            match size.and_then(|size| end.checked_add(size.next_multiple_of(ALIGNMENT))) {
+                Some(next) if next <= i64::MAX as u128 => end = next,
+                _ => too_large = true,
+            }
+            start as u64
+        };
+        let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let widest = c.dim.max(q_dim).max(kv_dim).max(c.ffn_dim);
+        let split = if pass > 1 { pass } else { 0 };
+        let places = Self {
+            x: take(&[pass, c.dim], FLOAT),
+            normed: take(&[pass, c.dim], FLOAT),
+            q: take(&[pass, q_dim], FLOAT),
+            k: take(&[pass, kv_dim], FLOAT),
+            v: take(&[pass, kv_dim], FLOAT),
+            mixed: take(&[pass, q_dim], FLOAT),
+            gate: take(&[pass, c.ffn_dim], FLOAT),
+            up: take(&[pass, c.ffn_dim], FLOAT),
+            vector: take(&[widest], FLOAT),
+            frequencies: take(&[c.rope_frequencies.len()], FLOAT),
+            logits: take(&[c.vocab], FLOAT),
+            token: take(&[1], FLOAT),
+            keys: take(&[c.layers, c.kv_heads, capacity, c.head_dim], FLOAT),
+            values: take(&[c.layers, c.kv_heads, capacity, c.head_dim], FLOAT),
+            high: take(&[split, widest], FLOAT / 2),
+            low: take(&[split, widest], FLOAT / 2),
+            scales: take(&[split], FLOAT),
+            products: take(&[split, widest], FLOAT),
+            total: 0,
+        };
+        if too_large || u32::try_from(capacity).is_err() {
+            return Err(Error::Invalid(format!("a context of {capacity} is too large")));
+        }
+        Ok(Self { total: end as u64, ..places })
+    }
+
+    /// The places as addresses, for memory that begins at `base`.
+    fn at(self, base: u64) -> Self {
+        let Self { x, normed, q, k, v, mixed, gate, up, vector, frequencies, .. } = self;
+        let Self { logits, token, keys, values, high, low, scales, products, total, .. } = self;
+        Self {
+            x: base + x,
+            normed: base + normed,
+            q: base + q,
+            k: base + k,
+            v: base + v,
+            mixed: base + mixed,
+            gate: base + gate,
+            up: base + up,
+            vector: base + vector,
+            frequencies: base + frequencies,
+            logits: base + logits,
+            token: base + token,
+            keys: base + keys,
+            values: base + values,
+            high: base + high,
+            low: base + low,
+            scales: base + scales,
+            products: base + products,
+            total,
+        }
+    }
+}
+
+/// Rows on the GPU. When this is dropped they stay until what was launched so far has ended, which nobody waits for.
+struct Pinned<'a> {
+    address: u64,
+    pin: Option<DevicePin>,
+    model: &'a CudaModel,
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        let Some(pin) = self.pin.take() else { return };
+        if let Err(refused) = pin.unpin_after(&self.model.stream) {
+            // The device is lost, or the runtime closed: kernels that may still run are waited for as far as is possible,
+            // and the next call says what is wrong.
+            if let Err(error) = self.model.gpu.finish() {
+                tracing::debug!(%error, "weights are given back to a GPU that fails");
+            }
+            drop(refused);
+        }
+    }
+}
+
+/// `m` vectors that enter matrices. For cuBLAS they are split into pairs of 16-bit numbers, once however many matrices
+/// use them.
+struct Input {
+    x: u64,
+    m: u32,
+    k: u32,
+    split: Option<WeightType>,
+}
+
+impl Input {
+    fn new(x: u64, m: u32, k: usize) -> Self {
+        Self { x, m, k: k as u32, split: None }
+    }
+}
+
+/// One sequence of tokens being read or written, on a GPU.
+pub struct CudaSession {
+    model: Arc<CudaModel>,
+    /// Addresses within `memory`.
+    at: Places,
+    memory: CudaSlice<u8>,
+    /// The last pass's logits, and the token chosen from them.
+    logits: PinnedHostSlice<f32>,
+    token: PinnedHostSlice<u32>,
+    capacity: usize,
+    pass: usize,
+    len: usize,
+    last: PassTime,
+}
+
+impl std::fmt::Debug for CudaSession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaSession").field("len", &self.len).field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+impl Drop for CudaSession {
+    fn drop(&mut self) {
+        // A pass that ended in an error may have left work on the stream, which uses this memory and holds pins. A device
+        // that cannot be waited for is lost, and says so wherever it is asked again.
+        if let Err(error) = self.model.stream.synchronize() {
+            tracing::debug!(%error, "a session ends on a GPU that fails");
+        }
+    }
+}
+
+impl CudaSession {
+    /// Device memory that a session of `capacity` tokens takes, of which `pass` are computed together at most.
+    ///
+    /// # Errors
+    /// `Invalid` if that has no size.
+    pub fn memory(config: &Config, capacity: usize, pass: usize) -> Result<Bytes> {
+        let (capacity, pass) = clamped(config, capacity, pass);
+        Ok(Bytes::new(Places::new(config, capacity, pass)?.total))
+    }
+
+    /// An empty sequence that can grow to `capacity` tokens (to the model's context where that is less). A prompt of more
+    /// than `pass` tokens takes several passes over the weights.
+    ///
+    /// # Errors
+    /// `OutOfMemory` if the GPU has less than [`memory`](Self::memory) left; what the driver refuses.
+    pub fn new(model: Arc<CudaModel>, capacity: usize, pass: usize) -> Result<Self> {
+        let c = model.config();
+        let (capacity, pass) = clamped(c, capacity, pass);
+        let places = Places::new(c, capacity, pass)?;
+        let (gpu, what) = (&model.gpu, format!("take {} of GPU memory for one sequence", Bytes::new(places.total)));
+        let memory = gpu.stream.alloc_zeros::<u8>(places.total as usize).map_err(|e| failed(what, e))?;
+        let base = memory.device_ptr(&gpu.stream).0;
+        let locked = |e| failed("take locked host memory for logits", e);
+        // SAFETY: the memory is written before it is read: by the lines below, and by the copies of each pass.
+        let mut logits = unsafe { gpu.context.alloc_pinned_with_flags::<f32>(c.vocab.max(model.frequencies.len()), 0) }
+            .map_err(locked)?;
+        // SAFETY: as above.
+        let mut token = unsafe { gpu.context.alloc_pinned_with_flags::<u32>(1, 0) }.map_err(locked)?;
+        logits.as_mut_slice().map_err(locked)?.fill(0.0);
+        token.as_mut_slice().map_err(locked)?.fill(0);
+        let mut session = Self {
+            at: places.at(base),
+            memory,
+            logits,
+            token,
+            capacity,
+            pass,
+            len: 0,
+            last: PassTime::default(),
+            model: model.clone(),
+        };
+        session.send_frequencies(places.frequencies as usize)?;
+        Ok(session)
+    }
+
+    fn send_frequencies(&mut self, place: usize) -> Result<()> {
+        let (gpu, values) = (&self.model.gpu, &self.model.frequencies);
+        let sending = |e| failed("copy the rotary frequencies to the GPU", e);
+        self.logits.as_mut_slice().map_err(sending)?[..values.len()].copy_from_slice(values);
+        let mut to = self.memory.slice_mut(place..place + size_of_val(&values[..]));
+        // SAFETY: the bytes are the session's, aligned for f32, and any bytes are numbers.
+        let Some(mut to) = (unsafe { to.transmute_mut::<f32>(values.len()) }) else { return Ok(()) };
+        let from = self.logits.as_slice().map_err(sending)?;
+        // Waits, so that the locked memory may be used for logits.
+        let copied = gpu.stream.memcpy_htod(&from[..values.len()], &mut to);
+        copied.map_err(sending)?;
+        gpu.finish()
+    }
+
+    /// Tokens read so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token was read yet.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens that fit.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Arc<CudaModel> {
+        &self.model
+    }
+
+    /// What the last pass took.
+    pub fn last_pass(&self) -> PassTime {
+        self.last
+    }
+
+    /// Reads `tokens`; returns the logits after the last one (`vocab` numbers). Waits for the GPU once, at the end.
+    ///
+    /// # Errors
+    /// `Invalid` for tokens that the session has no room for or the model does not know; what making weights resident
+    /// ends with, and what the driver refuses. After an error the session is as it was before the call, unless the GPU is
+    /// lost.
+    pub fn forward(&mut self, tokens: &[u32]) -> Result<&[f32]> {
+        let started = Instant::now();
+        let model = Arc::clone(&self.model);
+        model.arch.check_pass(tokens, self.len, self.capacity)?;
+        let waited = model.weights.waited();
+        let mut past = self.len;
+        for part in tokens.chunks(self.pass) {
+            self.pass(part, past)?;
+            past += part.len();
+        }
+        self.fetch_logits()?;
+        self.len = past;
+        self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
+        let logits = self.logits.as_slice().map_err(|e| failed("wait for logits", e))?;
+        Ok(&logits[..model.config().vocab])
+    }
+
+    /// Chooses the token that follows the last pass, on the GPU unless `sampler` draws from the best few only.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
+        let vocab = self.model.config().vocab;
+        let choosing = |e| failed("choose a token", e);
+        let Some(draw) = sampler.draw() else {
+            return Ok(sampler.sample(&self.logits.as_slice().map_err(choosing)?[..vocab]));
+        };
+        let gpu = &self.model.gpu;
+        gpu.kernels.choose(self.at.logits, self.at.token, vocab as u32, draw)?;
+        copy_out(gpu, self.at.token, &mut self.token, 1)?;
+        gpu.finish()?;
+        Ok(self.token.as_slice().map_err(choosing)?[0])
+    }
+
+    fn fetch_logits(&mut self) -> Result<()> {
+        let gpu = &self.model.gpu;
+        copy_out(gpu, self.at.logits, &mut self.logits, self.model.config().vocab)?;
+        gpu.finish()
+    }
+
+    /// Rows of a weight, on the GPU.
+    fn pin(&self, info: &WeightInfo, rows: Range<u64>) -> Result<Pinned<'_>> {
+        let pin = self.model.weights.pin_device(info.id, rows)?;
+        let address = pin.address(0).unwrap_or(0);
+        let pinned = Pinned { address, pin: Some(pin), model: &self.model };
+        let plain = matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16);
+        if !plain && !pinned.address.is_multiple_of(2) {
+            return Err(Error::Unsupported(format!(
+                "tensor {:?} begins at an odd byte of its file, where the GPU's kernels cannot read {}: use --device host",
+                info.name, info.dtype
+            )));
+        }
+        Ok(pinned)
+    }
+
+    /// A vector's numbers, until the next call.
+    fn vector(&self, info: &WeightInfo) -> Result<u64> {
+        let pin = self.pin(info, 0..1)?;
+        self.model.gpu.kernels.decode(info.dtype, pin.address, self.at.vector, info.cols as u32)?;
+        Ok(self.at.vector)
+    }
+
+    /// The embeddings of `tokens` to `x`.
+    fn embed(&self, tokens: &[u32]) -> Result<()> {
+        let (embedding, dim) = (&self.model.arch.embedding, self.model.config().dim as u64);
+        let mut by_token: Vec<(u32, u64)> = tokens.iter().copied().zip(0..).collect();
+        by_token.sort_unstable();
+        for same in by_token.chunk_by(|a, b| a.0 == b.0) {
+            let token = u64::from(same[0].0);
+            let row = self.pin(embedding, token..token + 1)?;
+            for (_, place) in same {
+                let to = self.at.x + place * dim * FLOAT;
+                self.model.gpu.kernels.decode(embedding.dtype, row.address, to, dim as u32)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// `out = x W^T`, or added to it.
+    fn multiply(&self, w: &WeightInfo, input: &mut Input, out: u64, accumulate: bool) -> Result<()> {
+        for rows in tiles(w, self.model.weights.tile_rows(w.id)) {
+            let pin = self.pin(w, rows.clone())?;
+            let product = Product {
+                dtype: w.dtype,
+                weights: pin.address,
+                k: input.k,
+                rows: (rows.end - rows.start) as u32,
+                x: input.x,
+                m: input.m,
+                out: out + rows.start * FLOAT,
+                stride: w.rows as u32,
+                accumulate,
+            };
+            self.product(&product, input)?;
+        }
+        Ok(())
+    }
+
+    fn product(&self, p: &Product, input: &mut Input) -> Result<()> {
+        let (gpu, at) = (&self.model.gpu, &self.at);
+        let gemm = gpu.gemm.as_ref().filter(|_| p.m > 1 && p.weights.is_multiple_of(2));
+        let Some(gemm) = gemm.filter(|_| matches!(p.dtype, WeightType::F16 | WeightType::BF16)) else {
+            return gpu.kernels.multiply(p);
+        };
+        let split = input.split == Some(p.dtype);
+        input.split = Some(p.dtype);
+        if p.dtype == WeightType::BF16 {
+            if !split {
+                gpu.kernels.split_bf16(p.x, at.high, at.low, u64::from(p.m) * u64::from(p.k))?;
+            }
+            gemm.multiply(&Product { x: at.high, ..*p })?;
+            return gemm.multiply(&Product { x: at.low, accumulate: true, ..*p });
+        }
+        if !split {
+            gpu.kernels.split_f16(p.x, at.high, at.low, at.scales, p.m, p.k)?;
+        }
+        let scaled = Product { out: at.products, stride: p.rows, ..*p };
+        gemm.multiply(&Product { x: at.high, accumulate: false, ..scaled })?;
+        gemm.multiply(&Product { x: at.low, accumulate: true, ..scaled })?;
+        gpu.kernels.unscale(at.products, at.scales, p)
+    }
+
+    /// `out = x W^T + b`.
+    fn linear(&self, linear: &Linear, input: &mut Input, out: u64) -> Result<()> {
+        self.multiply(&linear.weight, input, out, false)?;
+        self.bias(linear, input.m, out)
+    }
+
+    /// `out = out + x W^T + b`.
+    fn linear_onto(&self, linear: &Linear, input: &mut Input, out: u64) -> Result<()> {
+        self.multiply(&linear.weight, input, out, true)?;
+        self.bias(linear, input.m, out)
+    }
+
+    fn bias(&self, linear: &Linear, m: u32, out: u64) -> Result<()> {
+        let Some(bias) = &linear.bias else { return Ok(()) };
+        let bias_at = self.vector(bias)?;
+        self.model.gpu.kernels.add(out, bias_at, u64::from(m) * bias.cols, bias.cols as u32)
+    }
+
+    fn norm(&self, x: u64, weight: &WeightInfo, out: u64, vectors: u32) -> Result<()> {
+        let weight_at = self.vector(weight)?;
+        let epsilon = self.model.config().norm_eps;
+        self.model.gpu.kernels.rms_norm(x, weight_at, out, vectors, weight.cols as u32, epsilon)
+    }
+
+    /// Launches the pass of `tokens`, which are at position `past` and after it.
+    fn pass(&self, tokens: &[u32], past: usize) -> Result<()> {
+        let (model, at) = (&*self.model, &self.at);
+        let (c, kernels) = (model.config(), &model.gpu.kernels);
+        let (m, pairs) = (tokens.len() as u32, model.frequencies.len() as u32);
+        model.weights.will_use(&model.arch.pass_order(tokens, |id| model.weights.tile_rows(id)));
+        self.embed(tokens)?;
+        for (layer, index) in model.arch.layers.iter().zip(0u64..) {
+            let cache = index * (c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
+            let attention = Attention {
+                keys: at.keys + cache,
+                values: at.values + cache,
+                heads: c.heads as u32,
+                kv_heads: c.kv_heads as u32,
+                head_dim: c.head_dim as u32,
+                capacity: self.capacity as u32,
+                past: past as u32,
+                m,
+            };
+            let (heads, kv_heads) = (attention.heads, attention.kv_heads);
+            self.norm(at.x, &layer.attn_norm, at.normed, m)?;
+            let mut input = Input::new(at.normed, m, c.dim);
+            self.linear(&layer.q, &mut input, at.q)?;
+            self.linear(&layer.k, &mut input, at.k)?;
+            self.linear(&layer.v, &mut input, at.v)?;
+            if let Some(norm) = &layer.q_norm {
+                self.norm(at.q, norm, at.q, m * heads)?;
+            }
+            if let Some(norm) = &layer.k_norm {
+                self.norm(at.k, norm, at.k, m * kv_heads)?;
+            }
+            kernels.rope(at.q, heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
+            kernels.rope(at.k, kv_heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
+            kernels.append(at.k, at.v, &attention)?;
+            kernels.attend(at.q, at.mixed, &attention)?;
+            self.linear_onto(&layer.o, &mut Input::new(at.mixed, m, c.heads * c.head_dim), at.x)?;
+
+            self.norm(at.x, &layer.ffn_norm, at.normed, m)?;
+            let mut input = Input::new(at.normed, m, c.dim);
+            self.linear(&layer.gate, &mut input, at.gate)?;
+            self.linear(&layer.up, &mut input, at.up)?;
+            kernels.silu_multiply(at.gate, at.up, u64::from(m) * c.ffn_dim as u64)?;
+            self.linear_onto(&layer.down, &mut Input::new(at.gate, m, c.ffn_dim), at.x)?;
+        }
+        let last = at.x + u64::from(m - 1) * c.dim as u64 * FLOAT;
+        self.norm(last, &model.arch.norm, at.normed, 1)?;
+        self.multiply(&model.arch.output, &mut Input::new(at.normed, 1, c.dim), at.logits, false)
+    }
+}
+
+/// What a session can have: at most the model's context, and a pass that the kernels can count.
+fn clamped(config: &Config, capacity: usize, pass: usize) -> (usize, usize) {
+    let capacity = capacity.min(config.context);
+    (capacity, pass.clamp(1, PASS_MAX).min(capacity.max(1)))
+}
+
+/// Queues the copy of `count` elements at `from` to locked memory.
+fn copy_out<T>(gpu: &Gpu, from: u64, to: &mut PinnedHostSlice<T>, count: usize) -> Result<()>
+where
+    T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits,
+{
+    let copying = |e| failed("copy a result from the GPU", e);
+    let to = &mut to.as_mut_slice().map_err(copying)?[..count];
+    // SAFETY: `from` is a place in the session's memory with room for `count`; `to` is locked memory of the session, which
+    // is not looked at before the stream has been waited for.
+    let copied = unsafe { cudarc::driver::result::memcpy_dtoh_async(to, from, gpu.stream.cu_stream()) };
+    Ok(copied.map_err(copying)?)
+}

@@ -1,0 +1,351 @@
+//! Every kernel against plain loops on the CPU, over the emulated driver or a GPU (see `tests/cuda/emulated.rs`).
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "../../tests/cuda/emulated.rs"]
+mod emulated;
+
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use emulated::{Driver, driver};
+
+use super::gpu::Gpu;
+use super::kernels::{Attention, Product};
+use crate::config::RopePairs;
+use crate::dtype::WeightType;
+use crate::kernels::{dequantise, encode};
+use crate::sampler::{Draw, Sampler, argmax};
+
+/// Runs a test on a GPU with kernels.
+fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
+    let Some(driver) = driver(test) else { return };
+    let Driver { device, kernels, .. } = &driver;
+    body(&Gpu::open(device, kernels.as_deref()).unwrap());
+    driver.finish();
+}
+
+/// Device memory with these values.
+struct Memory<T> {
+    slice: CudaSlice<T>,
+    address: u64,
+}
+
+fn put<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, values: &[T]) -> Memory<T> {
+    // SAFETY: filled by the next line.
+    let mut locked = unsafe { gpu.context.alloc_pinned_with_flags::<T>(values.len(), 0) }.unwrap();
+    locked.as_mut_slice().unwrap().copy_from_slice(values);
+    let slice = gpu.stream.clone_htod(&locked).unwrap();
+    gpu.finish().unwrap();
+    let address = slice.device_ptr(&gpu.stream).0;
+    Memory { slice, address }
+}
+
+fn room<T: DeviceRepr + ValidAsZeroBits>(gpu: &Gpu, len: usize) -> Memory<T> {
+    let slice = gpu.stream.alloc_zeros::<T>(len).unwrap();
+    let address = slice.device_ptr(&gpu.stream).0;
+    Memory { slice, address }
+}
+
+fn get<T: DeviceRepr + ValidAsZeroBits + Copy>(gpu: &Gpu, memory: &Memory<T>) -> Vec<T> {
+    // SAFETY: filled by the copy, which is waited for.
+    let mut locked = unsafe { gpu.context.alloc_pinned_with_flags::<T>(memory.slice.len(), 0) }.unwrap();
+    gpu.stream.memcpy_dtoh(&memory.slice, &mut locked).unwrap();
+    gpu.finish().unwrap();
+    locked.as_slice().unwrap().to_vec()
+}
+
+fn numbers(len: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next() + next() * next()).collect()
+}
+
+/// Fails unless the vectors are within 1e-5 of each other, relative to the expected one's length.
+fn near(what: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    let all = length(&mut want.iter().map(|b| f64::from(*b)));
+    assert!(off <= 1e-5 * all, "{what}: off by {off} of {all}");
+}
+
+/// Rows of a type, as bytes and as numbers.
+fn rows_of(dtype: WeightType, rows: usize, k: usize, seed: u32) -> (Vec<u8>, Vec<f32>) {
+    let mut bytes = Vec::new();
+    encode(dtype, &numbers(rows * k, seed), &mut bytes);
+    let mut values = vec![0f32; rows * k];
+    dequantise(dtype, &bytes, &mut values);
+    (bytes, values)
+}
+
+fn is_plain(dtype: WeightType) -> bool {
+    matches!(dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16)
+}
+
+#[test]
+fn every_weight_type_is_decoded_wherever_it_lies() {
+    on_gpu("every_weight_type_is_decoded_wherever_it_lies", |gpu| {
+        for dtype in WeightType::ALL {
+            let widths: &[usize] = if is_plain(dtype) { &[1, 7, 8, 77, 256] } else { &[256, 768] };
+            let shifts: &[usize] = if is_plain(dtype) { &[0, 1, 2, 4, 6, 8] } else { &[0, 2, 4, 6] };
+            for (k, shift) in widths.iter().flat_map(|k| shifts.iter().map(move |shift| (*k, *shift))) {
+                let (bytes, want) = rows_of(dtype, 1, k, k as u32);
+                let mut shifted = vec![0xa5; shift];
+                shifted.extend(&bytes);
+                let (row, out) = (put(gpu, &shifted), room::<f32>(gpu, k));
+                gpu.kernels.decode(dtype, row.address + shift as u64, out.address, k as u32).unwrap();
+                near(&format!("{dtype}, {k} at {shift}"), &get(gpu, &out), &want);
+            }
+        }
+    });
+}
+
+#[test]
+fn every_weight_type_is_multiplied_with_one_vector_and_with_many() {
+    on_gpu("every_weight_type_is_multiplied_with_one_vector_and_with_many", |gpu| {
+        for dtype in WeightType::ALL {
+            let widths: &[usize] = if is_plain(dtype) { &[77, 512] } else { &[256, 1024] };
+            for (&k, rows, m) in widths.iter().zip([13, 21]).map(|(k, rows)| (k, rows, 11)) {
+                let (bytes, weights) = rows_of(dtype, rows, k, 3);
+                let x = numbers(m * k, 4);
+                let want = |j: usize, r: usize| -> f32 {
+                    let pairs = weights[r * k..].iter().zip(&x[j * k..(j + 1) * k]);
+                    pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32
+                };
+                let want: Vec<f32> =
+                    (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))).map(|(j, r)| want(j, r)).collect();
+                let (w, x) = (put(gpu, &bytes), put(gpu, &x));
+                let stride = rows + 3;
+                let product = Product {
+                    dtype,
+                    weights: w.address,
+                    k: k as u32,
+                    rows: rows as u32,
+                    x: x.address,
+                    m: m as u32,
+                    out: 0,
+                    stride: stride as u32,
+                    accumulate: false,
+                };
+                let all = room::<f32>(gpu, m * stride);
+                gpu.kernels.multiply(&Product { out: all.address, ..product }).unwrap();
+                let dense =
+                    |all: &[f32]| -> Vec<f32> { all.chunks(stride).flat_map(|row| &row[..rows]).copied().collect() };
+                let together = get(gpu, &all);
+                near(&format!("{dtype}, {k}"), &dense(&together), &want);
+                assert!(together.chunks(stride).all(|row| row[rows..] == [0.0; 3]), "{dtype}: beyond the rows");
+
+                // Each vector alone: the same bits, here added to what is there.
+                let start = numbers(rows, 5);
+                for j in 0..m {
+                    let one = put(gpu, &start);
+                    let (x, out) = (x.address + (j * k * 4) as u64, one.address);
+                    let alone = Product { x, m: 1, out, stride: rows as u32, accumulate: true, ..product };
+                    gpu.kernels.multiply(&alone).unwrap();
+                    let expected: Vec<f32> =
+                        start.iter().zip(&together[j * stride..]).map(|(start, sum)| start + sum).collect();
+                    assert_eq!(get(gpu, &one), expected, "{dtype}, {k}, vector {j}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn vectors_are_normalised_also_in_place() {
+    on_gpu("vectors_are_normalised_also_in_place", |gpu| {
+        for n in [1, 31, 64, 576, 1000] {
+            let (x, weight) = (numbers(3 * n, 1), numbers(n, 2));
+            let want: Vec<f32> = x
+                .chunks(n)
+                .flat_map(|x| {
+                    let mean = x.iter().map(|v| v * v).sum::<f32>() / n as f32;
+                    x.iter().zip(&weight).map(move |(x, w)| x / (mean + 1e-5).sqrt() * w)
+                })
+                .collect();
+            let (x, weight, out) = (put(gpu, &x), put(gpu, &weight), room::<f32>(gpu, 3 * n));
+            gpu.kernels.rms_norm(x.address, weight.address, out.address, 3, n as u32, 1e-5).unwrap();
+            near(&format!("{n}"), &get(gpu, &out), &want);
+            gpu.kernels.rms_norm(x.address, weight.address, x.address, 3, n as u32, 1e-5).unwrap();
+            near(&format!("{n} in place"), &get(gpu, &x), &want);
+        }
+    });
+}
+
+#[test]
+fn heads_are_turned_in_either_layout() {
+    on_gpu("heads_are_turned_in_either_layout", |gpu| {
+        let (m, heads, head_dim, pairs, past) = (5, 3, 32, 12, 1000);
+        let x = numbers(m * heads * head_dim, 6);
+        let frequencies: Vec<f32> = (0..pairs).map(|i| 10_000f32.powf(-(i as f32) / 16.0)).collect();
+        for kind in [RopePairs::Adjacent, RopePairs::Halves] {
+            let mut want = x.clone();
+            for (at, head) in want.chunks_mut(head_dim).enumerate() {
+                let position = (past + at / heads) as f32;
+                for (i, frequency) in frequencies.iter().enumerate() {
+                    let (sine, cosine) = (position * frequency).sin_cos();
+                    let (a, b) = if kind == RopePairs::Adjacent { (2 * i, 2 * i + 1) } else { (i, i + pairs) };
+                    (head[a], head[b]) = (head[a] * cosine - head[b] * sine, head[a] * sine + head[b] * cosine);
+                }
+            }
+            let (x, frequencies) = (put(gpu, &x), put(gpu, &frequencies));
+            let shape = attention(heads, heads, head_dim, 2000, past, m);
+            gpu.kernels.rope(x.address, heads as u32, &shape, frequencies.address, pairs as u32, kind).unwrap();
+            near(&format!("{kind:?}"), &get(gpu, &x), &want);
+        }
+    });
+}
+
+fn attention(heads: usize, kv_heads: usize, head_dim: usize, capacity: usize, past: usize, m: usize) -> Attention {
+    let [heads, kv_heads, head_dim, capacity, past, m] =
+        [heads, kv_heads, head_dim, capacity, past, m].map(|n| n as u32);
+    Attention { keys: 0, values: 0, heads, kv_heads, head_dim, capacity, past, m }
+}
+
+#[test]
+fn attention_sees_every_position_up_to_its_own() {
+    on_gpu("attention_sees_every_position_up_to_its_own", |gpu| {
+        for head_dim in [32, 64, 80, 128, 256] {
+            let (heads, kv_heads, capacity) = (6, 2, 40);
+            let caches = room::<f32>(gpu, 2 * kv_heads * capacity * head_dim);
+            let (keys, values) = (caches.address, caches.address + (kv_heads * capacity * head_dim * 4) as u64);
+            let (mut all_k, mut all_v) = (Vec::new(), Vec::new());
+            let mut past = 0;
+            // Fewer positions than warps, one at a time, and many.
+            for m in [3, 1, 1, 30] {
+                let (q, k, v) = (
+                    numbers(m * heads * head_dim, 7 + past as u32),
+                    numbers(m * kv_heads * head_dim, 8 + past as u32),
+                    numbers(m * kv_heads * head_dim, 9 + past as u32),
+                );
+                all_k.extend(&k);
+                all_v.extend(&v);
+                let mut want = Vec::new();
+                for t in 0..m {
+                    for h in 0..heads {
+                        let query = &q[(t * heads + h) * head_dim..][..head_dim];
+                        let of = |all: &'_ [f32], p: usize, i: usize| all[(p * kv_heads + h / 3) * head_dim + i];
+                        let scores: Vec<f64> = (0..past + t + 1)
+                            .map(|p| {
+                                let dot: f64 = (0..head_dim).map(|i| f64::from(query[i] * of(&all_k, p, i))).sum();
+                                (dot / (head_dim as f64).sqrt()).exp()
+                            })
+                            .collect();
+                        let total: f64 = scores.iter().sum();
+                        want.extend((0..head_dim).map(|i| {
+                            let mixed: f64 =
+                                scores.iter().enumerate().map(|(p, s)| s * f64::from(of(&all_v, p, i))).sum();
+                            (mixed / total) as f32
+                        }));
+                    }
+                }
+                let shape = Attention { keys, values, ..attention(heads, kv_heads, head_dim, capacity, past, m) };
+                let (q, k, v, out) = (put(gpu, &q), put(gpu, &k), put(gpu, &v), room::<f32>(gpu, m * heads * head_dim));
+                gpu.kernels.append(k.address, v.address, &shape).unwrap();
+                gpu.kernels.attend(q.address, out.address, &shape).unwrap();
+                near(&format!("heads of {head_dim}, {m} after {past}"), &get(gpu, &out), &want);
+                past += m;
+            }
+        }
+    });
+}
+
+#[test]
+fn numbers_are_gated_and_added() {
+    on_gpu("numbers_are_gated_and_added", |gpu| {
+        let (gate, up) = (numbers(1000, 10), numbers(1000, 11));
+        let want: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let (g, u) = (put(gpu, &gate), put(gpu, &up));
+        gpu.kernels.silu_multiply(g.address, u.address, 1000).unwrap();
+        near("silu", &get(gpu, &g), &want);
+        let want: Vec<f32> = gate.iter().enumerate().map(|(i, g)| g + up[i % 10]).collect();
+        let g = put(gpu, &gate);
+        gpu.kernels.add(g.address, u.address, 1000, 10).unwrap();
+        assert_eq!(get(gpu, &g), want);
+    });
+}
+
+/// The token that the GPU chooses.
+fn chosen(gpu: &Gpu, logits: &[f32], draw: Draw) -> u32 {
+    let (logits, token) = (put(gpu, logits), room::<u32>(gpu, 1));
+    gpu.kernels.choose(logits.address, token.address, logits.slice.len() as u32, draw).unwrap();
+    get(gpu, &token)[0]
+}
+
+#[test]
+fn the_likeliest_token_is_the_first_of_the_largest() {
+    on_gpu("the_likeliest_token_is_the_first_of_the_largest", |gpu| {
+        let nan = f32::NAN;
+        let mut many = numbers(5000, 12);
+        many[4321] = 9.0;
+        many[1234] = 9.0;
+        many[7] = nan;
+        let rising: Vec<f32> = (0..2000).map(|i| i as f32).collect();
+        let lists: [&[f32]; 7] =
+            [&[1.0], &[nan, nan], &[f32::NEG_INFINITY; 3], &[-1.0, -0.5, -0.5], &[nan, -3.0], &many, &rising];
+        for logits in lists {
+            assert_eq!(chosen(gpu, logits, Draw::Best), argmax(logits), "{:?} ..", &logits[..logits.len().min(4)]);
+        }
+    });
+}
+
+#[test]
+fn tokens_are_drawn_as_the_host_draws_them() {
+    on_gpu("tokens_are_drawn_as_the_host_draws_them", |gpu| {
+        for (n, temperature) in [(1, 1.0), (50, 0.7), (1024, 1.0), (5000, 1.3)] {
+            let logits: Vec<f32> = numbers(n, 13).iter().map(|x| 3.0 * x).collect();
+            // The same seed draws the same uniform numbers on both.
+            let (mut host, mut device) = (Sampler::new(temperature, 5), Sampler::new(temperature, 5));
+            for _ in 0..20 {
+                let draw = device.draw().unwrap();
+                assert_eq!(chosen(gpu, &logits, draw), host.sample(&logits), "{n} at {temperature}");
+            }
+            let end = chosen(gpu, &logits, Draw::Chance { temperature, uniform: 1.0 - f64::EPSILON });
+            assert!((end as usize) < n);
+        }
+        assert!(Sampler::new(1.0, 0).top_k(3).draw().is_none());
+    });
+}
+
+#[test]
+fn splitting_keeps_what_one_sixteen_bit_number_loses() {
+    on_gpu("splitting_keeps_what_one_sixteen_bit_number_loses", |gpu| {
+        let (m, k) = (4, 300);
+        let mut x = numbers(m * k, 14);
+        // Beyond what f16 holds, below it, and nothing at all.
+        x[k..2 * k].iter_mut().for_each(|x| *x *= 1e6);
+        x[2 * k..3 * k].iter_mut().for_each(|x| *x *= 1e-9);
+        x[3 * k..].fill(0.0);
+        let n = (m * k) as u64;
+        let input = put(gpu, &x);
+        let (high, low, scales) = (room::<u16>(gpu, m * k), room::<u16>(gpu, m * k), room::<f32>(gpu, m));
+        gpu.kernels.split_bf16(input.address, high.address, low.address, n).unwrap();
+        let wide = |bits: &u16| half::bf16::from_bits(*bits).to_f32();
+        let sums: Vec<f32> = get(gpu, &high).iter().zip(&get(gpu, &low)).map(|(h, l)| wide(h) + wide(l)).collect();
+        for (sums, x) in sums.chunks(k).zip(x.chunks(k)) {
+            near("bf16", sums, x);
+        }
+        gpu.kernels.split_f16(input.address, high.address, low.address, scales.address, m as u32, k as u32).unwrap();
+        let wide = |bits: &u16| half::f16::from_bits(*bits).to_f32();
+        let sums: Vec<f32> = get(gpu, &high).iter().zip(&get(gpu, &low)).map(|(h, l)| wide(h) + wide(l)).collect();
+        // Put back by the kernel, onto what is there.
+        let (products, out) = (put(gpu, &sums), put(gpu, &vec![0f32; m * k]));
+        let product = Product {
+            dtype: WeightType::F16,
+            weights: 0,
+            k: k as u32,
+            rows: k as u32,
+            x: 0,
+            m: m as u32,
+            out: out.address,
+            stride: k as u32,
+            accumulate: true,
+        };
+        gpu.kernels.unscale(products.address, scales.address, &product).unwrap();
+        for (sums, x) in get(gpu, &out).chunks(k).zip(x.chunks(k)) {
+            near("f16", sums, x);
+        }
+    });
+}

@@ -1,0 +1,375 @@
+//! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's, `generate`
+//! gives the same words, and what cannot be is refused with a remedy. The kernels run from their own source, compiled for
+//! the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "cuda/emulated.rs"]
+mod emulated;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+
+use emulated::{Driver, driver, driver_library, kernel_library, ptx_file};
+use outcore::{Bytes, DeviceChoice, ErrorKind, Runtime};
+use outcore_llm::kernels::{ActKind, act_kind};
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{
+    Arch, CudaModel, CudaSession, Error, Gpu, KvType, Model, ModelFiles, Options, PagedWeights, PlainWeights, Result,
+    Sampler, Session, WeightType, argmax,
+};
+use serde_json::Value;
+
+const GENERATE: &str = env!("CARGO_BIN_EXE_generate");
+const PAGE: u64 = 2 << 20;
+const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
+
+fn spec(arch: Arch, dtype: WeightType) -> Spec {
+    Spec {
+        arch,
+        dtype,
+        layers: 2,
+        dim: 256,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: if arch == Arch::Qwen3 { 128 } else { 64 },
+        ffn_dim: 768,
+        vocab: 5000,
+        context: 64,
+        tied: arch == Arch::Qwen2,
+        seed: 7,
+    }
+}
+
+/// A session on the GPU, with its weights in `frames` pages.
+fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<CudaSession> {
+    let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref())?);
+    let runtime = Runtime::builder()
+        .device(DeviceChoice::Cuda(driver.device.clone()))
+        .device_budget(Bytes::new(frames * PAGE))
+        .open()?;
+    let model = runtime.open_parsed(files.header().clone())?;
+    let weights = Arc::new(PagedWeights::open(&runtime, &model, files)?);
+    CudaSession::new(Arc::new(CudaModel::load(files, weights, gpu)?), 32, pass)
+}
+
+/// Logits of the CPU after the prompt and after each of three more tokens, and these tokens.
+fn expected(files: &ModelFiles) -> (Vec<Vec<f32>>, Vec<u32>) {
+    let weights = Arc::new(PlainWeights::read(files).unwrap());
+    let model = Arc::new(Model::load(files, weights, Options::default()).unwrap());
+    let mut session = Session::new(model, 32, KvType::F32).unwrap();
+    let mut logits = vec![session.forward(&PROMPT).unwrap()];
+    let mut tokens = Vec::new();
+    for _ in 0..3 {
+        tokens.push(argmax(logits.last().unwrap()));
+        logits.push(session.forward(&tokens[tokens.len() - 1..]).unwrap());
+    }
+    (logits, tokens)
+}
+
+fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    let all = length(&mut want.iter().map(|b| f64::from(*b)));
+    assert!(all > 0.0 && off <= tolerance * all, "{what}: off by {off} of {all}");
+}
+
+/// The same passes on the GPU. The CPU rounds the activations that meet some types to eight bits, the GPU never does.
+fn assert_same_logits(driver: &Driver, what: &str, files: &ModelFiles, dtype: WeightType, pass: usize) {
+    let tolerance = if act_kind(dtype) == ActKind::Plain { 1e-3 } else { 3e-2 };
+    let (want, tokens) = expected(files);
+    let mut session = session(driver, files, 4, pass).unwrap();
+    assert_near(what, session.forward(&PROMPT).unwrap(), &want[0], tolerance);
+    for (token, want) in tokens.iter().zip(&want[1..]) {
+        assert_near(what, session.forward(&[*token]).unwrap(), want, tolerance);
+    }
+    assert_eq!(session.len(), PROMPT.len() + tokens.len());
+}
+
+fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
+    let path = folder.join(format!("{:?}-{}.gguf", spec.arch, spec.dtype));
+    spec.write_gguf(&path).unwrap();
+    ModelFiles::open(path).unwrap()
+}
+
+#[test]
+fn every_weight_type_gives_the_logits_of_the_cpu() {
+    let Some(driver) = driver("every_weight_type_gives_the_logits_of_the_cpu") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in WeightType::ALL {
+        let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
+        assert_same_logits(&driver, &dtype.to_string(), &files, dtype, PROMPT.len());
+    }
+    driver.finish();
+}
+
+#[test]
+fn every_architecture_gives_the_logits_of_the_cpu_from_either_container() {
+    let Some(driver) = driver("every_architecture_gives_the_logits_of_the_cpu_from_either_container") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for (arch, dtype) in
+        [(Arch::Qwen2, WeightType::F32), (Arch::Qwen3, WeightType::F16), (Arch::Llama, WeightType::BF16)]
+    {
+        let spec = spec(arch, dtype);
+        let files = gguf(folder.path(), &spec);
+        assert_same_logits(&driver, &format!("{arch:?} as GGUF"), &files, dtype, PROMPT.len());
+        let shards = folder.path().join(format!("{arch:?}"));
+        spec.write_safetensors(&shards, 2).unwrap();
+        let files = ModelFiles::open(&shards).unwrap();
+        // A prompt that takes several passes, the last of one token.
+        assert_same_logits(&driver, &format!("{arch:?} as safetensors"), &files, dtype, 4);
+    }
+    driver.finish();
+}
+
+#[test]
+fn how_a_prompt_is_cut_changes_no_bit() {
+    let Some(driver) = driver("how_a_prompt_is_cut_changes_no_bit") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
+    let logits = |pass| session(&driver, &files, 4, pass).unwrap().forward(&PROMPT).unwrap().to_vec();
+    let whole = logits(PROMPT.len());
+    for pass in [1, 2, 8] {
+        assert_eq!(logits(pass), whole, "{pass} at a time");
+    }
+    driver.finish();
+}
+
+#[test]
+fn a_session_refuses_what_it_has_no_room_for_and_goes_on() {
+    let Some(driver) = driver("a_session_refuses_what_it_has_no_room_for_and_goes_on") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+    {
+        let mut session = session(&driver, &files, 4, 8).unwrap();
+        assert!(matches!(session.forward(&[]), Err(Error::Invalid(_))));
+        assert!(matches!(session.forward(&[5000]), Err(Error::Invalid(_))));
+        assert!(matches!(session.forward(&[1; 33]), Err(Error::Invalid(_))));
+        assert_eq!(session.len(), 0);
+        let best = argmax(session.forward(&PROMPT).unwrap());
+        assert_eq!(session.sample(&mut Sampler::greedy()).unwrap(), best);
+        // The best few are the host's to choose among.
+        assert_eq!(session.sample(&mut Sampler::new(1.0, 1).top_k(1)).unwrap(), best);
+    }
+    driver.finish();
+}
+
+/// Whatever call of the driver fails: an error, nothing left behind, nothing in the wrong order.
+#[test]
+fn a_call_that_fails_is_an_error_and_leaves_nothing() {
+    const UNKNOWN: u32 = 999;
+    let Some(driver) = driver("a_call_that_fails_is_an_error_and_leaves_nothing") else { return };
+    let Some(fake) = &driver.fake else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let small = Spec { layers: 1, vocab: 400, ..spec(Arch::Qwen2, WeightType::Q8_0) };
+    let files = gguf(folder.path(), &small);
+    let run = || {
+        session(&driver, &files, 3, 8).and_then(|mut session| {
+            session.forward(&PROMPT)?;
+            session.sample(&mut Sampler::greedy())
+        })
+    };
+    let calls =
+        ["cuModuleLoadData", "cuModuleGetFunction", "cuMemAllocAsync", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2"];
+    let before = calls.map(|call| fake.calls(call));
+    run().unwrap();
+    let made: Vec<u64> = calls.iter().zip(before).map(|(call, before)| fake.calls(call) - before).collect();
+    for (call, made) in calls.iter().zip(made) {
+        assert!(made > 0, "{call} is never called");
+        for nth in [1, made.div_ceil(3), made.div_ceil(2), made] {
+            fake.fail_nth(call, nth, UNKNOWN);
+            let error = run().unwrap_err();
+            assert!(error.to_string().contains("CUDA_ERROR_UNKNOWN"), "{call} {nth} of {made}: {error}");
+            driver.finish();
+        }
+    }
+    run().unwrap();
+    driver.finish();
+}
+
+// ---- the program ----
+
+fn real_model() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+    if path.is_file() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
+    None
+}
+
+/// `generate` with the emulated driver and the kernels in it; its caches in `folder`.
+fn generate(folder: &Path, args: &[&str]) -> Option<Command> {
+    let (Some(driver), Some(kernels)) = (driver_library(), kernel_library()) else {
+        eprintln!("SKIPPED: there is no emulated driver with kernels");
+        return None;
+    };
+    let mut command = Command::new(GENERATE);
+    command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG").env("XDG_CACHE_HOME", folder);
+    command.env("LD_PRELOAD", format!("{}:{}", driver.display(), kernels.display()));
+    Some(command)
+}
+
+/// The JSON line of a run that must succeed, and with which the judge must be content.
+fn json_of(output: &Output) -> Value {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{}: {err}", output.status);
+    assert!(!err.contains("fake CUDA"), "{err}");
+    serde_json::from_str(out.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
+    let (Some(model), Some(kernels)) = (real_model(), ptx_file()) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (model, kernels) = (model.to_str().unwrap(), kernels.to_str().unwrap());
+    let args =
+        ["--model", model, "--prompt", "Virtual memory is", "--tokens", "16", "--device-budget", "32MiB", "--json"];
+    let on_gpu = [&args[..], &["--device", "cuda:0", "--kernels", kernels]].concat();
+    let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
+    let got = json_of(&command.output().unwrap());
+    let want = json_of(&Command::new(GENERATE).args(args).stdin(Stdio::null()).output().unwrap());
+    for field in ["prompt_tokens", "tokens", "text"] {
+        assert_eq!(got[field], want[field], "{field}");
+    }
+    assert_eq!(got["tokens"].as_array().unwrap().len(), 16);
+    assert_eq!(got["device"], "cuda:0");
+    assert!(got["peak_device_bytes"].as_u64().unwrap() <= 32 << 20, "{got}");
+    assert!(got["link_bytes"].as_u64().unwrap() > 16 * (60 << 20), "{got}");
+    let keys = |run: &Value| run.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&got), keys(&want));
+}
+
+/// An error on one line, of which the parts in `wanted` are in it.
+fn refused(output: &Output, wanted: &[&str]) {
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0), "{err}");
+    let told: Vec<&str> = err.lines().filter(|line| line.starts_with("generate: ")).collect();
+    assert!(told.len() == 1 && wanted.iter().all(|part| told[0].contains(part)), "wanted {wanted:?}: {err}");
+}
+
+#[test]
+fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    spec(Arch::Llama, WeightType::Q8_0).write_gguf(&model).unwrap();
+    let Some(kernels) = ptx_file() else { return };
+    let (model, kernels) = (model.to_str().unwrap(), kernels.to_str().unwrap());
+    let base = ["--model", model, "--prompt-tokens", "1,2", "--tokens", "2", "--device"];
+    let run = |more: &[&str], set: &[(&str, &str)]| {
+        let mut command = generate(folder.path(), &[&base[..], more].concat())?;
+        Some(command.envs(set.iter().copied()).output().unwrap())
+    };
+    let with_kernels = ["cuda", "--kernels", kernels];
+    let Some(output) = run(&with_kernels, &[("FAKECUDA_NO_DEVICE", "1")]) else { return };
+    refused(&output, &["CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"]);
+    let refuse = |more: &[&str], set: &[(&str, &str)], wanted: &[&str]| refused(&run(more, set).unwrap(), wanted);
+    refuse(&["cuda:7", "--kernels", kernels], &[], &["no GPU 7", "outcore doctor"]);
+    refuse(&with_kernels, &[("FAKECUDA_DRIVER_VERSION", "11080")], &["11.8", "12.0"]);
+    refuse(&["cuda", "--kernels", "/nowhere/k.ptx"], &[], &["/nowhere/k.ptx", "check_kernels.sh"]);
+    refuse(&["cuda", "--kernels", model], &[], &["m.gguf", "check_kernels.sh"]);
+    let others = folder.path().join("others.ptx");
+    std::fs::write(&others, ".version 9.0\n.target sm_90\n.entry other()\n{\n ret;\n}\n").unwrap();
+    refuse(&["cuda", "--kernels", others.to_str().unwrap()], &[], &["others.ptx", "no kernel", "check_kernels.sh"]);
+    let before = folder.path().join("before.ptx");
+    let text = std::fs::read_to_string(kernels).unwrap();
+    assert!(text.contains("kernels_interface_"));
+    std::fs::write(&before, text.replace("kernels_interface_", "kernels_interface_of_before_")).unwrap();
+    refuse(
+        &["cuda", "--kernels", before.to_str().unwrap()],
+        &[],
+        &["before.ptx", "kernels_interface_", "other sources"],
+    );
+    let budget = |size: &'static str| [&with_kernels[..], &["--device-budget", size]].concat();
+    refuse(&budget("1MiB"), &[], &["1.0 MiB", "2.0 MiB", "at least"]);
+    refuse(&budget("2MiB"), &[], &["2.0 MiB", "at least"]);
+    refuse(&budget("8GiB"), &[], &["8.0 GiB", "at most"]);
+    refuse(&[&with_kernels[..], &["--page-size", "64KiB"]].concat(), &[], &["2.0 MiB", "page"]);
+    refuse(&[&with_kernels[..], &["--memory", "20MiB"]].concat(), &[], &["--memory 20.0 MiB", "more --memory"]);
+    refuse(&with_kernels, &[("FAKECUDA_MEM_MB", "64")], &["64.0 MiB", "GPU has", "leaves no page"]);
+    refuse(&["host", "--kernels", kernels], &[], &["--kernels", "--device cuda"]);
+}
+
+/// Where cargo's tests find the libraries of `scripts/fetch_nvcc.sh`.
+fn nvrtc() -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../nvcc/nvidia/cu13/lib");
+    if folder.join("libnvrtc.so.13").exists() {
+        return Some(folder);
+    }
+    eprintln!("SKIPPED: no NVRTC at {}; scripts/fetch_nvcc.sh gets it", folder.display());
+    None
+}
+
+#[test]
+fn without_nvrtc_kernels_have_to_be_named() {
+    if cudarc_finds_nvrtc() {
+        eprintln!("SKIPPED: there is an NVRTC on this machine's library path");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let args = ["--model", "m.gguf", "--prompt-tokens", "1", "--device", "cuda"];
+    let Some(mut command) = generate(folder.path(), &args) else { return };
+    refused(&command.output().unwrap(), &["libnvrtc.so", "LD_LIBRARY_PATH", "fetch_nvcc.sh", "--kernels FILE"]);
+}
+
+fn cudarc_finds_nvrtc() -> bool {
+    [c"libnvrtc.so", c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so.11"].iter().any(|name| {
+        // SAFETY: the name is a C string; a library that is found stays loaded.
+        !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) }.is_null()
+    })
+}
+
+/// NVRTC's own PTX of the real source, whose kernels the emulated driver then runs: names and parameters agree.
+#[test]
+fn kernels_are_compiled_once_and_a_damaged_cache_entry_again() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    spec(Arch::Llama, WeightType::Q4_K).write_gguf(&model).unwrap();
+    let args =
+        ["--model", model.to_str().unwrap(), "--prompt-tokens", "1,2,3", "--tokens", "2", "--device", "cuda", "--json"];
+    let run = || {
+        let mut command = generate(folder.path(), &args)?;
+        Some(json_of(&command.env("LD_LIBRARY_PATH", &nvrtc).output().unwrap()))
+    };
+    let Some(first) = run() else { return };
+    let entries = || -> Vec<PathBuf> {
+        std::fs::read_dir(folder.path().join("outcore")).unwrap().map(|entry| entry.unwrap().path()).collect()
+    };
+    let [entry] = &entries()[..] else { panic!("one entry: {:?}", entries()) };
+    let (made, text) = (entry.metadata().unwrap().modified().unwrap(), std::fs::read(entry).unwrap());
+    assert!(text.starts_with(b"// xxh3 "));
+    assert_eq!(run().unwrap()["tokens"], first["tokens"]);
+    assert_eq!(entry.metadata().unwrap().modified().unwrap(), made, "compiled again");
+    std::fs::write(entry, &text[..text.len() / 2]).unwrap();
+    assert_eq!(run().unwrap()["tokens"], first["tokens"]);
+    assert!(std::fs::read(entry).unwrap() == text, "the damaged entry was not replaced");
+    assert_eq!(entries().len(), 1);
+}
+
+#[test]
+fn without_a_driver_the_gpu_is_refused() {
+    let refusal = {
+        let mut command = Command::new(GENERATE);
+        command.args(["--model", "m.gguf", "--prompt-tokens", "1", "--device", "cuda"]).stdin(Stdio::null());
+        // Cargo's own folders, where no driver is: the emulated one is not called libcuda.so there.
+        command.output().unwrap()
+    };
+    let err = String::from_utf8_lossy(&refusal.stderr);
+    if !err.contains("libcuda") {
+        eprintln!("SKIPPED: this machine has a CUDA driver: {err}");
+        return;
+    }
+    refused(&refusal, &["no CUDA driver", "libcuda.so.1"]);
+}
+
+/// Of the errors that callers tell apart.
+#[test]
+fn a_missing_gpu_is_not_found() {
+    let Some(driver) = driver("a_missing_gpu_is_not_found") else { return };
+    let error = Gpu::open(&"9".parse().unwrap(), driver.kernels.as_deref()).unwrap_err();
+    assert!(matches!(&error, Error::Outcore(inner) if inner.kind() == ErrorKind::NotFound), "{error}");
+    driver.finish();
+}

@@ -1,0 +1,147 @@
+//! A CUDA driver for the tests of the forward pass on a GPU: the emulated one (`tests/fake-cuda`), with the kernels' own
+//! source compiled for the CPU; or the machine's, where `OUTCORE_TEST_GPU` names a GPU.
+
+#![allow(dead_code, reason = "each user takes its own part")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+#[path = "../../../../tests/fake-cuda/control.rs"]
+mod control;
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+pub use control::Fake;
+use outcore::device::CudaDeviceSelector;
+use twox_hash::XxHash3_64;
+
+const SOURCES: [&str; 3] =
+    [include_str!("../../src/cuda/kernels.cu"), include_str!("emulation.h"), include_str!("emulation.cpp")];
+
+fn folder() -> PathBuf {
+    // Where cargo puts what tests make; unit tests are not told, and are in its `debug/deps`.
+    option_env!("CARGO_TARGET_TMPDIR")
+        .map_or_else(|| std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("tmp"), PathBuf::from)
+}
+
+/// The emulated driver's library, where cargo has built it.
+pub fn driver_library() -> Option<PathBuf> {
+    let beside = std::env::current_exe().unwrap().parent().unwrap().to_owned();
+    let name = "liboutcore_fake_cuda.so";
+    let places = [beside.join(name), beside.join("../deps").join(name), beside.join("deps").join(name)];
+    places.into_iter().find(|path| path.exists())
+}
+
+/// The kernels as a library of host functions; built once for each state of their source. `None`, said aloud, where there
+/// is no C++ compiler.
+pub fn kernel_library() -> Option<&'static Path> {
+    static LIBRARY: OnceLock<Option<PathBuf>> = OnceLock::new();
+    LIBRARY.get_or_init(build).as_deref()
+}
+
+fn build() -> Option<PathBuf> {
+    let options = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"];
+    // Its check of longjmp knows one stack only.
+    let fortify = "-U_FORTIFY_SOURCE";
+    let key = format!("{}{options:?}", SOURCES.concat());
+    let library = folder().join(format!("libemulated_kernels_{:016x}.so", XxHash3_64::oneshot(key.as_bytes())));
+    if library.exists() {
+        return Some(library);
+    }
+    std::fs::create_dir_all(folder()).unwrap();
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let unfinished = library.with_extension(format!("{}.tmp", std::process::id()));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/emulation.cpp");
+    let mut command = Command::new(&compiler);
+    command
+        .args(options)
+        .arg(fortify)
+        .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-o"])
+        .arg(&unfinished)
+        .arg(source);
+    let output = match command.arg("-ldl").output() {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("SKIPPED: there is no C++ compiler ({compiler}: {error}); the kernels' source is not run");
+            return None;
+        }
+    };
+    assert!(output.status.success(), "the kernels do not compile: {}", String::from_utf8_lossy(&output.stderr));
+    std::fs::rename(unfinished, &library).unwrap();
+    Some(library)
+}
+
+fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: `library` is a handle of dlopen that is never closed, and the name is a C string.
+    let address = unsafe { libc::dlsym(library, name.as_ptr()) };
+    assert!(!address.is_null(), "the library has no {name:?}");
+    address
+}
+
+fn open(path: &Path) -> *mut c_void {
+    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: the library is the one that was just built; it stays loaded.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    assert!(!library.is_null(), "cannot load {}", path.display());
+    library
+}
+
+/// A PTX text that names the kernels, which is all that the emulated driver reads of a module.
+pub fn ptx_file() -> Option<PathBuf> {
+    let library = kernel_library()?;
+    let path = library.with_extension("ptx");
+    if !path.exists() {
+        // SAFETY: the function has no parameters and returns a C string that lives as long as the library.
+        let text = unsafe {
+            let function = symbol(open(library), c"emulated_kernels_ptx");
+            CStr::from_ptr(std::mem::transmute::<*mut c_void, extern "C" fn() -> *const c_char>(function)())
+        };
+        let unfinished = path.with_extension(format!("{}.tmp", std::process::id()));
+        std::fs::write(&unfinished, text.to_bytes()).unwrap();
+        std::fs::rename(unfinished, &path).unwrap();
+    }
+    Some(path)
+}
+
+/// A driver in the hands of one test.
+pub struct Driver {
+    pub fake: Option<Fake>,
+    /// The GPU.
+    pub device: CudaDeviceSelector,
+    /// The kernels; `None` leaves them to NVRTC.
+    pub kernels: Option<PathBuf>,
+}
+
+/// The driver for a test, or `None`, said aloud, where there is none.
+pub fn driver(test: &str) -> Option<Driver> {
+    if let Ok(device) = std::env::var("OUTCORE_TEST_GPU") {
+        let kernels = std::env::var_os("OUTCORE_TEST_KERNELS").map(PathBuf::from);
+        return Some(Driver { fake: None, device: device.parse().unwrap(), kernels });
+    }
+    if driver_library().is_none() {
+        eprintln!("SKIPPED {test}: liboutcore_fake_cuda.so is not beside this test; `cargo test` builds it");
+        return None;
+    }
+    let library = kernel_library()?;
+    let kernels = ptx_file()?;
+    let fake = Fake::load();
+    // SAFETY: the function has no parameters and returns a bool.
+    let registered = unsafe {
+        let function = symbol(open(library), c"emulated_kernels_register");
+        std::mem::transmute::<*mut c_void, extern "C" fn() -> bool>(function)()
+    };
+    assert!(registered, "the emulated driver is loaded, but not found");
+    Some(Driver { fake: Some(fake), device: CudaDeviceSelector::default(), kernels: Some(kernels) })
+}
+
+impl Driver {
+    /// Fails if the judge found anything, or anything was not given back.
+    pub fn finish(&self) {
+        if let Some(fake) = &self.fake {
+            fake.check_leaks();
+            fake.expect_clean();
+        }
+    }
+}

@@ -1,0 +1,549 @@
+// Runs the kernels' source on the CPU for the emulated CUDA driver (tests/fake-cuda): fibers, the table of kernels with
+// what each reads and writes, and their registration.
+
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "emulation.h"
+
+#include "../../src/cuda/kernels.cu"
+
+namespace emulation {
+
+// ---- fibers ----
+
+const size_t STACK_BYTES = 64 << 10;
+const unsigned WARP = 32;
+
+[[noreturn]] static void fail(const char *what) {
+    fprintf(stderr, "emulated kernel: %s\n", what);
+    abort();
+}
+
+// Lanes that go on when as many have come as are expected.
+struct Meeting {
+    unsigned expected, arrived;
+    uint64_t number;
+};
+
+struct Warp {
+    Meeting meeting;
+    // What the lanes exchange, by turns, and in which exchange each was left: before a lane can come to the next but one,
+    // all have read this one.
+    uint64_t slots[2][WARP];
+    unsigned left_in[2][WARP];
+};
+
+struct Fiber {
+    Lane lane;
+    jmp_buf at;
+    ucontext_t start;
+    std::vector<char> stack;
+    bool started, ended;
+    unsigned index, exchanges;
+    Fiber *next;
+};
+
+Lane *lane;
+Dim block;
+
+static std::vector<Fiber *> fibers;
+static std::vector<Warp> warps;
+static Meeting everyone;
+static unsigned living;
+// Times that lanes gave way since something last happened.
+static unsigned idle;
+static jmp_buf caller;
+static void (*kernel)(void *);
+static void *arguments;
+
+[[noreturn]] static void resume(Fiber *fiber) {
+    lane = &fiber->lane;
+    if (fiber->started) {
+        _longjmp(fiber->at, 1);
+    }
+    fiber->started = true;
+    setcontext(&fiber->start);
+    fail("a fiber could not be started");
+}
+
+// The next lane of the block that has not ended; this one, if it is the last.
+static Fiber *successor(const Fiber *fiber) {
+    Fiber *next = fiber->next;
+    while (next->ended) {
+        next = next->next;
+    }
+    return next;
+}
+
+static void give_way() {
+    Fiber *self = lane->fiber;
+    if (++idle > 4 * fibers.size() + 4) {
+        fail("lanes wait for each other: a barrier that not all of a block reach, or a shuffle that not all of a warp reach");
+    }
+    if (_setjmp(self->at) == 0) {
+        resume(successor(self));
+    }
+}
+
+static void release(Meeting &meeting) {
+    meeting.arrived = 0;
+    meeting.number++;
+    idle = 0;
+}
+
+static void meet(Meeting &meeting) {
+    uint64_t number = meeting.number;
+    if (++meeting.arrived == meeting.expected) {
+        release(meeting);
+        return;
+    }
+    while (meeting.number == number) {
+        give_way();
+    }
+}
+
+static void leave(Meeting &meeting) {
+    if (--meeting.expected == meeting.arrived && meeting.arrived > 0) {
+        release(meeting);
+    }
+}
+
+void barrier() {
+    meet(everyone);
+}
+
+uint64_t exchange(unsigned mask, uint64_t mine, int distance) {
+    Fiber *self = lane->fiber;
+    Warp &warp = warps[self->index / WARP];
+    unsigned index = self->index % WARP, other = index ^ (unsigned)distance;
+    if (mask != 0xffffffffu) {
+        fail("only shuffles of whole warps are emulated");
+    }
+    unsigned number = ++self->exchanges, turn = number % 2;
+    warp.slots[turn][index] = mine;
+    warp.left_in[turn][index] = number;
+    meet(warp.meeting);
+    if (warp.left_in[turn][other] != number) {
+        fail("a shuffle reads a lane that takes no part in it");
+    }
+    return warp.slots[turn][other];
+}
+
+// Every fiber's whole life: a lane of one block after another.
+static void run_lane() {
+    for (;;) {
+        kernel(arguments);
+        Fiber *self = lane->fiber;
+        Warp &warp = warps[self->index / WARP];
+        self->ended = true;
+        leave(everyone);
+        leave(warp.meeting);
+        idle = 0;
+        bool last = --living == 0;
+        if (_setjmp(self->at) == 0) {
+            if (last) {
+                _longjmp(caller, 1);
+            }
+            resume(successor(self));
+        }
+    }
+}
+
+static Fiber *new_fiber(unsigned index) {
+    Fiber *fiber = new Fiber();
+    fiber->stack.resize(STACK_BYTES);
+    fiber->lane.fiber = fiber;
+    fiber->index = index;
+    getcontext(&fiber->start);
+    fiber->start.uc_stack.ss_sp = fiber->stack.data();
+    // At distances that are no power of two: what all lanes have on their stacks would share a few lines of the cache.
+    fiber->start.uc_stack.ss_size = STACK_BYTES - index % 61 * 192;
+    fiber->start.uc_link = nullptr;
+    makecontext(&fiber->start, run_lane, 0);
+    return fiber;
+}
+
+static void run_block(unsigned threads) {
+    unsigned count = (threads + WARP - 1) / WARP;
+    warps.assign(count, Warp());
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber *fiber = fibers[i];
+        fiber->lane.thread = {i, 0, 0};
+        fiber->ended = false;
+        fiber->exchanges = 0;
+        fiber->next = fibers[(i + 1) % threads];
+        warps[i / WARP].meeting.expected++;
+    }
+    everyone = {threads, 0, 0};
+    living = threads;
+    idle = 0;
+    if (_setjmp(caller) == 0) {
+        resume(fibers[0]);
+    }
+}
+
+static void run_grid(Dim grid, Dim threads, void (*what)(void *), void *with) {
+    static std::mutex one;
+    std::lock_guard<std::mutex> only(one);
+    if (threads.y != 1 || threads.z != 1 || grid.z != 1) {
+        fail("only blocks of one dimension and grids of two are emulated");
+    }
+    while (fibers.size() < threads.x) {
+        fibers.push_back(new_fiber((unsigned)fibers.size()));
+    }
+    kernel = what;
+    arguments = with;
+    for (block.y = 0; block.y < grid.y; block.y++) {
+        for (block.x = 0; block.x < grid.x; block.x++) {
+            run_block(threads.x);
+        }
+    }
+}
+
+// ---- half precision ----
+
+static float widen(unsigned short half) {
+    int exponent = half >> 10 & 31;
+    float magnitude = exponent == 0 ? std::ldexp((float)(half & 1023), -24)
+        : exponent < 31             ? std::ldexp((float)(1024 + (half & 1023)), exponent - 25)
+        : (half & 1023) != 0        ? NAN
+                                    : (float)HUGE_VAL;
+    return half >> 15 != 0 ? -magnitude : magnitude;
+}
+
+float float_of_half(unsigned short half) {
+    static const std::vector<float> all = [] {
+        std::vector<float> values(1 << 16);
+        for (unsigned i = 0; i < values.size(); i++) {
+            values[i] = widen((unsigned short)i);
+        }
+        return values;
+    }();
+    return all[half];
+}
+
+unsigned short half_of_float(float value) {
+    unsigned short sign = (unsigned short)(std::signbit(value) ? 0x8000 : 0);
+    float magnitude = std::fabs(value);
+    if (std::isnan(value)) {
+        return sign | 0x7e00;
+    }
+    // 65520 is halfway between the largest number and what would follow it.
+    if (magnitude >= 65520.0f) {
+        return sign | 0x7c00;
+    }
+    int exponent;
+    std::frexp(magnitude, &exponent);
+    // The distance of neighbours at this magnitude; nearbyint rounds ties to even.
+    int unit = exponent - 11 > -24 ? exponent - 11 : -24;
+    unsigned steps = (unsigned)std::nearbyint(std::ldexp(magnitude, -unit));
+    return sign | (unsigned short)(unit == -24 ? steps : ((unsigned)(unit + 24) << 10) + steps);
+}
+
+// ---- what the kernels read and write ----
+
+typedef struct {
+    uint32_t grid[3], threads[3], shared, count;
+    const uint8_t *const *parameters;
+    const size_t *sizes;
+} Launch;
+
+struct Range {
+    const void *start;
+    uint64_t bytes;
+    bool write;
+};
+
+// The ranges of a launch.
+struct Reach {
+    std::vector<Range> ranges;
+    template <class T> void reads(const T *start, uint64_t count) {
+        ranges.push_back({start, count * sizeof(T), false});
+    }
+    template <class T> void writes(T *start, uint64_t count) {
+        ranges.push_back({start, count * sizeof(T), true});
+    }
+};
+
+static uint64_t row_bytes(const char *format, uint64_t k) {
+    struct {
+        const char *name;
+        uint64_t elements, bytes;
+    } all[] = {{"f32", 1, 4}, {"f16", 1, 2}, {"bf16", 1, 2}, {"q4_0", 32, 18}, {"q4_1", 32, 20}, {"q5_0", 32, 22},
+        {"q5_1", 32, 24}, {"q8_0", 32, 34}, {"q2_k", 256, 84}, {"q3_k", 256, 110}, {"q4_k", 256, 144},
+        {"q5_k", 256, 176}, {"q6_k", 256, 210}};
+    for (auto &one : all) {
+        if (strcmp(one.name, format) == 0) {
+            return k / one.elements * one.bytes;
+        }
+    }
+    fail("a format without a size");
+}
+
+static void product(Reach &r, const char *format, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,
+    u32 stride) {
+    r.reads(weights, rows * row_bytes(format, k));
+    r.reads(x, (u64)m * k);
+    // Vector by vector: what lies between belongs to other rows.
+    for (u32 j = 0; j < m; j++) {
+        r.writes(out + (u64)j * stride, rows);
+    }
+}
+
+#define OF_FORMAT(name)                                                                                                \
+    static void reach_matvec_##name(Reach &r, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,   \
+        u32 stride, u32) {                                                                                             \
+        product(r, #name, weights, x, out, k, rows, m, stride);                                                        \
+    }                                                                                                                  \
+    static void reach_matmul_##name(Reach &r, const u8 *weights, const float *x, float *out, u32 k, u32 rows, u32 m,   \
+        u32 stride, u32) {                                                                                             \
+        product(r, #name, weights, x, out, k, rows, m, stride);                                                        \
+    }                                                                                                                  \
+    static void reach_decode_##name(Reach &r, const u8 *row, float *out, u32 k) {                                      \
+        r.reads(row, row_bytes(#name, k));                                                                             \
+        r.writes(out, k);                                                                                              \
+    }
+
+OF_FORMAT(f32)
+OF_FORMAT(f16)
+OF_FORMAT(bf16)
+OF_FORMAT(q4_0)
+OF_FORMAT(q4_1)
+OF_FORMAT(q5_0)
+OF_FORMAT(q5_1)
+OF_FORMAT(q8_0)
+OF_FORMAT(q2_k)
+OF_FORMAT(q3_k)
+OF_FORMAT(q4_k)
+OF_FORMAT(q5_k)
+OF_FORMAT(q6_k)
+
+// Blocks of the launch that this thread looks at (x, y): some kernels have one for each vector.
+static thread_local unsigned blocks, rows_of_blocks;
+
+static void reach_nothing(Reach &) {}
+
+static void reach_rms_norm(Reach &r, const float *x, const float *weight, float *out, u32 n, float) {
+    r.reads(x, (u64)blocks * n);
+    r.reads(weight, n);
+    r.writes(out, (u64)blocks * n);
+}
+
+static void reach_rope(Reach &r, float *x, const float *frequencies, u32 m, u32 heads, u32 head_size, u32 pairs, u32,
+    u32) {
+    r.writes(x, (u64)m * heads * head_size);
+    r.reads(frequencies, pairs);
+}
+
+static void reach_append(Reach &r, const float *k, const float *v, float *keys, float *values, u32 m, u32 heads,
+    u32 head_size, u32 capacity, u32) {
+    u64 added = (u64)m * heads * head_size, all = (u64)heads * capacity * head_size;
+    r.reads(k, added);
+    r.reads(v, added);
+    r.writes(keys, all);
+    r.writes(values, all);
+}
+
+static void reach_attention(Reach &r, const float *q, const float *keys, const float *values, float *out, u32 m,
+    u32 heads, u32 kv_heads, u32 head_size, u32 capacity, u32, float) {
+    r.reads(q, (u64)m * heads * head_size);
+    r.reads(keys, (u64)kv_heads * capacity * head_size);
+    r.reads(values, (u64)kv_heads * capacity * head_size);
+    r.writes(out, (u64)m * heads * head_size);
+}
+
+static void reach_silu_multiply(Reach &r, float *gate, const float *up, u64 n) {
+    r.writes(gate, n);
+    r.reads(up, n);
+}
+
+static void reach_add(Reach &r, float *x, const float *y, u64 n, u32 period) {
+    r.writes(x, n);
+    r.reads(y, n < period ? n : period);
+}
+
+static void reach_argmax(Reach &r, const float *logits, u32 *token, u32 n) {
+    r.reads(logits, n);
+    r.writes(token, 1);
+}
+
+static void reach_sample(Reach &r, const float *logits, u32 *token, u32 n, float, double) {
+    r.reads(logits, n);
+    r.writes(token, 1);
+}
+
+static void reach_split_bf16(Reach &r, const float *x, u16 *high, u16 *low, u64 n) {
+    r.reads(x, n);
+    r.writes(high, n);
+    r.writes(low, n);
+}
+
+static void reach_split_f16(Reach &r, const float *x, u16 *high, u16 *low, float *scales, u32 k) {
+    r.reads(x, (u64)blocks * k);
+    r.writes(high, (u64)blocks * k);
+    r.writes(low, (u64)blocks * k);
+    r.writes(scales, blocks);
+}
+
+static void reach_unscale(Reach &r, const float *products, const float *scales, float *out, u32 n, u32 stride, u32) {
+    r.reads(products, (u64)rows_of_blocks * n);
+    r.reads(scales, rows_of_blocks);
+    for (unsigned j = 0; j < rows_of_blocks; j++) {
+        r.writes(out + (u64)j * stride, n);
+    }
+}
+
+// ---- the table ----
+
+typedef void (*Declare)(const Launch *, void *, size_t);
+typedef void (*Run)(const Launch *, size_t);
+
+static void (*declare_range)(void *, uint64_t, uint64_t, bool);
+static uintptr_t (*pointer_to)(uint64_t, uint64_t, bool);
+
+template <class T> static T parameter(const Launch *launch, size_t index) {
+    if (index >= launch->count || launch->sizes[index] != sizeof(T)) {
+        fail("a launch with other parameters than the kernel's");
+    }
+    T value;
+    memcpy(&value, launch->parameters[index], sizeof value);
+    return value;
+}
+
+// Where a pointer of a launch leads on the host: to the start of one of its ranges.
+template <class T> static T *translated(const Reach &reach, T *pointer) {
+    // A range that is written may be read.
+    const Range *found = nullptr;
+    for (const Range &range : reach.ranges) {
+        if (range.start == pointer && (found == nullptr || range.write)) {
+            found = &range;
+        }
+    }
+    if (found == nullptr) {
+        fail("a pointer of a launch begins none of its ranges");
+    }
+    if (found->bytes == 0) {
+        return nullptr;
+    }
+    uintptr_t at = pointer_to((uint64_t)pointer, found->bytes, found->write);
+    if (at == 0) {
+        fail("the driver refuses a range that was declared");
+    }
+    return (T *)at;
+}
+template <class T> static T translated(const Reach &, T value) {
+    return value;
+}
+
+template <class... A> struct Calls {
+    template <size_t... I> static std::tuple<A...> unpack([[maybe_unused]] const Launch *launch,
+        std::index_sequence<I...>) {
+        return std::tuple<A...>(parameter<A>(launch, I)...);
+    }
+    static std::tuple<A...> parameters(const Launch *launch) {
+        blocks = launch->grid[0];
+        rows_of_blocks = launch->grid[1];
+        return unpack(launch, std::index_sequence_for<A...>());
+    }
+    template <void (*REACH)(Reach &, A...)> static Reach reach(const std::tuple<A...> &with) {
+        Reach reach;
+        std::apply([&](A... all) { REACH(reach, all...); }, with);
+        return reach;
+    }
+    static std::string sizes() {
+        std::string text;
+        [[maybe_unused]] auto append = [&](size_t size) {
+            text += std::string(text.empty() ? "" : ", ") + ".param .align 8 .b8 p[" + std::to_string(size) + "]";
+        };
+        (append(sizeof(A)), ...);
+        return text;
+    }
+};
+
+template <class F> struct Kind;
+template <class... A> struct Kind<void (*)(A...)> : Calls<A...> {};
+
+template <auto KERNEL, auto REACH> struct Entry {
+    typedef Kind<decltype(KERNEL)> Of;
+    static void declare(const Launch *launch, void *sink, size_t) {
+        auto with = Of::parameters(launch);
+        for (const Range &range : Of::template reach<REACH>(with).ranges) {
+            declare_range(sink, (uint64_t)range.start, range.bytes, range.write);
+        }
+    }
+    static void run(const Launch *launch, size_t) {
+        auto with = Of::parameters(launch);
+        Reach reach = Of::template reach<REACH>(with);
+        auto here = std::apply([&](auto... all) { return std::make_tuple(translated(reach, all)...); }, with);
+        Dim grid = {launch->grid[0], launch->grid[1], launch->grid[2]};
+        Dim threads = {launch->threads[0], launch->threads[1], launch->threads[2]};
+        auto call = [](void *all) { std::apply(KERNEL, *(decltype(here) *)all); };
+        run_grid(grid, threads, call, &here);
+    }
+};
+
+struct Row {
+    const char *name;
+    Declare declare;
+    Run run;
+    std::string (*sizes)();
+};
+
+#define NAME(kernel) #kernel
+#define ENTRY(kernel, reach) \
+    {NAME(kernel), Entry<&kernel, &reach>::declare, Entry<&kernel, &reach>::run, Entry<&kernel, &reach>::Of::sizes},
+#define ONE(kernel) ENTRY(kernel, reach_##kernel)
+#define ALL_OF(name) ONE(matvec_##name) ONE(matmul_##name) ONE(decode_##name)
+
+static const Row TABLE[] = {
+    ALL_OF(f32) ALL_OF(f16) ALL_OF(bf16) ALL_OF(q4_0) ALL_OF(q4_1) ALL_OF(q5_0) ALL_OF(q5_1) ALL_OF(q8_0) ALL_OF(q2_k)
+    ALL_OF(q3_k) ALL_OF(q4_k) ALL_OF(q5_k) ALL_OF(q6_k)
+    ENTRY(INTERFACE, reach_nothing) ONE(rms_norm) ONE(rope) ONE(append) ENTRY(attention_64, reach_attention) ENTRY(attention_128, reach_attention)
+    ENTRY(attention_256, reach_attention) ONE(silu_multiply) ONE(add) ONE(argmax) ONE(sample) ONE(split_bf16)
+    ONE(split_f16) ONE(unscale)
+};
+
+}  // namespace emulation
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Gives the emulated driver all kernels; false where it is not loaded.
+EXPORT bool emulated_kernels_register() {
+    using namespace emulation;
+    typedef bool (*Register)(const char *, Declare, Run, size_t);
+    Register add_kernel = (Register)dlsym(RTLD_DEFAULT, "fakecuda_register_kernel");
+    declare_range = (decltype(declare_range))dlsym(RTLD_DEFAULT, "fakecuda_declare");
+    pointer_to = (decltype(pointer_to))dlsym(RTLD_DEFAULT, "fakecuda_pointer");
+    if (add_kernel == nullptr || declare_range == nullptr || pointer_to == nullptr) {
+        return false;
+    }
+    for (const Row &row : TABLE) {
+        add_kernel(row.name, row.declare, row.run, 0);
+    }
+    return true;
+}
+
+// What the driver reads of a module: a PTX text with the kernels' names and the sizes of their parameters.
+EXPORT const char *emulated_kernels_ptx() {
+    static const std::string text = [] {
+        std::string all = ".version 9.0\n.target sm_80\n.address_size 64\n";
+        for (const emulation::Row &row : emulation::TABLE) {
+            all += std::string(".visible .entry ") + row.name + "(" + row.sizes() + ")\n{\n\tret;\n}\n";
+        }
+        return all;
+    }();
+    return text.c_str();
+}
+
+// A program that is run with this library preloaded needs to know nothing of it.
+__attribute__((constructor)) static void at_load() {
+    emulated_kernels_register();
+}

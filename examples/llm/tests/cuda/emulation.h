@@ -1,0 +1,82 @@
+// What CUDA C has built in, for a C++ compiler: the kernels' own source becomes host functions.
+//
+// A block's lanes are fibers of one thread. A lane runs until it has to wait for others, at a barrier or a shuffle, and
+// gives way to the next; the last to arrive goes on at once. So every lane sees what CUDA promises it, and nothing more
+// is promised here: a shared variable that is read without a barrier holds whatever an earlier lane left there.
+// Blocks run one after another, and launches one at a time.
+#ifndef OUTCORE_EMULATION_H
+#define OUTCORE_EMULATION_H
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define EMULATED
+#define __device__
+#define __global__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(threads)
+// One block runs at a time, so one copy serves all.
+#define __shared__ static
+#define __syncthreads() emulation::barrier()
+#define threadIdx (emulation::lane->thread)
+#define blockIdx (emulation::block)
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+namespace emulation {
+
+struct Dim {
+    unsigned x, y, z;
+};
+
+struct Lane;
+extern Lane *lane;
+extern Dim block;
+
+void barrier();
+// Leaves `mine` for the other lanes of the warp and returns what lane `index ^ distance` has left.
+uint64_t exchange(unsigned mask, uint64_t mine, int distance);
+
+// The part of a lane that kernels see.
+struct Visible {
+    Dim thread;
+};
+
+struct Lane : Visible {
+    struct Fiber *fiber;
+};
+
+float float_of_half(unsigned short bits);
+unsigned short half_of_float(float value);
+
+template <class To, class From> inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "only the type may change");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+}  // namespace emulation
+
+inline float __int_as_float(int value) { return emulation::bits<float>(value); }
+inline float __uint_as_float(unsigned value) { return emulation::bits<float>(value); }
+inline unsigned __float_as_uint(float value) { return emulation::bits<unsigned>(value); }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline float float_of_half(unsigned short bits) { return emulation::float_of_half(bits); }
+inline unsigned short half_of_float(float value) { return emulation::half_of_float(value); }
+inline float __shfl_xor_sync(unsigned mask, float value, int distance) {
+    return emulation::bits<float>((unsigned)emulation::exchange(mask, emulation::bits<unsigned>(value), distance));
+}
+inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
+    return (unsigned)emulation::exchange(mask, value, distance);
+}
+
+#endif

@@ -1,0 +1,148 @@
+//! Compute streams: where the caller's work on the device is in order.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use crate::device::{RawStream, StreamId, StreamOp};
+use crate::error::{Error, Result};
+use crate::runtime::{Runtime, Shared};
+use crate::transfer::Engine;
+
+struct Inner {
+    shared: Arc<Shared>,
+    id: StreamId,
+    adopted: bool,
+    /// Of a closure on it.
+    failure: Arc<OnceLock<Error>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let engine = &self.shared.engine;
+        if self.adopted {
+            engine.device.forget_stream(self.id);
+        } else {
+            engine.return_stream(self.id);
+        }
+    }
+}
+
+/// A stream for work of the caller's: a queue whose entries run in order, beside the streams on which outcore copies.
+/// Kernels go there by its [handle](Self::raw), closures by [`call`](Self::call); guards of what they use end
+/// [behind them](crate::DevicePin::unpin_after). Cheap to clone; all clones are one stream.
+///
+/// ```
+/// use outcore::{Bytes, DType, Runtime};
+///
+/// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+/// let tensors = [runtime.alloc(DType::U8, &[1000])?];
+/// let stream = runtime.compute_stream()?;
+/// let guard = runtime.pin_device(&tensors).wait()?;
+/// let bytes = guard.device_bytes(0);
+/// stream.call(move || assert!(bytes.is_some())); // in place of a kernel that is given their address
+/// guard.unpin_after(&stream)?; // returns at once; the pages stay until the closure has run
+/// stream.synchronize()?;
+/// # drop((stream, tensors));
+/// # runtime.close()?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct ComputeStream(Arc<Inner>);
+
+impl Runtime {
+    /// A stream for work of the caller's, of normal priority, which waits for nothing of other streams. One that the
+    /// last owner has dropped is used again.
+    ///
+    /// # Errors
+    /// What the device says; [`Closed`](crate::ErrorKind::Closed).
+    pub fn compute_stream(&self) -> Result<ComputeStream> {
+        let id = self.shared.engine.take_stream()?;
+        Ok(ComputeStream::new(self.shared.clone(), id, false))
+    }
+
+    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, and puts nothing else
+    /// there that it is not told to.
+    ///
+    /// # Safety
+    /// The handle is that of a stream, and stays so until the last clone of what is returned has been dropped, or
+    /// [`close`](Runtime::close) has returned.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles;
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a stream that is not in the primary context of the
+    /// runtime's GPU, and for the per-thread default stream; what the device says.
+    pub unsafe fn adopt_stream(&self, raw: RawStream) -> Result<ComputeStream> {
+        // SAFETY: the caller's promise, which covers the life of the value returned; it forgets the stream when it goes.
+        let id = unsafe { self.shared.engine.device.adopt_stream(raw) }?;
+        Ok(ComputeStream::new(self.shared.clone(), id, true))
+    }
+}
+
+impl ComputeStream {
+    fn new(shared: Arc<Shared>, id: StreamId, adopted: bool) -> Self {
+        Self(Arc::new(Inner { shared, id, adopted, failure: Arc::default() }))
+    }
+
+    fn engine(&self) -> &Engine {
+        &self.0.shared.engine
+    }
+
+    pub(crate) fn belongs_to(&self, shared: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.0.shared, shared)
+    }
+
+    pub(crate) fn can_mark(&self) -> Result<()> {
+        self.engine().device.can_mark(self.0.id)
+    }
+
+    /// Runs `then` when everything that is on the stream has ended, on a thread of the device.
+    pub(crate) fn mark(&self, then: impl FnOnce() + Send + 'static) {
+        let at_end = |result: Result<()>| {
+            if let Err(error) = result {
+                // Whoever asks the device for anything is told.
+                tracing::debug!(%error, "work on a compute stream ended with the device");
+            }
+            then();
+        };
+        self.engine().run(self.0.id, StreamOp::Mark, Box::new(at_end));
+    }
+
+    /// The driver's handle, for whoever launches kernels. It may be used for as long as a clone of this lives.
+    ///
+    /// # Errors
+    /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles.
+    pub fn raw(&self) -> Result<RawStream> {
+        self.engine().device.raw_stream(self.0.id)
+    }
+
+    /// Puts a closure on the stream. It must not wait for work of another stream, and on a CUDA device must not call the
+    /// CUDA driver. If it panics, [`synchronize`](Self::synchronize) says so.
+    pub fn call(&self, closure: impl FnOnce() + Send + 'static) {
+        let failure = Arc::clone(&self.0.failure);
+        let at_end = move |result: Result<()>| {
+            if let Err(error) = result {
+                let _ = failure.set(error);
+            }
+        };
+        self.engine().run(self.0.id, StreamOp::Call(Box::new(closure)), Box::new(at_end));
+    }
+
+    /// Waits until everything that is on the stream has ended.
+    ///
+    /// # Errors
+    /// The first failure of a closure; of the device; what [`DevicePin::unpin_after`](crate::DevicePin::unpin_after)
+    /// refuses; [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker.
+    pub fn synchronize(&self) -> Result<()> {
+        self.can_mark()?;
+        self.engine().run_and_wait(self.0.id, StreamOp::Mark, "a stream")?;
+        // Reported before the mark was.
+        self.0.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+impl fmt::Debug for ComputeStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let adopted = if self.0.adopted { ", adopted" } else { "" };
+        write!(f, "ComputeStream({:?} of {}{adopted})", self.0.id, self.engine().device.name())
+    }
+}

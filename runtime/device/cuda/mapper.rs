@@ -1,0 +1,239 @@
+//! The mapper: a thread that tells the driver which frame is behind which page, ahead of the copies.
+//!
+//! Whoever maps pages says what is wanted and goes on. The mapper makes it so: in runs, because calls of the driver for
+//! mappings cost by the call. An operation on pages that are not there yet waits in the same queue, and so does everything
+//! behind it on its stream; when its turn comes the pages are there, or why not is its failure.
+//!
+//! # Invariants
+//!
+//! 1. What is queued is taken up in order, up to [`FRAMES_AT_ONCE`] frames together: first their mappings, then the
+//!    operations among them. So an operation follows the mappings queued before it, and is not held up by many behind it.
+//! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
+//!    lock here; while it is not 0, whoever submits to that stream queues up too.
+//! 3. The driver is called, and streams are submitted to, without the lock.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{self, JoinHandle};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::super::stream::{closed, report_apart};
+use super::super::{StreamOp, Token};
+use super::Core;
+use super::frames::{Layout, Range, carry_out, refuse_all};
+use super::stream::{COPIES_AT_ONCE, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::FrameId;
+
+/// How many frames change together: enough that runs form, and few enough that nobody waits long for the last.
+const FRAMES_AT_ONCE: usize = 16;
+
+pub(super) struct Deferred {
+    pub(super) stream: Arc<Stream>,
+    pub(super) op: StreamOp,
+    pub(super) token: Option<Token>,
+}
+
+enum Job {
+    Frame(FrameId),
+    Op(Deferred),
+}
+
+pub(super) struct State {
+    pub(super) layout: Layout,
+    jobs: VecDeque<Job>,
+    closing: bool,
+}
+
+pub(super) struct Mapper {
+    state: Mutex<State>,
+    work: Condvar,
+    /// Frames came to rest, or operations were handed on.
+    settled: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Mapper {
+    pub(super) fn new(layout: Layout) -> Self {
+        let state = State { layout, jobs: VecDeque::new(), closing: false };
+        Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
+    }
+
+    pub(super) fn start(core: &Arc<Core>) -> Result<()> {
+        let mapper = Arc::clone(core);
+        let thread = thread::Builder::new().name("cuda-map".into()).spawn(move || run(&mapper)).map_err(|cause| {
+            Error::io("start the thread that maps device memory", cause).remedy("raise the thread limit (ulimit -u)")
+        })?;
+        *core.mapper.thread.lock() = Some(thread);
+        Ok(())
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// The state, unless somebody has it.
+    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        self.state.try_lock()
+    }
+
+    pub(super) fn get_mut(&mut self) -> &mut Layout {
+        &mut self.state.get_mut().layout
+    }
+
+    /// Wants a frame behind an address, and returns at once.
+    ///
+    /// # Errors
+    /// If there is no such frame or page; if the device is closed or lost. What the driver says comes later.
+    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64) -> Result<()> {
+        core.healthy()?;
+        let mut state = self.state.lock();
+        if state.closing {
+            return Err(closed(&core.name));
+        }
+        let moved = state.layout.place(frame, address)?;
+        state.jobs.extend(moved.into_iter().map(Job::Frame));
+        drop(state);
+        self.work.notify_one();
+        Ok(())
+    }
+
+    /// Carries out now what is wanted of these frames, which nobody else maps meanwhile.
+    pub(super) fn settle<'a>(
+        &'a self,
+        core: &Core,
+        mut state: MutexGuard<'a, State>,
+        frames: &[FrameId],
+    ) -> (MutexGuard<'a, State>, Result<()>) {
+        let mut frames = frames.to_vec();
+        while !state.layout.can_begin(&mut frames) {
+            self.settled.wait(&mut state);
+        }
+        let mut changes = state.layout.begin(&frames);
+        if changes.is_empty() {
+            return (state, Ok(()));
+        }
+        MutexGuard::unlocked(&mut state, || match core.enter() {
+            Ok(current) => carry_out(&mut changes, core.page_size.bytes(), &core.context, &current),
+            Err(error) => refuse_all(&mut changes, &error),
+        });
+        let outcome = state.layout.end(changes, |failure| core.note(failure));
+        self.settled.notify_all();
+        (state, outcome)
+    }
+
+    /// Queues an operation that cannot be handed to its stream yet; gives it back if it can.
+    pub(super) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
+        let mut state = self.state.lock();
+        let waits = match &deferred.op {
+            StreamOp::CopyIn { device, len, .. }
+            | StreamOp::CopyOut { device, len, .. }
+            | StreamOp::Zero { device, len } => matches!(state.layout.range(device.get(), *len), Range::Pending),
+            StreamOp::Call(_) | StreamOp::Mark => false,
+        };
+        // Where a change is under way the thread looks here once more, also when it is told to end.
+        if !waits && deferred.stream.deferred.load(Ordering::Relaxed) == 0 {
+            return Some(deferred);
+        }
+        deferred.stream.deferred.fetch_add(1, Ordering::Relaxed);
+        state.jobs.push_back(Job::Op(deferred));
+        drop(state);
+        self.work.notify_one();
+        None
+    }
+
+    /// Waits until every operation that was submitted to the stream has been handed to it. That takes mappings, and no
+    /// work of the device.
+    pub(super) fn catch_up(&self, stream: &Stream) {
+        if stream.deferred.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut state = self.state.lock();
+        while stream.deferred.load(Ordering::Relaxed) > 0 {
+            self.settled.wait(&mut state);
+        }
+    }
+
+    /// Takes no more; what is queued is still done.
+    pub(super) fn begin_close(&self) {
+        self.state.lock().closing = true;
+        self.work.notify_all();
+    }
+
+    /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
+    pub(super) fn join(&self) -> Result<()> {
+        let thread = self.thread.lock().take();
+        // What is dropped here may hold the device's last owner; the thread cannot wait for itself.
+        let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
+        if foreign.is_some_and(|thread| thread.join().is_err()) {
+            return Err(Error::new(ErrorKind::Internal, "the thread that maps device memory panicked"));
+        }
+        Ok(())
+    }
+
+    /// The next things to do: frames, then operations; `None` when closed and nothing is left.
+    fn next(&self) -> Option<(Vec<FrameId>, Vec<Deferred>)> {
+        let mut state = self.state.lock();
+        while state.jobs.is_empty() {
+            if state.closing {
+                return None;
+            }
+            self.work.wait(&mut state);
+        }
+        let (mut frames, mut ops) = (Vec::new(), Vec::new());
+        while frames.len() < FRAMES_AT_ONCE
+            && let Some(job) = state.jobs.pop_front()
+        {
+            match job {
+                Job::Frame(frame) if frames.contains(&frame) => {}
+                Job::Frame(frame) => frames.push(frame),
+                Job::Op(op) => ops.push(op),
+            }
+        }
+        // Those that follow the last frame at once.
+        while let Some(Job::Op(_)) = state.jobs.front() {
+            if let Some(Job::Op(op)) = state.jobs.pop_front() {
+                ops.push(op);
+            }
+        }
+        Some((frames, ops))
+    }
+}
+
+fn run(core: &Arc<Core>) {
+    let mapper = &core.mapper;
+    while let Some((frames, ops)) = mapper.next() {
+        let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
+        drop(state);
+        if let Err(error) = outcome {
+            // Whoever uses the page is told.
+            tracing::debug!(%error, "device memory was not mapped");
+        }
+        hand_on(core, ops);
+    }
+}
+
+/// Hands operations to their streams, in order; copies that follow each other on one stream together.
+fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
+    let mut ops = ops.into_iter().peekable();
+    while let Some(Deferred { stream, op, token }) = ops.next() {
+        let mut group = vec![(op, token)];
+        let is_copy = |op: &StreamOp| matches!(op, StreamOp::CopyIn { .. } | StreamOp::CopyOut { .. });
+        while group.len() < COPIES_AT_ONCE
+            && is_copy(&group[0].0)
+            && let Some(next) = ops.next_if(|next| Arc::ptr_eq(&next.stream, &stream) && is_copy(&next.op))
+        {
+            group.push((next.op, next.token));
+        }
+        let count = group.len();
+        for token in stream.submit_all(core, group) {
+            report_apart(&core.sink, token, closed(&core.name));
+        }
+        let state = core.mapper.lock();
+        stream.deferred.fetch_sub(count as u32, Ordering::Relaxed);
+        drop(state);
+        core.mapper.settled.notify_all();
+    }
+}

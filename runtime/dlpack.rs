@@ -1,0 +1,254 @@
+//! Pinned tensors for other libraries, by the DLPack exchange format: a C structure that says where a tensor is, and a
+//! function that gives it back.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::{self, NonNull};
+
+use dlpack_ffi as ffi;
+
+use crate::compute::ComputeStream;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::pin::{DevicePin, DevicePinMut, UnpinRefused};
+use crate::tensor::Tensor;
+
+pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensorVersioned, DLTensor};
+
+/// A guard that another library will end.
+trait Guard: Send + Sized + 'static {
+    const READ_ONLY: bool;
+    fn tensor(&self, index: usize) -> Result<&Tensor>;
+    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>>;
+}
+
+impl Guard for DevicePin {
+    const READ_ONLY: bool = true;
+    fn tensor(&self, index: usize) -> Result<&Tensor> {
+        Self::tensor(self, index)
+    }
+    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        Self::unpin_after(self, stream)
+    }
+}
+
+impl Guard for DevicePinMut {
+    const READ_ONLY: bool = false;
+    fn tensor(&self, index: usize) -> Result<&Tensor> {
+        Self::tensor(self, index)
+    }
+    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        Self::unpin_after(self, stream)
+    }
+}
+
+/// What the C structure points to. The structure is its first field, and its deleter takes the whole.
+#[repr(C)]
+struct View<G> {
+    managed: ffi::DLManagedTensorVersioned,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    guard: G,
+    stream: Option<ComputeStream>,
+}
+
+/// A view of a pinned tensor as a DLPack structure, version 1: row-major, with explicit strides, in the memory of the
+/// CPU on the host device and of the GPU on a CUDA device, read-only if the guard is. The guard is in it: when the
+/// consumer calls the deleter the pages are unpinned, behind the work on the stream that was named. Dropped unconsumed, it
+/// calls the deleter itself.
+///
+/// ```
+/// use outcore::dlpack::DLDeviceType;
+/// use outcore::{Bytes, DType, Runtime};
+///
+/// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+/// let tensors = [runtime.alloc(DType::F32, &[10, 20])?];
+/// let view = runtime.pin_device(&tensors).wait()?.into_dlpack(0, None)?;
+/// let tensor = view.tensor();
+/// assert_eq!((tensor.device.device_type, tensor.ndim), (DLDeviceType::kDLCPU, 2));
+/// assert_eq!(tensor.data.addr() as u64, tensors[0].address());
+/// let pointer = view.into_raw(); // for a capsule named "dltensor_versioned"
+/// # drop(unsafe { outcore::dlpack::DlpackView::from_raw(pointer) });
+/// # drop(tensors);
+/// # runtime.close()?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
+pub struct DlpackView(NonNull<ffi::DLManagedTensorVersioned>);
+
+// SAFETY: what is behind the pointer is a `View`, whose guard and stream are Send; the view alone owns it.
+unsafe impl Send for DlpackView {}
+
+/// The deleter of a view with guard `G`.
+unsafe extern "C" fn delete<G: Guard>(managed: *mut ffi::DLManagedTensorVersioned) {
+    if managed.is_null() {
+        return;
+    }
+    // SAFETY: `view_of` made it from a box of this type, whose first field it is, and a consumer deletes once.
+    let view = unsafe { Box::from_raw(managed.cast::<View<G>>()) };
+    let View { guard, stream, .. } = *view;
+    let Some(stream) = stream else { return };
+    let Err(refused) = guard.unpin_after(&stream) else { return };
+    if refused.error.kind() == ErrorKind::InvalidArgument {
+        // What runs on the stream cannot be told from here: better memory that never comes back than wrong bytes.
+        tracing::error!(error = %refused.error, "a DLPack view was given back too early, and stays pinned for good");
+        std::mem::forget(refused);
+    }
+}
+
+/// The type as DLPack has it.
+fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
+    use ffi::DLDataTypeCode as C;
+    let (code, bits) = match tensor.dtype() {
+        DType::F16 => (C::kDLFloat, 16),
+        DType::F32 => (C::kDLFloat, 32),
+        DType::F64 => (C::kDLFloat, 64),
+        DType::BF16 => (C::kDLBfloat, 16),
+        DType::I8 => (C::kDLInt, 8),
+        DType::I16 => (C::kDLInt, 16),
+        DType::I32 => (C::kDLInt, 32),
+        DType::I64 => (C::kDLInt, 64),
+        DType::U8 => (C::kDLUInt, 8),
+        DType::U16 => (C::kDLUInt, 16),
+        DType::U32 => (C::kDLUInt, 32),
+        DType::U64 => (C::kDLUInt, 64),
+        DType::BOOL => (C::kDLBool, 8),
+        DType::C64 => (C::kDLComplex, 64),
+        DType::F8_E4M3 => (C::kDLFloat8_e4m3fn, 8),
+        DType::F8_E5M2 => (C::kDLFloat8_e5m2, 8),
+        DType::F8_E8M0 => (C::kDLFloat8_e8m0fnu, 8),
+        DType::F8_E4M3FNUZ => (C::kDLFloat8_e4m3fnuz, 8),
+        DType::F8_E5M2FNUZ => (C::kDLFloat8_e5m2fnuz, 8),
+        other => {
+            let message = format!("DLPack has no element type for {other}: {tensor:?} is stored in blocks");
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .remedy("give the consumer the address and the length, or dequantise into a tensor of a plain type"));
+        }
+    };
+    Ok(ffi::DLDataType { code: code.0 as u8, bits, lanes: 1 })
+}
+
+/// Extents, and how many elements apart neighbours are in each.
+fn layout(tensor: &Tensor) -> Result<(Vec<i64>, Vec<i64>)> {
+    let extents = tensor.shape().iter().map(|extent| i64::try_from(*extent));
+    let shape: Vec<i64> = extents.collect::<std::result::Result<_, _>>().map_err(|_| {
+        let message = format!("DLPack has signed 64-bit extents, which {tensor:?} exceeds");
+        Error::new(ErrorKind::Unsupported, message).remedy("reshape it")
+    })?;
+    let mut strides = vec![1_i64; shape.len()];
+    for at in (1..shape.len()).rev() {
+        // The product of all extents is the number of elements, which fits, unless one of them is 0.
+        strides[at - 1] = strides[at].saturating_mul(shape[at].max(1));
+    }
+    Ok((shape, strides))
+}
+
+fn device(tensor: &Tensor) -> Result<ffi::DLDevice> {
+    let device = &tensor.engine().device;
+    if device.host_addressable() {
+        return Ok(ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCPU, device_id: 0 });
+    }
+    let Some(ordinal) = device.gpu() else {
+        let message = format!("DLPack has no name for the memory of {}", device.name());
+        return Err(Error::new(ErrorKind::Unsupported, message).remedy("give the consumer the address"));
+    };
+    Ok(ffi::DLDevice { device_type: ffi::DLDeviceType::kDLCUDA, device_id: ordinal as i32 })
+}
+
+fn view_of<G: Guard>(guard: G, index: usize, stream: Option<&ComputeStream>) -> Result<DlpackView> {
+    let tensor = guard.tensor(index)?;
+    if stream.is_some_and(|stream| !stream.belongs_to(&tensor.segment.shared)) {
+        let message = format!("the stream belongs to another runtime than {tensor:?}");
+        return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("have it adopted by the tensor's runtime"));
+    }
+    let (dtype, device, (mut shape, mut strides)) = (dtype(tensor)?, device(tensor)?, layout(tensor)?);
+    let ndim = i32::try_from(shape.len()).map_err(|_| {
+        Error::new(ErrorKind::Unsupported, format!("{tensor:?} has more extents than DLPack can say"))
+            .remedy("reshape it")
+    })?;
+    let address = if tensor.size().get() == 0 { 0 } else { tensor.address() };
+    let pointer = |list: &mut Vec<i64>| if list.is_empty() { ptr::null_mut() } else { list.as_mut_ptr() };
+    let tensor = ffi::DLTensor {
+        data: ptr::with_exposed_provenance_mut::<c_void>(address as usize),
+        device,
+        ndim,
+        dtype,
+        // The lists' memory stays where it is when they move into the box.
+        shape: pointer(&mut shape),
+        strides: pointer(&mut strides),
+        byte_offset: 0,
+    };
+    let managed = ffi::DLManagedTensorVersioned {
+        version: ffi::DLPackVersion { major: ffi::DLPACK_MAJOR_VERSION, minor: ffi::DLPACK_MINOR_VERSION },
+        manager_ctx: ptr::null_mut(),
+        deleter: Some(delete::<G>),
+        flags: if G::READ_ONLY { u64::from(ffi::DLPACK_FLAG_BITMASK_READ_ONLY) } else { 0 },
+        dl_tensor: tensor,
+    };
+    let view = Box::new(View { managed, shape, strides, guard, stream: stream.cloned() });
+    Ok(DlpackView(NonNull::from(Box::leak(view)).cast()))
+}
+
+impl DlpackView {
+    /// What it says of the tensor.
+    pub fn tensor(&self) -> &ffi::DLTensor {
+        // SAFETY: the view owns the structure until it is dropped or becomes a pointer.
+        unsafe { &self.0.as_ref().dl_tensor }
+    }
+
+    /// The structure, for a consumer, which calls its deleter once.
+    #[must_use = "the pages stay pinned until the deleter is called"]
+    pub fn into_raw(self) -> NonNull<ffi::DLManagedTensorVersioned> {
+        let pointer = self.0;
+        std::mem::forget(self);
+        pointer
+    }
+
+    /// Takes back what no consumer has taken.
+    ///
+    /// # Safety
+    /// The pointer is from [`into_raw`](Self::into_raw), and its deleter has not been called and will not be.
+    pub unsafe fn from_raw(pointer: NonNull<ffi::DLManagedTensorVersioned>) -> Self {
+        Self(pointer)
+    }
+}
+
+impl Drop for DlpackView {
+    fn drop(&mut self) {
+        // SAFETY: the view owns the structure, and nobody has called the deleter.
+        unsafe {
+            if let Some(deleter) = self.0.as_ref().deleter {
+                deleter(self.0.as_ptr());
+            }
+        }
+    }
+}
+
+impl fmt::Debug for DlpackView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DlpackView").field(self.tensor()).finish()
+    }
+}
+
+impl DevicePin {
+    /// A read-only DLPack view of the `index`th tensor; the guard, with all its tensors, goes into it. When the consumer
+    /// is done with it the pages are unpinned at once, or behind the work that is on `stream` by then; it must not be done
+    /// while that stream is being captured into a graph.
+    ///
+    /// # Errors
+    /// [`Unsupported`](ErrorKind::Unsupported) for types that are stored in blocks, which DLPack cannot say;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such tensor, and for a stream of another runtime.
+    /// The pages are unpinned.
+    pub fn into_dlpack(self, index: usize, stream: Option<&ComputeStream>) -> Result<DlpackView> {
+        view_of(self, index, stream)
+    }
+}
+
+impl DevicePinMut {
+    /// As [`DevicePin::into_dlpack`], for writing.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn into_dlpack(self, index: usize, stream: Option<&ComputeStream>) -> Result<DlpackView> {
+        view_of(self, index, stream)
+    }
+}

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Compiles the kernels of examples/llm for the GPUs named below, down to machine code, and fails on any warning and on any
+# register that is spilled. Leaves target/kernels/kernels.fatbin, which `generate --device cuda --kernels` takes, and
+# kernels.ptx. Needs the compilers of fetch_nvcc.sh, or NVCC, and a host compiler; no GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+source=examples/llm/src/cuda/kernels.cu
+target=${CARGO_TARGET_DIR:-target}
+nvcc=${NVCC:-$target/nvcc/nvidia/cu13/bin/nvcc}
+out=$target/kernels
+
+fail() { echo "check_kernels: $*" >&2; exit 1; }
+
+[ -x "$nvcc" ] || fail "$nvcc is absent; scripts/fetch_nvcc.sh gets it"
+mkdir -p "$out"
+log=$out/ptxas.log
+# PTX for GPUs of tomorrow, machine code for those of today.
+"$nvcc" -std=c++17 -fatbin -o "$out/kernels.fatbin.tmp" -Werror all-warnings \
+    -Xptxas -v,--warn-on-spills,-Werror \
+    -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 \
+    -gencode arch=compute_100,code=sm_100 -gencode arch=compute_100,code=compute_100 \
+    "$source" >"$log" 2>&1 || { cat "$log" >&2; fail "the kernels do not compile without warnings"; }
+"$nvcc" -std=c++17 -ptx -arch=compute_80 -o "$out/kernels.ptx.tmp" "$source"
+
+count=$(grep -c '__global__ void' "$source" || true)
+[ "$count" -gt 0 ] || fail "$source has no kernels"
+# What ptxas says of every kernel: none may spill.
+python3 - "$log" <<'PY'
+import re, sys
+
+text = open(sys.argv[1], encoding="utf-8").read()
+found = re.findall(
+    r"Compiling entry function '(\w+)' for '(sm_\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill"
+    r" loads.*?Used (\d+) registers",
+    text,
+    re.S,
+)
+per_gpu = {}
+for name, gpu, stack, stores, loads, registers in found:
+    per_gpu.setdefault(gpu, []).append((int(registers), name, int(stack), int(stores) + int(loads)))
+spilled = [(gpu, name) for gpu, all in per_gpu.items() for _, name, _, spills in all if spills]
+counts = {len(all) for all in per_gpu.values()}
+if len(per_gpu) != 3 or len(counts) != 1 or 0 in counts:
+    sys.exit(f"check_kernels: ptxas spoke of {({gpu: len(all) for gpu, all in per_gpu.items()})} kernels")
+if spilled:
+    sys.exit(f"check_kernels: registers are spilled: {spilled}")
+for gpu, all in sorted(per_gpu.items()):
+    registers, name, _, _ = max(all)
+    print(f"{gpu}: {len(all)} kernels, no spills; most registers {registers} ({name})")
+PY
+mv "$out/kernels.fatbin.tmp" "$out/kernels.fatbin"
+mv "$out/kernels.ptx.tmp" "$out/kernels.ptx"
+echo "$out/kernels.fatbin is there"

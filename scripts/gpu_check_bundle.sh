@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Packs everything that the GPU check needs into one folder: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
+#
+# The folder (target/gpu-check/bundle) can be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or
+# newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes, the device and runtime
+# tests, generate and make_model, kernels where scripts/check_kernels.sh has made them, the newest results for comparison.
+#
+# It fails if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one holds a path of this machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+profile=release out=''
+while [ $# -gt 0 ]; do
+    case $1 in
+        --profile) profile=$2 && shift ;;
+        --out) out=$2 && shift ;;
+        *) echo "gpu_check_bundle.sh: there is no option $1" >&2 && exit 2 ;;
+    esac
+    shift
+done
+limit_bytes=$((48 << 20))
+newest_glibc=2.36
+
+# Paths of this machine end up in the messages of panics, unless they are named differently. These are other flags than
+# those of ordinary builds, so that the build is kept apart from theirs.
+target=$(realpath -m "${CARGO_TARGET_DIR:-target}")/gpu-check
+out=${out:-$target/bundle}
+cargo_home=$(realpath -m "${CARGO_HOME:-$HOME/.cargo}")
+export CARGO_TARGET_DIR=$target/build
+export RUSTFLAGS="--remap-path-prefix=$PWD=outcore --remap-path-prefix=$cargo_home=cargo ${RUSTFLAGS:-}"
+rm -rf "$out"
+mkdir -p "$out/bin" "$out/kernels" "$out/previous"
+out=$(cd "$out" && pwd)
+
+# The features of outcore-llm that are there: its CUDA device may not be part of this tree.
+llm_features=$(cargo metadata --no-deps --format-version 1 | python3 -c '
+import json, sys
+for package in json.load(sys.stdin)["packages"]:
+    if package["name"] == "outcore-llm":
+        print("--features outcore-llm/cuda" if "cuda" in package["features"] else "")')
+
+# shellcheck disable=SC2086  # the features are words of their own
+cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda $llm_features \
+    --bin gpu-probe --bin generate --bin make_model
+folder=$CARGO_TARGET_DIR/$([ "$profile" = dev ] && echo debug || echo "$profile")
+cp "$folder/gpu-probe" "$folder/generate" "$folder/make_model" "$out/bin/"
+
+# Test binaries are named with a hash; cargo says where they are.
+cargo test --profile "$profile" -p outcore --features cuda --test device_suite --test cuda --no-run --message-format json |
+    python3 -c '
+import json, shutil, sys
+found = {}
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and "test" in message["target"]["kind"]:
+        found[message["target"]["name"]] = message["executable"]
+for name in ["device_suite", "cuda"]:
+    shutil.copy(found[name], sys.argv[1] + "/bin/" + name)
+' "$out"
+strip "$out"/bin/*
+
+cp benches/gpu-check/run.sh benches/gpu-check/report.py benches/gpu-check/extra.py "$out/"
+find "${KERNELS_DIR:-$(dirname "$target")/kernels}" -maxdepth 1 \( -name '*.fatbin' -o -name '*.cubin' -o -name '*.ptx' \) \
+    -exec cp {} "$out/kernels/" \; 2>/dev/null || true
+if [ -z "$(ls -A "$out/kernels")" ]; then
+    echo "gpu_check_bundle: no compiled kernels: the generate part will say that they are not in this bundle"
+fi
+newest=$(find docs/results -name 'gpu-*.json' | sort | tail -n 1)
+[ -z "$newest" ] || cp "$newest" "$out/previous/"
+changed=$([ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || echo ", changed")
+echo "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)$changed, profile $profile" >"$out/BUILD"
+
+failed=0
+for binary in "$out"/bin/*; do
+    needed=$(objdump -T "$binary" | grep -oE 'GLIBC_[0-9.]+' | sed 's/GLIBC_//' | sort -uV | tail -n 1)
+    if [ "$(printf '%s\n%s\n' "$needed" "$newest_glibc" | sort -V | tail -n 1)" != "$newest_glibc" ]; then
+        echo "gpu_check_bundle: $(basename "$binary") needs glibc $needed, newer than $newest_glibc" >&2
+        failed=1
+    fi
+    for place in "$PWD" "$cargo_home" "$HOME/"; do
+        if grep -qaF -- "$place" "$binary"; then
+            echo "gpu_check_bundle: $(basename "$binary") holds the path $place" >&2
+            failed=1
+        fi
+    done
+done
+bytes=$(du -sb "$out" | cut -f 1)
+if [ "$bytes" -gt "$limit_bytes" ]; then
+    echo "gpu_check_bundle: $bytes bytes, more than $limit_bytes:" >&2
+    du -b "$out"/* "$out"/bin/* >&2
+    failed=1
+fi
+[ "$failed" -eq 0 ] || exit 1
+printf 'gpu_check_bundle: %s, %s MiB\n' "${out#"$PWD"/}" "$((bytes >> 20))"
+echo "copy it to a machine with a GPU, and there: ./run.sh [--quick]"

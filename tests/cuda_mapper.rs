@@ -1,0 +1,359 @@
+//! How the CUDA device maps pages and copies to them, over the emulated driver: in runs, ahead of the copies, and each
+//! operation with an end of its own. No GPU takes part.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[path = "fake-cuda/control.rs"]
+mod control;
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::task::Poll;
+
+use control::Fake;
+use outcore::device::{
+    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, HostPointer, HostSlab,
+    HostSlabConfig, StreamId, StreamKind, StreamOp, Token,
+};
+use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result};
+
+const PAGE: u64 = 2 << 20;
+const OUT_OF_MEMORY: u32 = 2;
+const NOT_SUPPORTED: u32 = 801;
+const UNKNOWN: u32 = 999;
+
+/// Collects completions, in order.
+#[derive(Default)]
+struct Sink {
+    ended: Mutex<Vec<(u64, Result<()>)>>,
+    more: Condvar,
+}
+
+impl Completions for Sink {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        self.ended.lock().unwrap().extend(done.drain(..).map(|Completion { token, result }| (token.0, result)));
+        self.more.notify_all();
+    }
+}
+
+impl Sink {
+    /// What has ended, once `count` operations have.
+    fn take(&self, count: usize) -> Vec<(u64, Result<()>)> {
+        let mut ended = self.ended.lock().unwrap();
+        while ended.len() < count {
+            ended = self.more.wait(ended).unwrap();
+        }
+        std::mem::take(&mut *ended)
+    }
+}
+
+struct Rig {
+    device: Arc<CudaDevice>,
+    slab: HostSlab,
+    sink: Arc<Sink>,
+    base: DeviceAddress,
+    fill: StreamId,
+    back: StreamId,
+}
+
+impl Rig {
+    /// `frames` device frames, a segment of 64 pages, 20 locked host frames.
+    fn new(frames: u32) -> Self {
+        let sink = Arc::new(Sink::default());
+        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let config = CudaDeviceConfig { device: Default::default(), page_size, frames };
+        let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
+        let config = HostSlabConfig { page_size, frames: 20, frames_max: 20, staging: 0, lock: true };
+        let slab = HostSlab::for_device(config, device.clone()).unwrap();
+        slab.wait_locked();
+        let base = device.reserve(64).unwrap();
+        let (fill, back) =
+            (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::WriteBack).unwrap());
+        Self { device, slab, sink, base, fill, back }
+    }
+
+    fn page(&self, n: u64) -> DeviceAddress {
+        self.base.offset(n * PAGE)
+    }
+
+    fn map(&self, frame: u32, page: u64) {
+        self.device.map(FrameId::new(frame), self.page(page)).unwrap();
+    }
+
+    fn host(&self, n: u32, byte: Option<u8>) -> HostPointer {
+        let host = self.slab.pointer(HostFrameId::new(n)).unwrap();
+        if let Some(byte) = byte {
+            // SAFETY: the slab's memory, which no operation uses yet.
+            unsafe { host.as_ptr().write_bytes(byte, PAGE as usize) };
+        }
+        host
+    }
+
+    /// Copies a page of `byte` up from host frame `n`.
+    fn copy_in(&self, n: u32, byte: u8, page: u64) {
+        let op = StreamOp::CopyIn { host: self.host(n, Some(byte)), device: self.page(page), len: PAGE };
+        self.device.submit(self.fill, op, Some(Token(page)));
+    }
+
+    /// The byte of which the whole page consists.
+    fn byte_at(&self, page: u64) -> Option<u8> {
+        let host = self.host(19, Some(0xEE));
+        self.device.submit(
+            self.back,
+            StreamOp::CopyOut { device: self.page(page), host, len: PAGE },
+            Some(Token(page)),
+        );
+        self.sink.take(1).pop().unwrap().1.unwrap();
+        // SAFETY: the copy has been reported.
+        let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), PAGE as usize) };
+        bytes.iter().all(|byte| *byte == bytes[0]).then_some(bytes[0])
+    }
+
+    fn finish(self, fake: &Fake) {
+        self.device.close().unwrap();
+        drop(self);
+        fake.check_leaks();
+        fake.expect_clean();
+    }
+}
+
+/// Until the mapper is in the `n`th call of a function, which is held there.
+fn in_call(fake: &Fake, name: &str, n: u64) {
+    while fake.calls(name) < n {
+        std::thread::yield_now();
+    }
+}
+
+/// Maps frames to pages behind one that is held, so that they are one batch, and lets go.
+fn together(fake: &Fake, rig: &Rig, (frame, page): (u32, u64), maps: &[(u32, u64)], then: impl FnOnce()) {
+    let before = fake.calls("cuMemMap");
+    fake.hold_calls("cuMemMap", true);
+    rig.map(frame, page);
+    in_call(fake, "cuMemMap", before + 1);
+    // The driver is stuck in a call; whoever maps does not notice.
+    maps.iter().for_each(|(frame, page)| rig.map(*frame, *page));
+    then();
+    assert_eq!(fake.calls("cuMemMap"), before + 1);
+    fake.hold_calls("cuMemMap", false);
+}
+
+#[test]
+fn mappings_change_in_runs_and_whoever_maps_does_not_wait() {
+    let Some(fake) = Fake::load_or_skip("mappings_change_in_runs_and_whoever_maps_does_not_wait") else { return };
+    let rig = Rig::new(12);
+    let calls = || ["cuMemMap", "cuMemSetAccess", "cuMemUnmap"].map(|name| fake.calls(name));
+    // In no order, with a gap: 2..=6 and 8.
+    together(&fake, &rig, (0, 0), &[(3, 4), (1, 2), (6, 8), (5, 6), (2, 3), (4, 5)], || ());
+    for (n, page) in [2, 3, 4, 5, 6, 8, 0].into_iter().enumerate() {
+        rig.copy_in(n as u32, page as u8, page);
+    }
+    assert!(rig.sink.take(7).into_iter().all(|(_, result)| result.is_ok()));
+    assert_eq!(calls(), [7, 1 + 2, 0]);
+    // Five frames move on, three of them by two pages: over where others leave.
+    together(&fake, &rig, (0, 60), &[(1, 4), (2, 5), (3, 6), (4, 7), (5, 30)], || ());
+    assert_eq!([4, 5, 6, 7, 30, 8, 60].map(|page| rig.byte_at(page)), [2, 3, 4, 5, 6, 8, 0].map(Some));
+    let now = calls();
+    assert_eq!(now[0], 13);
+    assert_eq!(now[1] - 3, 1 + 2, "4..=7 and 30, beside the one that was held");
+    assert_eq!(now[2], 1 + 1, "2..=6 at once");
+    rig.finish(&fake);
+}
+
+#[test]
+fn copies_wait_for_their_pages_go_together_and_end_apart() {
+    let Some(fake) = Fake::load_or_skip("copies_wait_for_their_pages_go_together_and_end_apart") else { return };
+    for (version, batches) in [(13000, 2), (12090, 0)] {
+        fake.set_driver_version(version);
+        let rig = Rig::new(12);
+        let calls = || ["cuMemcpyBatchAsync", "cuMemcpyHtoDAsync"].map(|name| fake.calls(name));
+        let before = calls();
+        let maps: Vec<_> = (1..9).map(|n| (n as u32, n)).collect();
+        together(&fake, &rig, (0, 0), &maps, || {
+            (1..9).for_each(|n| rig.copy_in(n as u32, n as u8 + 100, n));
+            assert_eq!(calls(), before, "the pages are not there yet");
+        });
+        let ended = rig.sink.take(8);
+        assert_eq!(ended.iter().map(|(token, _)| *token).collect::<Vec<_>>(), (1..9).collect::<Vec<_>>());
+        assert!(ended.into_iter().all(|(_, result)| result.is_ok()));
+        let now = calls();
+        assert_eq!([now[0] - before[0], now[1] - before[1]], [batches, if batches > 0 { 0 } else { 8 }], "{version}");
+        (1..9).for_each(|n| assert_eq!(rig.byte_at(n), Some(n as u8 + 100)));
+        rig.finish(&fake);
+    }
+}
+
+#[test]
+fn a_batch_that_is_refused_goes_copy_by_copy() {
+    let Some(fake) = Fake::load_or_skip("a_batch_that_is_refused_goes_copy_by_copy") else { return };
+    let calls = || ["cuMemcpyBatchAsync", "cuMemcpyHtoDAsync"].map(|name| fake.calls(name));
+    let rig = Rig::new(12);
+    let maps: Vec<_> = (1..9).map(|n| (n as u32, n)).collect();
+    // The first batch fails, and so does the third of its copies; the second batch goes through.
+    together(&fake, &rig, (0, 0), &maps, || {
+        fake.fail_nth("cuMemcpyBatchAsync", 1, UNKNOWN);
+        fake.fail_nth("cuMemcpyHtoDAsync", 3, OUT_OF_MEMORY);
+        (1..9).for_each(|n| rig.copy_in(n as u32, n as u8, n));
+    });
+    let mut ended = rig.sink.take(8);
+    ended.sort_by_key(|(token, _)| *token);
+    for (token, result) in ended {
+        assert_eq!(result.err().map(|error| error.kind()), (token == 3).then_some(ErrorKind::OutOfMemory), "{token}");
+    }
+    assert_eq!(calls(), [2, 4]);
+    for n in [1, 2, 4, 5, 6, 7, 8] {
+        assert_eq!(rig.byte_at(n), Some(n as u8));
+    }
+    // One that names no memory is nobody else's failure.
+    together(&fake, &rig, (0, 10), &[(1, 11), (2, 12), (3, 14)], || {
+        (11..15).for_each(|n| rig.copy_in(n as u32, 50, n))
+    });
+    for (token, result) in rig.sink.take(4) {
+        assert_eq!(
+            result.err().map(|error| error.kind()),
+            (token == 13).then_some(ErrorKind::InvalidArgument),
+            "{token}"
+        );
+    }
+    // A driver that does not have it is asked once.
+    fake.fail_from("cuMemcpyBatchAsync", 1, NOT_SUPPORTED);
+    let before = calls();
+    for round in 0..2 {
+        let maps: Vec<_> = (1..5).map(|n| (n as u32, 20 + 10 * round + n)).collect();
+        together(&fake, &rig, (0, 20 + 10 * round), &maps, || {
+            maps.iter().for_each(|(n, page)| rig.copy_in(*n, 9, *page))
+        });
+        assert!(rig.sink.take(4).into_iter().all(|(_, result)| result.is_ok()));
+    }
+    assert_eq!(calls(), [before[0] + 1, before[1] + 8]);
+    rig.finish(&fake);
+}
+
+#[test]
+fn a_refused_mapping_fails_what_uses_the_page_and_nothing_else() {
+    let Some(fake) = Fake::load_or_skip("a_refused_mapping_fails_what_uses_the_page_and_nothing_else") else { return };
+    type Refuse = fn(&Fake, &Rig);
+    let cases: [(&str, Refuse, &[u64]); 5] = [
+        ("map", |fake, _| fake.fail_nth("cuMemMap", 3, OUT_OF_MEMORY), &[2]),
+        ("access for the run", |fake, _| fake.fail_nth("cuMemSetAccess", 2, UNKNOWN), &[]),
+        (
+            "access for the run and a page",
+            |fake, _| {
+                fake.fail_nth("cuMemSetAccess", 2, UNKNOWN);
+                fake.fail_nth("cuMemSetAccess", 4, UNKNOWN);
+            },
+            &[2],
+        ),
+        (
+            "new memory",
+            |fake, rig| {
+                rig.device.discard(FrameId::new(3)).unwrap();
+                fake.fail_nth("cuMemCreate", 1, OUT_OF_MEMORY);
+            },
+            &[3],
+        ),
+        (
+            "unmap the run and a page",
+            |fake, rig| {
+                (1..5).for_each(|n| rig.map(n, 39 + u64::from(n)));
+                (40..44).for_each(|page| assert!(rig.byte_at(page).is_some()));
+                fake.fail_nth("cuMemUnmap", 1, UNKNOWN);
+                fake.fail_nth("cuMemUnmap", 5, UNKNOWN);
+            },
+            &[4],
+        ),
+    ];
+    for (what, refuse, expected) in cases {
+        let rig = Rig::new(8);
+        refuse(&fake, &rig);
+        let maps: Vec<_> = (1..5).map(|n| (n as u32, n)).collect();
+        together(&fake, &rig, (0, 0), &maps, || (1..5).for_each(|n| rig.copy_in(n as u32, n as u8, n)));
+        let mut failed = Vec::new();
+        for (token, result) in rig.sink.take(4) {
+            failed.extend(result.err().map(|error| {
+                assert_ne!(error.kind(), ErrorKind::InvalidArgument, "{what}: the cause is the driver's: {error}");
+                token
+            }));
+        }
+        assert_eq!(failed, expected, "{what}");
+        // Everything can be mapped again, also where something was refused, and to where a frame could not leave.
+        for (n, page) in [(1, 4), (2, 3), (3, 2), (4, 1), (5, 43)] {
+            rig.map(n, page);
+            rig.copy_in(n, 10 + n as u8, page);
+            rig.sink.take(1).pop().unwrap().1.unwrap();
+            assert_eq!(rig.byte_at(page), Some(10 + n as u8), "{what}");
+        }
+        rig.finish(&fake);
+    }
+}
+
+#[test]
+fn what_follows_a_waiting_copy_on_its_stream_stays_behind_it() {
+    let Some(fake) = Fake::load_or_skip("what_follows_a_waiting_copy_on_its_stream_stays_behind_it") else { return };
+    let rig = Rig::new(4);
+    rig.map(3, 3);
+    rig.copy_in(3, 33, 3);
+    rig.sink.take(1);
+    fake.hold_calls("cuMemMap", true);
+    let before = fake.calls("cuMemMap");
+    rig.map(1, 1);
+    in_call(&fake, "cuMemMap", before + 1);
+    rig.copy_in(1, 11, 1);
+    // Its page is there, but not its turn.
+    let op = StreamOp::CopyOut { device: rig.page(3), host: rig.host(5, Some(0)), len: PAGE };
+    rig.device.submit(rig.fill, op, Some(Token(3)));
+    rig.device.submit(rig.fill, StreamOp::Mark, Some(Token(100)));
+    // Another stream goes on.
+    assert_eq!(rig.byte_at(3), Some(33));
+    std::thread::scope(|scope| {
+        let event = scope.spawn(|| rig.device.record(rig.fill).unwrap());
+        fake.hold_calls("cuMemMap", false);
+        let event = event.join().unwrap();
+        rig.device.wait(rig.back, event).unwrap();
+        rig.device.submit(rig.back, StreamOp::Mark, Some(Token(101)));
+        let order: Vec<u64> =
+            rig.sink.take(4).into_iter().map(|(token, result)| result.map(|()| token).unwrap()).collect();
+        assert_eq!(order.iter().filter(|token| **token != 101).collect::<Vec<_>>(), [&1, &3, &100]);
+        assert_eq!(rig.device.poll(event).unwrap(), Poll::Ready(()));
+    });
+    rig.finish(&fake);
+}
+
+/// A frame that is taken away by one thread, and wanted elsewhere by nobody, leaves before another comes to its address.
+#[test]
+fn a_page_is_mapped_again_while_its_old_frame_leaves() {
+    let Some(fake) = Fake::load_or_skip("a_page_is_mapped_again_while_its_old_frame_leaves") else { return };
+    let rig = Rig::new(4);
+    rig.map(1, 7);
+    rig.copy_in(1, 11, 7);
+    rig.sink.take(1);
+    fake.hold_calls("cuMemUnmap", true);
+    std::thread::scope(|scope| {
+        let leaving = scope.spawn(|| rig.device.discard(FrameId::new(1)));
+        in_call(&fake, "cuMemUnmap", 1);
+        rig.map(2, 7);
+        rig.copy_in(2, 22, 7);
+        fake.hold_calls("cuMemUnmap", false);
+        leaving.join().unwrap().unwrap();
+    });
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    assert_eq!(rig.byte_at(7), Some(22));
+    rig.finish(&fake);
+}
+
+#[test]
+fn closing_finishes_what_waits_for_its_pages() {
+    let Some(fake) = Fake::load_or_skip("closing_finishes_what_waits_for_its_pages") else { return };
+    let rig = Rig::new(6);
+    let maps: Vec<_> = (1..5).map(|n| (n as u32, n)).collect();
+    std::thread::scope(|scope| {
+        let mut closing = None;
+        together(&fake, &rig, (0, 0), &maps, || {
+            (1..5).for_each(|n| rig.copy_in(n as u32, n as u8, n));
+            closing = Some(scope.spawn(|| rig.device.close()));
+        });
+        closing.unwrap().join().unwrap().unwrap();
+    });
+    assert!(rig.sink.take(4).into_iter().all(|(_, result)| result.is_ok()));
+    assert_eq!(rig.device.map(FrameId::new(5), rig.page(9)).unwrap_err().kind(), ErrorKind::Closed);
+    rig.finish(&fake);
+}

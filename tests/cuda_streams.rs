@@ -1,0 +1,595 @@
+//! Work of the caller's on streams beside the runtime's, over the emulated driver: a guard that ends behind a kernel keeps
+//! its pages until the kernel has ended, and nothing is out of order. No GPU takes part.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod cuda_calls;
+mod harness;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use common::synthetic;
+use control::{Fake, Launch, Reach};
+use cuda_calls::{Locked, allocate, copy_out, free};
+use cudarc::driver::sys::{self, CUstreamCaptureMode};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
+use cudarc::nvrtc::Ptx;
+use harness::{Rng, control, watched};
+use outcore::device::CudaDeviceSelector;
+use outcore::dlpack::DLDeviceType;
+use outcore::{
+    Bytes, ComputeStream, DType, DeviceAddress, DeviceChoice, ErrorKind, PageSize, RawStream, Result, Runtime,
+    RuntimeBuilder, Tensor,
+};
+
+const PAGE: u64 = 2 << 20;
+const UNKNOWN: u32 = 999;
+const OUT_OF_MEMORY: u32 = 2;
+
+fn builder(frames: u64, host: u64) -> RuntimeBuilder {
+    Runtime::builder()
+        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(frames * PAGE))
+        .host_budget(Bytes::new(host * PAGE))
+        .staging(Bytes::new(4 * PAGE))
+}
+
+/// Nothing found, and nothing of what was made is left.
+fn finish(fake: &Fake) {
+    fake.check_leaks();
+    fake.expect_clean();
+}
+
+/// `copy(const void* from, void* to, u64 len)`, without the body.
+const COPY: &str = ".version 9.0\n.target sm_90\n.address_size 64\n\n.visible .entry copy(\n\t.param .u64 copy_param_0,\n\
+    \t.param .u64 copy_param_1,\n\t.param .u64 copy_param_2\n)\n{\n\tret;\n}\n";
+
+fn register_copy(fake: &Fake) {
+    let reach = |launch: &Launch| {
+        let len = launch.parameter(2);
+        vec![Reach::read(launch.parameter(0), len), Reach::write(launch.parameter(1), len)]
+    };
+    fake.register_kernel("copy", reach, |launch| {
+        let len = launch.parameter(2) as usize;
+        let from = launch.read::<u8>(launch.parameter(0), len).to_vec();
+        launch.write::<u8>(launch.parameter(1), len).copy_from_slice(&from);
+    });
+}
+
+/// A program beside the runtime, with a stream of its own.
+struct Foreign {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    copy: CudaFunction,
+}
+
+impl Foreign {
+    fn new(fake: &Fake) -> Self {
+        register_copy(fake);
+        let context = cuda_calls::context();
+        let copy = context.load_module(Ptx::from_src(COPY)).unwrap().load_function("copy").unwrap();
+        Self { stream: context.new_stream().unwrap(), context, copy }
+    }
+
+    fn adopt(&self, runtime: &Runtime) -> Result<ComputeStream> {
+        // SAFETY: the tests drop what is returned before this.
+        unsafe { runtime.adopt_stream(RawStream::new(self.stream.cu_stream().cast())) }
+    }
+
+    /// Launches the kernel on any stream.
+    fn launch(&self, stream: RawStream, from: DeviceAddress, to: u64, len: u64) {
+        self.launch_at(stream, from.get(), to, len);
+    }
+
+    fn launch_at(&self, stream: RawStream, from: u64, to: u64, len: u64) {
+        let mut parameters = [&raw const from, &raw const to, &raw const len].map(|p| p.cast_mut().cast());
+        self.context.bind_to_thread().unwrap();
+        // SAFETY: the parameters are the kernel's; the driver has read them when it returns.
+        unsafe {
+            cudarc::driver::result::launch_kernel(
+                self.copy.cu_function(),
+                (1, 1, 1),
+                (32, 1, 1),
+                0,
+                stream.as_ptr().cast(),
+                &mut parameters,
+            )
+        }
+        .unwrap();
+    }
+
+    /// What is at a device address, once everything on the stream has ended.
+    fn read(&self, address: u64, len: u64) -> Vec<u8> {
+        let back = Locked::new(&self.context, len as usize);
+        copy_out(&self.stream, back.pointer(), address, len as usize).unwrap();
+        self.stream.synchronize().unwrap();
+        back.bytes().to_vec()
+    }
+}
+
+fn bytes_of(n: u64) -> Vec<u8> {
+    (0..PAGE).map(|at| (at * 31 / 251 + n * 7) as u8).collect()
+}
+
+/// Read-write tensors of a page each, with bytes of their own.
+fn pages(runtime: &Runtime, count: u64) -> Vec<Tensor> {
+    let tensor = |n| {
+        let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+        runtime.pin_device_mut(std::slice::from_ref(&tensor)).wait().unwrap().copy_in(0, 0, &bytes_of(n)).unwrap();
+        tensor
+    };
+    (0..count).map(tensor).collect()
+}
+
+/// Whether the future would have to be waited for.
+fn is_pending(future: std::pin::Pin<&mut impl Future>) -> bool {
+    future.poll(&mut Context::from_waker(Waker::noop())).is_pending()
+}
+
+#[test]
+fn a_guard_ends_behind_the_kernel_that_uses_it() {
+    let Some(fake) = Fake::load_or_skip("a_guard_ends_behind_the_kernel_that_uses_it") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 1).open().unwrap();
+        let tensors = pages(&runtime, 4);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        for round in 0..4 {
+            let (first, others) =
+                (&tensors[round..=round], [tensors[(round + 1) % 4].clone(), tensors[(round + 2) % 4].clone()]);
+            let guard = runtime.pin_device(first).wait().unwrap();
+            let bytes = guard.device_bytes(0).unwrap();
+            assert_eq!((bytes.address.get(), bytes.len), (first[0].address(), Bytes::new(PAGE)));
+            fake.hold_stream(foreign.stream.cu_stream(), true);
+            foreign.launch(stream.raw().unwrap(), bytes.address, result, PAGE);
+            guard.unpin_after(&stream).unwrap();
+            // Whoever wants both frames waits; one of them can be had by all others in turn.
+            assert_eq!(runtime.evict(&first[0]), 0, "the kernel has not run yet");
+            {
+                let mut both = pin!(runtime.pin_device(&others));
+                assert!(is_pending(both.as_mut()));
+            }
+            for other in tensors.iter().filter(|tensor| tensor.address() != first[0].address()) {
+                let mut byte = [0; 5];
+                runtime.pin_device(std::slice::from_ref(other)).wait().unwrap().copy_out(0, 77, &mut byte).unwrap();
+            }
+            let both = runtime.pin_device(&others);
+            fake.hold_stream(foreign.stream.cu_stream(), false);
+            drop(both.wait().unwrap());
+            assert!(foreign.read(result, PAGE) == bytes_of(round as u64), "round {round}");
+        }
+        free(result).unwrap();
+        drop((stream, tensors));
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
+/// What the test above would not see if the judge were blind.
+#[test]
+fn a_guard_that_ends_too_early_is_found() {
+    let Some(fake) = Fake::load_or_skip("a_guard_that_ends_too_early_is_found") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 1).open().unwrap();
+        let tensors = pages(&runtime, 3);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        fake.hold_stream(foreign.stream.cu_stream(), true);
+        foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
+        drop(guard);
+        drop(runtime.pin_device(&tensors[1..]).wait().unwrap());
+        fake.hold_stream(foreign.stream.cu_stream(), false);
+        let findings = fake.take_findings();
+        assert!(findings.iter().any(|finding| finding.starts_with("in-flight: cuMemUnmap")), "{findings:#?}");
+        foreign.stream.synchronize().unwrap();
+        free(result).unwrap();
+        drop((stream, tensors));
+        runtime.close().unwrap();
+        // The judge follows the frame to its next page.
+        fake.take_findings();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn what_a_kernel_writes_is_written_back_after_it() {
+    let Some(fake) = Fake::load_or_skip("what_a_kernel_writes_is_written_back_after_it") else { return };
+    fake.set_delay(1500, 11);
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let tensors = pages(&runtime, 3);
+        let (adopted, made) = (foreign.adopt(&runtime).unwrap(), runtime.compute_stream().unwrap());
+        for (n, stream) in [&adopted, &made, &adopted].into_iter().enumerate() {
+            let (from, to) = (&tensors[n..=n], [tensors[(n + 1) % 3].clone()]);
+            let (read, written) =
+                (runtime.pin_device(from).wait().unwrap(), runtime.pin_device_mut(&to).wait().unwrap());
+            let (source, target) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
+            foreign.launch(stream.raw().unwrap(), source.address, target.address.get(), PAGE);
+            read.unpin_after(stream).unwrap();
+            written.unpin_after(stream).unwrap();
+            // Nobody waits for the kernel here; the next guard of a page does.
+        }
+        for tensor in &tensors {
+            let mut bytes = vec![0; PAGE as usize];
+            runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            assert!(bytes == bytes_of(0));
+        }
+        drop((adopted, made, tensors));
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn closing_waits_for_guards_that_end_behind_kernels() {
+    let Some(fake) = Fake::load_or_skip("closing_waits_for_guards_that_end_behind_kernels") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let result = allocate(PAGE as usize);
+        for last_owner in [false, true] {
+            let runtime = builder(2, 0).open().unwrap();
+            let tensors = pages(&runtime, 2);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            fake.hold_stream(foreign.stream.cu_stream(), true);
+            foreign.launch(stream.raw().unwrap(), guard.device_bytes(1).unwrap().address, result, PAGE);
+            guard.unpin_after(&stream).unwrap();
+            if last_owner {
+                // Only the guard that waits for the kernel keeps the runtime.
+                drop((stream, tensors, runtime));
+                fake.hold_stream(foreign.stream.cu_stream(), false);
+            } else {
+                std::thread::scope(|scope| {
+                    let closing = scope.spawn(|| runtime.close());
+                    fake.hold_stream(foreign.stream.cu_stream(), false);
+                    closing.join().unwrap().unwrap();
+                });
+                drop((stream, tensors));
+            }
+            assert!(foreign.read(result, PAGE) == bytes_of(1));
+        }
+        free(result).unwrap();
+    }
+    fake.expect_clean();
+    // The last owner went on a thread of the device, and the runtime closes on another.
+    wait_for("what the runtime made to be given back", || {
+        let left = fake.check_leaks();
+        fake.take_findings();
+        left == 0
+    });
+    finish(&fake);
+}
+
+/// For what ends on threads that nobody joins.
+fn wait_for(what: &str, done: impl Fn() -> bool) {
+    let start = std::time::Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_kernel_that_faults_is_the_cause_of_every_later_error() {
+    let Some(fake) = Fake::load_or_skip("a_kernel_that_faults_is_the_cause_of_every_later_error") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let tensors = pages(&runtime, 3);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let beyond = guard.device_bytes(0).unwrap().address.offset(1 << 30);
+        fake.hold_stream(foreign.stream.cu_stream(), true);
+        foreign.launch(stream.raw().unwrap(), beyond, tensors[0].address(), 16);
+        guard.unpin_after(&stream).unwrap();
+        fake.hold_stream(foreign.stream.cu_stream(), false);
+        let error = stream.synchronize().unwrap_err();
+        assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
+        let error = runtime.pin_device(&tensors[1..]).wait().map(drop).unwrap_err();
+        assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
+        drop((stream, tensors));
+        let error = runtime.close().unwrap_err();
+        assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn streams_that_cannot_be_used_are_refused_and_the_guard_comes_back() {
+    let Some(fake) = Fake::load_or_skip("streams_that_cannot_be_used_are_refused_and_the_guard_comes_back") else {
+        return;
+    };
+    {
+        let foreign = Foreign::new(&fake);
+        let (runtime, other) = (builder(2, 0).open().unwrap(), builder(2, 0).open().unwrap());
+        let tensors = pages(&runtime, 1);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let theirs = other.compute_stream().unwrap();
+        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        let refused = guard.unpin_after(&theirs).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::InvalidArgument);
+        assert!(refused.error.advice().is_some() && refused.to_string().contains("different runtimes"), "{refused}");
+        assert_eq!(runtime.evict(&tensors[0]), 0, "still pinned");
+        foreign.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+        let refused = refused.guard.unpin_after(&stream).unwrap_err();
+        assert!(
+            refused.error.kind() == ErrorKind::InvalidArgument && refused.to_string().contains("captured"),
+            "{refused}"
+        );
+        assert_eq!(stream.synchronize().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let graph =
+            foreign.stream.end_capture(sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+        drop(graph.unwrap());
+        refused.guard.unpin_after(&stream).unwrap();
+        stream.synchronize().unwrap();
+
+        // SAFETY: the per-thread default stream always exists.
+        let refused = unsafe { runtime.adopt_stream(RawStream::new(std::ptr::without_provenance_mut(2))) }.unwrap_err();
+        assert!(refused.kind() == ErrorKind::InvalidArgument && refused.advice().is_some(), "{refused}");
+        fake.set_devices(2);
+        let elsewhere = CudaContext::new(1).unwrap();
+        let on_another = elsewhere.new_stream().unwrap();
+        // SAFETY: the stream lives until the end of the block.
+        let refused = unsafe { runtime.adopt_stream(RawStream::new(on_another.cu_stream().cast())) }.unwrap_err();
+        assert!(refused.kind() == ErrorKind::InvalidArgument && refused.to_string().contains("context"), "{refused}");
+        let findings = fake.take_findings();
+        assert!(findings.iter().all(|finding| finding.starts_with("context")), "{findings:#?}");
+
+        let host = Runtime::builder().device_budget(Bytes::mib(4)).open().unwrap();
+        assert_eq!(foreign.adopt(&host).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(host.compute_stream().unwrap().raw().unwrap_err().kind(), ErrorKind::Unsupported);
+        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        runtime.clone().close().unwrap();
+        let refused = guard.unpin_after(&stream).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::Closed);
+        assert_eq!(runtime.compute_stream().unwrap_err().kind(), ErrorKind::Closed);
+        drop((refused, stream, theirs, tensors));
+        host.close().unwrap();
+        other.close().unwrap();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn streams_are_used_again_and_adopted_ones_stay_their_owners() {
+    let Some(fake) = Fake::load_or_skip("streams_are_used_again_and_adopted_ones_stay_their_owners") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let made = runtime.compute_stream().unwrap();
+        let handle = made.raw().unwrap();
+        assert_ne!(runtime.compute_stream().unwrap().raw().unwrap(), handle, "it is in use");
+        made.synchronize().unwrap();
+        drop(made);
+        let before = fake.calls("cuStreamCreateWithPriority");
+        for _ in 0..100 {
+            runtime.compute_stream().unwrap().synchronize().unwrap();
+        }
+        assert_eq!(fake.calls("cuStreamCreateWithPriority"), before);
+        for _ in 0..100 {
+            let stream = foreign.adopt(&runtime).unwrap();
+            assert_eq!(stream.raw().unwrap().as_ptr(), foreign.stream.cu_stream().cast());
+            stream.synchronize().unwrap();
+        }
+        let destroyed = fake.calls("cuStreamDestroy");
+        runtime.close().unwrap();
+        assert_eq!(fake.calls("cuStreamSynchronize"), fake.calls("cuStreamDestroy") - destroyed, "only its own");
+        foreign.stream.synchronize().unwrap();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn whatever_call_fails_no_page_goes_from_under_a_stream() {
+    if Fake::load_or_skip("whatever_call_fails_no_page_goes_from_under_a_stream").is_none() {
+        return;
+    }
+    let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
+    let mut failed = 0;
+    for n in 1.. {
+        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
+        let (file, (tell, told)) = (Arc::clone(&file), std::sync::mpsc::channel());
+        watched(&format!("failing call {n} with {code}"), move || {
+            let fake = Fake::load();
+            fake.fail_nth("*", n, code);
+            let outcome = (|| {
+                let runtime = builder(2, 0).open()?;
+                let used = (|| {
+                    let model = runtime.open_model(&file.path)?;
+                    let tensors = [model.tensor("t0")?, model.tensor("t1")?];
+                    let stream = runtime.compute_stream()?;
+                    for at in [0, 1, 0] {
+                        let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
+                        stream.call(|| ());
+                        guard.unpin_after(&stream)?;
+                    }
+                    stream.synchronize()
+                })();
+                let closed = runtime.close();
+                used.and(closed)
+            })();
+            if let Err(error) = &outcome {
+                assert_ne!(error.kind(), ErrorKind::Internal, "call {n}: {error}");
+            }
+            let findings = fake.take_findings();
+            assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "call {n}: {findings:#?}");
+            tell.send((fake.fired(), outcome.is_err())).unwrap();
+        });
+        let (fired, error) = told.recv().unwrap();
+        failed += u64::from(error);
+        if fired == 0 {
+            assert!(!error && n > 60 && failed > 20, "{n} calls, of which {failed} mattered");
+            break;
+        }
+    }
+}
+
+fn pin_copy(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
+    runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap().copy_in(0, 0, bytes).unwrap();
+}
+
+/// Whether any page of the tensor's segment has a valid frame.
+fn is_resident(runtime: &Runtime, tensor: &Tensor) -> bool {
+    runtime.snapshot(tensor).pages.iter().any(|page| page.device.is_resident())
+}
+
+#[test]
+fn a_captured_graph_stays_valid_after_evict_and_refill() {
+    let Some(fake) = Fake::load_or_skip("a_captured_graph_stays_valid_after_evict_and_refill") else { return };
+    fake.set_delay(300, 5);
+    let file = synthetic(&[5 << 20, 3 << 20]);
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(7, 2).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let weights = [model.tensor("t0").unwrap()];
+        let at = model.header().tensor("t0").unwrap().offset as usize;
+        let expected = &file.bytes[at..at + (5 << 20)];
+        let output = [runtime.alloc(DType::U8, &[5 << 20]).unwrap()];
+        let stream = foreign.adopt(&runtime).unwrap();
+
+        let (read, written) =
+            (runtime.pin_device(&weights).wait().unwrap(), runtime.pin_device_mut(&output).wait().unwrap());
+        let (from, to) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
+        // In the mode that forbids the most, while the runtime goes on.
+        foreign.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
+        foreign.launch(stream.raw().unwrap(), from.address, to.address.get(), from.len.get() / 2);
+        let elsewhere = [model.tensor("t1").unwrap().rows((2 << 20)..(2 << 20) + 100).unwrap()];
+        drop(runtime.pin_device(&elsewhere).wait().unwrap());
+        let half = from.len.get() / 2;
+        foreign.launch(
+            stream.raw().unwrap(),
+            from.address.offset(half),
+            to.address.get() + half,
+            from.len.get() - half,
+        );
+        let graph = foreign
+            .stream
+            .end_capture(sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH)
+            .unwrap()
+            .unwrap();
+        drop((read, written));
+
+        let others = pages(&runtime, 7);
+        for round in 0..3 {
+            // Away with everything: other pages take all frames, in another order each time.
+            let away: Vec<Tensor> = (0..7).map(|n| others[(n * 5 + round) % 7].clone()).collect();
+            drop(runtime.pin_device(&away).wait().unwrap());
+            assert!(!is_resident(&runtime, &weights[0]) && !is_resident(&runtime, &output[0]));
+            pin_copy(&runtime, &output[0], &vec![round as u8; 5 << 20]);
+
+            let (read, written) =
+                (runtime.pin_device(&weights).wait().unwrap(), runtime.pin_device_mut(&output).wait().unwrap());
+            assert_eq!((read.device_bytes(0), written.device_bytes(0)), (Some(from), Some(to)), "one address for life");
+            graph.launch().unwrap();
+            read.unpin_after(&stream).unwrap();
+            written.unpin_after(&stream).unwrap();
+            let mut bytes = vec![0; 5 << 20];
+            runtime.pin_device(&output).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            assert!(bytes == expected, "round {round}");
+        }
+        fake.expect_clean();
+
+        // Without pins the graph finds nothing there, and the driver says so.
+        drop(runtime.pin_device(&others).wait().unwrap());
+        graph.launch().unwrap();
+        let error = stream.synchronize().unwrap_err();
+        assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
+        let findings = fake.take_findings();
+        assert!(!findings.is_empty() && findings.iter().all(|finding| finding.starts_with("address")), "{findings:#?}");
+        drop((stream, output, weights, elsewhere, model, others));
+        runtime.close().unwrap_err();
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn a_dlpack_consumer_reads_on_its_own_stream() {
+    let Some(fake) = Fake::load_or_skip("a_dlpack_consumer_reads_on_its_own_stream") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 1).open().unwrap();
+        let tensors = pages(&runtime, 3);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        let rows = [tensors[1].reshape(&[4, PAGE / 4]).unwrap().rows(1..3).unwrap()];
+        let view = runtime.pin_device(&rows).wait().unwrap().into_dlpack(0, Some(&stream)).unwrap();
+        let tensor = *view.tensor();
+        assert_eq!((tensor.device.device_type, tensor.device.device_id), (DLDeviceType::kDLCUDA, 0));
+        assert_eq!((tensor.ndim, tensor.data as u64), (2, rows[0].address()));
+        // The consumer has only the structure.
+        let managed = view.into_raw();
+        fake.hold_stream(foreign.stream.cu_stream(), true);
+        let raw = RawStream::new(foreign.stream.cu_stream().cast());
+        foreign.launch_at(raw, tensor.data as u64, result, PAGE / 2);
+        // SAFETY: a consumer gives back what it was given, once.
+        unsafe { managed.as_ref().deleter.unwrap()(managed.as_ptr()) };
+        assert_eq!(runtime.evict(&tensors[1]), 0, "its kernel has not run");
+        let others = [tensors[0].clone(), tensors[2].clone()];
+        let both = runtime.pin_device(&others);
+        fake.hold_stream(foreign.stream.cu_stream(), false);
+        drop(both.wait().unwrap());
+        assert!(foreign.read(result, PAGE / 2) == bytes_of(1)[PAGE as usize / 4..][..PAGE as usize / 2]);
+        free(result).unwrap();
+        drop((stream, rows, others, tensors));
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}
+
+#[test]
+fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
+    let Some(fake) = Fake::load_or_skip("kernels_on_many_streams_under_pressure_see_the_right_bytes") else { return };
+    for (seed, frames, host) in [(1, 3, 0), (2, 4, 2), (3, 5, 12)] {
+        fake.set_delay(800, seed);
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(frames, host).open().unwrap();
+        let tensors = pages(&runtime, 8);
+        let legacy = RawStream::new(std::ptr::null_mut());
+        let streams = [
+            foreign.adopt(&runtime).unwrap(),
+            runtime.compute_stream().unwrap(),
+            runtime.compute_stream().unwrap(),
+            // SAFETY: the default stream always exists.
+            unsafe { runtime.adopt_stream(legacy) }.unwrap(),
+        ];
+        // Which tensor's first bytes each holds now.
+        let mut holds: Vec<u64> = (0..8).collect();
+        let mut random = Rng::new(seed);
+        for _ in 0..120 {
+            let (from, to) = (random.below(8) as usize, random.below(8) as usize);
+            if from == to {
+                runtime.prefetch(&tensors[from]);
+                continue;
+            }
+            let stream = &streams[random.below(4) as usize];
+            let read = runtime.pin_device(&tensors[from..=from]).wait().unwrap();
+            let written = runtime.pin_device_mut(&tensors[to..=to]).wait().unwrap();
+            let (source, target) = (read.device_bytes(0).unwrap(), written.device_bytes(0).unwrap());
+            foreign.launch(stream.raw().unwrap(), source.address, target.address.get(), PAGE);
+            read.unpin_after(stream).unwrap();
+            written.unpin_after(stream).unwrap();
+            holds[to] = holds[from];
+        }
+        for (tensor, holds) in tensors.iter().zip(holds) {
+            let mut bytes = vec![0; PAGE as usize];
+            runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+            assert!(bytes == bytes_of(holds), "seed {seed}");
+        }
+        assert!(runtime.stats().pager.evictions > 20, "{:?}", runtime.stats().pager);
+        drop((streams, tensors));
+        runtime.close().unwrap();
+    }
+    finish(&fake);
+}

@@ -1,0 +1,112 @@
+//! What is asked for, and what there is: devices and budgets by name, and what a runtime says that cannot be had. Nothing
+//! here loads the emulated CUDA driver, so that its absence can be met too.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use outcore::{Bytes, DType, DeviceBudget, DeviceChoice, Error, ErrorKind, PageSize, Runtime, RuntimeBuilder};
+
+fn builder() -> RuntimeBuilder {
+    Runtime::builder().page_size(PageSize::new(Bytes::kib(64)).unwrap()).device_budget(Bytes::mib(1))
+}
+
+fn assert_explained(error: &Error, kind: ErrorKind, says: &[&str], remedy: &[&str]) {
+    assert_eq!(error.kind(), kind, "{error}");
+    let (text, advice) = (error.to_string(), error.advice().unwrap_or_default());
+    assert!(says.iter().all(|part| text.contains(part)), "{text:?} does not say {says:?}");
+    assert!(remedy.iter().all(|part| advice.contains(part)), "{advice:?} does not say {remedy:?}");
+}
+
+#[test]
+fn devices_have_names_that_can_be_read_back() {
+    let uuid = "0f0e0d0c-0b0a-0908-0706-050403020100";
+    let (gpu, mig) = (format!("cuda:GPU-{uuid}"), format!("cuda:MIG-{uuid}"));
+    for name in ["host", "sim:0", "sim:7", "cuda:0", "cuda:12", "cuda:0000:3b:00.0", &gpu, &mig] {
+        let choice: DeviceChoice = name.parse().unwrap();
+        assert_eq!(choice.to_string(), name);
+        assert_eq!(choice.to_string().parse::<DeviceChoice>().unwrap(), choice);
+    }
+    assert_eq!("cuda".parse::<DeviceChoice>().unwrap(), "cuda:0".parse().unwrap());
+    assert_eq!("sim".parse::<DeviceChoice>().unwrap(), "sim:0".parse().unwrap());
+    assert_eq!(mig.to_uppercase().replacen("CUDA", "cuda", 1).parse::<DeviceChoice>().unwrap(), mig.parse().unwrap());
+    for wrong in
+        ["", "gpu", "cuda:", "cuda:-1", "cuda:GPU-12", "cuda:MIG-GPU-1/2/3", "sim:", "sim:x", "host:0", "cuda:3b:00.0"]
+    {
+        let error = wrong.parse::<DeviceChoice>().unwrap_err();
+        let quoted = wrong.split_once("cuda:").map_or(wrong, |(_, selector)| selector);
+        assert_explained(&error, ErrorKind::InvalidArgument, &[quoted], &["PCI address"]);
+    }
+}
+
+#[test]
+fn budgets_are_sizes_or_shares_of_what_is_free() {
+    let gib = Bytes::gib;
+    let budget = |text: &str| text.parse::<DeviceBudget>().unwrap();
+    assert_eq!(budget("1.5GiB").of(Bytes::ZERO), Bytes::mib(1536));
+    assert_eq!(budget("100%").of(gib(10)), gib(10));
+    assert_eq!(budget("1%").of(Bytes::new(u64::MAX)), Bytes::new(u64::MAX / 100));
+    assert_eq!(budget("50%-6GiB").of(gib(10)), gib(4));
+    assert_eq!(budget("50%-1GiB").of(gib(10)), gib(5));
+    assert_eq!(budget("50%-20GiB").of(gib(10)), Bytes::ZERO);
+    assert_eq!(budget("90%-1GiB").to_string(), "90% of what is free, but for 1.0 GiB");
+    for wrong in ["0%", "101%", "-5%", "%", "90%+1GiB", "90%-", "90%-x", "5.5%", "90% of"] {
+        let error = wrong.parse::<DeviceBudget>().unwrap_err();
+        assert_explained(&error, ErrorKind::InvalidArgument, &[wrong], &["90%-1GiB"]);
+    }
+}
+
+#[test]
+fn a_share_of_what_is_free_is_what_the_runtime_has() {
+    for device in ["host", "sim"] {
+        let device: DeviceChoice = device.parse().unwrap();
+        // What is free changes all the time; the headroom leaves little enough to hold it exactly nowhere.
+        let runtime =
+            builder().device(device.clone()).device_budget("1%".parse::<DeviceBudget>().unwrap()).open().unwrap();
+        let (_, budget) = runtime.stats().device;
+        let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
+        assert!(budget >= Bytes::kib(64) && budget.get() <= limit.get() / 100, "{budget} of {limit}");
+        let tensor = [runtime.alloc(DType::U8, &[1000]).unwrap()];
+        runtime.pin_device_mut(&tensor).wait().unwrap().copy_in(0, 0, &[1; 1000]).unwrap();
+        drop(tensor);
+        runtime.close().unwrap();
+        let nothing: DeviceBudget = "1%-1000TiB".parse().unwrap();
+        let error = builder().device(device).device_budget(nothing).open().unwrap_err();
+        let says = ["1% of what is free, but for 1000.0 TiB", "which is 0 B", "64.0 KiB"];
+        assert_explained(&error, ErrorKind::BudgetTooSmall, &says, &["at least 64.0 KiB"]);
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_build_without_the_feature_says_so() {
+    let error = builder().device("cuda".parse().unwrap()).open().unwrap_err();
+    let says = ["open the device cuda:0", "this build of outcore has no CUDA device"];
+    assert_explained(&error, ErrorKind::Unsupported, &says, &["--features cuda", "host device"]);
+    assert_explained(
+        &outcore::device::cuda_devices().unwrap_err(),
+        ErrorKind::Unsupported,
+        &["no CUDA device"],
+        &["cuda"],
+    );
+    // Nothing is lost by having asked.
+    builder().open().unwrap().close().unwrap();
+}
+
+/// A driver that is there is none of this test's business.
+#[cfg(feature = "cuda")]
+#[test]
+fn a_machine_without_a_driver_says_so() {
+    if let Ok(found) = outcore::device::cuda_devices() {
+        eprintln!("SKIPPED a_machine_without_a_driver_says_so: there is one, with {} GPUs", found.len());
+        return;
+    }
+    let error = builder().device("cuda".parse().unwrap()).open().unwrap_err();
+    if error.kind() != ErrorKind::Unsupported || !error.to_string().contains("libcuda") {
+        // A driver without a GPU.
+        assert_explained(&error, error.kind(), &["open the device cuda:0"], &[""]);
+        eprintln!("SKIPPED a_machine_without_a_driver_says_so: {error}");
+        return;
+    }
+    let says = ["open the device cuda:0", "there is no CUDA driver here", "libcuda.so.1"];
+    assert_explained(&error, ErrorKind::Unsupported, &says, &["NVIDIA driver", "host device"]);
+    builder().open().unwrap().close().unwrap();
+}

@@ -1,0 +1,319 @@
+//! The devices the tests of the whole runtime run on, and pins that work on all of them.
+//!
+//! A test that is to run everywhere is a function of [`Devices`], named in [`on_every_device!`]. It pins with
+//! [`AnyDevice`]: by slices where device memory is this process's, by copies where it is not.
+
+use std::borrow::Cow;
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use outcore::device::CudaDeviceSelector;
+use outcore::{
+    Bytes, DeviceChoice, DevicePin, DevicePinMut, LinkModel, PinGuard, PinGuardMut, PinSet, PinSetMut, Result, Runtime,
+    RuntimeBuilder, Tensor,
+};
+
+#[cfg(feature = "cuda")]
+#[path = "../fake-cuda/control.rs"]
+pub mod control;
+
+/// What a runtime's device tier is on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum On {
+    /// The host device; the store reaches its frames.
+    Host,
+    /// The host device behind a modelled link.
+    Link,
+    /// The simulated device.
+    Sim,
+    /// The simulated device behind a modelled link.
+    SimLink,
+    /// The emulated CUDA driver's GPU.
+    Cuda,
+}
+
+impl On {
+    /// Settings of a runtime on this device.
+    pub fn builder(self) -> RuntimeBuilder {
+        let link = LinkModel::new(Bytes::gib(8), Duration::from_micros(5), true).unwrap();
+        let builder = Runtime::builder();
+        match self {
+            Self::Host => builder,
+            Self::Link => builder.link(link),
+            Self::Sim => builder.device(DeviceChoice::Simulated { seed: 1 }),
+            Self::SimLink => builder.device(DeviceChoice::Simulated { seed: 2 }).link(link),
+            Self::Cuda => builder.device(DeviceChoice::Cuda(CudaDeviceSelector::default())),
+        }
+    }
+}
+
+/// What one test runs on: all of these, or the first.
+pub type Devices = &'static [On];
+
+pub const HOST: Devices = &[On::Host, On::Link];
+pub const SIM: Devices = &[On::Sim, On::SimLink];
+pub const CUDA: Devices = &[On::Cuda];
+
+/// Makes tests of functions of [`Devices`]: `on_host::...`, `on_sim::...`, and with the feature `cuda` also `on_cuda::...`, which fail if
+/// the emulated driver found anything, or anything was not given back.
+macro_rules! on_every_device {
+    ($($test:ident)*) => {
+        mod on_host {
+            $(#[test] fn $test() { super::$test(crate::harness::HOST); })*
+        }
+        mod on_sim {
+            $(#[test] fn $test() { super::$test(crate::harness::SIM); })*
+        }
+        #[cfg(feature = "cuda")]
+        mod on_cuda {
+            $(#[test] fn $test() {
+                let Some(fake) = crate::harness::small_pages(stringify!($test)) else { return };
+                super::$test(crate::harness::CUDA);
+                fake.finish();
+            })*
+        }
+    };
+}
+
+/// The emulated driver, with an allocation granularity that lets pages be as small as on the host: a GPU's is 2 MiB.
+/// `None`, said aloud, where its library was not built.
+#[cfg(feature = "cuda")]
+pub fn small_pages(test: &str) -> Option<control::Fake> {
+    let fake = control::Fake::load_or_skip(test)?;
+    fake.set_granularity(4096);
+    Some(fake)
+}
+
+/// Between two rounds of a test that opens many runtimes: an emulated driver is as new, if nothing was found and all was
+/// given back. Its clocks grow with every stream it ever had.
+pub fn next_round(device: On) {
+    #[cfg(feature = "cuda")]
+    if device == On::Cuda {
+        control::Fake::start_over();
+    }
+    let _ = device;
+}
+
+/// Waits until a runtime that is closed by another thread has given all back.
+pub fn until_given_back(device: On) {
+    #[cfg(feature = "cuda")]
+    while device == On::Cuda && control::Fake::left() > 0 {
+        std::thread::yield_now();
+    }
+    let _ = device;
+}
+
+/// A request that is polled.
+pub type Request<'a, G> = Pin<Box<dyn Future<Output = Result<G>> + Send + 'a>>;
+
+/// Pins on any device.
+pub trait AnyDevice {
+    /// Pins for reading, and waits.
+    fn read(&self, tensor: &Tensor) -> Result<Pinned>;
+    /// Pins for writing, and waits.
+    fn write(&self, tensor: &Tensor) -> Result<PinnedMut>;
+    /// Pins a set for reading, and waits.
+    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet>;
+    /// Pins a set for writing, and waits.
+    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut>;
+    /// As [`read`](Self::read), to be polled.
+    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>;
+    /// As [`write`](Self::write), to be polled.
+    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>;
+}
+
+impl AnyDevice for Runtime {
+    fn read(&self, tensor: &Tensor) -> Result<Pinned> {
+        if self.host_addressable() {
+            return self.pin(tensor).wait().map(Pinned::Slice);
+        }
+        let guard = self.pin_device(std::slice::from_ref(tensor)).wait()?;
+        Ok(Pinned::Copies(guard, tensor.size().get()))
+    }
+
+    fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
+        if self.host_addressable() {
+            return self.pin_mut(tensor).wait().map(PinnedMut::Slice);
+        }
+        let guard = self.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
+        Ok(PinnedMut::Copies(guard, tensor.size().get()))
+    }
+
+    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
+        if self.host_addressable() {
+            return self.pin_set(tensors).wait().map(PinnedSet::Slices);
+        }
+        Ok(PinnedSet::Copies(self.pin_device(tensors).wait()?, lengths(tensors)))
+    }
+
+    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
+        if self.host_addressable() {
+            return self.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
+        }
+        Ok(PinnedSetMut::Copies(self.pin_device_mut(tensors).wait()?, lengths(tensors)))
+    }
+
+    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
+        if self.host_addressable() {
+            let request = self.pin(tensor);
+            return Box::pin(async move { request.await.map(Pinned::Slice) });
+        }
+        let (request, len) = (self.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
+        Box::pin(async move { Ok(Pinned::Copies(request.await?, len)) })
+    }
+
+    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
+        if self.host_addressable() {
+            let request = self.pin_mut(tensor);
+            return Box::pin(async move { request.await.map(PinnedMut::Slice) });
+        }
+        let (request, len) = (self.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
+        Box::pin(async move { Ok(PinnedMut::Copies(request.await?, len)) })
+    }
+}
+
+fn lengths(tensors: &[Tensor]) -> Vec<u64> {
+    tensors.iter().map(|tensor| tensor.size().get()).collect()
+}
+
+/// Bytes that no copy leaves as they are by accident.
+fn copied<'a>(len: u64, copy: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Cow<'a, [u8]>> {
+    let mut bytes = vec![0xEE; len as usize];
+    copy(&mut bytes)?;
+    Ok(bytes.into())
+}
+
+fn values<T: AnyBitPattern>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
+/// A tensor pinned for reading.
+#[derive(Debug)]
+pub enum Pinned {
+    Slice(PinGuard),
+    Copies(DevicePin, u64),
+}
+
+impl Pinned {
+    /// Copies fail where a slice would not, once the runtime is closed.
+    pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
+        match self {
+            Self::Slice(guard) => Ok(guard.bytes().into()),
+            Self::Copies(guard, len) => copied(*len, |bytes| guard.copy_out(0, 0, bytes)),
+        }
+    }
+    pub fn bytes(&self) -> Cow<'_, [u8]> {
+        self.try_bytes().unwrap()
+    }
+    pub fn values<T: AnyBitPattern + NoUninit>(&self) -> Vec<T> {
+        match self {
+            Self::Slice(guard) => guard.view().unwrap().to_vec(),
+            Self::Copies(..) => values(&self.bytes()),
+        }
+    }
+}
+
+/// A tensor pinned for writing.
+#[derive(Debug)]
+pub enum PinnedMut {
+    Slice(PinGuardMut),
+    Copies(DevicePinMut, u64),
+}
+
+impl PinnedMut {
+    /// Copies fail where a slice would not, once the runtime is closed.
+    pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
+        match self {
+            Self::Slice(guard) => Ok(guard.bytes().into()),
+            Self::Copies(guard, len) => copied(*len, |bytes| guard.copy_out(0, 0, bytes)),
+        }
+    }
+    pub fn bytes(&self) -> Cow<'_, [u8]> {
+        self.try_bytes().unwrap()
+    }
+    pub fn values<T: AnyBitPattern + NoUninit>(&self) -> Vec<T> {
+        match self {
+            Self::Slice(guard) => guard.view().unwrap().to_vec(),
+            Self::Copies(..) => values(&self.bytes()),
+        }
+    }
+    pub fn try_fill(&mut self, byte: u8) -> Result<()> {
+        match self {
+            Self::Slice(guard) => {
+                guard.bytes_mut().fill(byte);
+                Ok(())
+            }
+            Self::Copies(guard, len) => guard.copy_in(0, 0, &vec![byte; *len as usize]),
+        }
+    }
+    pub fn fill(&mut self, byte: u8) {
+        self.try_fill(byte).unwrap();
+    }
+    pub fn set<T: AnyBitPattern + NoUninit>(&mut self, values: &[T]) {
+        match self {
+            Self::Slice(guard) => guard.view_mut().unwrap().copy_from_slice(values),
+            Self::Copies(guard, _) => guard.copy_in(0, 0, bytemuck::cast_slice(values)).unwrap(),
+        }
+    }
+}
+
+/// Tensors pinned for reading as a unit.
+#[derive(Debug)]
+pub enum PinnedSet {
+    Slices(PinSet),
+    Copies(DevicePin, Vec<u64>),
+}
+
+impl PinnedSet {
+    pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
+        match self {
+            Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
+            Self::Copies(guard, lengths) => {
+                let Some(len) = lengths.get(index).copied() else { return Ok(None) };
+                copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
+            }
+        }
+    }
+    pub fn bytes(&self, index: usize) -> Option<Cow<'_, [u8]>> {
+        self.try_bytes(index).unwrap()
+    }
+}
+
+/// Tensors pinned for writing as a unit.
+#[derive(Debug)]
+pub enum PinnedSetMut {
+    Slices(PinSetMut),
+    Copies(DevicePinMut, Vec<u64>),
+}
+
+impl PinnedSetMut {
+    pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
+        match self {
+            Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
+            Self::Copies(guard, lengths) => {
+                let Some(len) = lengths.get(index).copied() else { return Ok(None) };
+                copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
+            }
+        }
+    }
+    pub fn bytes(&self, index: usize) -> Option<Cow<'_, [u8]>> {
+        self.try_bytes(index).unwrap()
+    }
+    pub fn values<T: AnyBitPattern + NoUninit>(&self, index: usize) -> Vec<T> {
+        values(&self.bytes(index).unwrap())
+    }
+    pub fn try_set<T: AnyBitPattern + NoUninit>(&mut self, index: usize, values: &[T]) -> Result<()> {
+        match self {
+            Self::Slices(guard) => {
+                guard.view_mut(index)?.copy_from_slice(values);
+                Ok(())
+            }
+            Self::Copies(guard, _) => guard.copy_in(index, 0, bytemuck::cast_slice(values)),
+        }
+    }
+    pub fn set<T: AnyBitPattern + NoUninit>(&mut self, index: usize, values: &[T]) {
+        self.try_set(index, values).unwrap();
+    }
+}
