@@ -266,7 +266,7 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     let Some(output) = run(&with_kernels, &[("FAKECUDA_NO_DEVICE", "1")]) else { return };
     refused(&output, &["CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"]);
     let refuse = |more: &[&str], set: &[(&str, &str)], wanted: &[&str]| refused(&run(more, set).unwrap(), wanted);
-    refuse(&["cuda:7", "--kernels", kernels], &[], &["no GPU 7", "outcore doctor"]);
+    refuse(&["cuda:7", "--kernels", kernels], &[], &["no GPU 7", "sees 0 (GPU-", "CUDA_VISIBLE_DEVICES"]);
     refuse(&with_kernels, &[("FAKECUDA_DRIVER_VERSION", "11080")], &["11.8", "12.0"]);
     refuse(&["cuda", "--kernels", "/nowhere/k.ptx"], &[], &["/nowhere/k.ptx", "check_kernels.sh"]);
     refuse(&["cuda", "--kernels", model], &[], &["m.gguf", "check_kernels.sh"]);
