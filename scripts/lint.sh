@@ -18,15 +18,17 @@ say "Cargo.lock is up to date"
 cargo metadata --locked --format-version 1 >/dev/null
 say "format"
 cargo fmt --all --check
-say "clippy"
+# Everything first: what it builds of others is what the rest needs.
+say "clippy, all that there is"
+cargo clippy --workspace --all-targets \
+    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
+say "clippy, without features"
 cargo clippy --workspace --all-targets -- -D warnings
 say "clippy, features cli and strict"
-cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
-say "clippy, features cli and cuda"
-cargo clippy -p outcore --all-targets --features cuda,cli -- -D warnings
-cargo clippy -p outcore-gpu-check -p outcore-llm --all-targets --features outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
+cargo clippy -p outcore --all-targets --features cli,strict -- -D warnings
 say "documentation"
-RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps \
+    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
 # The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.
 if [ -f fuzz/Cargo.toml ]; then
     say "fuzz targets"

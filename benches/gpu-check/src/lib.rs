@@ -1,7 +1,7 @@
 //! The parts of `make gpu-check` that need a GPU: what the driver does by itself (copies, mapping, locking, events), and
 //! what the runtime makes of it (overlap, passes over models larger than the GPU's budget, first page, pins).
 //!
-//! Each part writes [`Record`]s as it goes, so that a run that is cut short leaves what it had. Every number stands
+//! Each part writes `Record`s as it goes, so that a run that is cut short leaves what it had. Every number stands
 //! beside a ceiling that the same part measured. Over the emulated driver of `tests/fake-cuda` the parts run too, which
 //! shows that they work and that their calls are in order; the numbers then mean nothing.
 
