@@ -667,8 +667,8 @@ impl Pinned {
         Some(DeviceBytes { address, len: Bytes::new(tensor.len) })
     }
 
-    /// Whether these pins can end when a stream has come so far.
-    fn can_end_on(&self, stream: &ComputeStream) -> Result<()> {
+    /// Has `give_back` end these pins when a stream has come so far. Refused, they stay.
+    fn end_on(&mut self, stream: &ComputeStream, give_back: fn(&Pins)) -> Result<()> {
         if self.pins.segments.iter().any(|segment| !stream.belongs_to(&segment.shared)) {
             return Err(Error::new(
                 ErrorKind::InvalidArgument,
@@ -676,7 +676,10 @@ impl Pinned {
             )
             .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"));
         }
-        stream.can_mark()
+        stream.can_mark()?;
+        let pins = self.pins.take();
+        stream.mark(move || give_back(&pins));
+        Ok(())
     }
 
     fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -965,12 +968,7 @@ impl DevicePin {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
     /// captured into a graph; [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
     pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
-        if let Err(error) = self.0.can_end_on(stream) {
-            return Err(UnpinRefused { guard: self, error });
-        }
-        let pins = self.0.pins.take();
-        stream.mark(move || pins.unpin());
-        Ok(())
+        self.0.end_on(stream, Pins::unpin).map_err(|error| UnpinRefused { guard: self, error })
     }
 
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
@@ -1043,12 +1041,7 @@ impl DevicePinMut {
     /// # Errors
     /// The same.
     pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
-        if let Err(error) = self.0.can_end_on(stream) {
-            return Err(UnpinRefused { guard: self, error });
-        }
-        let pins = self.0.pins.take();
-        stream.mark(move || pins.unlock());
-        Ok(())
+        self.0.end_on(stream, Pins::unlock).map_err(|error| UnpinRefused { guard: self, error })
     }
 
     /// As [`DevicePin::copy_out`].

@@ -633,6 +633,9 @@ const WORST_PAGES: usize = 16;
 
 /// The host tier is locked, and so takes its memory whether it is used or not.
 fn check_host_budget(budget: Bytes) -> Result<()> {
+    if budget == Bytes::ZERO {
+        return Ok(());
+    }
     // Where the limit cannot be read, the kernel will say.
     let Ok(memory) = MemoryLimit::detect() else { return Ok(()) };
     if budget <= memory.limit {

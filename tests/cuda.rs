@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use common::{Synthetic, synthetic};
 use harness::control::Fake;
-use harness::watched;
+use harness::{fail_every_call, only_pageable, watched};
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamKind, StreamOp,
     cuda_devices,
@@ -27,7 +27,6 @@ const OUT_OF_MEMORY: u32 = 2;
 const ILLEGAL_ADDRESS: u32 = 700;
 const NOT_PERMITTED: u32 = 800;
 const NOT_SUPPORTED: u32 = 801;
-const UNKNOWN: u32 = 999;
 const VIRTUAL_MEMORY: i32 = 102;
 
 fn builder(frames: u64, host: u64) -> RuntimeBuilder {
@@ -416,46 +415,15 @@ fn a_little_of_everything(file: &Synthetic) -> Result<()> {
     used.and(closed)
 }
 
-fn assert_clear(error: &Error, what: &str) {
-    assert_ne!(error.kind(), ErrorKind::Internal, "{what}: {error}");
-    assert!(error.to_string().len() > 20, "{what}: {error}");
-}
-
-/// Copies of plain memory are the driver's where it had no locked buffer to give.
-fn only_pageable(fake: &Fake, what: &str) {
-    let findings = fake.take_findings();
-    assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "{what}: {findings:#?}");
-}
-
 #[test]
 fn whatever_call_fails_ends_in_an_error_or_in_the_right_bytes() {
     if Fake::load_or_skip("whatever_call_fails_ends_in_an_error_or_in_the_right_bytes").is_none() {
         return;
     }
-    let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
-    let mut failed = 0;
-    for n in 1.. {
-        // Two ways to go on for who is told; which call gets which does not matter.
-        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
-        let (file, (tell, told)) = (Arc::clone(&file), std::sync::mpsc::channel());
-        watched(&format!("failing call {n} with {code}"), move || {
-            let fake = Fake::load();
-            fake.fail_nth("*", n, code);
-            let outcome = a_little_of_everything(&file);
-            if let Err(error) = &outcome {
-                assert_clear(error, &format!("call {n}"));
-            }
-            only_pageable(&fake, &format!("call {n}"));
-            tell.send((fake.fired(), outcome.is_err())).unwrap();
-        });
-        let (fired, error) = told.recv().unwrap();
-        failed += u64::from(error);
-        if fired == 0 {
-            assert!(!error && n > 100 && failed > 20, "{n} calls, of which {failed} mattered");
-            eprintln!("{} calls failed one by one; {failed} made the program fail", n - 1);
-            break;
-        }
-    }
+    let file = synthetic(&[3 << 20, 1 << 20]);
+    let (runs, failed) = fail_every_call(move || a_little_of_everything(&file));
+    assert!(runs > 100 && failed > 20, "{runs} calls, of which {failed} mattered");
+    eprintln!("{} calls failed one by one; {failed} made the program fail", runs - 1);
 }
 
 #[test]

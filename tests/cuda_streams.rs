@@ -20,7 +20,7 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, control, watched};
+use harness::{Rng, control, fail_every_call};
 use outcore::device::CudaDeviceSelector;
 use outcore::dlpack::DLDeviceType;
 use outcore::{
@@ -29,8 +29,6 @@ use outcore::{
 };
 
 const PAGE: u64 = 2 << 20;
-const UNKNOWN: u32 = 999;
-const OUT_OF_MEMORY: u32 = 2;
 
 fn builder(frames: u64, host: u64) -> RuntimeBuilder {
     Runtime::builder()
@@ -39,12 +37,6 @@ fn builder(frames: u64, host: u64) -> RuntimeBuilder {
         .device_budget(Bytes::new(frames * PAGE))
         .host_budget(Bytes::new(host * PAGE))
         .staging(Bytes::new(4 * PAGE))
-}
-
-/// Nothing found, and nothing of what was made is left.
-fn finish(fake: &Fake) {
-    fake.check_leaks();
-    fake.expect_clean();
 }
 
 /// `copy(const void* from, void* to, u64 len)`, without the body.
@@ -170,7 +162,7 @@ fn a_guard_ends_behind_the_kernel_that_uses_it() {
         drop((stream, tensors));
         runtime.close().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// What the test above would not see if the judge were blind.
@@ -198,7 +190,7 @@ fn a_guard_that_ends_too_early_is_found() {
         // The judge follows the frame to its next page.
         fake.take_findings();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -228,7 +220,7 @@ fn what_a_kernel_writes_is_written_back_after_it() {
         drop((adopted, made, tensors));
         runtime.close().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -268,7 +260,7 @@ fn closing_waits_for_guards_that_end_behind_kernels() {
         fake.take_findings();
         left == 0
     });
-    finish(&fake);
+    fake.finish();
 }
 
 /// For what ends on threads that nobody joins.
@@ -358,7 +350,7 @@ fn streams_that_cannot_be_used_are_refused_and_the_guard_comes_back() {
         host.close().unwrap();
         other.close().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -387,7 +379,7 @@ fn streams_are_used_again_and_adopted_ones_stay_their_owners() {
         assert_eq!(fake.calls("cuStreamSynchronize"), fake.calls("cuStreamDestroy") - destroyed, "only its own");
         foreign.stream.synchronize().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -395,44 +387,24 @@ fn whatever_call_fails_no_page_goes_from_under_a_stream() {
     if Fake::load_or_skip("whatever_call_fails_no_page_goes_from_under_a_stream").is_none() {
         return;
     }
-    let file = Arc::new(synthetic(&[3 << 20, 1 << 20]));
-    let mut failed = 0;
-    for n in 1.. {
-        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
-        let (file, (tell, told)) = (Arc::clone(&file), std::sync::mpsc::channel());
-        watched(&format!("failing call {n} with {code}"), move || {
-            let fake = Fake::load();
-            fake.fail_nth("*", n, code);
-            let outcome = (|| {
-                let runtime = builder(2, 0).open()?;
-                let used = (|| {
-                    let model = runtime.open_model(&file.path)?;
-                    let tensors = [model.tensor("t0")?, model.tensor("t1")?];
-                    let stream = runtime.compute_stream()?;
-                    for at in [0, 1, 0] {
-                        let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
-                        stream.call(|| ());
-                        guard.unpin_after(&stream)?;
-                    }
-                    stream.synchronize()
-                })();
-                let closed = runtime.close();
-                used.and(closed)
-            })();
-            if let Err(error) = &outcome {
-                assert_ne!(error.kind(), ErrorKind::Internal, "call {n}: {error}");
+    let file = synthetic(&[3 << 20, 1 << 20]);
+    let (runs, failed) = fail_every_call(move || {
+        let runtime = builder(2, 0).open()?;
+        let used = (|| {
+            let model = runtime.open_model(&file.path)?;
+            let tensors = [model.tensor("t0")?, model.tensor("t1")?];
+            let stream = runtime.compute_stream()?;
+            for at in [0, 1, 0] {
+                let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
+                stream.call(|| ());
+                guard.unpin_after(&stream)?;
             }
-            let findings = fake.take_findings();
-            assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "call {n}: {findings:#?}");
-            tell.send((fake.fired(), outcome.is_err())).unwrap();
-        });
-        let (fired, error) = told.recv().unwrap();
-        failed += u64::from(error);
-        if fired == 0 {
-            assert!(!error && n > 60 && failed > 20, "{n} calls, of which {failed} mattered");
-            break;
-        }
-    }
+            stream.synchronize()
+        })();
+        let closed = runtime.close();
+        used.and(closed)
+    });
+    assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
 }
 
 fn pin_copy(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
@@ -545,7 +517,7 @@ fn a_dlpack_consumer_reads_on_its_own_stream() {
         drop((stream, rows, others, tensors));
         runtime.close().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -591,5 +563,5 @@ fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
         drop((streams, tensors));
         runtime.close().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }

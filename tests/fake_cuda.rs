@@ -15,12 +15,6 @@ use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 
-/// Fails if anything was found, or is left of what the test made.
-fn finish(fake: &Fake) {
-    fake.check_leaks();
-    fake.expect_clean();
-}
-
 /// What cudarc's safe interface offers, with its own events, on two streams.
 #[test]
 fn safe_interface() {
@@ -40,7 +34,7 @@ fn safe_interface() {
     for finding in fake.take_findings() {
         assert!(finding.starts_with("pageable"), "{finding}");
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -67,7 +61,7 @@ fn bytes_go_there_and_back_on_two_streams() {
         free(a).unwrap();
         free(b).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -94,7 +88,7 @@ fn an_event_stands_for_the_last_record_before_the_question() {
         event.synchronize().unwrap();
         assert!(event.try_is_complete().unwrap());
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -111,7 +105,7 @@ fn timed_events_measure_and_others_refuse() {
         end.synchronize().unwrap();
         assert_eq!(start.elapsed_ms(&end).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_HANDLE);
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -131,7 +125,7 @@ fn a_host_function_runs_in_its_place_on_the_stream() {
         assert_eq!([receive.recv().unwrap(), receive.recv().unwrap(), receive.recv().unwrap()], [0, 1, 2]);
         stream.synchronize().unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// A frame keeps its bytes when it moves to another address; two addresses may show one frame.
@@ -163,7 +157,7 @@ fn frames_move_between_addresses() {
         unreserve(base, 4).unwrap();
         assert_eq!(fake.used_bytes(0), 0);
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -190,7 +184,7 @@ fn one_call_sets_access_for_a_run_of_frames_and_work_crosses_them() {
         }
         unreserve(base, 3).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -206,7 +200,7 @@ fn the_devices_memory_is_as_large_as_was_said() {
         frames.into_iter().for_each(|frame| release(frame).unwrap());
         release(create().unwrap()).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -229,7 +223,7 @@ fn registered_memory_is_page_locked() {
         unregister(&back).unwrap();
         free(device).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -252,7 +246,7 @@ fn a_batch_copies_each_way() {
         free(a).unwrap();
         free(b).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// What nvcc prints for `axpy(float a, const float* x, float* y, int n)`, without the body.
@@ -306,7 +300,7 @@ fn a_kernel_runs_what_was_registered_under_its_name() {
         }
         unreserve(base, 2).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// A captured graph is launched twice; between the launches another frame takes the address.
@@ -345,7 +339,7 @@ fn a_graph_meets_the_mappings_of_the_day() {
         release(other).unwrap();
         page.give_back();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// A stream may be destroyed with work on it; the context still waits for that work.
@@ -365,7 +359,7 @@ fn a_destroyed_stream_finishes_its_work() {
         assert_eq!(back.bytes(), [4]);
         page.give_back();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 #[test]
@@ -386,7 +380,7 @@ fn the_nth_call_fails_and_the_others_do_not() {
         release(first).unwrap();
         release(third).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// A countdown over all calls: each run fails one call later, until a run meets no failure.
@@ -493,7 +487,7 @@ fn late_and_slow_work_gives_the_same_bytes() {
         }
         free(device).unwrap();
     }
-    finish(&fake);
+    fake.finish();
 }
 
 /// Runs the test `child` in a process of its own.

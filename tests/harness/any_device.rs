@@ -196,25 +196,6 @@ pub enum Pinned {
     Copies(DevicePin, u64),
 }
 
-impl Pinned {
-    /// Copies fail where a slice would not, once the runtime is closed.
-    pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
-        match self {
-            Self::Slice(guard) => Ok(guard.bytes().into()),
-            Self::Copies(guard, len) => copied(*len, |bytes| guard.copy_out(0, 0, bytes)),
-        }
-    }
-    pub fn bytes(&self) -> Cow<'_, [u8]> {
-        self.try_bytes().unwrap()
-    }
-    pub fn values<T: AnyBitPattern + NoUninit>(&self) -> Vec<T> {
-        match self {
-            Self::Slice(guard) => guard.view().unwrap().to_vec(),
-            Self::Copies(..) => values(&self.bytes()),
-        }
-    }
-}
-
 /// A tensor pinned for writing.
 #[derive(Debug)]
 pub enum PinnedMut {
@@ -222,23 +203,32 @@ pub enum PinnedMut {
     Copies(DevicePinMut, u64),
 }
 
+macro_rules! readable {
+    ($($pinned:ident)*) => {$(
+        impl $pinned {
+            /// Copies fail where a slice would not, once the runtime is closed.
+            pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
+                match self {
+                    Self::Slice(guard) => Ok(guard.bytes().into()),
+                    Self::Copies(guard, len) => copied(*len, |bytes| guard.copy_out(0, 0, bytes)),
+                }
+            }
+            pub fn bytes(&self) -> Cow<'_, [u8]> {
+                self.try_bytes().unwrap()
+            }
+            pub fn values<T: AnyBitPattern + NoUninit>(&self) -> Vec<T> {
+                match self {
+                    Self::Slice(guard) => guard.view().unwrap().to_vec(),
+                    Self::Copies(..) => values(&self.bytes()),
+                }
+            }
+        }
+    )*};
+}
+
+readable! { Pinned PinnedMut }
+
 impl PinnedMut {
-    /// Copies fail where a slice would not, once the runtime is closed.
-    pub fn try_bytes(&self) -> Result<Cow<'_, [u8]>> {
-        match self {
-            Self::Slice(guard) => Ok(guard.bytes().into()),
-            Self::Copies(guard, len) => copied(*len, |bytes| guard.copy_out(0, 0, bytes)),
-        }
-    }
-    pub fn bytes(&self) -> Cow<'_, [u8]> {
-        self.try_bytes().unwrap()
-    }
-    pub fn values<T: AnyBitPattern + NoUninit>(&self) -> Vec<T> {
-        match self {
-            Self::Slice(guard) => guard.view().unwrap().to_vec(),
-            Self::Copies(..) => values(&self.bytes()),
-        }
-    }
     pub fn try_fill(&mut self, byte: u8) -> Result<()> {
         match self {
             Self::Slice(guard) => {
@@ -266,21 +256,6 @@ pub enum PinnedSet {
     Copies(DevicePin, Vec<u64>),
 }
 
-impl PinnedSet {
-    pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
-        match self {
-            Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
-            Self::Copies(guard, lengths) => {
-                let Some(len) = lengths.get(index).copied() else { return Ok(None) };
-                copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
-            }
-        }
-    }
-    pub fn bytes(&self, index: usize) -> Option<Cow<'_, [u8]>> {
-        self.try_bytes(index).unwrap()
-    }
-}
-
 /// Tensors pinned for writing as a unit.
 #[derive(Debug)]
 pub enum PinnedSetMut {
@@ -288,19 +263,28 @@ pub enum PinnedSetMut {
     Copies(DevicePinMut, Vec<u64>),
 }
 
-impl PinnedSetMut {
-    pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
-        match self {
-            Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
-            Self::Copies(guard, lengths) => {
-                let Some(len) = lengths.get(index).copied() else { return Ok(None) };
-                copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
+macro_rules! readable_sets {
+    ($($pinned:ident)*) => {$(
+        impl $pinned {
+            pub fn try_bytes(&self, index: usize) -> Result<Option<Cow<'_, [u8]>>> {
+                match self {
+                    Self::Slices(guard) => Ok(guard.bytes(index).map(Cow::from)),
+                    Self::Copies(guard, lengths) => {
+                        let Some(len) = lengths.get(index).copied() else { return Ok(None) };
+                        copied(len, |bytes| guard.copy_out(index, 0, bytes)).map(Some)
+                    }
+                }
+            }
+            pub fn bytes(&self, index: usize) -> Option<Cow<'_, [u8]>> {
+                self.try_bytes(index).unwrap()
             }
         }
-    }
-    pub fn bytes(&self, index: usize) -> Option<Cow<'_, [u8]>> {
-        self.try_bytes(index).unwrap()
-    }
+    )*};
+}
+
+readable_sets! { PinnedSet PinnedSetMut }
+
+impl PinnedSetMut {
     pub fn values<T: AnyBitPattern + NoUninit>(&self, index: usize) -> Vec<T> {
         values(&self.bytes(index).unwrap())
     }

@@ -5,6 +5,8 @@
 
 #[macro_use]
 mod any_device;
+#[cfg(feature = "cuda")]
+mod every_call;
 
 use std::panic;
 use std::sync::Arc;
@@ -24,6 +26,8 @@ pub use any_device::{
 };
 #[cfg(feature = "cuda")]
 pub use any_device::{control, small_pages};
+#[cfg(feature = "cuda")]
+pub use every_call::{fail_every_call, only_pageable};
 
 /// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
 const HANG: Duration = Duration::from_secs(150);

@@ -25,8 +25,8 @@ pub struct PagedWeights {
     runtime: Runtime,
     tensors: Vec<Tiled>,
     waited: AtomicU64,
-    /// Passes still to begin before the tensors no plan names are asked for; none are where not everything fits.
-    until_all: Mutex<Option<u32>>,
+    /// Whether everything fits.
+    whole: bool,
     declared: Mutex<Declared>,
     cancelled: Arc<AtomicBool>,
 }
@@ -37,6 +37,8 @@ struct Declared {
     cycle: Vec<Step>,
     /// Whether the policy took it: some follow no plans.
     taken: bool,
+    /// Whether what no plan names was asked for, too.
+    all_asked: bool,
 }
 
 #[derive(Debug)]
@@ -74,7 +76,7 @@ impl PagedWeights {
             runtime: runtime.clone(),
             tensors,
             waited: AtomicU64::new(0),
-            until_all: Mutex::new(whole.then_some(1)),
+            whole,
             declared: Mutex::default(),
             cancelled: Arc::default(),
         })
@@ -85,20 +87,6 @@ impl PagedWeights {
     pub fn cancelled_by(mut self, flag: Arc<AtomicBool>) -> Self {
         self.cancelled = flag;
         self
-    }
-
-    /// Where everything fits, asks for what no plan names (embeddings of tokens not met yet) once the first pass, whose
-    /// end somebody waits for, has been served.
-    fn complete(&self) {
-        let mut until = self.until_all.lock();
-        match *until {
-            Some(0) => {
-                self.tensors.iter().for_each(|tensor| self.runtime.prefetch(&tensor.whole));
-                *until = None;
-            }
-            Some(passes) => *until = Some(passes - 1),
-            None => {}
-        }
     }
 
     fn tensor(&self, id: TensorId) -> Result<&Tiled> {
@@ -149,27 +137,31 @@ impl Weights for PagedWeights {
     }
 
     /// The rows of embeddings at the start of a pass differ from pass to pass; what follows does not. The first is
-    /// hinted, the second declared, once.
+    /// hinted, the second declared, once. Where everything fits, what no plan names (embeddings of tokens not met yet) is
+    /// asked for once the first pass, whose end somebody waits for, has been served.
     fn will_use(&self, order: &[Step]) {
         let Some(first) = order.first() else { return };
         let (changing, cycle) = order.split_at(order.iter().take_while(|step| step.0 == first.0).count());
         let mut declared = self.declared.lock();
+        let later = !declared.cycle.is_empty() && !cycle.is_empty();
         if declared.cycle != cycle || (declared.taken && !self.runtime.is_planned()) {
             let parts: Option<Vec<Tensor>> =
                 cycle.iter().map(|(id, rows)| self.part(*id, rows).ok().map(Cow::into_owned)).collect();
             if let Some(parts) = parts {
                 self.runtime.plan(&parts, true);
-                *declared = Declared { cycle: cycle.to_vec(), taken: self.runtime.is_planned() };
+                declared.cycle = cycle.to_vec();
+                declared.taken = self.runtime.is_planned();
             }
         }
+        let rest = self.whole && later && !std::mem::replace(&mut declared.all_asked, true);
         drop(declared);
         for (id, rows) in changing {
             if let Ok(part) = self.part(*id, rows) {
                 self.runtime.prefetch(&part);
             }
         }
-        if !cycle.is_empty() {
-            self.complete();
+        if rest {
+            self.tensors.iter().for_each(|tensor| self.runtime.prefetch(&tensor.whole));
         }
     }
 

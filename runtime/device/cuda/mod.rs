@@ -31,7 +31,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub use driver::{cuda_device, cuda_devices};
 
-use super::stream::{closed, report_apart};
+use super::stream::{STREAMS_MAX, closed, event_of, event_parts, report_apart};
 use super::{
     Completions, CudaDeviceSelector, Device, DeviceAddress, EventId, HostPointer, RawStream, SlabRegion, StreamId,
     StreamKind, StreamOp, Token,
@@ -42,10 +42,6 @@ use driver::{Context, Current, EventHandle, Failure, Outcome};
 use frames::Layout;
 use mapper::{Deferred, Mapper};
 use stream::Stream;
-
-/// Bits of an event that count operations; the rest is the stream.
-const EVENT_COUNT_BITS: u32 = 44;
-const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
 
 /// What a CUDA device is made of.
 #[derive(Clone, Debug)]
@@ -277,10 +273,6 @@ impl CudaDevice {
         Ok(device)
     }
 
-    fn event_parts(event: EventId) -> (u32, u64) {
-        ((event.0 >> EVENT_COUNT_BITS) as u32, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
-    }
-
     fn stream(&self, index: u32) -> Result<Arc<Stream>> {
         let streams = self.core.streams.read();
         let count = streams.all.len();
@@ -498,18 +490,18 @@ impl Device for CudaDevice {
         let recorded = self.stream(stream.0)?;
         self.core.mapper.catch_up(&recorded);
         let number = recorded.record(&self.core)?;
-        Ok(EventId(u64::from(stream.0) << EVENT_COUNT_BITS | number))
+        Ok(event_of(stream, number))
     }
 
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        let (recorded, number) = Self::event_parts(event);
+        let (recorded, number) = event_parts(event);
         let (other, waiting) = (self.stream(recorded)?, self.stream(stream.0)?);
         self.core.mapper.catch_up(&waiting);
         waiting.wait(&self.core, &other, number)
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        let (stream, number) = Self::event_parts(event);
+        let (stream, number) = event_parts(event);
         self.stream(stream)?.poll(&self.core, number)
     }
 

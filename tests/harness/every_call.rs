@@ -1,0 +1,52 @@
+//! Failing every call of the emulated CUDA driver that a program makes, one by one.
+
+use std::sync::{Arc, mpsc};
+
+use outcore::{Error, ErrorKind, Result};
+
+use super::control::Fake;
+use super::watched;
+
+const OUT_OF_MEMORY: u32 = 2;
+const UNKNOWN: u32 = 999;
+
+fn assert_clear(error: &Error, what: &str) {
+    assert_ne!(error.kind(), ErrorKind::Internal, "{what}: {error}");
+    assert!(error.to_string().len() > 20, "{what}: {error}");
+}
+
+/// Copies of plain memory are the driver's where it had no locked buffer to give.
+pub fn only_pageable(fake: &Fake, what: &str) {
+    let findings = fake.take_findings();
+    assert!(findings.iter().all(|finding| finding.starts_with("pageable")), "{what}: {findings:#?}");
+}
+
+/// Runs `program` with its first call failing, then its second, until it makes no more: each run ends with a clear error or
+/// well, and the judge is content. Returns the runs and in how many the program failed; in the last, in which no call did,
+/// it did not.
+pub fn fail_every_call(program: impl Fn() -> Result<()> + Send + Sync + 'static) -> (u64, u64) {
+    let program = Arc::new(program);
+    let mut failed = 0;
+    for n in 1.. {
+        // Two ways to go on for who is told; which call gets which does not matter.
+        let code = if n % 2 == 0 { OUT_OF_MEMORY } else { UNKNOWN };
+        let (program, (tell, told)) = (Arc::clone(&program), mpsc::channel());
+        watched(&format!("failing call {n} with {code}"), move || {
+            let fake = Fake::load();
+            fake.fail_nth("*", n, code);
+            let outcome = program();
+            if let Err(error) = &outcome {
+                assert_clear(error, &format!("call {n}"));
+            }
+            only_pageable(&fake, &format!("call {n}"));
+            tell.send((fake.fired(), outcome.is_err())).unwrap();
+        });
+        let (fired, error) = told.recv().unwrap();
+        if fired == 0 {
+            assert!(!error, "no call failed in run {n}, but the program did");
+            return (n, failed);
+        }
+        failed += u64::from(error);
+    }
+    unreachable!("a program makes less than 2^64 calls")
+}
