@@ -16,7 +16,7 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
-    ChatTemplate, Config, CudaModel, CudaSession, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
+    ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
     PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,
 };
 
@@ -165,6 +165,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         (Err(error), None) => return Err(error),
     };
     let prompt = prompt_tokens(args, &files, tokenizer.as_ref())?;
+    // Pages have more use for the memory.
+    let decoder = tokenizer.map(Tokenizer::into_decoder);
     let config = Config::new(&files)?;
     check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
@@ -216,7 +218,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let mut hash = twox_hash::XxHash3_64::new();
     let mut tokens = Vec::new();
     let mut text = String::new();
-    let mut stream = tokenizer.as_ref().map(Tokenizer::stream);
+    let mut stream = decoder.as_ref().map(Decoder::stream);
     let mut passes = Vec::new();
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
@@ -249,7 +251,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         } else {
             passes.push(pass.total);
         }
-        if tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.is_end(next)) {
+        if decoder.as_ref().is_some_and(|decoder| decoder.is_end(next)) {
             break;
         }
         tokens.push(next);
