@@ -78,7 +78,7 @@ pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;
 
-/// The README's example has to compile.
+/// The README's example has to compile; `tests/readme.rs` runs it.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 use crate::device::{
-    Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice,
-    SimDeviceConfig, open_cuda,
+    Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
+    SimClock, SimDevice, SimDeviceConfig, open_cuda,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -176,14 +176,19 @@ impl Runtime {
         };
         let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
+        let hooked = config.device_hook.map(|hook| (hook, Arc::new(HookedSink::new(sink.clone()))));
+        let told: Arc<dyn Completions> = match &hooked {
+            Some((_, sink)) => sink.clone(),
+            None => sink.clone(),
+        };
         let device: Arc<dyn Device> = match &config.device {
             DeviceChoice::Host => Arc::new(HostDevice::new(
                 HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
-                sink.clone(),
+                told,
             )?),
             DeviceChoice::Simulated { seed } => {
                 let (seed, link, clock) = (*seed, config.link, SimClock::Free);
-                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, sink.clone())?)
+                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, told)?)
             }
             DeviceChoice::Cuda(_) if config.link.is_some() => {
                 return Err(Error::new(
@@ -192,8 +197,12 @@ impl Runtime {
                 )
                 .remedy("leave the link out, or use the host device"));
             }
-            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
+            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, told)
                 .map_err(|error| error.context(format!("open the device {}", config.device)))?,
+        };
+        let device = match hooked {
+            Some((hook, sink)) => Arc::new(Hooked { device, hook, sink }),
+            None => device,
         };
         let frames = match known {
             Some(frames) => frames,

@@ -30,6 +30,7 @@
 // The device is chosen by file; everything above sees the same names.
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
+mod hooked;
 mod host;
 mod link;
 mod select;
@@ -51,6 +52,8 @@ pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use cuda::{cuda_device, cuda_devices};
+pub use hooked::{DeviceCall, DeviceHook};
+pub(crate) use hooked::{Hooked, HookedSink};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};

@@ -226,41 +226,57 @@ impl Pager {
         Ok(())
     }
 
-    /// A number that two pagers share if they will answer every sequence of events alike (with LRU, or without a plan
-    /// and before one is recognised), as long as no write back that was put off is due. Ids and counters are left out.
+    /// Hints that nothing has come of yet.
+    #[doc(hidden)]
+    pub fn hint_count(&self) -> usize {
+        self.hints.len()
+    }
+
+    /// A number that two pagers share if they will answer every sequence of events alike. Requests and moves go by their
+    /// age, not by their ids; counters for users are left out. Of a policy other than LRU, what its `Debug` shows counts.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
+        let mut requests: Vec<_> = self.request_stages().collect();
+        requests.sort_unstable_by_key(|(id, ..)| self.next_serial.wrapping_sub((id.0 >> 32) as u32));
+        // One that is gone has no rank.
+        let request = |id: &RequestId| requests.iter().position(|(other, ..)| other == id);
+        let mut moves: Vec<(usize, &MoveRecord)> = self.moves.iter().collect();
+        moves.sort_unstable_by_key(|(_, record)| self.next_serial.wrapping_sub(record.serial));
+        let moving = |id: u64| moves.iter().position(|(key, _)| *key == id as u32 as usize);
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
             (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh).hash(&mut hasher);
             format!("{entry:?}").hash(&mut hasher);
-            match self.filling.get(&page) {
-                Some(fill) => {
-                    fill.waiters.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
-                    (fill.priority, fill.moving.map(|id| id.0 as u32)).hash(&mut hasher);
-                }
-                None => 0.hash(&mut hasher),
-            }
-            self.claims.get(&page).map(|id| self.request_runs(*id).map(|_| id.0 as u32)).hash(&mut hasher);
+            let fill = self.filling.get(&page).map(|fill| {
+                let waiters: Vec<_> = fill.waiters.iter().map(request).collect();
+                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)))
+            });
+            let put_off = self.put_off.get(&page).map(|until| until.saturating_sub(self.events));
+            (fill, put_off, self.claims.get(&page).map(request)).hash(&mut hasher);
         }
-        for (key, record) in &self.moves {
+        for (_, record) in &moves {
             let MoveRecord { page, from, to, priority, staging, started, .. } = record;
-            (key, page, from, to, priority, staging, started).hash(&mut hasher);
+            (page, from, to, priority, staging, started).hash(&mut hasher);
         }
-        for (id, stage, remaining, exclusive) in self.request_stages() {
-            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id), self.request_standing(id))
-                .hash(&mut hasher);
+        for (id, stage, remaining, exclusive) in &requests {
+            (stage, remaining, exclusive, self.request_runs(*id), self.request_standing(*id)).hash(&mut hasher);
         }
         for line in [&self.upgrading, &self.shrinking] {
-            line.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
+            line.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         }
-        self.queue.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
-        (&self.awaiting, &self.hints, self.overtaken, self.writers > 0, self.closing).hash(&mut hasher);
-        self.policy.tracked().hash(&mut hasher);
-        format!("{:?} {:?} {:?}", self.frames, self.host.order_for_check(), self.staging.waiting_for_check())
-            .hash(&mut hasher);
+        self.queue.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
+        (&self.awaiting, &self.hints, self.staying, self.overtaken, self.writers > 0, self.closing).hash(&mut hasher);
+        if self.policy.name() == "lru" {
+            self.policy.tracked().hash(&mut hasher);
+        } else {
+            format!("{:?}", self.policy).hash(&mut hasher);
+        }
+        let (buffers, waiting) = self.staging.waiting_for_check();
+        let waiting: Vec<_> = waiting.into_iter().map(|(priority, id)| (priority, moving(u64::from(id)))).collect();
+        (buffers, waiting).hash(&mut hasher);
+        format!("{:?} {:?}", self.frames, self.host.order_for_check()).hash(&mut hasher);
         hasher.finish()
     }
 }

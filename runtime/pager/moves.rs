@@ -24,7 +24,7 @@ pub(super) struct MoveRecord {
     pub(super) priority: Priority,
     pub(super) staging: Option<StagingId>,
     pub(super) started: bool,
-    serial: u32,
+    pub(super) serial: u32,
 }
 
 impl Pager {

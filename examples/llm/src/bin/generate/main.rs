@@ -175,15 +175,14 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let pass = prompt.len();
     let budgets = match &gpu {
         None => {
-            let working = Working::of(&config, context, pass, Pool::threads_for(args.threads));
+            let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
             budget::divide(wishes, &lengths, working)?
         }
         Some(gpu) => {
-            let working = CudaSession::memory(&config, context, pass)?;
-            budget::divide_gpu(wishes, size, working, pass, gpu.free_memory()?)?
+            let working = |pass| CudaSession::memory(&config, context, pass);
+            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
     };
     let runtime = Runtime::builder()
@@ -207,7 +206,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         }
         Some(gpu) => {
             let model = CudaModel::load(&files, weights, gpu)?;
-            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, budgets.pass)?))
         }
     };
     let pass_bytes = outcore_llm::pass_bytes(&files)?;
