@@ -22,7 +22,7 @@
 //! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready". An
 //!    operation that fails reports to its token; one without a token fails every later event of its stream.
 //! 7. An operation with a token that the device has *taken up* cannot be refused any more: only the loss of the device
-//!    keeps it from ending well, as long as the caller keeps to rules 1 and 5 (and a closure does not panic). `submit`
+//!    keeps it from ending well, if what it names is mapped and valid and it is no closure, which may panic. `submit`
 //!    returns the event behind it. Where it returns none, because the operation waits for its page, the device's
 //!    [`Completions`] are told when it is taken up; of one that is refused they are not. Of two events of one stream the
 //!    later one is the greater. To be told is no promise: an operation may end without.
