@@ -8,8 +8,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use outcore::pager::{
-    Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin, Unpin,
-    WaitCause,
+    Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin,
+    Unpin, WaitCause,
 };
 use outcore::{Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentId};
 
@@ -302,7 +302,8 @@ impl World {
         let guard = &self.guards[at];
         for (page, frame) in guard.pages.iter().zip(&guard.frames) {
             let word = self.word(*page).load();
-            let moving = guard.lent.iter().any(|(lent, id)| lent == page && self.moves.iter().any(|(m, _)| m.id == *id));
+            let moving =
+                guard.lent.iter().any(|(lent, id)| lent == page && self.moves.iter().any(|(m, _)| m.id == *id));
             let void = guard.void.contains(page);
             assert!(
                 word.is_resident() != (moving || void) && word.pins > 0 && word.exclusive == guard.exclusive,
@@ -332,12 +333,7 @@ impl World {
     }
 
     /// Pins without the latch if everything is resident, else submits. `None` if it was refused.
-    pub fn pin(
-        &mut self,
-        runs: &[PageRun],
-        purpose: impl Into<Use>,
-        lock_free: bool,
-    ) -> Option<Result<(), RequestId>> {
+    pub fn pin(&mut self, runs: &[PageRun], purpose: impl Into<Use>, lock_free: bool) -> Option<Result<(), RequestId>> {
         let purpose = purpose.into();
         let exclusive = purpose == Use::Write;
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
