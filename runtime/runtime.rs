@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 use crate::device::{
     Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
@@ -22,7 +23,9 @@ use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{DeviceExclusive, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
+use crate::pin::{
+    DeviceExclusive, DeviceOnStream, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
+};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
@@ -447,7 +450,37 @@ impl Runtime {
         PinRequest::new(DeviceShared(tensors))
     }
 
-    /// The same for writing, of read-write tensors. No two of them may share a byte.
+    /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
+    /// enough that the device has taken up the copies, of bytes that were read and checked. The stream is made to wait for
+    /// them, and no thread waits for the device. The guard ends behind the stream.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+    /// let tensors = [runtime.alloc(DType::U8, &[1000])?];
+    /// let stream = runtime.compute_stream()?;
+    /// let guard = runtime.pin_device_on(&tensors, &stream).wait()?;
+    /// let bytes = guard.device_bytes(0);
+    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel: what is on the stream finds the bytes there
+    /// drop(guard); // returns at once; the pages stay until the closure has run
+    /// stream.synchronize()?; // results count from here on
+    /// # drop((stream, tensors));
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// The request fails as others do, and also with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another
+    /// runtime or one that is being captured into a graph.
+    pub fn pin_device_on<'a>(
+        &self,
+        tensors: &'a [Tensor],
+        stream: &'a ComputeStream,
+    ) -> PinRequest<'a, DeviceOnStream<'a>> {
+        PinRequest::new(DeviceOnStream(tensors, stream))
+    }
+
+    /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceExclusive<'a>> {
         PinRequest::new(DeviceExclusive(tensors))
     }

@@ -12,7 +12,7 @@ use std::task::Poll;
 
 use control::Fake;
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, HostPointer, HostSlab,
+    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, EventId, HostPointer, HostSlab,
     HostSlabConfig, StreamId, StreamKind, StreamOp, Token,
 };
 use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result};
@@ -26,6 +26,7 @@ const UNKNOWN: u32 = 999;
 #[derive(Default)]
 struct Sink {
     ended: Mutex<Vec<(u64, Result<()>)>>,
+    taken_up: Mutex<Vec<(u64, EventId)>>,
     more: Condvar,
 }
 
@@ -34,9 +35,23 @@ impl Completions for Sink {
         self.ended.lock().unwrap().extend(done.drain(..).map(|Completion { token, result }| (token.0, result)));
         self.more.notify_all();
     }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        self.taken_up.lock().unwrap().push((token.0, end));
+        self.more.notify_all();
+    }
 }
 
 impl Sink {
+    /// What has been taken up, once `count` operations have.
+    fn taken_up(&self, count: usize) -> Vec<(u64, EventId)> {
+        let mut taken_up = self.taken_up.lock().unwrap();
+        while taken_up.len() < count {
+            taken_up = self.more.wait(taken_up).unwrap();
+        }
+        taken_up.clone()
+    }
+
     /// What has ended, once `count` operations have.
     fn take(&self, count: usize) -> Vec<(u64, Result<()>)> {
         let mut ended = self.ended.lock().unwrap();
@@ -225,6 +240,43 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
     }
     assert_eq!(calls(), [before[0] + 1, before[1] + 8]);
     rig.finish(&fake);
+}
+
+#[test]
+fn who_waits_for_a_page_is_told_when_the_driver_has_the_copy() {
+    let Some(fake) = Fake::load_or_skip("who_waits_for_a_page_is_told_when_the_driver_has_the_copy") else { return };
+    for (version, refused) in [(13000, "cuMemMap"), (12090, "cuMemMap"), (12090, "cuMemcpyHtoDAsync")] {
+        fake.set_driver_version(version);
+        let rig = Rig::new(6);
+        rig.map(5, 5);
+        rig.copy_in(5, 55, 5);
+        rig.sink.take(1);
+        // Nothing can end before the driver has been asked for everything.
+        fake.hold(true);
+        let earlier = rig.sink.taken_up.lock().unwrap().len();
+        together(&fake, &rig, (0, 0), &[(1, 1), (2, 2), (3, 3)], || {
+            fake.fail_nth(refused, 2, OUT_OF_MEMORY);
+            (1..4).for_each(|n| rig.copy_in(n as u32, n as u8 + 10, n));
+            assert_eq!(rig.sink.taken_up.lock().unwrap().len(), earlier, "the pages are not there yet");
+        });
+        let told = rig.sink.taken_up(earlier + 2).split_off(earlier);
+        assert_eq!(told.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [1, 3], "{refused}");
+        assert!(told[0].1 < told[1].1);
+        // Another stream follows the copies, not this thread.
+        rig.device.wait(rig.back, told[1].1).unwrap();
+        let host = rig.host(10, Some(0xEE));
+        let op = StreamOp::CopyOut { device: rig.page(told[1].0), host, len: PAGE };
+        rig.device.submit(rig.back, op, Some(Token(50)));
+        assert!(rig.sink.ended.lock().unwrap().iter().all(|(_, result)| result.is_err()), "the streams are held");
+        fake.hold(false);
+        for (token, result) in rig.sink.take(4) {
+            assert_eq!(result.is_err(), token == 2, "{token}");
+        }
+        // SAFETY: the copy has been reported.
+        let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), PAGE as usize) };
+        assert!(bytes.iter().all(|byte| u64::from(*byte) == told[1].0 + 10), "{refused}");
+        rig.finish(&fake);
+    }
 }
 
 #[test]

@@ -25,14 +25,15 @@ use std::panic::AssertUnwindSafe;
 
 use outcore::SegmentId;
 use outcore::pager::{Backing, PolicyKind};
-use pager_world::{World, config, page, run};
+use pager_world::{Use, World, config, page, run};
 
 /// Hints that wait for room at once; there could be any number, in any order.
 const HINTS: usize = 1;
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    Pin { first: u32, count: u32, exclusive: bool },
+    Pin { first: u32, count: u32, purpose: Use },
+    TakeUp(usize),
     Unpin(usize),
     Cancel(usize),
     End { at: usize, ok: bool },
@@ -46,14 +47,15 @@ enum Event {
 fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
     let mut events = Vec::new();
     if world.guards.len() + world.waiting.len() < setting.actors {
-        for exclusive in [false, true] {
+        for purpose in [Use::Read, Use::Write, Use::Stream] {
             for (first, count) in [(0, 1), (1, 1), (0, 2)] {
-                events.push(Event::Pin { first, count, exclusive });
+                events.push(Event::Pin { first, count, purpose });
             }
         }
     }
     events.extend((0..world.guards.len()).map(Event::Unpin));
     events.extend((0..world.waiting.len()).map(Event::Cancel));
+    events.extend((0..world.moves.len()).filter(|at| world.can_be_taken(*at)).map(Event::TakeUp));
     for at in 0..world.moves.len() {
         events.push(Event::End { at, ok: true });
         if setting.failures.is_none_or(|most| failures < most) {
@@ -71,10 +73,11 @@ fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
 
 fn apply(world: &mut World, segment: SegmentId, event: Event) {
     match event {
-        Event::Pin { first, count, exclusive } => {
+        Event::Pin { first, count, purpose } => {
             // The lock-free path is the latched one where everything is resident.
-            world.pin(&[run(segment, first, count)], exclusive, count == 1);
+            world.pin(&[run(segment, first, count)], purpose, count == 1);
         }
+        Event::TakeUp(at) => world.take_up(at),
         Event::Unpin(at) => world.unpin(at),
         Event::Cancel(at) => world.cancel(at),
         Event::End { at, ok } => world.complete(at, ok),

@@ -91,6 +91,13 @@ impl Completions for HookedSink {
         }
         self.sink.completed(done);
     }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        // What was refused is never done, whatever stands in its place.
+        if !self.refused.lock().contains_key(&token) {
+            self.sink.taken_up(token, end);
+        }
+    }
 }
 
 /// See the module's first line.
@@ -185,16 +192,16 @@ impl Device for Hooked {
         self.hook.before(DeviceCall::CanMark)?;
         self.device.can_mark(stream)
     }
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let refused = token.and_then(|token| Some((token, self.hook.before(DeviceCall::Submit).err()?)));
-        let op = match refused {
-            None => op,
-            Some((token, error)) => {
-                self.sink.refused.lock().insert(token, error);
-                StreamOp::Mark
+        match refused {
+            None => self.device.submit(stream, op, token),
+            Some((refused, error)) => {
+                self.sink.refused.lock().insert(refused, error);
+                self.device.submit(stream, StreamOp::Mark, token);
+                None
             }
-        };
-        self.device.submit(stream, op, token);
+        }
     }
     fn record(&self, stream: StreamId) -> Result<EventId> {
         self.hook.before(DeviceCall::Record)?;
@@ -207,6 +214,9 @@ impl Device for Hooked {
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
         self.hook.before(DeviceCall::Poll)?;
         self.device.poll(event)
+    }
+    fn lost(&self) -> Option<Error> {
+        self.device.lost()
     }
     fn close(&self) -> Result<()> {
         let refused = self.hook.before(DeviceCall::Close);

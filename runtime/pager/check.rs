@@ -106,18 +106,20 @@ impl Pager {
             );
             let frame_wanted = match word.state {
                 State::Empty | State::Poisoned => false,
-                State::Filling => filling.is_some_and(|fill| fill.moving.is_some()),
+                State::Filling => filling.is_some_and(|fill| fill.moving.is_some() || fill.failed.is_some()),
                 _ => true,
             };
             ensure!(entry.frame().is_some() == frame_wanted, "{page:?}: {:?}, frame {:?}", word.state, entry.frame());
-            ensure!(word.pins == 0 || word.is_resident(), "{page:?}: {} pins, {:?}", word.pins, word.state);
+            let lent = filling.is_some_and(|fill| fill.lent && (fill.taken.is_some() || fill.failed.is_some()));
+            ensure!(word.pins == 0 || word.is_resident() || lent, "{page:?}: {} pins, {:?}", word.pins, word.state);
             ensure!(!word.exclusive || word.pins == 1 && word.state == State::Dirty, "{page:?}: {word:?}");
             let waited_for = self.claims.get(&page).and_then(|id| self.request_standing(*id));
             ensure!(
                 !word.closed || waited_for.is_some_and(|(_, outlasted)| outlasted > 1) && !word.exclusive,
                 "{page:?} is closed for nobody"
             );
-            ensure!(moves.fill == u32::from(word.state == State::Filling && frame_wanted), "{page:?}: fill moves");
+            let moving = filling.is_some_and(|fill| fill.moving.is_some());
+            ensure!(moves.fill == u32::from(moving), "{page:?}: fill moves");
             let copying = moves.demotion > 0;
             ensure!(entry.copying_out() == copying, "{page:?}: copying_out {}", entry.copying_out());
             ensure!(moves.demotion + moves.write_back + moves.fill <= 1, "{page:?}: two moves of one frame");
@@ -168,8 +170,15 @@ impl Pager {
         }
         ensure!(self.awaiting.is_empty() || self.frames.free_count() == 0, "a free frame while pages await one");
         let mut prefetching = 0;
+        let spoiled: BTreeSet<PageId> = self.spoiled.iter().copied().collect();
+        ensure!(spoiled.len() == self.spoiled.len(), "a page is spoiled twice");
+        ensure!(spoiled.iter().all(|page| self.filling.contains_key(page)), "a page is spoiled and not filling");
         for (page, fill) in &self.filling {
-            ensure!(fill.moving.is_some() != awaiting.contains(page), "{page:?} neither moves nor awaits");
+            let stands = [fill.moving.is_some(), awaiting.contains(page), fill.failed.is_some()];
+            ensure!(stands.into_iter().filter(|holds| *holds).count() == 1, "{page:?} stands {stands:?}");
+            ensure!(spoiled.contains(page) == fill.failed.is_some(), "{page:?}: {fill:?} and its line");
+            ensure!(fill.failed.is_none() || fill.lent && fill.waiters.is_empty(), "{page:?}: {fill:?} is for nobody");
+            ensure!(fill.taken.is_none() || !awaiting.contains(page), "{page:?}: {fill:?} is taken up without a frame");
             prefetching += u32::from(fill.priority > Priority::WriteBack);
             ensure!(
                 fill.priority <= Priority::WriteBack || fill.waiters.is_empty(),
@@ -185,10 +194,11 @@ impl Pager {
     }
 
     fn check_requests(&self) -> Result<(), String> {
-        let mut waits: HashMap<RequestId, u32> = HashMap::new();
+        let (mut waits, mut untaken): (HashMap<RequestId, u32>, HashMap<RequestId, u32>) = Default::default();
         for (page, fill) in &self.filling {
             for waiter in &fill.waiters {
                 *waits.entry(*waiter).or_default() += 1;
+                *untaken.entry(*waiter).or_default() += u32::from(fill.taken.is_none());
                 let runs = self.request_runs(*waiter);
                 let wants = runs.is_some_and(|runs| runs.iter().any(|run| run.pages().any(|wanted| wanted == *page)));
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
@@ -198,6 +208,11 @@ impl Pager {
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
             ensure!(remaining == waiting, "{id:?}: remaining {remaining}, but waits for {waiting}");
+            if let Some(counted) = self.request_untaken(id) {
+                let waiting = untaken.get(&id).copied().unwrap_or(0);
+                ensure!(counted == waiting, "{id:?}: {counted} fills not taken up, but there are {waiting}");
+                ensure!(stage != 1 || counted > 0, "{id:?} waits only for what could be lent");
+            }
             let queued = self.queue.iter().filter(|queued| **queued == id).count();
             let upgrading = self.upgrading.iter().filter(|other| **other == id).count();
             let shrinking = self.shrinking.iter().filter(|other| **other == id).count();
@@ -251,7 +266,8 @@ impl Pager {
             format!("{entry:?}").hash(&mut hasher);
             let fill = self.filling.get(&page).map(|fill| {
                 let waiters: Vec<_> = fill.waiters.iter().map(request).collect();
-                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)))
+                let lent = (fill.taken.is_some(), fill.lent, fill.failed.is_some());
+                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent)
             });
             let put_off = self.put_off.get(&page).map(|until| until.saturating_sub(self.events));
             (fill, put_off, self.claims.get(&page).map(request)).hash(&mut hasher);
@@ -262,12 +278,14 @@ impl Pager {
         }
         for (id, stage, remaining, exclusive) in &requests {
             (stage, remaining, exclusive, self.request_runs(*id), self.request_standing(*id)).hash(&mut hasher);
+            self.request_untaken(*id).hash(&mut hasher);
         }
         for line in [&self.upgrading, &self.shrinking] {
             line.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         }
         self.queue.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
-        (&self.awaiting, &self.hints, self.staying, self.overtaken, self.writers > 0, self.closing).hash(&mut hasher);
+        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.overtaken, self.writers > 0, self.closing)
+            .hash(&mut hasher);
         if self.policy.name() == "lru" {
             self.policy.tracked().hash(&mut hasher);
         } else {

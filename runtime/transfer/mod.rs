@@ -12,7 +12,9 @@
 //!    of operations that belong to callers: copies they wait for, ends of work that pins wait for.
 //! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
 //!    returned to the pager only when the operation has been reported complete.
-//! 3. The latch is never held while the store, the device, a waker or the observer is called, except for
+//! 3. All fills are copied on one stream. So of the copies that a stream waits for before it uses lent pages, it waits for
+//!    the last: that is the event a [`FillPoint`] stands for.
+//! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
 
 pub(crate) mod ticket;
@@ -29,13 +31,14 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::Verify;
 use crate::device::{
-    Completion, Completions, Device, DeviceAddress, HostPointer, HostSlab, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, StreamId, StreamKind, StreamOp,
+    Token,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::ModelHeader;
-use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
+use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
-use crate::pager::{AccessLog, Effects, Move, PageRun, Pager, Place, WaitCause};
+use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Submitted, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
@@ -84,6 +87,28 @@ impl Source {
             Self::Scratch { label, .. } => label.clone(),
         }
     }
+}
+
+/// What pins are wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    Read,
+    Write,
+    /// To be read by work on a stream, which is made to wait for what is not there yet.
+    ReadOnStream,
+}
+
+/// How a request was received.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// Every page is pinned; the bytes of some may be there only after this event.
+    Ready(Option<EventId>),
+    Waiting(Waiting),
+}
+
+/// The event behind the copies that a stream has to wait for.
+pub(crate) fn event_at(point: FillPoint) -> EventId {
+    EventId(point.get())
 }
 
 /// A request that has to wait.
@@ -159,6 +184,14 @@ impl Stage {
     }
 }
 
+/// What comes after an operation of a move.
+enum Next {
+    Nothing,
+    Write,
+    /// A copy up; the point behind it, if the device has taken it up.
+    Copy(Option<FillPoint>),
+}
+
 #[derive(Debug)]
 struct Latched {
     pager: Pager,
@@ -177,6 +210,13 @@ impl Completions for Sink {
             engine.completed(done);
         } else {
             done.clear();
+        }
+    }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
+            let _reporting = Reporting::begin();
+            engine.taken_up(token, end);
         }
     }
 }
@@ -346,27 +386,28 @@ impl Engine {
         result
     }
 
-    /// Submits a request; a ticket comes back if it has to wait. `nested` if the caller may hold guards.
-    pub(crate) fn submit(&self, runs: &[PageRun], exclusive: bool, nested: bool) -> Result<Option<Waiting>> {
+    /// Submits a request. `nested` if the caller may hold guards.
+    pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, nested: bool) -> Result<Received> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
         let page = latched.pager.awaited(runs);
-        let submitted = if nested {
-            latched.pager.submit_nested(runs, exclusive, &mut fx)
-        } else {
-            latched.pager.submit(runs, exclusive, &mut fx)
+        let exclusive = purpose == Purpose::Write;
+        let submitted = match purpose {
+            Purpose::ReadOnStream => latched.pager.submit_for_stream(runs, nested, &mut fx),
+            _ if nested => latched.pager.submit_nested(runs, exclusive, &mut fx),
+            _ => latched.pager.submit(runs, exclusive, &mut fx),
         };
-        let ticket = match &submitted {
-            Ok(crate::pager::Submitted::Waiting(id)) => {
+        let received = submitted.map(|submitted| match submitted {
+            Submitted::Ready(after) => Received::Ready(after.map(event_at)),
+            Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
-                latched.tickets.insert(*id, ticket.clone());
-                Some(Waiting { id: *id, ticket, page })
+                latched.tickets.insert(id, ticket.clone());
+                Received::Waiting(Waiting { id, ticket, page })
             }
-            _ => None,
-        };
+        });
         self.settle(latched, fx);
-        submitted.map(|_| ticket)
+        received
     }
 
     /// Waits until the device tier is within its budget.
@@ -377,12 +418,12 @@ impl Engine {
             return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
         }
         let ticket = match latched.pager.await_budget(&mut fx) {
-            crate::pager::Submitted::Waiting(id) => {
+            Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
                 latched.tickets.insert(id, ticket.clone());
                 Some(ticket)
             }
-            crate::pager::Submitted::Ready => None,
+            Submitted::Ready(_) => None,
         };
         self.settle(latched, fx);
         ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
@@ -394,7 +435,7 @@ impl Engine {
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
-    pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<WaitCause>> {
+    pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -437,10 +478,11 @@ impl Engine {
             for (ticket, result) in done {
                 wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
             }
-            let mut ended = Vec::new();
+            let (mut taken, mut ended) = (Vec::new(), Vec::new());
             for planned in fx.moves.drain(..) {
-                if let Err(error) = self.start(planned) {
-                    ended.push((planned, Err(error.context(self.describe(planned.page)))));
+                match self.start(planned) {
+                    Ok(point) => taken.extend(point.map(|point| (planned.id, point))),
+                    Err(error) => ended.push((planned, Err(error.context(self.describe(planned.page))))),
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
@@ -459,11 +501,14 @@ impl Engine {
                     tracing::warn!(%error, ?frame, "give a frame's memory back");
                 }
             }
-            if ended.is_empty() && discarded.is_empty() {
+            if ended.is_empty() && discarded.is_empty() && taken.is_empty() {
                 break;
             }
             latched = self.latch.lock();
             latched.pager.record(&self.log);
+            for (id, point) in taken {
+                latched.pager.taken(id, point, &mut fx);
+            }
             for frame in discarded {
                 latched.pager.discarded(frame, &mut fx);
             }
@@ -512,8 +557,9 @@ impl Engine {
         (io.len - (u64::from(page.index.0) * self.page_bytes).min(io.len)).min(self.page_bytes)
     }
 
-    /// Submits the first operation of a move.
-    fn start(&self, planned: Move) -> Result<()> {
+    /// Submits the first operation of a move. Returns the point behind it if it is the copy of a fill and the device has
+    /// taken it up.
+    fn start(&self, planned: Move) -> Result<Option<FillPoint>> {
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
@@ -525,38 +571,38 @@ impl Engine {
                     Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
                     None => device_pointer(address)?,
                 };
-                self.read_or_write(planned, Stage::Reading, &io, buffer)
+                self.read_or_write(planned, Stage::Reading, &io, buffer)?;
+                Ok(None)
             }
             (Place::Zero, _) => {
-                self.copy(planned, Stage::Zeroing, StreamOp::Zero { device: address, len: self.page_bytes });
-                Ok(())
+                let op = StreamOp::Zero { device: address, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::Zeroing, op))
             }
             (Place::Host(host), Place::Device(_)) => {
                 let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.copy(planned, Stage::CopyingIn, StreamOp::CopyIn { host, device: address, len: self.page_bytes });
-                Ok(())
+                let op = StreamOp::CopyIn { host, device: address, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::CopyingIn, op))
             }
             (Place::Device(_), Place::Host(host)) => {
                 let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.copy(
-                    planned,
-                    Stage::CopyingOut,
-                    StreamOp::CopyOut { device: address, host, len: self.page_bytes },
-                );
-                Ok(())
+                let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::CopyingOut, op))
             }
             (Place::Device(_), _) => match planned.staging {
                 Some(staging) => {
                     let host = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                     let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
-                    self.copy(planned, Stage::CopyingOut, op);
-                    Ok(())
+                    Ok(self.copy(planned, Stage::CopyingOut, op))
                 }
-                None => self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?),
+                None => {
+                    self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?)?;
+                    Ok(None)
+                }
             },
             (Place::Host(host), _) => {
                 let buffer = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)
+                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+                Ok(None)
             }
             (Place::Disk, _) => {
                 Err(Error::new(ErrorKind::Internal, format!("no way from {:?} to {:?}", planned.from, planned.to)))
@@ -630,10 +676,15 @@ impl Engine {
         self.in_flight.lock().insert(planned.id, InFlight { planned, stage, since });
     }
 
-    fn copy(&self, planned: Move, stage: Stage, op: StreamOp) {
+    /// Submits the copy of a move; as [`start`](Self::start).
+    fn copy(&self, planned: Move, stage: Stage, op: StreamOp) -> Option<FillPoint> {
         self.enter(planned, stage);
-        let stream = if stage == Stage::CopyingOut { self.write_backs } else { self.fills };
-        self.device.submit(stream, op, Some(Token(planned.id.get())));
+        let token = Some(Token(planned.id.get()));
+        if stage == Stage::CopyingOut {
+            self.device.submit(self.write_backs, op, token);
+            return None;
+        }
+        self.device.submit(self.fills, op, token).map(|end| FillPoint(end.0))
     }
 
     fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
@@ -664,7 +715,16 @@ impl Engine {
         Ok(())
     }
 
+    /// The device has taken up an operation that waited for its page.
+    fn taken_up(&self, token: Token, end: EventId) {
+        if token.0 < CALLER_TOKENS {
+            // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
+            self.with(|pager, fx| pager.taken(MoveId(token.0), FillPoint(end.0), fx));
+        }
+    }
+
     fn completed(&self, done: &mut Vec<Completion>) {
+        let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
             if token.0 >= CALLER_TOKENS {
@@ -681,13 +741,17 @@ impl Engine {
                 self.observer.end(resource, entry.since, bytes, || format!("{:?}", entry.planned.page));
             }
             match result.and_then(|()| self.next_stage(&entry)) {
-                Ok(true) => {}
-                Ok(false) => ended.push((entry.planned, Ok(()))),
+                Ok(Next::Copy(point)) => taken.extend(point.map(|point| (id, point))),
+                Ok(Next::Write) => {}
+                Ok(Next::Nothing) => ended.push((entry.planned, Ok(()))),
                 Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
             }
         }
-        if !ended.is_empty() {
+        if !ended.is_empty() || !taken.is_empty() {
             self.with(|pager, fx| {
+                for (id, point) in taken {
+                    pager.taken(id, point, fx);
+                }
                 for (planned, result) in ended {
                     self.complete(pager, planned, result, fx);
                 }
@@ -782,8 +846,8 @@ impl Engine {
         worst.into_iter().map(named).collect()
     }
 
-    /// Goes on with a move whose operation succeeded; `false` if that was the last.
-    fn next_stage(&self, entry: &InFlight) -> Result<bool> {
+    /// Goes on with a move whose operation succeeded.
+    fn next_stage(&self, entry: &InFlight) -> Result<Next> {
         let planned = entry.planned;
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
@@ -795,19 +859,18 @@ impl Engine {
                 };
                 self.check(&io, planned.page, buffer)?;
                 if planned.staging.is_none() {
-                    return Ok(false);
+                    return Ok(Next::Nothing);
                 }
                 let op = StreamOp::CopyIn { host: buffer, device: address, len: self.page_bytes };
-                self.copy(planned, Stage::CopyingIn, op);
-                Ok(true)
+                Ok(Next::Copy(self.copy(planned, Stage::CopyingIn, op)))
             }
             Stage::CopyingOut if planned.to == Place::Disk => {
-                let Some(staging) = planned.staging else { return Ok(false) };
+                let Some(staging) = planned.staging else { return Ok(Next::Nothing) };
                 let buffer = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                 self.read_or_write(planned, Stage::Writing, &io, buffer)?;
-                Ok(true)
+                Ok(Next::Write)
             }
-            _ => Ok(false),
+            _ => Ok(Next::Nothing),
         }
     }
 

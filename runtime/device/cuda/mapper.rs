@@ -10,17 +10,18 @@
 //!    operations among them. So an operation follows the mappings queued before it, and is not held up by many behind it.
 //! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
 //!    lock here; while it is not 0, whoever submits to that stream queues up too.
-//! 3. The driver is called, and streams are submitted to, without the lock.
+//! 3. The driver is called, streams are submitted to, and the sink is told what was taken up, without the lock.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::super::stream::{closed, report_apart};
-use super::super::{StreamOp, Token};
+use super::super::stream::closed;
+use super::super::{StreamId, StreamOp, Token};
 use super::Core;
 use super::frames::{Layout, Range, carry_out, refuse_all};
 use super::stream::{COPIES_AT_ONCE, Stream};
@@ -31,6 +32,7 @@ use crate::ids::FrameId;
 const FRAMES_AT_ONCE: usize = 16;
 
 pub(super) struct Deferred {
+    pub(super) id: StreamId,
     pub(super) stream: Arc<Stream>,
     pub(super) op: StreamOp,
     pub(super) token: Option<Token>,
@@ -215,10 +217,11 @@ fn run(core: &Arc<Core>) {
     }
 }
 
-/// Hands operations to their streams, in order; copies that follow each other on one stream together.
+/// Hands operations to their streams, in order; copies that follow each other on one stream together. Whoever wants to
+/// know is told which were taken up.
 fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
     let mut ops = ops.into_iter().peekable();
-    while let Some(Deferred { stream, op, token }) = ops.next() {
+    while let Some(Deferred { id, stream, op, token }) = ops.next() {
         let mut group = vec![(op, token)];
         let is_copy = |op: &StreamOp| matches!(op, StreamOp::CopyIn { .. } | StreamOp::CopyOut { .. });
         while group.len() < COPIES_AT_ONCE
@@ -228,12 +231,16 @@ fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
             group.push((next.op, next.token));
         }
         let count = group.len();
-        for token in stream.submit_all(core, group) {
-            report_apart(&core.sink, token, closed(&core.name));
-        }
+        let taken_up = core.hand_over(id, &stream, group);
         let state = core.mapper.lock();
         stream.deferred.fetch_sub(count as u32, Ordering::Relaxed);
         drop(state);
         core.mapper.settled.notify_all();
+        for (token, end) in taken_up {
+            // A panic here is the caller's bug; it must not take the mapper, and with it every page, down.
+            if catch_unwind(AssertUnwindSafe(|| core.sink.taken_up(token, end))).is_err() {
+                tracing::error!("the receiver of completions panicked");
+            }
+        }
     }
 }

@@ -131,6 +131,17 @@ impl Core {
         self.done(self.context.enter())
     }
 
+    /// Submits operations to a stream, in order; returns those with tokens that it has taken up.
+    fn hand_over(&self, id: StreamId, stream: &Stream, ops: Vec<(StreamOp, Option<Token>)>) -> Vec<(Token, EventId)> {
+        match stream.submit_all(self, ops) {
+            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, event_of(id, number))).collect(),
+            Err(tokens) => {
+                tokens.into_iter().for_each(|token| report_apart(&self.sink, token, closed(&self.name)));
+                Vec::new()
+            }
+        }
+    }
+
     fn take_event(&self, current: &Current<'_>) -> Result<EventHandle> {
         let pooled = self.events.lock().pop();
         pooled.map_or_else(|| self.done(self.context.create_event(current)), Ok)
@@ -473,17 +484,18 @@ impl Device for CudaDevice {
         self.stream(stream.0)?.can_mark(&self.core)
     }
 
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+    fn submit(&self, id: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let core = &self.core;
-        let stream = match self.stream(stream.0) {
+        let stream = match self.stream(id.0) {
             Ok(stream) => stream,
-            Err(error) => return report_apart(&core.sink, token, error),
-        };
-        if let Some(Deferred { stream, op, token }) = core.mapper.defer(Deferred { stream, op, token }) {
-            for token in stream.submit_all(core, vec![(op, token)]) {
-                report_apart(&core.sink, token, closed(&core.name));
+            Err(error) => {
+                report_apart(&core.sink, token, error);
+                return None;
             }
-        }
+        };
+        let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
+        let taken_up = core.hand_over(id, &stream, vec![(op, token)]);
+        taken_up.into_iter().next().map(|(_, end)| end)
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
@@ -503,6 +515,10 @@ impl Device for CudaDevice {
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
         let (stream, number) = event_parts(event);
         self.stream(stream)?.poll(&self.core, number)
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.core.healthy().err()
     }
 
     fn close(&self) -> Result<()> {

@@ -231,12 +231,18 @@ impl Stream {
         }
     }
 
-    /// Submits operations, in order, or gives their tokens back when the stream is closed.
-    pub(super) fn submit_all(&self, core: &Core, ops: Vec<(StreamOp, Option<Token>)>) -> Vec<Option<Token>> {
+    /// Submits operations, in order; returns those that the driver has taken, by token, with their numbers. When the stream
+    /// is closed it takes none, and gives the tokens back.
+    pub(super) fn submit_all(
+        &self,
+        core: &Core,
+        ops: Vec<(StreamOp, Option<Token>)>,
+    ) -> std::result::Result<Vec<(Token, u64)>, Vec<Option<Token>>> {
         let mut state = self.state.lock();
         if state.closing {
-            return ops.into_iter().map(|(_, token)| token).collect();
+            return Err(ops.into_iter().map(|(_, token)| token).collect());
         }
+        let before = state.submitted;
         let current = core.enter();
         let batched = match &current {
             Ok(current) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
@@ -247,9 +253,14 @@ impl Stream {
                 self.submit_one(core, &current, &mut state, op, token);
             }
         }
+        // Without an event there is nothing to wait for but its end.
+        let good = |item: &&Item| item.queued && item.event.is_some() && item.result.is_ok();
+        let new = state.items.iter().rev().take_while(|item| item.number > before).filter(good);
+        let mut taken_up: Vec<_> = new.filter_map(|item| Some((item.token?, item.number))).collect();
+        taken_up.reverse();
         drop(state);
         self.work.notify_one();
-        Vec::new()
+        Ok(taken_up)
     }
 
     /// Hands copies to the driver in one call, if it takes them and they are none of each other's business. Each
@@ -324,7 +335,11 @@ impl Stream {
                     item.event = self.mark(core, current).ok().map(Arc::new);
                 }
             }
-            Err(error) => item.result = Err(error.clone()),
+            Err(error) => {
+                // What others put on the stream is not refused with it: the end of a mark is theirs.
+                item.queued = matches!(op, StreamOp::Mark);
+                item.result = Err(error.clone());
+            }
         }
         if token.is_none() && item.jobs.is_empty() {
             // Nobody waits for it by itself; who records an event behind it learns of its end.
