@@ -412,7 +412,11 @@ impl Device for CudaDevice {
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.core.mapper.map(&self.core, frame, address.get())
+        self.core.mapper.map(&self.core, frame, address.get(), false)
+    }
+
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.core.mapper.map(&self.core, frame, address.get(), true)
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
@@ -508,6 +512,10 @@ impl Device for CudaDevice {
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
         let (stream, number) = event_parts(event);
         self.stream(stream)?.poll(&self.core, number)
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.core.healthy().err()
     }
 
     fn close(&self) -> Result<()> {

@@ -213,11 +213,7 @@ impl Stream {
     }
 
     /// Submits operations, in order, or gives their tokens back when the stream is closed.
-    pub(super) fn submit_all(
-        self: &Arc<Self>,
-        core: &Core,
-        ops: Vec<(StreamOp, Option<Token>)>,
-    ) -> Vec<Option<Token>> {
+    pub(super) fn submit_all(self: &Arc<Self>, core: &Core, ops: Vec<(StreamOp, Option<Token>)>) -> Vec<Option<Token>> {
         let mut state = self.state.lock();
         if state.closing {
             return ops.into_iter().map(|(_, token)| token).collect();
