@@ -460,10 +460,14 @@ impl Engine {
             }
             for (id, priority) in fx.raised.drain(..) {
                 // For the operations this move has still to come to.
-                if let Some(entry) = self.in_flight.lock().get_mut(&id) {
+                let stage = self.in_flight.lock().get_mut(&id).map(|entry| {
                     entry.planned.priority = priority;
+                    entry.stage
+                });
+                // A store that has nothing of it would be woken for nothing.
+                if stage.is_none_or(|stage| matches!(stage, Stage::Reading | Stage::Writing)) {
+                    self.store.raise(Token(id.get()), priority);
                 }
-                self.store.raise(Token(id.get()), priority);
             }
             for io in released {
                 self.release(&io);

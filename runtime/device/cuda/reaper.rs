@@ -5,9 +5,10 @@
 //! Completions must come without delay from whichever stream is first, and must come when the device is lost. A thread
 //! that sleeps inside the driver hears of one event only, so that would take a thread for each stream; and the functions
 //! that the driver calls behind work are not called any more once the device is lost. So one thread asks, of the first
-//! event of every stream on which anything is: again and again for a moment, then after naps. A nap is a fraction of what
-//! the work has taken so far, so that its end is seen late by no more than that fraction, and long kernels cost little.
-//! What ends in one nap is reported together. While nothing is submitted the thread is parked.
+//! event of every stream on which anything is: again and again for a moment, then after naps. A nap is as long as what
+//! ended last on the stream took, so that of copies that follow each other each is asked about once; after that it is a
+//! fraction of what the work has taken so far, so that its end is seen late by no more than that fraction, and long
+//! kernels cost little. What ends in one nap is reported together. While nothing is submitted the thread is parked.
 //!
 //! # Invariants
 //!
@@ -21,7 +22,6 @@
 //! What the driver will not say is waited for: until the event has happened or, where there is none, until everything on
 //! the stream has ended. Where that fails too the device is lost, and what was on the stream ends with the first cause.
 
-use std::mem;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -31,17 +31,19 @@ use parking_lot::{Condvar, Mutex};
 use super::super::stream::{BATCH_OPERATIONS_MAX, report};
 use super::super::{Completion, sys};
 use super::Core;
-use super::driver::EventHandle;
+use super::driver::{Current, EventHandle, Outcome};
 use super::stream::{First, Stream};
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long it asks without a nap after anything has ended or begun: about what a nap costs.
+/// How long it asks without a nap where work ends soon: about what a nap costs.
 const RESTLESS: Duration = Duration::from_micros(3);
-/// Work that has taken so much for so long is asked about after a nap of one part in `NAP_PARTS` of that ...
-const NAP_PARTS: u32 = 8;
-/// ... but of no less: about a quarter of what the copy of a page of 2 MiB takes;
+/// A nap is no shorter: about a quarter of what the copy of a page of 2 MiB takes.
 const NAP_MIN: Duration = Duration::from_micros(10);
-/// ... and of no more: less than what a kernel of 10 ms may end late.
+/// What ended last says no more than this of what comes next, which may be short: a few copies of a page of 2 MiB.
+const FORESEEN_MAX: Duration = Duration::from_micros(100);
+/// Work that takes longer than was foreseen is asked about after naps of one part in so many of what it has taken,
+const NAP_PARTS: u32 = 8;
+/// but no longer ones: less than what a kernel of 10 ms may end late.
 const NAP_MAX: Duration = Duration::from_micros(500);
 
 #[derive(Default)]
@@ -103,6 +105,17 @@ struct Watched {
     since: Instant,
 }
 
+impl Watched {
+    /// Until it should be asked about; `None` for at once.
+    fn nap(&self) -> Option<Duration> {
+        let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
+        if taken < RESTLESS && foreseen < NAP_MIN {
+            return None;
+        }
+        Some(foreseen.saturating_sub(taken).max(taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
+    }
+}
+
 struct Worker {
     /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
     watched: Vec<Watched>,
@@ -113,74 +126,67 @@ struct Worker {
 impl Worker {
     fn run(mut self) {
         sys::exact_timers();
-        while self.rest() {
-            self.ask();
-            report(&self.core.sink, &mut self.done);
+        let core = Arc::clone(&self.core);
+        // Entered while there is anything to ask, but not while others' code runs, which may enter what it likes.
+        let mut current = None;
+        while self.rest(&mut current) {
+            self.ask(&core, &mut current);
+            if !self.done.is_empty() {
+                drop(current.take());
+                report(&core.sink, &mut self.done);
+            }
         }
-        let streams = self.core.streams.read().all.clone();
+        let streams = core.streams.read().all.clone();
         for stream in streams {
-            stream.end(&self.core);
+            stream.end(&core);
         }
     }
 
-    /// Until there may be something to learn; `false` when there never will.
-    fn rest(&mut self) -> bool {
-        let newest = self.watched.iter().map(|watched| watched.since).max();
-        let mut state = self.core.reaper.state.lock();
-        if state.inbox.is_empty()
-            && let Some(newest) = newest
-        {
-            let taken = newest.elapsed();
-            if taken < RESTLESS {
-                drop(state);
-                std::hint::spin_loop();
-                return true;
+    /// Until there may be something to learn; `false` when there never will. Leaves the context if that may take long.
+    fn rest(&mut self, current: &mut Option<Current<'_>>) -> bool {
+        // `None` if one of them is to be asked about at once.
+        let nap = self.watched.iter().map(Watched::nap).min();
+        let reaper = &self.core.reaper;
+        let mut state = reaper.state.lock();
+        match nap {
+            _ if !state.inbox.is_empty() => {}
+            Some(None) => std::hint::spin_loop(),
+            // Streams that are watched already do not end it.
+            Some(Some(nap)) => drop(reaper.work.wait_for(&mut state, nap)),
+            None => {
+                drop(current.take());
+                while state.inbox.is_empty() {
+                    if state.closing {
+                        return false;
+                    }
+                    reaper.work.wait(&mut state);
+                }
             }
-            // Who has nothing new to say does not wake it.
-            self.core.reaper.work.wait_for(&mut state, (taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX));
         }
-        while state.inbox.is_empty() && newest.is_none() {
-            if state.closing {
-                return false;
-            }
-            self.core.reaper.work.wait(&mut state);
-        }
-        let inbox = mem::take(&mut state.inbox);
-        drop(state);
-        if !inbox.is_empty() {
-            let since = Instant::now();
-            self.watched.extend(inbox.into_iter().map(|stream| Watched { stream, since }));
-        }
+        let since = Instant::now();
+        self.watched.extend(state.inbox.drain(..).map(|stream| Watched { stream, since }));
         true
     }
 
     /// Takes out what has ended, of every stream.
-    fn ask(&mut self) {
-        let Self { watched, done, core } = self;
-        // Entered once for all.
-        let mut current = None;
+    fn ask<'a>(&mut self, core: &'a Core, current: &mut Option<Current<'a>>) {
+        let Self { watched, done, .. } = self;
         watched.retain_mut(|watched| {
             let stream = &watched.stream;
-            let most = done.len() + BATCH_OPERATIONS_MAX;
-            while done.len() < most {
+            let mut ended = 0;
+            let more = loop {
                 match stream.first() {
-                    First::Nothing => return false,
+                    First::Nothing => break false,
+                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break true,
                     First::Unqueued => {}
-                    First::Event(event) => {
-                        let current = current.get_or_insert_with(|| core.context.enter());
-                        let asked = match current {
-                            Ok(current) => core.context.happened(current, &event),
-                            Err(failure) => Err(failure.clone()),
-                        };
-                        match asked {
-                            Ok(true) => {}
-                            Ok(false) => return true,
-                            Err(failure) => {
-                                tracing::debug!(error = %failure.error);
-                                wait_for(core, stream, &event);
-                            }
+                    First::Event(event) => match happened(core, current, &event) {
+                        Ok(true) => {}
+                        Ok(false) => break true,
+                        Err(failure) => {
+                            tracing::debug!(error = %failure.error);
+                            wait_for(core, stream, &event);
                         }
-                    }
+                    },
                     First::Unmarked => {
                         if let Err(error) = stream.finish(core) {
                             core.poison(error);
@@ -188,11 +194,23 @@ impl Worker {
                     }
                 }
                 stream.retire(core, done);
+                ended += 1;
+            };
+            if ended > 0 {
+                stream.set_pace((watched.since.elapsed() / ended).min(FORESEEN_MAX));
                 watched.since = Instant::now();
             }
-            true
+            more
         });
     }
+}
+
+fn happened<'a>(core: &'a Core, current: &mut Option<Current<'a>>, event: &EventHandle) -> Outcome<bool> {
+    let current = match current {
+        Some(current) => current,
+        None => current.insert(core.context.enter()?),
+    };
+    core.context.happened(current, event)
 }
 
 /// Waits for an event that cannot be asked about. If that is not possible either the device is lost.

@@ -15,6 +15,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -145,6 +146,8 @@ pub(super) struct Stream {
     bounce: Option<Locked>,
     /// Operations that the mapper has yet to hand on; changes under its lock.
     pub(super) deferred: AtomicU32,
+    /// Nanoseconds that what ended last took; the reaper's.
+    pace: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -190,8 +193,8 @@ impl Stream {
     }
 
     fn of(raw: StreamHandle, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
-        let (deferred, state) = Default::default();
-        Arc::new(Self { raw, owned, bounce, deferred, state })
+        let (deferred, pace, state) = Default::default();
+        Arc::new(Self { raw, owned, bounce, deferred, pace, state })
     }
 
     /// Gives back what the driver made for it. Nothing of it is in flight.
@@ -542,6 +545,16 @@ impl Stream {
             Some((_, error)) => Err(error.clone()),
             None => Ok(()),
         }
+    }
+
+    /// How long what ended last took, as far as that says something of what comes next. Zero at first.
+    pub(super) fn pace(&self) -> Duration {
+        Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
+    }
+
+    /// Of less than four seconds.
+    pub(super) fn set_pace(&self, pace: Duration) {
+        self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
     }
 
     /// What the reaper waits for next.
