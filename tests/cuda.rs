@@ -639,7 +639,7 @@ fn a_closure_holds_the_last_owner() {
     device.submit(stream, call, None);
     drop(device);
     go.send(()).unwrap();
-    // The thread of the stream gives everything back, and with it its share of the sink.
+    // The last thread of the device gives everything back, and with it its share of the sink.
     while Arc::strong_count(&sink) > 1 {
         std::thread::yield_now();
     }

@@ -11,6 +11,7 @@ mod cuda_rig;
 
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use control::Fake;
 use cuda_rig::Rig;
@@ -30,13 +31,22 @@ fn mark(rig: &Rig, stream: StreamId, token: u64) {
     rig.device.submit(stream, StreamOp::Mark, Some(Token(token)));
 }
 
-/// The device's threads, by name.
-fn threads() -> Vec<String> {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-    let mut names: Vec<_> = names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("cuda-")).collect();
-    names.sort();
-    names
+/// Until the device's threads are these, by name. They take their names, and go, a little after whoever made or joined
+/// them goes on.
+fn await_threads(expected: &[&str]) {
+    let start = Instant::now();
+    loop {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        let mut names: Vec<_> =
+            names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("cuda-")).collect();
+        names.sort();
+        if names == expected {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "{names:?} and not {expected:?}");
+        std::thread::yield_now();
+    }
 }
 
 #[test]
@@ -49,7 +59,7 @@ fn one_thread_reports_on_all_streams_and_none_holds_up_another() {
         let mut streams: Vec<StreamId> =
             (0..6).map(|_| rig.device.create_stream(StreamKind::Compute).unwrap()).collect();
         streams.push(adopt(&rig, &foreign));
-        assert_eq!(threads(), ["cuda-map", "cuda-reap"]);
+        await_threads(&["cuda-map", "cuda-reap"]);
         let hold = |stream: StreamId, held| fake.hold_stream(rig.device.raw_stream(stream).unwrap().as_ptr(), held);
         for (n, stream) in streams.iter().enumerate() {
             hold(*stream, true);
@@ -71,7 +81,7 @@ fn one_thread_reports_on_all_streams_and_none_holds_up_another() {
             assert_eq!(rig.device.poll(event).unwrap(), Poll::Ready(()));
         }
         rig.device.close().unwrap();
-        assert_eq!(threads(), [""; 0]);
+        await_threads(&[]);
         drop(rig);
     }
     fake.finish();

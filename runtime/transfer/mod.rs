@@ -3,7 +3,7 @@
 //! # Threads
 //!
 //! The engine has none of its own. Whoever changes the pager, a caller whose page is missing, the store's thread with a
-//! completed read, a stream's thread with a completed copy, carries out the effects after releasing the latch. Nothing
+//! completed read, a thread of the device with a completed copy, carries out the effects after releasing the latch. Nothing
 //! here blocks: the store and the streams only queue.
 //!
 //! # Invariants

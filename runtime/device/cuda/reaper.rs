@@ -35,16 +35,16 @@ use super::driver::{Current, EventHandle, Outcome};
 use super::stream::{First, Stream};
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long it asks without a nap where work ends soon: about what a nap costs.
+/// How long it asks without a nap where work ends soon: about what a nap costs where timers are cheap.
 const RESTLESS: Duration = Duration::from_micros(3);
-/// A nap is no shorter: about a quarter of what the copy of a page of 2 MiB takes.
-const NAP_MIN: Duration = Duration::from_micros(10);
+/// A nap is no shorter: half of what the copy of a page of 2 MiB takes. On a virtual machine it may take twice that.
+const NAP_MIN: Duration = Duration::from_micros(20);
 /// What ended last says no more than this of what comes next, which may be short: a few copies of a page of 2 MiB.
 const FORESEEN_MAX: Duration = Duration::from_micros(100);
 /// Work that takes longer than was foreseen is asked about after naps of one part in so many of what it has taken,
 const NAP_PARTS: u32 = 8;
 /// but no longer ones: less than what a kernel of 10 ms may end late.
-const NAP_MAX: Duration = Duration::from_micros(500);
+const NAP_MAX: Duration = Duration::from_millis(1);
 
 #[derive(Default)]
 struct State {
