@@ -645,9 +645,10 @@ impl Runtime {
         self.engine().observer.span(lane, what, start, end, String::new);
     }
 
-    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, and why,
-    /// also of tensors that are gone; then those that stay in host memory because the disk does not take them. Of each,
-    /// up to 64; of what was lost, how many more.
+    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
+    /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
+    /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
+    /// of what was lost, how many more.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }
@@ -665,6 +666,8 @@ impl Runtime {
         match (self.engine().lost(), closed) {
             (None, closed) => closed,
             (Some(lost), Ok(())) => Err(lost),
+            // A device that failed may be why both did; then it is said already.
+            (Some(lost), Err(closed)) if lost.to_string().contains(&closed.to_string()) => Err(lost),
             (Some(lost), Err(closed)) => Err(lost.context(format!("closing failed ({closed}), and before that"))),
         }
     }

@@ -26,7 +26,7 @@ pub enum DeviceCall {
     FreeMemory,
     /// [`Device::grow_frames`].
     GrowFrames,
-    /// [`Device::map`].
+    /// [`Device::map`] and [`Device::map_here`].
     Map,
     /// [`Device::protect`].
     Protect,
@@ -155,6 +155,10 @@ impl Device for Hooked {
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         self.hook.before(DeviceCall::Map)?;
         self.device.map(frame, address)
+    }
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.hook.before(DeviceCall::Map)?;
+        self.device.map_here(frame, address)
     }
     fn protect(&self, frame: FrameId) -> Result<()> {
         self.hook.before(DeviceCall::Protect)?;

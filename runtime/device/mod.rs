@@ -281,6 +281,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn grow_frames(&self, count: u32) -> Result<()>;
     /// Contract rule 1.
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()>;
+    /// As [`map`](Self::map), for a lone page that the caller waits for: where a device maps behind the call, it may do so
+    /// within it, and spare itself the hand-over. Not on a thread that reports completions, which would come late.
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.map(frame, address)
+    }
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;
     /// Contract rule 3.

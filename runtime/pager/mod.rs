@@ -459,6 +459,19 @@ impl Pager {
         (self.host.in_use(), self.host.total())
     }
 
+    /// The pages of which only the device tier has valid bytes, by segment, in order.
+    pub fn only_on_device(&self) -> Vec<PageRun> {
+        let mut runs = Vec::new();
+        for (id, segment) in self.segments.iter().filter(|(_, segment)| !segment.dying) {
+            let words = segment.words.iter().enumerate();
+            let dirty = words.filter(|(_, word)| matches!(word.load().state, State::Dirty | State::WritingBack));
+            let segment = SegmentId(id as u32);
+            runs.extend(dirty.map(|(index, _)| PageRun { segment, first: PageIndex(index as u32), count: 1 }));
+        }
+        PageRun::normalize(&mut runs);
+        runs
+    }
+
     /// Where the pages of a segment are.
     pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
         self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()

@@ -3,7 +3,7 @@
 //! # Threads
 //!
 //! The engine has none of its own. Whoever changes the pager, a caller whose page is missing, the store's thread with a
-//! completed read, a stream's thread with a completed copy, carries out the effects after releasing the latch. Nothing
+//! completed read, a thread of the device with a completed copy, carries out the effects after releasing the latch. Nothing
 //! here blocks: the store and the streams only queue.
 //!
 //! # Invariants
@@ -38,7 +38,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
-use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Submitted, WaitCause};
+use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
@@ -318,16 +318,29 @@ impl fmt::Debug for Callers {
 struct Failures {
     /// Pages whose bytes were lost, first to last, whether or not their tensors still exist.
     lost: Vec<Failure>,
-    /// Further ones, of which nothing is known but their number.
-    more: u64,
+    /// Further ones, of which nothing is known but how many pages and bytes they are.
+    more: (u64, u64),
+    /// What went with the device is among them.
+    device_lost: bool,
     /// Pages whose newest bytes are in the host tier because the disk did not take them, by the last attempt.
     held: BTreeMap<PageId, Failure>,
 }
 
 #[derive(Clone, Debug)]
 struct Failure {
-    page: String,
+    /// "page 7 of model.gguf", "pages 7 to 9 of ...".
+    what: String,
+    pages: u64,
+    bytes: u64,
     error: Error,
+}
+
+impl Failure {
+    /// "page 7 of ... is lost (2.0 MiB)".
+    fn told(&self) -> Error {
+        let verb = if self.pages == 1 { "is" } else { "are" };
+        self.error.clone().context(format!("{} {verb} lost ({})", self.what, Bytes::new(self.bytes)))
+    }
 }
 
 impl Failures {
@@ -340,7 +353,8 @@ impl Failures {
         if self.lost.len() < Self::MOST {
             self.lost.push(failure);
         } else {
-            self.more += 1;
+            self.more.0 += failure.pages;
+            self.more.1 += failure.bytes;
         }
     }
 
@@ -479,18 +493,23 @@ impl Engine {
                 wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
             }
             let (mut taken, mut ended) = (Vec::new(), Vec::new());
+            let lone = fx.moves.len() == 1;
             for planned in fx.moves.drain(..) {
-                match self.start(planned) {
+                match self.start(planned, lone) {
                     Ok(point) => taken.extend(point.map(|point| (planned.id, point))),
                     Err(error) => ended.push((planned, Err(error.context(self.describe(planned.page))))),
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
                 // For the operations this move has still to come to.
-                if let Some(entry) = self.in_flight.lock().get_mut(&id) {
+                let stage = self.in_flight.lock().get_mut(&id).map(|entry| {
                     entry.planned.priority = priority;
+                    entry.stage
+                });
+                // A store that has nothing of it would be woken for nothing.
+                if stage.is_none_or(|stage| matches!(stage, Stage::Reading | Stage::Writing)) {
+                    self.store.raise(Token(id.get()), priority);
                 }
-                self.store.raise(Token(id.get()), priority);
             }
             for io in released {
                 self.release(&io);
@@ -557,13 +576,18 @@ impl Engine {
         (io.len - (u64::from(page.index.0) * self.page_bytes).min(io.len)).min(self.page_bytes)
     }
 
-    /// Submits the first operation of a move. Returns the point behind it if it is the copy of a fill and the device has
-    /// taken it up.
-    fn start(&self, planned: Move) -> Result<Option<FillPoint>> {
+    /// Submits the first operation of a move, which is the only one to be started now if it is a lone one. Returns the point
+    /// behind it if it is the copy of a fill and the device has taken it up.
+    fn start(&self, planned: Move, lone: bool) -> Result<Option<FillPoint>> {
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
-            self.device.map(frame, address)?;
+            // Nothing hides the mapping of a page that somebody waits for, unless it is read first.
+            if lone && planned.priority == Priority::Demand && planned.from != Place::Disk && !REPORTING.get() {
+                self.device.map_here(frame, address)?;
+            } else {
+                self.device.map(frame, address)?;
+            }
         }
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
@@ -764,23 +788,54 @@ impl Engine {
     fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
         let Move { id, page, from, to, .. } = planned;
         let error = result.as_ref().err().cloned();
+        if error.is_some() {
+            // Before the page is given up, perhaps.
+            self.note_lost_device(pager);
+        }
         let lost = pager.stats().poisoned;
         pager.complete(id, result, fx);
         match error {
             Some(error) if pager.stats().poisoned > lost => {
-                self.failures.lock().lose(Failure { page: self.describe(page), error });
+                let mut failures = self.failures.lock();
+                // Of a device that is lost, all such pages are noted.
+                if !failures.device_lost {
+                    failures.lose(self.failure(PageRun { segment: page.segment, first: page.index, count: 1 }, error));
+                }
             }
             Some(error) if matches!((from, to), (Place::Host(_), Place::Disk)) => {
                 let run = PageRun { segment: page.segment, first: page.index, count: 1 };
                 let gone = fx.released.contains(&page.segment);
                 // Unless the device tier has newer bytes by now.
                 if !gone && pager.awaited(&[run]).is_some_and(|(_, tier)| tier == Tier::Host) {
-                    self.failures.lock().hold(page, Failure { page: self.describe(page), error });
+                    self.failures.lock().hold(page, self.failure(run, error));
                 }
             }
             // Written, or in the device tier, from which it will be written.
             None if matches!(from, Place::Host(_)) => drop(self.failures.lock().held.remove(&page)),
             _ => {}
+        }
+    }
+
+    fn failure(&self, run: PageRun, error: Error) -> Failure {
+        let (first, pages) = (run.first.get(), u64::from(run.count));
+        let bytes_of = |io: &SegmentIo| run.pages().map(|page| self.valid(io, page)).sum();
+        let bytes = self.segment_io(run.segment).map_or(pages * self.page_bytes, |io| bytes_of(&io));
+        let what = match self.segment_io(run.segment) {
+            Ok(io) if pages > 1 => format!("pages {first} to {} of {}", first + run.count - 1, io.source.name()),
+            _ => self.describe(PageId { segment: run.segment, index: run.first }),
+        };
+        Failure { what, pages, bytes, error }
+    }
+
+    /// Notes, once, what goes with a device that is lost: pages whose only valid bytes were there.
+    fn note_lost_device(&self, pager: &Pager) {
+        let Some(error) = self.device.lost() else { return };
+        if std::mem::replace(&mut self.failures.lock().device_lost, true) {
+            return;
+        }
+        for run in pager.only_on_device() {
+            let failure = self.failure(run, error.clone());
+            self.failures.lock().lose(failure);
         }
     }
 
@@ -929,19 +984,25 @@ impl Engine {
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
+        self.with(|pager, _| self.note_lost_device(pager));
         store.and(device)
     }
 
     /// Errors that no call has reported.
     pub(crate) fn health(&self) -> Vec<Error> {
+        if self.device.lost().is_some() {
+            self.with(|pager, _| self.note_lost_device(pager));
+        }
         let failures = self.failures.lock();
-        let lost = failures.lost.iter().map(|lost| lost.error.clone().context(format!("{} is lost", lost.page)));
-        let more = (failures.more > 0).then(|| {
-            let what = format!("{} more pages are lost, of which the errors were not kept", failures.more);
+        let lost = failures.lost.iter().map(Failure::told);
+        let (pages, bytes) = failures.more;
+        let more = (pages > 0).then(|| {
+            let bytes = Bytes::new(bytes);
+            let what = format!("{pages} more pages ({bytes}) are lost, of which the errors were not kept");
             Error::new(ErrorKind::Poisoned, what).remedy("see the first ones")
         });
         let held = failures.held.values().map(|held| {
-            let what = format!("{} cannot be written and stays in host memory", held.page);
+            let what = format!("{} cannot be written and stays in host memory", held.what);
             held.error.clone().context(what)
         });
         lost.chain(more).chain(held).collect()
@@ -952,13 +1013,15 @@ impl Engine {
         let failures = self.failures.lock();
         let first = failures.lost.first()?;
         if failures.lost.len() == 1 {
-            return Some(first.error.clone().context(format!("{} is lost", first.page)));
+            return Some(first.told());
         }
-        let count = failures.lost.len() as u64 + failures.more;
-        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.page.as_str()).collect();
-        let rest = count - named.len() as u64;
+        let sum = |of: fn(&Failure) -> u64| failures.lost.iter().map(of).sum::<u64>();
+        let (count, bytes) = (sum(|lost| lost.pages) + failures.more.0, sum(|lost| lost.bytes) + failures.more.1);
+        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.what.as_str()).collect();
+        let rest = count - failures.lost.iter().take(Failures::NAMED).map(|lost| lost.pages).sum::<u64>();
         let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
-        let what = format!("{count} pages are lost: {}{rest}; the first, because of", named.join(", "));
+        let (bytes, named) = (Bytes::new(bytes), named.join(", "));
+        let what = format!("{count} pages are lost ({bytes}): {named}{rest}; the first, because of");
         Some(Error::new(first.error.kind(), what).caused_by(first.error.clone()))
     }
 }

@@ -4,6 +4,9 @@
 //! mappings cost by the call. An operation on pages that are not there yet waits in the same queue, and so does everything
 //! behind it on its stream; when its turn comes the pages are there, or why not is its failure.
 //!
+//! A lone page that somebody waits for is mapped by whoever wants it, if the mapper has nothing to do: waking it would
+//! cost more than the calls that could be shared.
+//!
 //! # Invariants
 //!
 //! 1. What is queued is taken up in order, up to [`FRAMES_AT_ONCE`] frames together: first their mappings, then the
@@ -46,6 +49,10 @@ enum Job {
 pub(super) struct State {
     pub(super) layout: Layout,
     jobs: VecDeque<Job>,
+    /// The thread has taken something up.
+    at_work: bool,
+    /// Somebody maps a page of their own.
+    others_at_work: bool,
     closing: bool,
 }
 
@@ -59,7 +66,8 @@ pub(super) struct Mapper {
 
 impl Mapper {
     pub(super) fn new(layout: Layout) -> Self {
-        let state = State { layout, jobs: VecDeque::new(), closing: false };
+        let (jobs, at_work, others_at_work, closing) = Default::default();
+        let state = State { layout, jobs, at_work, others_at_work, closing };
         Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
     }
 
@@ -85,17 +93,28 @@ impl Mapper {
         &mut self.state.get_mut().layout
     }
 
-    /// Wants a frame behind an address, and returns at once.
+    /// Wants a frame behind an address, and returns at once; or maps it here if that is asked for and nothing else is
+    /// under way.
     ///
     /// # Errors
-    /// If there is no such frame or page; if the device is closed or lost. What the driver says comes later.
-    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64) -> Result<()> {
+    /// If there is no such frame or page; if the device is closed or lost. What the driver says is for whoever uses the
+    /// page.
+    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
         core.healthy()?;
         let mut state = self.state.lock();
         if state.closing {
             return Err(closed(&core.name));
         }
         let moved = state.layout.place(frame, address)?;
+        // Several at a time make runs, which are the thread's.
+        if here && !state.at_work && !state.others_at_work && state.jobs.is_empty() {
+            state.others_at_work = true;
+            let (mut state, outcome) = self.settle(core, state, &moved);
+            state.others_at_work = false;
+            drop(state);
+            note_refusal(outcome);
+            return Ok(());
+        }
         state.jobs.extend(moved.into_iter().map(Job::Frame));
         drop(state);
         self.work.notify_one();
@@ -178,12 +197,14 @@ impl Mapper {
     /// The next things to do: frames, then operations; `None` when closed and nothing is left.
     fn next(&self) -> Option<(Vec<FrameId>, Vec<Deferred>)> {
         let mut state = self.state.lock();
+        state.at_work = false;
         while state.jobs.is_empty() {
             if state.closing {
                 return None;
             }
             self.work.wait(&mut state);
         }
+        state.at_work = true;
         let (mut frames, mut ops) = (Vec::new(), Vec::new());
         while frames.len() < FRAMES_AT_ONCE
             && let Some(job) = state.jobs.pop_front()
@@ -209,11 +230,15 @@ fn run(core: &Arc<Core>) {
     while let Some((frames, ops)) = mapper.next() {
         let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
         drop(state);
-        if let Err(error) = outcome {
-            // Whoever uses the page is told.
-            tracing::debug!(%error, "device memory was not mapped");
-        }
+        note_refusal(outcome);
         hand_on(core, ops);
+    }
+}
+
+fn note_refusal(outcome: Result<()>) {
+    if let Err(error) = outcome {
+        // Whoever uses the page is told.
+        tracing::debug!(%error, "device memory was not mapped");
     }
 }
 
