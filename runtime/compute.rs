@@ -60,8 +60,8 @@ impl Runtime {
         Ok(ComputeStream::new(self.shared.clone(), id, false))
     }
 
-    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, and puts nothing else
-    /// there that it is not told to.
+    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, makes it wait for fills of
+    /// what is [pinned for it](Self::pin_device_on), and puts nothing else there that it is not told to.
     ///
     /// # Safety
     /// The handle is that of a stream, and stays so until the last clone of what is returned has been dropped, or
