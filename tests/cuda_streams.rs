@@ -747,7 +747,7 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
     let file = synthetic(&[3 * PAGE as usize]);
     {
         let foreign = Foreign::new(&fake);
-        let runtime = builder(2, 0).open().unwrap();
+        let runtime = builder(3, 0).open().unwrap();
         let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
         let one = std::slice::from_ref(&tensor);
         let stream = foreign.adopt(&runtime).unwrap();
@@ -757,7 +757,8 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
 
         let early = runtime.pin_device_on(one, &stream).wait().unwrap();
         fake.hold(true);
-        let late = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+        // Two pages: a lone one would be mapped on this thread.
+        let late = [runtime.alloc(DType::U8, &[2 * PAGE]).unwrap()];
         let mut request = Box::pin(runtime.pin_device_on(&late, &stream));
         // Whether it waits for the mapping or not, the capture begins before the stream waits for the fill.
         fake.hold_calls("cuMemMap", true);
@@ -775,7 +776,7 @@ fn a_pin_for_a_stream_that_is_captured_is_refused() {
         refused.guard.unpin().unwrap();
         stream.synchronize().unwrap();
         assert_eq!(state_of(&runtime, &tensor).1, 0);
-        let unpinned = || runtime.snapshot(&late[0]).pages[0].device.pins == 0;
+        let unpinned = || runtime.snapshot(&late[0]).pages.iter().all(|page| page.device.pins == 0);
         assert!(unpinned(), "of the request that failed nothing is left");
         drop((stream, tensor, late));
         runtime.close().unwrap();
