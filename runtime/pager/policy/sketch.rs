@@ -1,75 +1,86 @@
 //! How often pages were used lately, in a few bits.
 
-/// A count-min sketch of four rows of four-bit counters: estimates are never too low, but for the cap of 15 and the
-/// ageing. A use raises only those of a page's counters that are lowest (conservative update).
+/// A count-min sketch of four-bit counters: estimates are never too low, but for the cap of 15 and the ageing. A use
+/// raises only those of a page's counters that are lowest (conservative update).
 ///
 /// G. Cormode and S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", Journal
-/// of Algorithms 55(1), 2005. Ageing, as in G. Einziger, R. Friedman and B. Manes (see
-/// [`WTinyLfuPolicy`](super::wtinylfu::WTinyLfuPolicy)): after so many uses that were counted all counters are halved.
+/// of Algorithms 55(1), 2005. A page's four counters lie in one line of the processor's caches, as in F. Putze, P. Sanders
+/// and J. Singler, "Cache-, hash- and space-efficient Bloom filters", Journal of Experimental Algorithmics 14, 2009.
+/// Ageing, as in G. Einziger, R. Friedman and B. Manes (see [`WTinyLfuPolicy`](super::wtinylfu::WTinyLfuPolicy)): after so
+/// many uses that were counted all counters are halved.
 #[derive(Debug, Default)]
 pub(super) struct Sketch {
-    /// Four rows, one after the other; each word has 16 counters.
-    words: Vec<u64>,
-    /// Counters of a row, less one: a power of two, less one.
+    lines: Vec<Line>,
+    /// There are a power of two of lines; that number less one.
     mask: u32,
     counted: u64,
     period: u64,
 }
 
+/// Four rows of 32 counters; each word has 16.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Line([u64; 8]);
+
 const ROWS: usize = 4;
-const COUNTERS: u32 = 16;
 const COUNT_MAX: u64 = 15;
+/// Pages for which there is a line: eight counters for each.
+const PAGES_PER_LINE: u32 = 16;
 /// The low three bits of every counter.
 const HALVED: u64 = 0x7777_7777_7777_7777;
-/// Odd numbers with as many ones as zeros, one a row.
-const SEEDS: [u64; ROWS] = [0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB, 0xC2B2_AE3D_27D4_EB4F];
+
+/// A bijection of 64-bit numbers in which every bit depends on all: the last steps of `splitmix64` (G. L. Steele, D. Lea
+/// and C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+fn mixed(number: u32) -> u64 {
+    let mut x = (u64::from(number) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    x = (x ^ x >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ x >> 31
+}
+
+/// Word and shift of a page's counter in each row of its line.
+fn places(mixed: u64) -> [(usize, u32); ROWS] {
+    std::array::from_fn(|row| {
+        let bits = (mixed >> (5 * row)) as usize;
+        (2 * row + (bits >> 4 & 1), (bits & 15) as u32 * 4)
+    })
+}
 
 impl Sketch {
     /// For so many pages whose counts matter; ages after ten times as many uses. Forgets everything.
     pub(super) fn reset(&mut self, pages: u32) {
-        let counters = pages.clamp(COUNTERS, 1 << 30).next_power_of_two() * 2;
-        self.mask = counters - 1;
-        self.words = vec![0; ROWS * (counters / COUNTERS) as usize];
+        let lines = pages.clamp(1, 1 << 30).div_ceil(PAGES_PER_LINE).next_power_of_two();
+        self.mask = lines - 1;
+        self.lines = vec![Line([0; 8]); lines as usize];
         self.counted = 0;
         self.period = 10 * u64::from(pages.max(1));
     }
 
-    /// Word and shift of a page's counter in each row.
-    fn places(&self, number: u32) -> [(usize, u32); ROWS] {
-        let row_words = self.words.len() / ROWS;
-        std::array::from_fn(|row| {
-            let mixed = (u64::from(number) + 1).wrapping_mul(SEEDS[row]);
-            let counter = (mixed ^ mixed >> 32).wrapping_mul(SEEDS[(row + 1) % ROWS]) >> 32;
-            let counter = counter as u32 & self.mask;
-            (row * row_words + (counter / COUNTERS) as usize, counter % COUNTERS * 4)
-        })
-    }
-
     /// Uses of the page, at least as many as were counted since the last ageing and half of those before; 15 at most.
     pub(super) fn estimate(&self, number: u32) -> u8 {
-        if self.words.is_empty() {
-            return 0;
-        }
-        let counts = self.places(number).map(|(word, shift)| self.words[word] >> shift & COUNT_MAX);
+        let mixed = mixed(number);
+        let Some(Line(words)) = self.lines.get((mixed >> 32) as usize & self.mask as usize) else { return 0 };
+        let counts = places(mixed).map(|(word, shift)| words[word] >> shift & COUNT_MAX);
         counts.into_iter().min().unwrap_or(0) as u8
     }
 
     /// Counts a use. Once in a while it takes as long as the sketch is large.
     pub(super) fn count(&mut self, number: u32) {
-        if self.words.is_empty() {
-            return;
-        }
-        let lowest = u64::from(self.estimate(number));
+        let mixed = mixed(number);
+        let Some(Line(words)) = self.lines.get_mut((mixed >> 32) as usize & self.mask as usize) else { return };
+        let places = places(mixed);
+        let lowest = places.map(|(word, shift)| words[word] >> shift & COUNT_MAX).into_iter().min().unwrap_or(0);
         if lowest < COUNT_MAX {
-            for (word, shift) in self.places(number) {
-                if self.words[word] >> shift & COUNT_MAX == lowest {
-                    self.words[word] += 1 << shift;
+            for (word, shift) in places {
+                if words[word] >> shift & COUNT_MAX == lowest {
+                    words[word] += 1 << shift;
                 }
             }
         }
         self.counted += 1;
         if self.counted >= self.period {
-            self.words.iter_mut().for_each(|word| *word = *word >> 1 & HALVED);
+            let words = self.lines.iter_mut().flat_map(|line| &mut line.0);
+            words.for_each(|word| *word = *word >> 1 & HALVED);
             self.counted /= 2;
         }
     }

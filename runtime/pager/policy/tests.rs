@@ -753,6 +753,32 @@ fn random_takes_every_page_about_as_often() {
     assert!((0..10).all(|number| (1_800..2_200).contains(&taken[&number])), "{taken:?}");
 }
 
+#[test]
+fn lfu_counts_to_63_and_forgets_by_halves() {
+    let mut policy = PolicyKind::Lfu.build();
+    policy.segment(SegmentId(0), 2);
+    let used = |policy: &mut dyn Policy, number, times| (0..times).for_each(|_| policy.accessed(page(number)));
+    let coming = |policy: &mut dyn Policy, number, times| {
+        used(policy, number, 1);
+        policy.inserted(page(number));
+        used(policy, number, times - 1);
+    };
+    coming(&mut *policy, 0, 63);
+    coming(&mut *policy, 1, 62);
+    let goes = |policy: &mut dyn Policy| policy.victim(Want::Memory, &mut |_| Take::Yes).map(|page| page.index.0);
+    assert_eq!(goes(&mut *policy), Some(1), "62 uses are fewer than 63");
+    used(&mut *policy, 1, 2);
+    assert_eq!(goes(&mut *policy), Some(0), "64 uses count as 63, and the other has had it for longer");
+    used(&mut *policy, 1, 4096);
+    for _ in 0..6 {
+        // Six halvings leave nothing of any count; uses after that count.
+        used(&mut *policy, 1, 4096);
+    }
+    policy.removed(page(1));
+    coming(&mut *policy, 1, 1);
+    assert_eq!(goes(&mut *policy), Some(0), "what was used often once does not stay for ever");
+}
+
 /// A page that was filled ahead and then used was used once.
 #[test]
 fn a_fill_ahead_and_its_use_are_one_use() {

@@ -11,6 +11,10 @@ use super::sketch::Sketch;
 /// Storage 13(4), 2017. Parameters: the window has a hundredth of the frames, one at least; four fifths of the rest are
 /// protected; uses are counted in a sketch that is aged after ten times as many uses as there are frames. No doorkeeper,
 /// and the window does not adapt. 9 bytes a page, and for each frame between 4 and 8 of the sketch.
+///
+/// libCacheSim 0.3 counts otherwise: comings and hits of the main part, in a Bloom filter for `c` entries of which a use
+/// raises every counter, halved after `32 c` hits. That holds many more pages than it is made for, so its estimates are
+/// high, and depend on the ids; its hit ratios differ from these.
 pub(super) type WTinyLfuPolicy = Ruled<WTinyLfu, 3>;
 
 const WINDOW: usize = 0;
