@@ -180,7 +180,7 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::Lru | PolicyKind::Fifo | PolicyKind::Mru => 8.0,
         // The list of residents has one number for each frame.
         PolicyKind::Random => 8.0,
-        PolicyKind::Lfu => 13.0,
+        PolicyKind::Lfu => 12.0,
         PolicyKind::Lirs => 17.0,
         PolicyKind::WTinyLfu => 9.0 + 8.0,
         PolicyKind::Plan => 16.0,

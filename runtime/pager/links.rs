@@ -80,6 +80,14 @@ impl Links {
         list.len += 1;
     }
 
+    /// Puts a page of this list behind all others of it.
+    pub(super) fn move_last(&mut self, list: &mut List, number: u32) {
+        if list.last != number {
+            self.remove(list, number);
+            self.push_last(list, number);
+        }
+    }
+
     /// Puts a page that is in no list before all others.
     pub(super) fn push_first(&mut self, list: &mut List, number: u32) {
         self.0[number as usize] = Link { before: NONE, after: list.first };
@@ -130,6 +138,14 @@ mod tests {
             let (number, to) = ((x >> 8) % 40, (x >> 16) as usize % 3);
             let at = (0..3).find(|at| model[*at].contains(&number));
             assert_eq!(links.present(number), at.is_some());
+            if let Some(at) = at
+                && x >> 28 == 13
+            {
+                links.move_last(&mut lists[at], number);
+                model[at].retain(|other| *other != number);
+                model[at].push_back(number);
+                continue;
+            }
             if let Some(at) = at {
                 links.remove(&mut lists[at], number);
                 model[at].retain(|other| *other != number);

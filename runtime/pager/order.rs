@@ -50,10 +50,8 @@ impl Order {
     pub(super) fn touch(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
             && self.links.present(number)
-            && self.list.last != number
         {
-            self.links.remove(&mut self.list, number);
-            self.links.push_last(&mut self.list, number);
+            self.links.move_last(&mut self.list, number);
         }
     }
 

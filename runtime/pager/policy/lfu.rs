@@ -12,15 +12,14 @@ use crate::pager::numbers::{PageNumbers, fit};
 /// One queue for each count, as in K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache
 /// eviction scheme", 2010. Halving is the ageing of J. T. Robinson and M. V. Devarakonda, "Data cache management using
 /// frequency-based replacement", SIGMETRICS 1990; it takes the same few steps whatever the number of pages. A page that
-/// was filled ahead has the count 1 too, and its first use is the one it was filled for. 13 bytes a page.
+/// was filled ahead has the count 1 too, and its first use is the one it was filled for. 12 bytes a page.
 #[derive(Debug)]
 pub(super) struct LfuPolicy {
     numbers: PageNumbers,
     links: Links,
-    /// By page: its count when it was last used, and [`PENDING`].
-    counts: Vec<u8>,
-    /// By page: how often counts had been halved then.
-    ages: Vec<u32>,
+    /// By page: its count when it was last used; [`PENDING`]; and, from bit [`AGE_SHIFT`] on, how often counts had been
+    /// halved then.
+    state: Vec<u32>,
     /// By count, those that have had it for longest first.
     lists: [List; COUNTS],
     /// A bit for each list that is not empty.
@@ -33,7 +32,10 @@ pub(super) struct LfuPolicy {
 
 const COUNTS: usize = 64;
 /// Of a resident page: it was filled ahead and not used yet. Of another: it was missed, and comes.
-const PENDING: u8 = 0x80;
+const PENDING: u32 = COUNTS as u32;
+const COUNT: u32 = COUNTS as u32 - 1;
+const AGE_SHIFT: u32 = 7;
+const AGE_MAX: u32 = u32::MAX >> AGE_SHIFT;
 const PERIOD_MIN: u64 = 4096;
 
 impl Default for LfuPolicy {
@@ -41,8 +43,7 @@ impl Default for LfuPolicy {
         Self {
             numbers: PageNumbers::default(),
             links: Links::default(),
-            counts: Vec::new(),
-            ages: Vec::new(),
+            state: Vec::new(),
             lists: [List::EMPTY; COUNTS],
             used: 0,
             held: List::EMPTY,
@@ -57,15 +58,18 @@ impl LfuPolicy {
     fn fit(&mut self) {
         let end = self.numbers.end();
         self.links.fit(end);
-        fit(&mut self.counts, end, 0);
-        fit(&mut self.ages, end, 0);
+        fit(&mut self.state, end, 0);
     }
 
     /// The count of a resident page.
     fn count(&self, number: u32) -> usize {
-        let count = self.counts[number as usize] & !PENDING;
-        let halved = self.age - self.ages[number as usize];
-        usize::from(count.checked_shr(halved).unwrap_or(0))
+        let state = self.state[number as usize];
+        let halved = self.age - (state >> AGE_SHIFT);
+        (state & COUNT).checked_shr(halved).unwrap_or(0) as usize
+    }
+
+    fn is_pending(&self, number: u32) -> bool {
+        self.state[number as usize] & PENDING != 0
     }
 
     fn unlink(&mut self, number: u32) {
@@ -80,20 +84,30 @@ impl LfuPolicy {
     fn link(&mut self, number: u32, count: usize) {
         self.links.push_last(&mut self.lists[count], number);
         self.used |= 1 << count;
-        self.counts[number as usize] = count as u8;
-        self.ages[number as usize] = self.age;
+        self.state[number as usize] = self.age << AGE_SHIFT | count as u32;
     }
 
     fn halve(&mut self) {
-        // Ages are compared: they must not begin again.
-        let Some(age) = self.age.checked_add(1) else { return };
-        self.age = age;
+        if self.age == AGE_MAX {
+            self.rejuvenate();
+        }
+        self.age += 1;
         self.uses = 0;
         for count in 1..COUNTS {
             let mut list = std::mem::replace(&mut self.lists[count], List::EMPTY);
             self.links.append(&mut self.lists[count / 2], &mut list);
         }
         self.used = (0..COUNTS).filter(|count| self.lists[*count].len > 0).fold(0, |bits, count| bits | 1 << count);
+    }
+
+    /// Ages are compared, so all begin again together. Once in 2^25 halvings this goes through all pages.
+    fn rejuvenate(&mut self) {
+        for number in 0..self.state.len() as u32 {
+            let pending = self.state[number as usize] & PENDING;
+            let count = if self.links.present(number) { self.count(number) as u32 } else { 0 };
+            self.state[number as usize] = count | pending;
+        }
+        self.age = 0;
     }
 
     /// The resident pages, the first to leave first.
@@ -151,15 +165,14 @@ impl Policy for LfuPolicy {
         if self.uses >= self.period {
             self.halve();
         }
-        let pending = self.counts[number as usize] & PENDING != 0;
-        match (self.links.present(number), pending) {
+        match (self.links.present(number), self.is_pending(number)) {
             (true, false) => {
                 let count = self.count(number);
                 self.unlink(number);
                 self.link(number, (count + 1).min(COUNTS - 1));
             }
-            (true, true) => self.counts[number as usize] &= !PENDING,
-            (false, _) => self.counts[number as usize] |= PENDING,
+            (true, true) => self.state[number as usize] &= !PENDING,
+            (false, _) => self.state[number as usize] |= PENDING,
         }
     }
 
@@ -168,10 +181,10 @@ impl Policy for LfuPolicy {
         if self.links.present(number) {
             return;
         }
-        let wanted = self.counts[number as usize] & PENDING != 0;
+        let wanted = self.is_pending(number);
         self.link(number, 1);
         if !wanted {
-            self.counts[number as usize] |= PENDING;
+            self.state[number as usize] |= PENDING;
         }
     }
 
@@ -180,7 +193,7 @@ impl Policy for LfuPolicy {
         if self.links.present(number) {
             self.unlink(number);
         }
-        self.counts[number as usize] = 0;
+        self.state[number as usize] = 0;
     }
 
     fn forget(&mut self, segment: SegmentId) {
@@ -188,7 +201,7 @@ impl Policy for LfuPolicy {
             if self.links.present(number as u32) {
                 self.unlink(number as u32);
             }
-            self.counts[number] = 0;
+            self.state[number] = 0;
         }
         self.numbers.remove(segment);
         self.fit();
@@ -200,15 +213,53 @@ impl Policy for LfuPolicy {
         }
         let taken = self.offer(take);
         while let Some(number) = self.held.first() {
-            let (count, pending) = (self.count(number), self.counts[number as usize] & PENDING);
+            let (count, pending) = (self.count(number), self.state[number as usize] & PENDING);
             self.links.remove(&mut self.held, number);
             self.link(number, count);
-            self.counts[number as usize] |= pending;
+            self.state[number as usize] |= pending;
         }
         taken
     }
 
     fn tracked(&self) -> Vec<PageId> {
         self.resident().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::PageIndex;
+
+    /// Where ages begin again, every page keeps its count and its place.
+    #[test]
+    fn ages_begin_again_without_a_trace() {
+        let page = |index| PageId { segment: SegmentId(0), index: PageIndex(index) };
+        let run = |age: u32| {
+            let mut policy = LfuPolicy { age, ..LfuPolicy::default() };
+            policy.segment(SegmentId(0), 8);
+            let mut x = 1u32;
+            let mut orders = Vec::new();
+            for step in 0..3_000u32 {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let index = (x >> 8) % (1 + (x >> 24) % 8);
+                policy.accessed(page(index));
+                if x >> 29 == 0 {
+                    policy.removed(page(index))
+                } else {
+                    policy.inserted(page(index))
+                }
+                if step % 300 == 299 {
+                    policy.halve();
+                }
+                orders.push(policy.tracked());
+            }
+            (orders, policy.age)
+        };
+        let (young, age) = run(0);
+        assert_eq!(age, 10);
+        let (old, age) = run(AGE_MAX - 4);
+        assert_eq!(age, 6, "they have begun again");
+        assert_eq!(young, old);
     }
 }

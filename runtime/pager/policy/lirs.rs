@@ -42,8 +42,11 @@ impl Default for Lirs {
 
 impl Lirs {
     fn to_top(&mut self, number: u32) {
-        self.unstack(number);
-        self.links.push_last(&mut self.stack, number);
+        if self.links.present(number) {
+            self.links.move_last(&mut self.stack, number);
+        } else {
+            self.links.push_last(&mut self.stack, number);
+        }
     }
 
     fn unstack(&mut self, number: u32) {
