@@ -1,6 +1,6 @@
 //! What does a use cost a policy? Every policy at a million pages, driven without a pager: hits in random order, and a
 //! skewed order in which many uses miss, evict and bring in. The random order is that in which memory answers slowest:
-//! beside it stands what one random read and write of an array of 8 bytes a page costs.
+//! beside it stands what one random read and write of an array of 8 bytes a page costs. Time is the processor's.
 //!
 //! Parameters: `--pages` resident (1000000), `--uses` per round (2000000), `--rounds` (5), `--policy` (all; or one name).
 
@@ -10,7 +10,6 @@ mod support;
 
 use std::hint::black_box;
 use std::num::NonZeroU32;
-use std::time::Instant;
 
 use outcore::pager::policy::Policy;
 use outcore::sim::{Trace, replay};
@@ -20,6 +19,11 @@ use support::{Random, Spread};
 
 fn page(number: u32) -> PageId {
     PageId { segment: SegmentId::new(0), index: PageIndex::new(number) }
+}
+
+/// Nanoseconds of the processor for each of `uses`, since `start`.
+fn nanos(start: f64, uses: usize) -> f64 {
+    (support::cpu_seconds() - start) * 1e9 / uses as f64
 }
 
 fn full(kind: PolicyKind, pages: u32) -> Box<dyn Policy> {
@@ -34,19 +38,19 @@ fn full(kind: PolicyKind, pages: u32) -> Box<dyn Policy> {
 }
 
 fn hits(policy: &mut dyn Policy, order: &[u32]) -> f64 {
-    let start = Instant::now();
+    let start = support::cpu_seconds();
     for number in order {
         policy.accessed(page(*number));
     }
-    start.elapsed().as_nanos() as f64 / order.len() as f64
+    nanos(start, order.len())
 }
 
 /// Hit ratio and nanoseconds.
 fn misses(kind: PolicyKind, trace: &Trace, frames: u32) -> (f64, f64) {
     let policy = kind.build();
-    let start = Instant::now();
+    let start = support::cpu_seconds();
     let counts = replay(policy, trace, NonZeroU32::new(frames).unwrap()).unwrap();
-    (counts.hit_ratio(), start.elapsed().as_nanos() as f64 / counts.uses as f64)
+    (counts.hit_ratio(), nanos(start, trace.uses().len()))
 }
 
 fn main() {
@@ -64,18 +68,18 @@ fn main() {
         random.next() % end
     };
     let trace = Trace::from_ids((0..uses * 2).map(|_| skewed(&mut random))).unwrap();
-    println!("ns a use of {pages} pages: median [least - most] of {rounds} rounds; {hardware}");
+    println!("ns of the processor for a use of {pages} pages: median [least - most] of {rounds} rounds; {hardware}");
     println!("  {:10} {:30} {:30} hit ratio", "policy", "hits", "skewed, with misses");
     let mut results = serde_json::Map::new();
     let mut memory = vec![0u64; pages as usize];
     let reads: Vec<f64> = (0..rounds)
         .map(|_| {
-            let start = Instant::now();
+            let start = support::cpu_seconds();
             for number in &order {
                 memory[*number as usize] += 1;
             }
             black_box(&memory);
-            start.elapsed().as_nanos() as f64 / order.len() as f64
+            nanos(start, order.len())
         })
         .collect();
     let reads = Spread::of(&reads);

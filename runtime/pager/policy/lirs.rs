@@ -16,7 +16,7 @@ pub(super) type LirsPolicy = Ruled<Lirs, 3>;
 
 /// Resident HIR pages, the next to leave first.
 const HIR: usize = 0;
-/// LIR pages, in the order in which they are in the stack.
+/// LIR pages, in no order: the stack has it.
 const LIR: usize = 1;
 /// HIR pages that have left and are in the stack, in the order in which they left.
 const GHOST: usize = 2;
@@ -41,7 +41,7 @@ impl Default for Lirs {
 }
 
 impl Lirs {
-    fn to_top(&mut self, number: u32) {
+    fn raise(&mut self, number: u32) {
         if self.links.present(number) {
             self.links.move_last(&mut self.stack, number);
         } else {
@@ -69,19 +69,20 @@ impl Lirs {
 
     /// The page becomes LIR; if there are too many, the one at the bottom becomes HIR.
     fn promote(&mut self, queues: &mut Queues<3>, number: u32) {
-        self.to_top(number);
+        self.raise(number);
         queues.push_last(LIR, number);
         self.demote(queues);
     }
 
     fn demote(&mut self, queues: &mut Queues<3>) {
+        self.prune(queues);
         while queues.len(LIR) > self.lir
-            && let Some(bottom) = queues.first(LIR)
+            && let Some(bottom) = self.stack.first()
         {
             self.unstack(bottom);
             queues.push_last(HIR, bottom);
+            self.prune(queues);
         }
-        self.prune(queues);
     }
 
     fn limit(&mut self, queues: &mut Queues<3>) {
@@ -111,13 +112,12 @@ impl Rule<3> for Lirs {
 
     fn hit(&mut self, queues: &mut Queues<3>, number: u32) {
         if queues.place(number) == Some(LIR) {
-            self.to_top(number);
-            queues.push_last(LIR, number);
+            self.raise(number);
             self.prune(queues);
         } else if self.links.present(number) {
             self.promote(queues, number);
         } else {
-            self.to_top(number);
+            self.raise(number);
             queues.push_last(HIR, number);
             self.limit(queues);
         }
@@ -137,7 +137,7 @@ impl Rule<3> for Lirs {
         if again || queues.len(LIR) < self.lir {
             self.promote(queues, number);
         } else {
-            self.to_top(number);
+            self.raise(number);
             queues.push_last(HIR, number);
         }
         self.limit(queues);
@@ -153,13 +153,14 @@ impl Rule<3> for Lirs {
     }
 
     fn candidate(&mut self, queues: &mut Queues<3>) -> Option<u32> {
-        queues.first(HIR).or_else(|| queues.first(LIR))
+        // LIR pages that are held aside are at the top: if there is another, the bottom is one.
+        queues.first(HIR).or_else(|| queues.first(LIR).and(self.stack.first()))
     }
 
-    /// A LIR page goes to the end of its queue, so it does in the stack.
     fn hold(&mut self, queues: &mut Queues<3>, number: u32) {
         if queues.place(number) == Some(LIR) {
-            self.to_top(number);
+            self.raise(number);
+            self.prune(queues);
         }
     }
 

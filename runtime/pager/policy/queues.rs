@@ -136,6 +136,15 @@ impl<const N: usize> Queues<N> {
         self.state[number as usize] |= queue as u8 + 1;
     }
 
+    /// Forgets the first pages of a queue beyond so many.
+    pub(super) fn trim(&mut self, queue: usize, most: u32) {
+        while self.len(queue) > most
+            && let Some(oldest) = self.first(queue)
+        {
+            self.remove(oldest);
+        }
+    }
+
     fn hold(&mut self, number: u32) {
         let Some(queue) = self.place(number) else { return };
         self.links.remove(&mut self.lists[queue], number);

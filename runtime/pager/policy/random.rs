@@ -34,7 +34,7 @@ impl RandomPolicy {
         self.state ^= self.state << 25;
         self.state ^= self.state >> 27;
         let drawn = self.state.wrapping_mul(SEED) >> 32;
-        (drawn * end as u64 >> 32) as usize
+        ((drawn * end as u64) >> 32) as usize
     }
 
     fn remove_number(&mut self, number: u32) {

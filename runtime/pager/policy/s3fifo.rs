@@ -35,35 +35,27 @@ pub(super) struct S3Fifo {
     evicting: bool,
 }
 
-impl S3Fifo {
-    fn trim(&self, queues: &mut Queues<3>) {
-        while queues.len(GHOST) > self.ghosts
-            && let Some(oldest) = queues.first(GHOST)
-        {
-            queues.remove(oldest);
+/// What leaves the small queue next; what was used enough goes on to the main one.
+fn next_of_small(queues: &mut Queues<3>) -> Option<u32> {
+    loop {
+        let number = queues.first(SMALL)?;
+        if queues.mark(number) < USES_TO_STAY {
+            return Some(number);
         }
+        queues.set_mark(number, 0);
+        queues.push_last(MAIN, number);
     }
+}
 
-    fn from_small(&self, queues: &mut Queues<3>) -> Option<u32> {
-        loop {
-            let number = queues.first(SMALL)?;
-            if queues.mark(number) < USES_TO_STAY {
-                return Some(number);
-            }
-            queues.set_mark(number, 0);
-            queues.push_last(MAIN, number);
+/// What leaves the main queue next; what was used is passed over.
+fn next_of_main(queues: &mut Queues<3>) -> Option<u32> {
+    loop {
+        let number = queues.first(MAIN)?;
+        match queues.mark(number).checked_sub(1) {
+            None => return Some(number),
+            Some(uses) => queues.set_mark(number, uses),
         }
-    }
-
-    fn from_main(&self, queues: &mut Queues<3>) -> Option<u32> {
-        loop {
-            let number = queues.first(MAIN)?;
-            match queues.mark(number).checked_sub(1) {
-                None => return Some(number),
-                Some(uses) => queues.set_mark(number, uses),
-            }
-            queues.push_last(MAIN, number);
-        }
+        queues.push_last(MAIN, number);
     }
 }
 
@@ -75,7 +67,7 @@ impl Rule<3> for S3Fifo {
         self.small = (frames / 10).max(1);
         self.main = frames.saturating_sub(self.small);
         self.ghosts = (u64::from(frames) * 9 / 10) as u32;
-        self.trim(queues);
+        queues.trim(GHOST, self.ghosts);
     }
 
     fn hit(&mut self, queues: &mut Queues<3>, number: u32) {
@@ -101,7 +93,7 @@ impl Rule<3> for S3Fifo {
         queues.set_mark(number, 0);
         if queues.place(number) == Some(SMALL) {
             queues.push_last(GHOST, number);
-            self.trim(queues);
+            queues.trim(GHOST, self.ghosts);
         } else {
             queues.remove(number);
         }
@@ -110,11 +102,11 @@ impl Rule<3> for S3Fifo {
     fn candidate(&mut self, queues: &mut Queues<3>) -> Option<u32> {
         self.evicting = true;
         if queues.len(MAIN) <= self.main
-            && let Some(number) = self.from_small(queues)
+            && let Some(number) = next_of_small(queues)
         {
             return Some(number);
         }
         // What the small queue has left when the main one is exhausted may all go on to the main one.
-        self.from_main(queues).or_else(|| self.from_small(queues)).or_else(|| self.from_main(queues))
+        next_of_main(queues).or_else(|| next_of_small(queues)).or_else(|| next_of_main(queues))
     }
 }

@@ -70,12 +70,11 @@ impl Sketch {
         let Some(Line(words)) = self.lines.get_mut((mixed >> 32) as usize & self.mask as usize) else { return };
         let places = places(mixed);
         let lowest = places.map(|(word, shift)| words[word] >> shift & COUNT_MAX).into_iter().min().unwrap_or(0);
-        if lowest < COUNT_MAX {
-            for (word, shift) in places {
-                if words[word] >> shift & COUNT_MAX == lowest {
-                    words[word] += 1 << shift;
-                }
-            }
+        // No branch asks what memory has yet to say.
+        let room = lowest < COUNT_MAX;
+        for (word, shift) in places {
+            let raised = room & (words[word] >> shift & COUNT_MAX == lowest);
+            words[word] += u64::from(raised) << shift;
         }
         self.counted += 1;
         if self.counted >= self.period {

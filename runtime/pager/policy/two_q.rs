@@ -28,16 +28,6 @@ pub(super) struct TwoQ {
     k_out: u32,
 }
 
-impl TwoQ {
-    fn trim(&self, queues: &mut Queues<3>) {
-        while queues.len(OUT) > self.k_out
-            && let Some(oldest) = queues.first(OUT)
-        {
-            queues.remove(oldest);
-        }
-    }
-}
-
 impl Rule<3> for TwoQ {
     const NAME: &'static str = "2q";
     const RESIDENT: usize = 2;
@@ -45,7 +35,7 @@ impl Rule<3> for TwoQ {
     fn resize(&mut self, queues: &mut Queues<3>, frames: u32) {
         self.k_in = (frames / 4).max(1);
         self.k_out = (frames / 2).max(1);
-        self.trim(queues);
+        queues.trim(OUT, self.k_out);
     }
 
     fn hit(&mut self, queues: &mut Queues<3>, number: u32) {
@@ -70,7 +60,7 @@ impl Rule<3> for TwoQ {
     fn leave(&mut self, queues: &mut Queues<3>, number: u32) {
         if queues.place(number) == Some(IN) {
             queues.push_last(OUT, number);
-            self.trim(queues);
+            queues.trim(OUT, self.k_out);
         } else {
             queues.remove(number);
         }
