@@ -10,11 +10,11 @@
 //! use outcore::PolicyKind;
 //! use outcore::sim::{self, Trace};
 //!
-//! let trace = Trace::from_ids([7, 3, 7, 9, 7, 3])?;
+//! let trace = Trace::from_ids([7, 3, 9, 7, 3, 9])?;
 //! let frames = NonZeroU32::new(2).unwrap();
 //! let counts = sim::replay(PolicyKind::Lru.build(), &trace, frames)?;
-//! assert_eq!((counts.uses, counts.hits), (6, 2));
-//! assert_eq!(sim::optimum(&trace, frames).hits, 3);
+//! assert_eq!((counts.uses, counts.hits), (6, 0));
+//! assert_eq!(sim::optimum(&trace, frames).hits, 2);
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
