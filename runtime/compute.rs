@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use crate::device::{RawStream, StreamId, StreamOp};
+use crate::device::{EventId, RawStream, StreamId, StreamOp};
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, Shared};
 use crate::transfer::Engine;
@@ -60,8 +60,8 @@ impl Runtime {
         Ok(ComputeStream::new(self.shared.clone(), id, false))
     }
 
-    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, and puts nothing else
-    /// there that it is not told to.
+    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, makes it wait for fills of
+    /// what is [pinned for it](Self::pin_device_on), and puts nothing else there that it is not told to.
     ///
     /// # Safety
     /// The handle is that of a stream, and stays so until the last clone of what is returned has been dropped, or
@@ -107,6 +107,30 @@ impl ComputeStream {
         self.engine().run(self.0.id, StreamOp::Mark, Box::new(at_end));
     }
 
+    /// Makes what is put on the stream from now on wait for an event of the device.
+    ///
+    /// # Errors
+    /// As for [`can_mark`](Self::can_mark); what the device says.
+    pub(crate) fn wait_for(&self, event: EventId) -> Result<()> {
+        // A wait for what is not captured would spoil a capture.
+        self.can_mark()?;
+        self.engine().device.wait(self.0.id, event)
+    }
+
+    /// Puts an operation on the stream, and waits for its end.
+    ///
+    /// # Errors
+    /// What the device says; `InvalidArgument` in a waker, and while the stream is being captured.
+    pub(crate) fn run_and_wait(&self, op: StreamOp, what: &str) -> Result<()> {
+        self.can_mark()?;
+        self.engine().run_and_wait(self.0.id, op, what)
+    }
+
+    /// Whether nothing runs on the device any more: it is lost.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.engine().device.lost().is_some()
+    }
+
     /// The driver's handle, for whoever launches kernels. It may be used for as long as a clone of this lives.
     ///
     /// # Errors
@@ -127,14 +151,15 @@ impl ComputeStream {
         self.engine().run(self.0.id, StreamOp::Call(Box::new(closure)), Box::new(at_end));
     }
 
-    /// Waits until everything that is on the stream has ended.
+    /// Waits until everything that is on the stream has ended. Only after it has succeeded do results count of work that
+    /// uses tensors [pinned for the stream](Runtime::pin_device_on): a fill that it waited for may have failed with the
+    /// device.
     ///
     /// # Errors
     /// The first failure of a closure; of the device; what [`DevicePin::unpin_after`](crate::DevicePin::unpin_after)
     /// refuses; [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker.
     pub fn synchronize(&self) -> Result<()> {
-        self.can_mark()?;
-        self.engine().run_and_wait(self.0.id, StreamOp::Mark, "a stream")?;
+        self.run_and_wait(StreamOp::Mark, "a stream")?;
         // Reported before the mark was.
         self.0.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::device::{CudaDeviceSelector, LinkModel};
+use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::{Policy, PolicyKind};
@@ -244,6 +244,7 @@ impl fmt::Debug for PolicyChoice {
 #[must_use]
 pub struct RuntimeBuilder {
     pub(crate) device: DeviceChoice,
+    pub(crate) device_hook: Option<Arc<dyn DeviceHook>>,
     pub(crate) device_budget: DeviceBudget,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: PageSize,
@@ -276,6 +277,7 @@ impl RuntimeBuilder {
     pub(crate) fn new() -> Self {
         Self {
             device: DeviceChoice::default(),
+            device_hook: None,
             device_budget: Bytes::gib(1).into(),
             host_budget: Bytes::ZERO,
             page_size: PageSize::DEFAULT,
@@ -295,6 +297,12 @@ impl RuntimeBuilder {
     /// kernel, so they are pinned with [`Runtime::pin_device`].
     pub fn device(mut self, device: DeviceChoice) -> Self {
         self.device = device;
+        self
+    }
+
+    /// Shows every call of the device to `hook` before the device gets it, from the first stream on.
+    pub fn device_hook(mut self, hook: Arc<dyn DeviceHook>) -> Self {
+        self.device_hook = Some(hook);
         self
     }
 

@@ -246,6 +246,11 @@ id!(
     MoveId, u64, "move"
 );
 id!(
+    /// A point on the timeline of the stream on which fills are copied. A greater one comes later: when it has passed, so
+    /// have the smaller ones.
+    FillPoint, u64, "point"
+);
+id!(
     /// A set of pages wanted as a unit.
     RequestId, u64, "req"
 );

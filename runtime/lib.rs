@@ -68,18 +68,19 @@ pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
-    Bytes, FileId, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, StagingId, Tier,
+    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId,
+    StagingId, Tier,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PagerStats, PolicyKind, WaitCause};
 pub use pin::{
-    DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, UnpinRefused,
+    DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, StreamPin, UnpinRefused,
 };
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;
 
-/// The README's example has to compile.
+/// The README's example has to compile; `tests/readme.rs` runs it.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

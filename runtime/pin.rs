@@ -9,6 +9,9 @@
 //!
 //! Guards that give slices exist only where device memory is memory of this process: [`addressable`] refuses the request
 //! elsewhere. [`DevicePin`] and [`DevicePinMut`], which give no slices, exist on any device.
+//!
+//! A [`StreamPin`] may be there before its bytes: its pages are *lent* (see `pager`). It gives addresses and no bytes but by
+//! copies on its stream, which has been made to wait for the fills when the guard is made.
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
@@ -28,14 +31,14 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use parking_lot::Mutex;
 
 use crate::compute::ComputeStream;
-use crate::device::{DeviceAddress, HostPointer, StreamOp};
+use crate::device::{DeviceAddress, EventId, HostPointer, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, PageIndex, RequestId, Tier};
-use crate::pager::{Access, PageRun, TryPin, Unpin, WaitCause};
+use crate::pager::{Access, Granted, PageRun, TryPin, Unpin};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
-use crate::transfer::{Engine, Waiting, may_wait};
+use crate::transfer::{Engine, Purpose, Received, Waiting, event_at, may_wait};
 
 /// The pages of one request: almost always one run.
 #[derive(Clone, Debug)]
@@ -179,16 +182,26 @@ enum Progress {
 }
 
 mod sealed {
-    use super::{Result, Runs, Segment, Tensor, describe, runs_of};
+    use super::{EventId, Purpose, Result, Runs, Segment, Tensor, describe, runs_of};
     use std::sync::Arc;
 
     /// What is to be pinned, and the guard it becomes.
     pub trait Target: Unpin {
         type Guard;
-        const EXCLUSIVE: bool;
+        const PURPOSE: Purpose;
         fn tensors(&self) -> &[Tensor];
         fn check(&self) -> Result<()>;
+        /// Takes over the pins of pages whose bytes are there.
         fn guard(&self, runs: Runs) -> Self::Guard;
+        /// Takes over pins; the bytes of some of the pages are there when `after` has happened, which concerns only those
+        /// who read on a stream. If it fails, the pins have been given back.
+        fn guard_after(&self, runs: Runs, _after: Option<EventId>) -> Result<Self::Guard> {
+            Ok(self.guard(runs))
+        }
+        /// Takes over pins that nobody wants any more.
+        fn give_back(&self, runs: Runs) {
+            drop(self.guard(runs));
+        }
         /// The segment of a page that is to be pinned, if there is any.
         fn segment(&self) -> Option<&Arc<Segment>> {
             self.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
@@ -227,15 +240,16 @@ impl<T: Target> PinRequest<'_, T> {
             return Ok(Some(self.target.guard(runs)));
         };
         let engine = &segment.shared.engine;
-        if let (Runs::One(run), false) = (&runs, T::EXCLUSIVE)
+        if let Runs::One(run) = &runs
+            && T::PURPOSE != Purpose::Write
             && try_pin_run(engine, segment, *run)
         {
             return Ok(Some(self.target.guard(runs)));
         }
         let since = Instant::now();
-        match engine.submit(runs.as_slice(), T::EXCLUSIVE, nested)? {
-            None => Ok(Some(self.target.guard(runs))),
-            Some(Waiting { id, ticket, page }) => {
+        match engine.submit(runs.as_slice(), T::PURPOSE, nested)? {
+            Received::Ready(after) => self.target.guard_after(runs, after).map(Some),
+            Received::Waiting(Waiting { id, ticket, page }) => {
                 self.progress = Progress::Waiting { id, ticket, since, page };
                 self.runs = Some(runs);
                 Ok(None)
@@ -243,14 +257,14 @@ impl<T: Target> PinRequest<'_, T> {
         }
     }
 
-    fn finish(&mut self, result: Result<WaitCause>) -> Result<T::Guard> {
+    fn finish(&mut self, result: Result<Granted>) -> Result<T::Guard> {
         let progress = std::mem::replace(&mut self.progress, Progress::Done);
-        let cause = result?;
+        let Granted { cause, after } = result?;
         if let (Some(segment), Progress::Waiting { since, page, .. }) = (self.target.segment(), progress) {
             segment.shared.engine.stalled(cause, page, since, || self.target.describe());
         }
         let runs = self.runs.take().unwrap_or(Runs::Many(Vec::new()));
-        Ok(self.target.guard(runs))
+        self.target.guard_after(runs, after.map(event_at))
     }
 
     /// Blocks until the pages are pinned.
@@ -334,11 +348,11 @@ impl<T: Target> Drop for PinRequest<'_, T> {
     fn drop(&mut self) {
         let Progress::Waiting { id, ticket, .. } = &self.progress else { return };
         let Some(segment) = self.target.segment() else { return };
-        // If the pins came after all, a guard takes them and gives them back.
+        // The pins may have come after all.
         if let Some(Ok(_)) = segment.shared.engine.cancel(*id, ticket)
             && let Some(runs) = self.runs.take()
         {
-            drop(self.target.guard(runs));
+            self.target.give_back(runs);
         }
     }
 }
@@ -372,7 +386,7 @@ pub struct Shared<'a>(pub(crate) &'a Tensor);
 
 impl Target for Shared<'_> {
     type Guard = PinGuard;
-    const EXCLUSIVE: bool = false;
+    const PURPOSE: Purpose = Purpose::Read;
     fn tensors(&self) -> &[Tensor] {
         std::slice::from_ref(self.0)
     }
@@ -463,7 +477,7 @@ pub struct Exclusive<'a>(pub(crate) &'a Tensor);
 
 impl Target for Exclusive<'_> {
     type Guard = PinGuardMut;
-    const EXCLUSIVE: bool = true;
+    const PURPOSE: Purpose = Purpose::Write;
     fn tensors(&self) -> &[Tensor] {
         std::slice::from_ref(self.0)
     }
@@ -543,7 +557,7 @@ pub struct SharedSet<'a>(pub(crate) &'a [Tensor]);
 
 impl Target for SharedSet<'_> {
     type Guard = PinSet;
-    const EXCLUSIVE: bool = false;
+    const PURPOSE: Purpose = Purpose::Read;
     fn tensors(&self) -> &[Tensor] {
         self.0
     }
@@ -669,13 +683,7 @@ impl Pinned {
 
     /// Has `give_back` end these pins when a stream has come so far. Refused, they stay.
     fn end_on(&mut self, stream: &ComputeStream, give_back: fn(&Pins)) -> Result<()> {
-        if self.pins.segments.iter().any(|segment| !stream.belongs_to(&segment.shared)) {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "the stream and the guard belong to different runtimes",
-            )
-            .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"));
-        }
+        self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
         stream.can_mark()?;
         let pins = self.pins.take();
         stream.mark(move || give_back(&pins));
@@ -770,7 +778,7 @@ pub struct ExclusiveSet<'a>(pub(crate) &'a [Tensor]);
 
 impl Target for ExclusiveSet<'_> {
     type Guard = PinSetMut;
-    const EXCLUSIVE: bool = true;
+    const PURPOSE: Purpose = Purpose::Write;
     fn tensors(&self) -> &[Tensor] {
         self.0
     }
@@ -859,7 +867,7 @@ pub struct DeviceShared<'a>(pub(crate) &'a [Tensor]);
 
 impl Target for DeviceShared<'_> {
     type Guard = DevicePin;
-    const EXCLUSIVE: bool = false;
+    const PURPOSE: Purpose = Purpose::Read;
     fn tensors(&self) -> &[Tensor] {
         self.0
     }
@@ -871,8 +879,8 @@ impl Target for DeviceShared<'_> {
     }
 }
 
-/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is: whoever gets them has no
-/// event to wait for.
+/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is, and whoever gets them has no
+/// event to wait for; with a [`StreamPin`] this holds for work on its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceBytes {
     /// Of the first byte; the same for the tensor's life.
@@ -928,16 +936,167 @@ fn copy(
     len: u64,
     op: impl FnOnce(HostPointer, DeviceAddress) -> StreamOp,
 ) -> Result<()> {
+    // The callers' slice is borrowed until the copy has been reported, which `copy_and_wait` waits for.
+    match ends_of_copy(tensor, offset, bytes, len)? {
+        Some((host, device)) => tensor.engine().copy_and_wait(op(host, device)),
+        None => Ok(()),
+    }
+}
+
+/// Both ends of a copy of `len` bytes of a tensor, from its byte `offset` on; none of a copy of nothing. Whoever calls this
+/// keeps the memory at `bytes` until the copy has been reported.
+fn ends_of_copy(
+    tensor: &Tensor,
+    offset: u64,
+    bytes: NonNull<u8>,
+    len: u64,
+) -> Result<Option<(HostPointer, DeviceAddress)>> {
     if offset.checked_add(len).is_none_or(|end| end > tensor.len) {
         let message = format!("{len} bytes at {offset} of {tensor:?}, which has {}", tensor.len);
         return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("copy bytes the tensor has"));
     }
     if len == 0 {
+        return Ok(None);
+    }
+    // SAFETY: both callers hold the borrow of a slice of `len` bytes until the copy has been reported.
+    let host = unsafe { HostPointer::new(bytes) };
+    Ok(Some((host, tensor.segment.base.offset(tensor.offset + offset))))
+}
+
+/// Target of [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
+#[derive(Debug)]
+pub struct DeviceOnStream<'a>(pub(crate) &'a [Tensor], pub(crate) &'a ComputeStream);
+
+impl Target for DeviceOnStream<'_> {
+    type Guard = StreamPin;
+    const PURPOSE: Purpose = Purpose::ReadOnStream;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)?;
+        self.0.first().map_or(Ok(()), |tensor| of_the_streams_runtime(self.1, &tensor.segment))?;
+        self.1.can_mark()
+    }
+    fn guard(&self, runs: Runs) -> StreamPin {
+        StreamPin { pinned: Pinned::new(self.0, runs), stream: self.1.clone() }
+    }
+    fn guard_after(&self, runs: Runs, after: Option<EventId>) -> Result<StreamPin> {
+        let mut guard = self.guard(runs);
+        if let Some(Err(error)) = after.map(|event| self.1.wait_for(event)) {
+            // Nothing on the stream has their addresses.
+            guard.pinned.pins.take().unpin();
+            return Err(error);
+        }
+        Ok(guard)
+    }
+    fn give_back(&self, runs: Runs) {
+        Pinned::new(self.0, runs).pins.unpin();
+    }
+}
+
+/// Refuses a stream of another runtime than the guard's.
+fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<()> {
+    if stream.belongs_to(&segment.shared) {
         return Ok(());
     }
-    // SAFETY: the callers' slice is borrowed until the copy has been reported, which `copy_and_wait` waits for.
-    let host = unsafe { HostPointer::new(bytes) };
-    tensor.engine().copy_and_wait(op(host, tensor.segment.base.offset(tensor.offset + offset)))
+    Err(Error::new(ErrorKind::InvalidArgument, "the stream and the guard belong to different runtimes")
+        .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"))
+}
+
+/// Forbids the eviction of tensors, pinned as a unit for work on one [`ComputeStream`], on whichever device they are. The
+/// bytes need not be there yet: what is put on the stream from now on waits for them on the device, and no thread does.
+/// Other streams, and the CPU, are not made to wait, so the addresses are for this stream and for what is ordered behind it
+/// by events.
+///
+/// It ends when everything that is on the stream when it is dropped has ended; whoever drops it waits for nothing. While
+/// the stream is captured into a graph nobody can tell when that is: [`unpin`](Self::unpin) refuses then, and a guard that
+/// is dropped all the same leaves its pages pinned for good, with an error in the log. [`close`](crate::Runtime::close)
+/// waits for the runtime's own streams; of adopted ones, what uses the pages of a guard that is dropped after it must have
+/// ended.
+///
+/// If a fill fails on the device, the device is lost: [`ComputeStream::synchronize`] and every later call give the cause,
+/// and what the stream has computed meanwhile is void.
+#[must_use = "the pages are unpinned behind what is on the stream when the guard is dropped"]
+pub struct StreamPin {
+    pinned: Pinned,
+    stream: ComputeStream,
+}
+
+impl StreamPin {
+    /// How many tensors it holds.
+    pub fn count(&self) -> usize {
+        self.pinned.count()
+    }
+
+    /// The device address of the `index`th tensor.
+    pub fn address(&self, index: usize) -> Option<u64> {
+        self.pinned.address(index)
+    }
+
+    /// Where the `index`th tensor's bytes are, for work on the stream.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.pinned.device_bytes(index)
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &ComputeStream {
+        &self.stream
+    }
+
+    /// Unpins when everything that is on the stream by now has ended, and returns at once: what dropping it does, for those
+    /// who want to know if it cannot be done.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) while the stream is being captured into a graph;
+    /// [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
+    pub fn unpin(mut self) -> std::result::Result<(), UnpinRefused<Self>> {
+        self.end().map_err(|error| UnpinRefused { guard: self, error })
+    }
+
+    /// Leaves no pins, or is refused and leaves them.
+    fn end(&mut self) -> Result<()> {
+        if self.pinned.pins.segments.is_empty() {
+            return Ok(());
+        }
+        self.pinned.end_on(&self.stream, Pins::unpin)
+    }
+
+    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, behind everything that is on the
+    /// stream, and waits for them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker, and while the stream
+    /// is being captured; what the device says.
+    pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        let place = NonNull::from(bytes).cast();
+        let Some((host, device)) = ends_of_copy(self.pinned.tensor(index)?, offset, place, len)? else {
+            return Ok(());
+        };
+        // The slice is borrowed until the copy has been reported, which this waits for.
+        self.stream.run_and_wait(StreamOp::CopyOut { device, host, len }, "a copy")
+    }
+}
+
+impl Drop for StreamPin {
+    fn drop(&mut self) {
+        let Err(error) = self.end() else { return };
+        let pins = self.pinned.pins.take();
+        if error.kind() == ErrorKind::Closed || self.stream.is_lost() {
+            // What the runtime submitted has ended, and its frames go to no other page any more.
+            return pins.unpin();
+        }
+        // What runs on the stream cannot be told from here: better memory that never comes back than wrong bytes.
+        tracing::error!(%error, "tensors pinned for a stream stay pinned for good: their use has no end that can be seen");
+        std::mem::forget(pins);
+    }
+}
+
+impl fmt::Debug for StreamPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pinned.describe("StreamPin", f)
+    }
 }
 
 impl DevicePin {
@@ -999,7 +1158,7 @@ pub struct DeviceExclusive<'a>(pub(crate) &'a [Tensor]);
 
 impl Target for DeviceExclusive<'_> {
     type Guard = DevicePinMut;
-    const EXCLUSIVE: bool = true;
+    const PURPOSE: Purpose = Purpose::Write;
     fn tensors(&self) -> &[Tensor] {
         self.0
     }

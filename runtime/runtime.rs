@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
 use crate::device::{
-    Device, DeviceAddress, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice,
-    SimDeviceConfig, open_cuda,
+    Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
+    SimClock, SimDevice, SimDeviceConfig, open_cuda,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -22,7 +23,9 @@ use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{DeviceExclusive, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet};
+use crate::pin::{
+    DeviceExclusive, DeviceOnStream, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
+};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
@@ -176,14 +179,19 @@ impl Runtime {
         };
         let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
+        let hooked = config.device_hook.map(|hook| (hook, Arc::new(HookedSink::new(sink.clone()))));
+        let told: Arc<dyn Completions> = match &hooked {
+            Some((_, sink)) => sink.clone(),
+            None => sink.clone(),
+        };
         let device: Arc<dyn Device> = match &config.device {
             DeviceChoice::Host => Arc::new(HostDevice::new(
                 HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
-                sink.clone(),
+                told,
             )?),
             DeviceChoice::Simulated { seed } => {
                 let (seed, link, clock) = (*seed, config.link, SimClock::Free);
-                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, sink.clone())?)
+                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, told)?)
             }
             DeviceChoice::Cuda(_) if config.link.is_some() => {
                 return Err(Error::new(
@@ -192,8 +200,12 @@ impl Runtime {
                 )
                 .remedy("leave the link out, or use the host device"));
             }
-            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, sink.clone())
+            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, told)
                 .map_err(|error| error.context(format!("open the device {}", config.device)))?,
+        };
+        let device = match hooked {
+            Some((hook, sink)) => Arc::new(Hooked { device, hook, sink }),
+            None => device,
         };
         let frames = match known {
             Some(frames) => frames,
@@ -438,7 +450,37 @@ impl Runtime {
         PinRequest::new(DeviceShared(tensors))
     }
 
-    /// The same for writing, of read-write tensors. No two of them may share a byte.
+    /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
+    /// enough that the device has taken up the copies, of bytes that were read and checked. The stream is made to wait for
+    /// them, and no thread waits for the device. The guard ends behind the stream.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime};
+    ///
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(4)).open()?;
+    /// let tensors = [runtime.alloc(DType::U8, &[1000])?];
+    /// let stream = runtime.compute_stream()?;
+    /// let guard = runtime.pin_device_on(&tensors, &stream).wait()?;
+    /// let bytes = guard.device_bytes(0);
+    /// stream.call(move || assert!(bytes.is_some())); // in place of a kernel: what is on the stream finds the bytes there
+    /// drop(guard); // returns at once; the pages stay until the closure has run
+    /// stream.synchronize()?; // results count from here on
+    /// # drop((stream, tensors));
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    ///
+    /// The request fails as others do, and also with [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another
+    /// runtime or one that is being captured into a graph.
+    pub fn pin_device_on<'a>(
+        &self,
+        tensors: &'a [Tensor],
+        stream: &'a ComputeStream,
+    ) -> PinRequest<'a, DeviceOnStream<'a>> {
+        PinRequest::new(DeviceOnStream(tensors, stream))
+    }
+
+    /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceExclusive<'a>> {
         PinRequest::new(DeviceExclusive(tensors))
     }
@@ -603,9 +645,10 @@ impl Runtime {
         self.engine().observer.span(lane, what, start, end, String::new);
     }
 
-    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, and why,
-    /// also of tensors that are gone; then those that stay in host memory because the disk does not take them. Of each,
-    /// up to 64; of what was lost, how many more.
+    /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
+    /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
+    /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
+    /// of what was lost, how many more.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }
@@ -623,6 +666,8 @@ impl Runtime {
         match (self.engine().lost(), closed) {
             (None, closed) => closed,
             (Some(lost), Ok(())) => Err(lost),
+            // A device that failed may be why both did; then it is said already.
+            (Some(lost), Err(closed)) if lost.to_string().contains(&closed.to_string()) => Err(lost),
             (Some(lost), Err(closed)) => Err(lost.context(format!("closing failed ({closed}), and before that"))),
         }
     }

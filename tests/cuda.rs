@@ -238,6 +238,78 @@ fn a_device_lost_in_a_pass_leaves_the_process_alive() {
     fake.take_findings();
 }
 
+/// Who closes hears which bytes are gone, in few words: pages that follow each other are told together.
+#[test]
+fn a_lost_device_names_what_was_only_there() {
+    let Some(fake) = Fake::load_or_skip("a_lost_device_names_what_was_only_there") else { return };
+    let file = synthetic(&[1 << 20]);
+    let runtime = builder(8, 0).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let (table, single) =
+        (runtime.alloc(DType::U8, &[4, PAGE]).unwrap(), runtime.alloc(DType::U8, &[PAGE / 2]).unwrap());
+    let written = runtime.alloc(DType::U8, &[1, PAGE + 1]).unwrap();
+    write_and_check(&runtime, &written, 0).unwrap();
+    while runtime.snapshot(&written).pages.iter().any(|page| page.device.is_resident()) {
+        runtime.evict(&written);
+        std::thread::yield_now();
+    }
+    // What is also on disk is not lost: the first tensor's pages, the model's, and those never written.
+    check(&runtime, &model, &file, 0).unwrap();
+    for row in [0, 1, 3] {
+        let part = [table.rows(row..row + 1).unwrap()];
+        runtime.pin_device_mut(&part).wait().unwrap().copy_in(0, 0, &row_of(&table, row, 0)).unwrap();
+    }
+    runtime.pin_device_mut(std::slice::from_ref(&single)).wait().unwrap().copy_in(0, 0, &[1; 9]).unwrap();
+    assert!(runtime.health().is_empty());
+    fake.lose_device(ILLEGAL_ADDRESS);
+    // The first to notice.
+    runtime.pin_device(std::slice::from_ref(&written)).wait().map(drop).unwrap_err();
+    let expected = [
+        format!("pages 0 to 1 of a read-write tensor U8 [4, {PAGE}] are lost (4.0 MiB)"),
+        format!("page 3 of a read-write tensor U8 [4, {PAGE}] is lost (2.0 MiB)"),
+        format!("page 0 of a read-write tensor U8 [{}] is lost (1.0 MiB)", PAGE / 2),
+    ];
+    // Asked again, it is the same.
+    for _ in 0..2 {
+        let told: Vec<String> = runtime.health().iter().map(Error::to_string).collect();
+        assert_eq!(told.len(), expected.len(), "{told:#?}");
+        for (told, expected) in told.iter().zip(&expected) {
+            assert!(told.contains(expected) && told.contains("ILLEGAL_ADDRESS"), "{told}");
+        }
+    }
+    // Told also of tensors that are gone.
+    drop((table, single, written, model));
+    let error = runtime.close().unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::Device, "{text}");
+    let says = format!(
+        "4 pages are lost (7.0 MiB): pages 0 to 1 of a read-write tensor U8 [4, {PAGE}], page 3 of a read-write tensor \
+         U8 [4, {PAGE}], page 0 of a read-write tensor U8 [{}]; the first, because of: the GPU cuda:0 failed",
+        PAGE / 2
+    );
+    assert!(text.contains(&says) && text.contains("start the program again"), "{text}");
+    assert_eq!(text.matches("ILLEGAL_ADDRESS").count(), 1, "said once: {text}");
+    fake.take_findings();
+}
+
+/// Nothing was asked of the device after it was lost: closing finds out, and tells.
+#[test]
+fn closing_finds_that_the_device_is_lost_and_names_what_was_only_there() {
+    let Some(fake) = Fake::load_or_skip("closing_finds_that_the_device_is_lost_and_names_what_was_only_there") else {
+        return;
+    };
+    let runtime = builder(3, 0).open().unwrap();
+    let table = runtime.alloc(DType::U8, &[2, PAGE]).unwrap();
+    write_and_check(&runtime, &table, 0).unwrap();
+    fake.lose_device(ILLEGAL_ADDRESS);
+    let text = runtime.close().unwrap_err().to_string();
+    let says = format!("pages 0 to 1 of a read-write tensor U8 [2, {PAGE}] are lost (4.0 MiB): the GPU cuda:0 failed");
+    assert!(text.starts_with(&says), "{text}");
+    assert_eq!(text.matches("ILLEGAL_ADDRESS").count(), 1, "said once: {text}");
+    drop(table);
+    fake.take_findings();
+}
+
 #[test]
 fn gpus_are_listed_and_opened_by_any_of_their_names() {
     let Some(fake) = Fake::load_or_skip("gpus_are_listed_and_opened_by_any_of_their_names") else { return };
@@ -567,7 +639,7 @@ fn a_closure_holds_the_last_owner() {
     device.submit(stream, call, None);
     drop(device);
     go.send(()).unwrap();
-    // The thread of the stream gives everything back, and with it its share of the sink.
+    // The last thread of the device gives everything back, and with it its share of the sink.
     while Arc::strong_count(&sink) > 1 {
         std::thread::yield_now();
     }

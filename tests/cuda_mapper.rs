@@ -6,115 +6,18 @@
 
 #[path = "fake-cuda/control.rs"]
 mod control;
+mod cuda_rig;
 
-use std::sync::{Arc, Condvar, Mutex};
 use std::task::Poll;
 
 use control::Fake;
-use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, HostPointer, HostSlab,
-    HostSlabConfig, StreamId, StreamKind, StreamOp, Token,
-};
-use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result};
+use cuda_rig::{PAGE, Rig};
+use outcore::device::{Device, StreamOp, Token};
+use outcore::{ErrorKind, FrameId};
 
-const PAGE: u64 = 2 << 20;
 const OUT_OF_MEMORY: u32 = 2;
 const NOT_SUPPORTED: u32 = 801;
 const UNKNOWN: u32 = 999;
-
-/// Collects completions, in order.
-#[derive(Default)]
-struct Sink {
-    ended: Mutex<Vec<(u64, Result<()>)>>,
-    more: Condvar,
-}
-
-impl Completions for Sink {
-    fn completed(&self, done: &mut Vec<Completion>) {
-        self.ended.lock().unwrap().extend(done.drain(..).map(|Completion { token, result }| (token.0, result)));
-        self.more.notify_all();
-    }
-}
-
-impl Sink {
-    /// What has ended, once `count` operations have.
-    fn take(&self, count: usize) -> Vec<(u64, Result<()>)> {
-        let mut ended = self.ended.lock().unwrap();
-        while ended.len() < count {
-            ended = self.more.wait(ended).unwrap();
-        }
-        std::mem::take(&mut *ended)
-    }
-}
-
-struct Rig {
-    device: Arc<CudaDevice>,
-    slab: HostSlab,
-    sink: Arc<Sink>,
-    base: DeviceAddress,
-    fill: StreamId,
-    back: StreamId,
-}
-
-impl Rig {
-    /// `frames` device frames, a segment of 64 pages, 20 locked host frames.
-    fn new(frames: u32) -> Self {
-        let sink = Arc::new(Sink::default());
-        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
-        let config = CudaDeviceConfig { device: Default::default(), page_size, frames };
-        let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
-        let config = HostSlabConfig { page_size, frames: 20, frames_max: 20, staging: 0, lock: true };
-        let slab = HostSlab::for_device(config, device.clone()).unwrap();
-        slab.wait_locked();
-        let base = device.reserve(64).unwrap();
-        let (fill, back) =
-            (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::WriteBack).unwrap());
-        Self { device, slab, sink, base, fill, back }
-    }
-
-    fn page(&self, n: u64) -> DeviceAddress {
-        self.base.offset(n * PAGE)
-    }
-
-    fn map(&self, frame: u32, page: u64) {
-        self.device.map(FrameId::new(frame), self.page(page)).unwrap();
-    }
-
-    fn host(&self, n: u32, byte: Option<u8>) -> HostPointer {
-        let host = self.slab.pointer(HostFrameId::new(n)).unwrap();
-        if let Some(byte) = byte {
-            // SAFETY: the slab's memory, which no operation uses yet.
-            unsafe { host.as_ptr().write_bytes(byte, PAGE as usize) };
-        }
-        host
-    }
-
-    /// Copies a page of `byte` up from host frame `n`.
-    fn copy_in(&self, n: u32, byte: u8, page: u64) {
-        let op = StreamOp::CopyIn { host: self.host(n, Some(byte)), device: self.page(page), len: PAGE };
-        self.device.submit(self.fill, op, Some(Token(page)));
-    }
-
-    /// The byte of which the whole page consists.
-    fn byte_at(&self, page: u64) -> Option<u8> {
-        let host = self.host(19, Some(0xEE));
-        self.device.submit(
-            self.back,
-            StreamOp::CopyOut { device: self.page(page), host, len: PAGE },
-            Some(Token(page)),
-        );
-        self.sink.take(1).pop().unwrap().1.unwrap();
-        // SAFETY: the copy has been reported.
-        let bytes = unsafe { std::slice::from_raw_parts(host.as_ptr(), PAGE as usize) };
-        bytes.iter().all(|byte| *byte == bytes[0]).then_some(bytes[0])
-    }
-
-    fn finish(self, fake: &Fake) {
-        self.device.close().unwrap();
-        drop(self);
-        fake.finish();
-    }
-}
 
 /// Until the mapper is in the `n`th call of a function, which is held there.
 fn in_call(fake: &Fake, name: &str, n: u64) {
@@ -225,6 +128,41 @@ fn a_batch_that_is_refused_goes_copy_by_copy() {
     }
     assert_eq!(calls(), [before[0] + 1, before[1] + 8]);
     rig.finish(&fake);
+}
+
+#[test]
+fn who_waits_for_a_page_is_told_when_the_driver_has_the_copy() {
+    let Some(fake) = Fake::load_or_skip("who_waits_for_a_page_is_told_when_the_driver_has_the_copy") else { return };
+    for (version, refused) in [(13000, "cuMemMap"), (12090, "cuMemMap"), (12090, "cuMemcpyHtoDAsync")] {
+        fake.set_driver_version(version);
+        let rig = Rig::new(6);
+        rig.map(5, 5);
+        rig.copy_in(5, 55, 5);
+        rig.sink.take(1);
+        // Nothing can end before the driver has been asked for everything.
+        fake.hold(true);
+        let earlier = rig.sink.taken_up.lock().unwrap().len();
+        together(&fake, &rig, (0, 0), &[(1, 1), (2, 2), (3, 3)], || {
+            fake.fail_nth(refused, 2, OUT_OF_MEMORY);
+            (1..4).for_each(|n| rig.copy_in(n as u32, n as u8 + 10, n));
+            assert_eq!(rig.sink.taken_up.lock().unwrap().len(), earlier, "the pages are not there yet");
+        });
+        let told = rig.sink.taken_up(earlier + 2).split_off(earlier);
+        assert_eq!(told.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [1, 3], "{refused}");
+        assert!(told[0].1 < told[1].1);
+        // Another stream follows the copies, not this thread.
+        rig.device.wait(rig.back, told[1].1).unwrap();
+        let host = rig.host(10, Some(0xEE));
+        let op = StreamOp::CopyOut { device: rig.page(told[1].0), host, len: PAGE };
+        rig.device.submit(rig.back, op, Some(Token(50)));
+        assert!(rig.sink.ended.lock().unwrap().iter().all(|(_, result)| result.is_err()), "the streams are held");
+        fake.hold(false);
+        for (token, result) in rig.sink.take(4) {
+            assert_eq!(result.is_err(), token == 2, "{token}");
+        }
+        assert!(rig.bytes(host).iter().all(|byte| u64::from(*byte) == told[1].0 + 10), "{refused}");
+        rig.finish(&fake);
+    }
 }
 
 #[test]
@@ -354,5 +292,41 @@ fn closing_finishes_what_waits_for_its_pages() {
     });
     assert!(rig.sink.take(4).into_iter().all(|(_, result)| result.is_ok()));
     assert_eq!(rig.device.map(FrameId::new(5), rig.page(9)).unwrap_err().kind(), ErrorKind::Closed);
+    rig.finish(&fake);
+}
+
+/// Waking a thread for one page costs more than the calls. A refusal is still that of the operation.
+#[test]
+fn a_lone_page_is_mapped_by_whoever_waits_for_it() {
+    let Some(fake) = Fake::load_or_skip("a_lone_page_is_mapped_by_whoever_waits_for_it") else { return };
+    let rig = Rig::new(4);
+    let here = |frame, page| rig.device.map_here(FrameId::new(frame), rig.page(page)).unwrap();
+    // So often that no other thread could have been as fast each time.
+    for n in 0..300 {
+        let before = fake.calls("cuMemSetAccess");
+        here(1, n % 40);
+        assert_eq!(fake.calls("cuMemSetAccess"), before + 1, "it was mapped when the call returned");
+    }
+    rig.copy_in(1, 77, 299 % 40);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    assert_eq!(rig.byte_at(299 % 40), Some(77));
+
+    fake.fail_nth("cuMemMap", 1, OUT_OF_MEMORY);
+    here(2, 50);
+    rig.copy_in(2, 1, 50);
+    let error = rig.sink.take(1).pop().unwrap().1.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+    here(2, 50);
+    rig.copy_in(2, 2, 50);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    assert_eq!(rig.byte_at(50), Some(2));
+
+    // While the mapper is at work, it gets the page: it may be a part of a run.
+    together(&fake, &rig, (0, 60), &[], || {
+        here(3, 61);
+        rig.copy_in(3, 3, 61);
+    });
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    assert_eq!(rig.byte_at(61), Some(3));
     rig.finish(&fake);
 }

@@ -11,7 +11,8 @@ mod harness;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use common::synthetic;
@@ -20,12 +21,15 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, control, fail_every_call};
-use outcore::device::CudaDeviceSelector;
+use harness::{Rng, control, fail_every_call, watched};
+use outcore::device::{
+    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamOp, Token,
+};
 use outcore::dlpack::DLDeviceType;
+use outcore::pager::State;
 use outcore::{
     Bytes, ComputeStream, DType, DeviceAddress, DeviceChoice, ErrorKind, PageSize, RawStream, Result, Runtime,
-    RuntimeBuilder, Tensor,
+    RuntimeBuilder, StreamPin, Tensor,
 };
 
 const PAGE: u64 = 2 << 20;
@@ -562,6 +566,396 @@ fn kernels_on_many_streams_under_pressure_see_the_right_bytes() {
         assert!(runtime.stats().pager.evictions > 20, "{:?}", runtime.stats().pager);
         drop((streams, tensors));
         runtime.close().unwrap();
+    }
+    fake.finish();
+}
+
+/// Where a page's bytes are when a stream wants them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    OnDisk,
+    InHostMemory,
+    /// Read-write, and not written yet.
+    Nowhere,
+}
+
+/// A tensor of a page that is not resident, and what it reads as.
+fn absent(runtime: &Runtime, before: Before, file: &common::Synthetic) -> (Tensor, Vec<u8>) {
+    if before == Before::Nowhere {
+        return (runtime.alloc(DType::U8, &[PAGE]).unwrap(), vec![0; PAGE as usize]);
+    }
+    let model = runtime.open_model(&file.path).unwrap();
+    let header = model.header().tensor("t0").unwrap();
+    // Of the first whole page.
+    let start = PAGE - header.offset;
+    let tensor = model.tensor("t0").unwrap().rows(start..start + PAGE).unwrap();
+    let bytes = file.bytes[PAGE as usize..2 * PAGE as usize].to_vec();
+    if before == Before::InHostMemory {
+        drop(runtime.pin_device(std::slice::from_ref(&tensor)).wait().unwrap());
+        runtime.evict(&tensor);
+        let page = || runtime.snapshot(&tensor).pages[1];
+        wait_for("the page to leave for host memory", || page().device.state == State::Empty);
+        assert!(page().host);
+    }
+    (tensor, bytes)
+}
+
+/// The state and the pins of a tensor's first page.
+fn state_of(runtime: &Runtime, tensor: &Tensor) -> (State, u32) {
+    let pages = runtime.snapshot(tensor).pages;
+    let page = pages[pages.len().min(2) - 1];
+    (page.device.state, page.device.pins)
+}
+
+#[test]
+fn a_pin_for_a_stream_is_there_while_every_stream_is_held_up() {
+    let Some(fake) = Fake::load_or_skip("a_pin_for_a_stream_is_there_while_every_stream_is_held_up") else { return };
+    let file = synthetic(&[3 * PAGE as usize]);
+    for before in [Before::OnDisk, Before::InHostMemory, Before::Nowhere] {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 2).open().unwrap();
+        let (tensor, expected) = absent(&runtime, before, &file);
+        let one = std::slice::from_ref(&tensor);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        fake.hold(true);
+        // Nothing is copied, by anybody, from here on.
+        let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
+        assert_eq!(state_of(&runtime, &tensor), (State::Filling, 1), "{before:?}");
+        // Others wait for the bytes; streams do not.
+        let mut bytes_there = Box::pin(runtime.pin_device(one));
+        assert!(is_pending(bytes_there.as_mut()));
+        let another = runtime.compute_stream().unwrap();
+        drop(runtime.pin_device_on(one, &another).wait().unwrap());
+        let bytes = pin.device_bytes(0).unwrap();
+        foreign.launch(stream.raw().unwrap(), bytes.address, result, bytes.len.get());
+        pin.unpin().unwrap();
+        assert_eq!(state_of(&runtime, &tensor), (State::Filling, 2), "{before:?}: nothing has ended");
+        assert_eq!(runtime.evict(&tensor), 0);
+        fake.hold(false);
+        assert!(foreign.read(result, PAGE) == expected, "{before:?}");
+        stream.synchronize().unwrap();
+        another.synchronize().unwrap();
+        let Poll::Ready(guard) = bytes_there.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+            panic!("the fill has ended");
+        };
+        assert_eq!(state_of(&runtime, &tensor).1, 1, "{before:?}: the streams' pins have ended");
+        drop(guard);
+        assert_eq!(runtime.evict(&tensor), 1);
+        free(result).unwrap();
+        drop(bytes_there);
+        drop((stream, another, tensor));
+        runtime.close().unwrap();
+        drop(foreign);
+        fake.finish();
+    }
+}
+
+/// Dropped, and not ended: the page stays for the fill and for the kernel.
+#[test]
+fn a_pin_that_is_dropped_before_its_bytes_are_there_keeps_the_page() {
+    let Some(fake) = Fake::load_or_skip("a_pin_that_is_dropped_before_its_bytes_are_there_keeps_the_page") else {
+        return;
+    };
+    let file = synthetic(&[7 * PAGE as usize]);
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let start = PAGE - model.header().tensor("t0").unwrap().offset;
+        let page = |n: u64| model.tensor("t0").unwrap().rows(start + n * PAGE..start + (n + 1) * PAGE).unwrap();
+        let tensors: Vec<Tensor> = (0..6).map(page).collect();
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        for round in 0..6 {
+            let (first, others) =
+                (&tensors[round..=round], [tensors[(round + 1) % 6].clone(), tensors[(round + 2) % 6].clone()]);
+            fake.hold(true);
+            let pin = runtime.pin_device_on(first, &stream).wait().unwrap();
+            foreign.launch(stream.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
+            drop(pin);
+            // Both frames are wanted, and one is still the page's.
+            let mut both = pin!(runtime.pin_device_on(&others, &stream));
+            assert!(is_pending(both.as_mut()));
+            fake.hold(false);
+            let both = wait_for_future(both);
+            let at = (round + 1) * PAGE as usize;
+            assert!(foreign.read(result, PAGE) == file.bytes[at..at + PAGE as usize], "round {round}");
+            drop(both.unwrap());
+        }
+        free(result).unwrap();
+        drop((stream, tensors, model));
+        runtime.close().unwrap();
+    }
+    fake.finish();
+}
+
+fn wait_for_future<F: Future>(future: F) -> F::Output {
+    tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+}
+
+#[test]
+fn a_fill_that_fails_behind_a_pin_costs_the_device_and_nobody_waits_for_ever() {
+    if Fake::load_or_skip("a_fill_that_fails_behind_a_pin_costs_the_device_and_nobody_waits_for_ever").is_none() {
+        return;
+    }
+    const LAUNCH_FAILED: u32 = 719;
+    watched("a_fill_that_fails_behind_a_pin_costs_the_device_and_nobody_waits_for_ever", || {
+        let file = synthetic(&[3 * PAGE as usize]);
+        for ended in [false, true] {
+            let fake = Fake::load();
+            {
+                let foreign = Foreign::new(&fake);
+                let runtime = builder(2, 0).open().unwrap();
+                let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
+                let one = std::slice::from_ref(&tensor);
+                let stream = foreign.adopt(&runtime).unwrap();
+                let result = allocate(PAGE as usize);
+                fake.hold(true);
+                let pin = runtime.pin_device_on(one, &stream).wait().unwrap();
+                foreign.launch(stream.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
+                let (mut kept, mut waiting) = (Some(pin), Box::pin(runtime.pin_device(one)));
+                assert!(is_pending(waiting.as_mut()));
+                if ended {
+                    kept.take().unwrap().unpin().unwrap();
+                }
+                fake.fail_nth("work", 1, LAUNCH_FAILED);
+                fake.hold(false);
+                let failed = |error: outcore::Error| {
+                    assert!(error.to_string().contains("LAUNCH_FAILED"), "{error}");
+                };
+                failed(stream.synchronize().unwrap_err());
+                failed(wait_for_future(waiting).map(drop).unwrap_err());
+                // As long as the page is lent it is not filled again.
+                failed(runtime.pin_device(one).wait().map(drop).unwrap_err());
+                failed(runtime.pin_device_on(one, &stream).wait().map(drop).unwrap_err());
+                drop(kept);
+                wait_for("the frame to be given back", || state_of(&runtime, &tensor) == (State::Empty, 0));
+                drop((stream, tensor));
+                failed(runtime.close().unwrap_err());
+            }
+            fake.take_findings();
+        }
+    });
+}
+
+#[test]
+fn a_pin_for_a_stream_that_is_captured_is_refused() {
+    let Some(fake) = Fake::load_or_skip("a_pin_for_a_stream_that_is_captured_is_refused") else { return };
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let file = synthetic(&[3 * PAGE as usize]);
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
+        let one = std::slice::from_ref(&tensor);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let is_captured = |error: &outcore::Error| {
+            error.kind() == ErrorKind::InvalidArgument && error.to_string().contains("captured")
+        };
+
+        let early = runtime.pin_device_on(one, &stream).wait().unwrap();
+        fake.hold(true);
+        let late = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+        let mut request = Box::pin(runtime.pin_device_on(&late, &stream));
+        // Whether it waits for the mapping or not, the capture begins before the stream waits for the fill.
+        fake.hold_calls("cuMemMap", true);
+        assert!(is_pending(request.as_mut()));
+        foreign.stream.begin_capture(mode).unwrap();
+        fake.hold_calls("cuMemMap", false);
+        assert!(is_captured(&wait_for_future(request).map(drop).unwrap_err()));
+        assert!(is_captured(&runtime.pin_device_on(one, &stream).wait().map(drop).unwrap_err()));
+        assert!(is_captured(&early.copy_out(0, 0, &mut [0]).unwrap_err()));
+        let refused = early.unpin().unwrap_err();
+        assert!(is_captured(&refused.error));
+        assert_eq!(state_of(&runtime, &tensor).1, 1, "the guard has come back");
+        drop(foreign.stream.end_capture(flags).unwrap());
+        fake.hold(false);
+        refused.guard.unpin().unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(state_of(&runtime, &tensor).1, 0);
+        let unpinned = || runtime.snapshot(&late[0]).pages[0].device.pins == 0;
+        assert!(unpinned(), "of the request that failed nothing is left");
+        drop((stream, tensor, late));
+        runtime.close().unwrap();
+    }
+    fake.finish();
+    {
+        // Dropped while it is captured: nobody knows for how long the pages are used.
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let pin = runtime.pin_device_on(std::slice::from_ref(&tensor), &stream).wait().unwrap();
+        foreign.stream.begin_capture(mode).unwrap();
+        drop(pin);
+        drop(foreign.stream.end_capture(flags).unwrap());
+        stream.synchronize().unwrap();
+        assert_eq!(state_of(&runtime, &tensor).1, 1, "pinned for good");
+        drop((stream, tensor));
+        runtime.close().unwrap();
+        fake.expect_clean();
+        assert!(fake.check_leaks() > 0);
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn kernels_on_many_streams_run_ahead_of_the_copies_and_see_the_right_bytes() {
+    let Some(fake) = Fake::load_or_skip("kernels_on_many_streams_run_ahead_of_the_copies_and_see_the_right_bytes")
+    else {
+        return;
+    };
+    let file = synthetic(&[9 * PAGE as usize]);
+    for (seed, frames, host) in [(1, 3, 0), (2, 4, 2), (3, 6, 12)] {
+        fake.set_delay(800, seed);
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(frames, host).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let start = PAGE - model.header().tensor("t0").unwrap().offset;
+        let page = |n: u64| model.tensor("t0").unwrap().rows(start + n * PAGE..start + (n + 1) * PAGE).unwrap();
+        let weights: Vec<Tensor> = (0..8).map(page).collect();
+        let memory = pages(&runtime, 4);
+        let streams =
+            [foreign.adopt(&runtime).unwrap(), runtime.compute_stream().unwrap(), runtime.compute_stream().unwrap()];
+        // What each page of read-write memory holds now: a page of the model, or its own bytes.
+        let mut holds: Vec<Vec<u8>> = (0..4).map(bytes_of).collect();
+        let mut random = Rng::new(seed);
+        for _ in 0..150 {
+            let (stream, to) = (&streams[random.below(3) as usize], random.below(4) as usize);
+            let from = random.below(12) as usize;
+            let (source, bytes) = match from.checked_sub(8) {
+                Some(other) if other == to => {
+                    runtime.prefetch(random.pick(&weights));
+                    continue;
+                }
+                Some(other) => (&memory[other..=other], holds[other].clone()),
+                None => (&weights[from..=from], file.bytes[(from + 1) * PAGE as usize..][..PAGE as usize].to_vec()),
+            };
+            let written = runtime.pin_device_mut(&memory[to..=to]).wait().unwrap();
+            let read = runtime.pin_device_on(source, stream).wait().unwrap();
+            let (at, target) = (read.device_bytes(0).unwrap().address, written.device_bytes(0).unwrap().address);
+            foreign.launch(stream.raw().unwrap(), at, target.get(), PAGE);
+            if random.one_in(2) {
+                read.unpin().unwrap();
+            } else {
+                drop(read);
+            }
+            written.unpin_after(stream).unwrap();
+            holds[to] = bytes;
+        }
+        for (tensor, holds) in memory.iter().zip(holds) {
+            let mut bytes = vec![0; PAGE as usize];
+            let pin = runtime.pin_device_on(std::slice::from_ref(tensor), &streams[1]).wait().unwrap();
+            pin.copy_out(0, 0, &mut bytes).unwrap();
+            assert!(bytes == holds, "seed {seed}");
+        }
+        assert!(runtime.stats().pager.evictions > 20, "{:?}", runtime.stats().pager);
+        drop((streams, weights, memory, model));
+        runtime.close().unwrap();
+        fake.expect_clean();
+    }
+    fake.finish();
+}
+
+/// What the tests above would not see if the judge were blind: another stream has not been made to wait.
+#[test]
+fn a_kernel_on_another_stream_than_the_pins_is_found() {
+    let Some(fake) = Fake::load_or_skip("a_kernel_on_another_stream_than_the_pins_is_found") else { return };
+    let file = synthetic(&[3 * PAGE as usize]);
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let (tensor, _) = absent(&runtime, Before::OnDisk, &file);
+        let (stream, wrong) = (runtime.compute_stream().unwrap(), runtime.compute_stream().unwrap());
+        let result = allocate(PAGE as usize);
+        fake.hold(true);
+        let pin: StreamPin = runtime.pin_device_on(std::slice::from_ref(&tensor), &stream).wait().unwrap();
+        foreign.launch(wrong.raw().unwrap(), pin.device_bytes(0).unwrap().address, result, PAGE);
+        let findings = fake.take_findings();
+        assert!(findings.iter().any(|finding| finding.starts_with("race")), "{findings:#?}");
+        fake.hold(false);
+        wrong.synchronize().unwrap();
+        drop(pin);
+        free(result).unwrap();
+        drop((stream, wrong, tensor));
+        runtime.close().unwrap();
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn whatever_call_fails_a_stream_gets_the_files_bytes_or_an_error() {
+    if Fake::load_or_skip("whatever_call_fails_a_stream_gets_the_files_bytes_or_an_error").is_none() {
+        return;
+    }
+    let file = synthetic(&[3 << 20, 1 << 20]);
+    let (runs, failed) = fail_every_call(move || {
+        let runtime = builder(2, 1).open()?;
+        let used = (|| {
+            let model = runtime.open_model(&file.path)?;
+            let tensors = [model.tensor("t0")?, model.tensor("t1")?];
+            let stream = runtime.compute_stream()?;
+            for at in [0, 1, 0] {
+                let pin = runtime.pin_device_on(&tensors[at..=at], &stream).wait()?;
+                let mut bytes = vec![0; 1 << 20];
+                pin.copy_out(0, 0, &mut bytes)?;
+                let offset = model.header().tensor(&format!("t{at}"))?.offset as usize;
+                assert!(bytes == file.bytes[offset..offset + (1 << 20)], "wrong bytes");
+                stream.call(|| ());
+                pin.unpin()?;
+            }
+            stream.synchronize()
+        })();
+        let closed = runtime.close();
+        used.and(closed)
+    });
+    assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
+}
+
+/// Takes note, when a mark is reported, of whether a kernel had run.
+#[derive(Default)]
+struct Marks {
+    ran: Arc<AtomicBool>,
+    told: AtomicBool,
+    after: AtomicBool,
+}
+
+impl Completions for Marks {
+    fn completed(&self, _done: &mut Vec<Completion>) {
+        self.after.store(self.ran.load(Ordering::Acquire), Ordering::Release);
+        self.told.store(true, Ordering::Release);
+    }
+}
+
+/// A mark for which the driver gives no event was reported at once, and the pins it was to end with it.
+#[test]
+fn regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_stream() {
+    let name = "regression_a_mark_that_the_driver_refuses_is_behind_what_others_put_on_the_stream";
+    let Some(fake) = Fake::load_or_skip(name) else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let marks = Arc::new(Marks::default());
+        let ran = Arc::clone(&marks.ran);
+        fake.register_kernel("copy", |_| Vec::new(), move |_| ran.store(true, Ordering::Release));
+        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let config = CudaDeviceConfig { device: Default::default(), page_size, frames: 1 };
+        let device = CudaDevice::new(config, marks.clone()).unwrap();
+        // SAFETY: the stream outlives the device.
+        let stream = unsafe { device.adopt_stream(RawStream::new(foreign.stream.cu_stream().cast())) }.unwrap();
+        fake.hold_stream(foreign.stream.cu_stream(), true);
+        foreign.launch_at(device.raw_stream(stream).unwrap(), 0, 0, 0);
+        let before = fake.calls("cuCtxSynchronize");
+        fake.fail_nth("cuCtxPushCurrent", 1, 999);
+        device.submit(stream, StreamOp::Mark, Some(Token(1)));
+        wait_for("the mark, or who waits for the kernel", || {
+            marks.told.load(Ordering::Acquire) || fake.calls("cuCtxSynchronize") > before
+        });
+        fake.hold_stream(foreign.stream.cu_stream(), false);
+        wait_for("the mark", || marks.told.load(Ordering::Acquire));
+        assert!(marks.after.load(Ordering::Acquire), "the kernel had not run");
+        device.close().unwrap();
     }
     fake.finish();
 }

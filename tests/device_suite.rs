@@ -32,6 +32,8 @@ use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result, StagingI
 struct Sink {
     ended: Mutex<HashMap<Token, Result<()>>>,
     more: Condvar,
+    /// Told of apart from the call that submitted it.
+    taken_up: Mutex<HashMap<Token, EventId>>,
 }
 
 impl Completions for Sink {
@@ -41,6 +43,10 @@ impl Completions for Sink {
             assert!(ended.insert(token, result).is_none(), "{token:?} was reported twice");
         }
         self.more.notify_all();
+    }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        assert!(self.taken_up.lock().unwrap().insert(token, end).is_none(), "{token:?} was taken up twice");
     }
 }
 
@@ -429,6 +435,48 @@ fn failures_are_never_not_ready(make: Make) {
     assert_eq!(device.close().unwrap_err().kind(), ErrorKind::Internal);
 }
 
+fn what_is_taken_up_has_an_event_that_others_can_wait_for(make: Make) {
+    let rig = Rig::new(make, SMALL, 1);
+    let device = &rig.device;
+    let base = device.reserve(1).unwrap();
+    device.map(FrameId::new(0), base).unwrap();
+    let (fill, other) =
+        (device.create_stream(StreamKind::Fill).unwrap(), device.create_stream(StreamKind::Compute).unwrap());
+    // Behind this, the page is there on every device.
+    rig.write(fill, 100, base, 0);
+    let (open, hold) = gate();
+    device.submit(fill, hold, None);
+    let len = rig.len() / 4;
+    let mut source: Vec<u8> = (0..len as usize).map(|n| (n * 7) as u8).collect();
+    let copied = StreamOp::CopyIn { host: host(&mut source), device: base, len };
+    let ends: Vec<EventId> = [
+        device.submit(fill, copied, Some(Token(1))),
+        device.submit(fill, StreamOp::Zero { device: base.offset(len), len }, Some(Token(2))),
+    ]
+    .into_iter()
+    .map(Option::unwrap)
+    .collect();
+    assert!(ends[0] < ends[1], "in order");
+    assert_eq!(device.submit(fill, StreamOp::Zero { device: base.offset(2 * len), len }, None), None);
+    device.wait(other, ends[1]).unwrap();
+    let mut target = vec![0xEE; rig.len() as usize / 2];
+    let out = StreamOp::CopyOut { device: base, host: host(&mut target), len: 2 * len };
+    device.submit(other, out, Some(Token(3)));
+    assert_eq!(device.poll(ends[0]).unwrap(), Poll::Pending);
+    drop(open);
+    rig.sink.take(3).unwrap();
+    assert!(target[..len as usize] == source && target[len as usize..].iter().all(|byte| *byte == 0));
+    (1..3).for_each(|token| rig.sink.take(token).unwrap());
+    assert!(ends.iter().all(|end| device.poll(*end).unwrap() == Poll::Ready(())));
+    // An event is good for waiting for long after it has happened.
+    device.wait(other, ends[0]).unwrap();
+    device.close().unwrap();
+    assert_eq!(device.submit(fill, StreamOp::Mark, Some(Token(4))), None, "refused");
+    assert_eq!(rig.sink.take(4).unwrap_err().kind(), ErrorKind::Closed);
+    let told = rig.sink.taken_up.lock().unwrap();
+    assert!(told.keys().all(|token| token.0 == 100), "{told:?}: what was returned is not told again");
+}
+
 fn close_finishes_what_was_submitted(make: Make) {
     let rig = Rig::new(make, SMALL, 4);
     let device = &rig.device;
@@ -517,7 +565,7 @@ macro_rules! suite {
             bytes_travel_with_the_frame protect_is_immediate_when_strict random_cycles_agree_with_an_oracle
             threads_map_different_frames_at_once copies_zeroes_and_events
             streams_keep_order_within_and_by_events_only_across a_mark_ends_when_all_before_it_have failures_are_never_not_ready
-            close_finishes_what_was_submitted frames_of_a_released_range_keep_their_bytes
+            close_finishes_what_was_submitted what_is_taken_up_has_an_event_that_others_can_wait_for frames_of_a_released_range_keep_their_bytes
             wrong_arguments_are_refused);
     };
     ($make:expr) => {

@@ -10,12 +10,17 @@ mod harness;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use harness::{AnyDevice, Devices, Fault, Faults, HOST, On, Setting, check_at_rest, next_round, watched};
+use harness::{
+    AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, watched,
+};
+use outcore::device::DeviceCall;
 use outcore::store::IoKind;
-use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
 
 on_every_device! {
+    any_one_call_of_the_device_may_be_refused
     any_one_operation_may_fail_with_eio
     any_one_operation_may_find_the_disk_full_or_end_early
     interrupted_postponed_and_partial_operations_go_on_unnoticed
@@ -32,77 +37,123 @@ const ROWS: u64 = 10;
 /// One and a half pages: rows straddle pages.
 const ROW: u64 = 24 << 10;
 
+/// The one failure of a run.
+#[derive(Clone)]
+enum Failing {
+    Io(Arc<Faults>, Fault),
+    Device(Arc<Refusing>),
+}
+
+impl Failing {
+    fn builder(&self, setting: &Setting) -> RuntimeBuilder {
+        match self {
+            Self::Io(faults, _) => setting.builder(Some(faults)),
+            Self::Device(hook) => setting.builder(None).device_hook(hook.clone()),
+        }
+    }
+
+    /// Whether it has happened, and whoever needs what failed can only be refused.
+    fn may_refuse(&self) -> bool {
+        match self {
+            Self::Io(faults, fault) => faults.fired() == 1 && fault.is_hard(),
+            Self::Device(hook) => hook.has_refused(),
+        }
+    }
+
+    fn check_error(&self, error: &Error) {
+        let text = error.to_string();
+        let named = text.contains("model.safetensors") || text.contains("read-write tensor");
+        match self {
+            Self::Io(_, fault) => {
+                let kind = if *fault == Fault::Errno(libc::ENOSPC) { ErrorKind::DiskFull } else { ErrorKind::Io };
+                assert_eq!(error.kind(), kind, "{text}");
+                assert!(text.contains("page ") && named && text.contains(env!("CARGO_TARGET_TMPDIR")), "{text}");
+            }
+            Self::Device(hook) => {
+                assert_eq!(error.kind(), ErrorKind::Device, "{text}");
+                assert!(text.contains(Refusing::MESSAGE), "{text}");
+                let of_a_page = hook.kind == DeviceCall::Map;
+                assert!(!of_a_page || text.contains("page ") && named, "{text}");
+            }
+        }
+        assert!(error.advice().is_some(), "{text}");
+    }
+
+    /// Only one call fails, so what was refused is granted the second time; and only a hard failure is seen at all.
+    fn attempt<T>(&self, refusals: &mut u64, call: impl Fn() -> Result<T>) -> T {
+        let error = match call() {
+            Ok(value) => return value,
+            Err(error) => error,
+        };
+        *refusals += 1;
+        assert!(self.may_refuse(), "{error:?} without a failure");
+        assert_eq!(*refusals, 1, "{error:?}, the second refusal for one failure");
+        self.check_error(&error);
+        call().unwrap_or_else(|again| panic!("{again:?}, after {error:?}"))
+    }
+}
+
 /// A fixed piece of work of every kind, and what it must find.
 struct Work {
     runtime: Runtime,
-    faults: Arc<Faults>,
-    fault: Fault,
+    failing: Failing,
     model: Model,
     expected: Vec<Vec<u8>>,
     table: Tensor,
     rows: [u8; ROWS as usize],
-    refused: u64,
+    refusals: u64,
 }
 
 impl Work {
-    fn open(setting: &Setting, file: &common::Synthetic, faults: Arc<Faults>, fault: Fault) -> Self {
-        let runtime = setting.builder(Some(&faults)).open().unwrap();
-        let model = runtime.open_model(&file.path).unwrap();
+    fn open(setting: &Setting, file: &common::Synthetic, failing: Failing) -> Self {
+        let mut refusals = 0;
+        let runtime = failing.attempt(&mut refusals, || failing.builder(setting).open());
+        let model = failing.attempt(&mut refusals, || runtime.open_model(&file.path));
         let bytes_of = |n: usize| {
             let header = model.header().tensor(&format!("t{n}")).unwrap();
             file.bytes[header.offset as usize..][..header.len as usize].to_vec()
         };
         let expected = (0..LENGTHS.len()).map(bytes_of).collect();
-        let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
-        Self { runtime, faults, fault, model, expected, table, rows: [0; ROWS as usize], refused: 0 }
+        let table = failing.attempt(&mut refusals, || runtime.alloc(DType::U8, &[ROWS, ROW]));
+        Self { runtime, failing, model, expected, table, rows: [0; ROWS as usize], refusals }
     }
 
     fn tensor(&self, n: usize) -> Tensor {
         self.model.tensor(&format!("t{n}")).unwrap()
     }
 
-    /// Only one call fails, so what was refused is granted the second time; and only a hard failure is seen at all.
     fn attempt<T>(&mut self, call: impl Fn(&Runtime) -> Result<T>) -> T {
-        let error = match call(&self.runtime) {
-            Ok(value) => return value,
-            Err(error) => error,
-        };
-        self.refused += 1;
-        assert!(self.faults.fired() == 1 && self.fault.is_hard(), "{error:?} without a failure");
-        assert_eq!(self.refused, 1, "{error:?}, the second refusal for one failure");
-        self.check_error(&error);
-        call(&self.runtime).unwrap_or_else(|again| panic!("{again:?}, after {error:?}"))
-    }
-
-    fn check_error(&self, error: &Error) {
-        let text = error.to_string();
-        let kind = if self.fault == Fault::Errno(libc::ENOSPC) { ErrorKind::DiskFull } else { ErrorKind::Io };
-        assert_eq!(error.kind(), kind, "{text}");
-        assert!(text.contains("page "), "{text}");
-        let named = text.contains("model.safetensors") || text.contains("read-write tensor");
-        assert!(named && text.contains(env!("CARGO_TARGET_TMPDIR")), "{text}");
-        assert!(error.advice().is_some(), "{text}");
+        let runtime = &self.runtime;
+        self.failing.attempt(&mut self.refusals, || call(runtime))
     }
 
     fn read(&mut self, n: usize) {
         let tensor = self.tensor(n);
-        let guard = self.attempt(|runtime| runtime.read(&tensor));
-        assert!(guard.bytes() == self.expected[n], "t{n} differs");
+        let bytes = self.bytes(&tensor);
+        assert!(bytes == self.expected[n], "t{n} differs");
+    }
+
+    /// What is handed out; where that is by copies, those may fail too.
+    fn bytes(&mut self, tensor: &Tensor) -> Vec<u8> {
+        self.attempt(|runtime| Ok(runtime.read(tensor)?.try_bytes()?.into_owned()))
     }
 
     fn write_row(&mut self, row: u64, value: u8) {
         let part = self.table.rows(row..row + 1).unwrap();
-        let mut guard = self.attempt(|runtime| runtime.write(&part));
         let before = self.rows[row as usize];
-        assert!(guard.bytes().iter().all(|byte| *byte == before), "row {row} lost what was written");
-        guard.fill(value);
+        self.attempt(|runtime| {
+            let mut guard = runtime.write(&part)?;
+            let kept = guard.try_bytes()?.iter().all(|byte| *byte == before);
+            assert!(kept, "row {row} lost what was written");
+            guard.try_fill(value)
+        });
         self.rows[row as usize] = value;
     }
 
     fn read_rows(&mut self, from: u64, to: u64) {
         let part = self.table.rows(from..to).unwrap();
-        let guard = self.attempt(|runtime| runtime.read(&part));
-        for (row, bytes) in (from..to).zip(guard.bytes().chunks(ROW as usize)) {
+        let bytes = self.bytes(&part);
+        for (row, bytes) in (from..to).zip(bytes.chunks(ROW as usize)) {
             let expected = self.rows[row as usize];
             assert!(bytes.iter().all(|byte| *byte == expected), "row {row} differs");
         }
@@ -118,17 +169,20 @@ impl Work {
         self.runtime.prefetch(&self.tensor(4));
         self.read(4);
         let set = [self.tensor(1), self.tensor(5), self.tensor(3), self.tensor(6)];
-        let guard = self.attempt(|runtime| runtime.read_set(&set));
-        assert!(guard.bytes(2).unwrap() == self.expected[3] && guard.bytes(1).unwrap().is_empty());
-        drop(guard);
+        let (third, empty) = self.attempt(|runtime| {
+            let guard = runtime.read_set(&set)?;
+            let bytes = |index| Ok::<_, Error>(guard.try_bytes(index)?.unwrap().into_owned());
+            Ok((bytes(2)?, bytes(1)?))
+        });
+        assert!(third == self.expected[3] && empty.is_empty());
         self.runtime.evict(&self.table);
         self.read_rows(0, 3);
         let page = self.runtime.stats().page_size.bytes();
-        self.runtime.set_device_budget(Bytes::new(5 * page)).unwrap();
+        self.attempt(|runtime| runtime.set_device_budget(Bytes::new(5 * page)));
         self.write_row(7, 77);
         self.read(0);
         self.runtime.trim(Bytes::new(2 * page));
-        self.runtime.set_device_budget(Bytes::new(8 * page)).unwrap();
+        self.attempt(|runtime| runtime.set_device_budget(Bytes::new(8 * page)));
         for row in (0..ROWS).rev() {
             self.read_rows(row, row + 1);
         }
@@ -140,7 +194,7 @@ fn fail_each(setting: Setting, fault: Fault, step: usize) {
     let file = common::synthetic(&LENGTHS);
     for n in (1..).step_by(step) {
         let faults = Faults::new();
-        let mut work = Work::open(&setting, &file, faults.clone(), fault);
+        let mut work = Work::open(&setting, &file, Failing::Io(faults.clone(), fault));
         faults.nth(n, fault);
         work.run();
         let fired = faults.fired();
@@ -155,6 +209,87 @@ fn fail_each(setting: Setting, fault: Fault, step: usize) {
             return;
         }
     }
+}
+
+/// Closures on streams of the caller's, behind which pins end.
+fn compute(work: &mut Work) {
+    let set = [work.tensor(0), work.table.rows(0..1).unwrap()];
+    for _ in 0..2 {
+        let ran = Arc::new(AtomicU64::new(0));
+        work.attempt(|runtime| {
+            let stream = runtime.compute_stream()?;
+            let ran = ran.clone();
+            let guard = runtime.pin_device(&set).wait()?;
+            stream.call(move || _ = ran.fetch_add(1, Ordering::SeqCst));
+            guard.unpin_after(&stream)?;
+            stream.synchronize()
+        });
+        assert!(ran.load(Ordering::SeqCst) > 0, "a stream ended without what was on it");
+    }
+}
+
+/// The calls that the work below makes of every device: from the first stream of the runtime to the last thing that it
+/// gives back. What has no result is not among them.
+const DEVICE_CALLS: [DeviceCall; 12] = [
+    DeviceCall::CreateStream,
+    DeviceCall::Reserve,
+    DeviceCall::Map,
+    DeviceCall::Submit,
+    DeviceCall::Protect,
+    DeviceCall::GrowFrames,
+    DeviceCall::Discard,
+    DeviceCall::CanMark,
+    DeviceCall::Record,
+    DeviceCall::Poll,
+    DeviceCall::Release,
+    DeviceCall::Close,
+];
+
+fn refuse_each(setting: Setting, file: &common::Synthetic, kind: DeviceCall) -> u64 {
+    let (mut n, mut most) = (1, 0);
+    loop {
+        let hook = Refusing::nth(kind, n);
+        let mut work = Work::open(&setting, file, Failing::Device(hook.clone()));
+        work.run();
+        compute(&mut work);
+        // The thread that locks starts when it likes.
+        while kind == DeviceCall::LockHost && setting.host > 0 && hook.calls() == 0 {
+            std::thread::yield_now();
+        }
+        let what = format!("{setting:?}, {kind:?} {n} refused");
+        let tensors = vec![work.tensor(0), work.table.clone()];
+        let runtime = work.runtime.clone();
+        assert!(runtime.health().is_empty(), "{what}: {:?}", runtime.health());
+        drop(work);
+        let mut closed = runtime.clone().close();
+        if kind == DeviceCall::Close && hook.has_refused() {
+            assert_eq!(closed.unwrap_err().kind(), ErrorKind::Device, "{what}");
+            closed = Ok(());
+        }
+        check_closed(runtime, closed, tensors, &what);
+        next_round(setting.on);
+        // How many there are differs from run to run.
+        most = most.max(hook.calls());
+        if n >= most {
+            return most;
+        }
+        n += 1;
+    }
+}
+
+fn any_one_call_of_the_device_may_be_refused(devices: Devices) {
+    watched("refuse each call of the device", move || {
+        let settings = Setting::tiers(devices).into_iter().filter(|setting| setting.io == IoBackend::Threads);
+        for setting in settings {
+            let file = common::synthetic(&LENGTHS);
+            for kind in DEVICE_CALLS {
+                let calls = refuse_each(setting, &file, kind);
+                assert!(calls > 0, "{setting:?}: the work never calls for {kind:?}");
+            }
+            let locked = [DeviceCall::LockHost, DeviceCall::UnlockHost].map(|kind| refuse_each(setting, &file, kind));
+            assert!(setting.host == 0 || locked[0] > 0, "{setting:?}: a host tier that nobody tried to lock");
+        }
+    });
 }
 
 fn any_one_operation_may_fail_with_eio(devices: Devices) {
@@ -192,7 +327,7 @@ fn a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it(de
             let file = common::synthetic(&LENGTHS);
             let faults = Faults::new();
             let setting = Setting { host: 0, ..setting };
-            let mut work = Work::open(&setting, &file, faults.clone(), Fault::Errno(libc::EIO));
+            let mut work = Work::open(&setting, &file, Failing::Io(faults.clone(), Fault::Errno(libc::EIO)));
             let victim = work.runtime.alloc(DType::U8, &[16 << 10]).unwrap();
             work.runtime.write(&victim).unwrap().fill(9);
             faults.all(IoKind::Write, Fault::Errno(libc::EIO));

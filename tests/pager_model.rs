@@ -7,7 +7,7 @@ mod pager_world;
 
 use outcore::pager::{Backing, PageRun, PolicyKind};
 use outcore::{Error, ErrorKind, SegmentId};
-use pager_world::{Random, World, config, run};
+use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
 
 /// What a run is like; drawn from its seed.
@@ -23,6 +23,8 @@ struct Shape {
     failing: usize,
     actors: usize,
     writers: usize,
+    /// In three readers, how many are streams.
+    streams: usize,
     /// Whether those who hold guards say so.
     nesting: bool,
 }
@@ -39,6 +41,7 @@ fn shape(random: &mut Random) -> Shape {
         actors: 1 + random.below(8),
         writers: random.below(3),
         nesting: random.below(2) == 0,
+        streams: random.below(3),
     }
 }
 
@@ -93,7 +96,9 @@ impl Run {
                     self.world.pin(&[run(self.memory, first, count)], true, false);
                 } else {
                     let runs = self.runs(random, budget);
-                    self.world.pin(&runs, false, random.below(2) == 0);
+                    let streams = self.shape.streams;
+                    let purpose = if streams > 0 && random.below(3) < streams { Use::Stream } else { Use::Read };
+                    self.world.pin(&runs, purpose, random.below(2) == 0);
                 }
             }
             8..12 if !self.world.guards.is_empty() => {
@@ -102,6 +107,9 @@ impl Run {
             }
             12..24 if !self.world.moves.is_empty() => {
                 let at = random.below(self.world.moves.len());
+                if self.shape.streams > 0 && self.world.can_be_taken(at) && random.below(2) == 0 {
+                    return self.world.take_up(at);
+                }
                 let ok = failing == 0 || random.below(failing) > 0;
                 self.world.complete(at, ok);
             }
@@ -261,7 +269,7 @@ fn closing_at_any_moment_comes_to_rest() {
 #[test]
 fn regression_an_admission_leaves_the_frames_a_shrink_has_claimed() {
     let mut random = Random(1_187_123_052_157_783_486 | 1);
-    let mut this = Run::new(shape(&mut random));
+    let mut this = Run::new(Shape { streams: 0, ..shape(&mut random) });
     let choices = [
         7_488_604_307_776_002_536u64,
         4_356_448_337_122_454_440,

@@ -5,14 +5,19 @@ mod common;
 #[macro_use]
 mod harness;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use harness::{AnyDevice, Devices, Setting, check_at_rest, watched};
+use outcore::device::Token;
 use outcore::pager::policy::{Policy, Take, Want};
-use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Verify};
+use outcore::pager::state::State;
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
 use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
+use parking_lot::Mutex;
 
 fn kib(n: u64) -> PageSize {
     PageSize::new(Bytes::kib(n)).unwrap()
@@ -22,6 +27,7 @@ on_every_device! {
     every_byte_is_the_files_for_every_setting
     the_real_model_streams_through_a_tenth_of_its_size
     a_read_write_tensor_larger_than_memory_keeps_what_was_written
+    each_dirty_page_is_written_back_once
     pins_are_futures
     regression_hits_never_exceed_the_best_possible
     regression_a_forgotten_request_ends_with_its_segment
@@ -144,6 +150,89 @@ fn a_read_write_tensor_larger_than_memory_keeps_what_was_written(devices: Device
         drop(tensor);
         runtime.close().unwrap();
     }
+}
+
+/// The write operations a store was given, by offset. One that the kernel takes in several calls counts once.
+#[derive(Debug, Default)]
+struct Writes(Mutex<HashSet<(u64, Token)>>);
+
+impl Writes {
+    fn by_offset(&self) -> BTreeMap<u64, u32> {
+        let mut count = BTreeMap::new();
+        for (offset, _) in self.0.lock().iter() {
+            *count.entry(*offset).or_default() += 1;
+        }
+        count
+    }
+}
+
+impl CallHook for Writes {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind == IoKind::Write {
+            // The rest of a partial write is at another offset of the same page.
+            self.0.lock().insert((call.offset / ROW * ROW, call.token));
+        }
+        Injected::Nothing
+    }
+}
+
+/// A page and a row of the table below.
+const ROW: u64 = 64 << 10;
+
+/// Written once from start to end, a tensor larger than memory costs as many writes as it has pages; read afterwards, none.
+fn each_dirty_page_is_written_back_once(devices: Devices) {
+    const ROWS: u64 = 40;
+    for (host, io) in [(0, IoBackend::Auto), (0, IoBackend::Threads), (3, IoBackend::Auto), (3, IoBackend::Buffered)] {
+        for policy in PolicyKind::ALL {
+            let what = format!("{policy} {io}, host tier of {host}");
+            let writes = Arc::new(Writes::default());
+            let runtime = devices[0]
+                .builder()
+                .page_size(kib(ROW >> 10))
+                .device_budget(Bytes::new(6 * ROW))
+                .host_budget(Bytes::new(host * ROW))
+                .policy(policy)
+                .store(StoreOptions::new(io).hook(writes.clone()))
+                .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+                .open()
+                .unwrap();
+            let table = runtime.alloc(DType::U8, &[ROWS, ROW]).unwrap();
+            let part = |row: u64| table.rows(row..row + 1).unwrap();
+            for row in 0..ROWS {
+                runtime.write(&part(row)).unwrap().fill(row as u8 + 1);
+            }
+            // The last ones go when they are told to.
+            while runtime.snapshot(&table).pages.iter().any(|page| page.device.state != State::Empty) {
+                runtime.evict(&table);
+                std::thread::yield_now();
+            }
+            // A host tier may keep some, and write them in the background.
+            if host == 0 {
+                check_writes(&runtime, &writes, ROWS, &what);
+            }
+            for pass in 0..2 {
+                for row in 0..ROWS {
+                    let guard = runtime.read(&part(row)).unwrap();
+                    assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + 1), "{what}: row {row}, pass {pass}");
+                }
+            }
+            // From a host tier, reading may push down what was in memory only.
+            runtime.clone().close().unwrap();
+            let on_disk = runtime.snapshot(&table).pages.iter().filter(|page| page.disk).count() as u64;
+            assert!(host > 0 || on_disk == ROWS, "{what}: {on_disk} pages are on disk");
+            check_writes(&runtime, &writes, on_disk, &what);
+        }
+    }
+}
+
+/// So many pages were written, each of them once, and the counters say so.
+fn check_writes(runtime: &Runtime, writes: &Writes, pages: u64, what: &str) {
+    let by_offset = writes.by_offset();
+    assert_eq!(by_offset.len() as u64, pages, "{what}");
+    assert!(by_offset.values().all(|count| *count == 1), "{what}: {by_offset:?}");
+    let stats = runtime.stats();
+    assert_eq!(stats.traffic.disk_written, Bytes::new(pages * ROW), "{what}: {stats:?}");
+    assert_eq!(stats.pager.write_backs, pages, "{what}: {stats:?}");
 }
 
 fn pins_are_futures(devices: Devices) {

@@ -620,15 +620,19 @@ impl Device for HostDevice {
         if streams.closed { Err(closed("host")) } else { streams.get(stream.0 as usize).map(drop) }
     }
 
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let streams = self.streams.read();
-        let refused = match streams.get(stream.0 as usize) {
-            Ok(stream) => stream.submit(op, token).err().map(|token| (token, closed("host"))),
-            Err(error) => Some((token, error)),
+        let queued = match streams.get(stream.0 as usize) {
+            Ok(stream) => stream.submit(op, token).map_err(|token| (token, closed("host"))),
+            Err(error) => Err((token, error)),
         };
         drop(streams);
-        if let Some((token, error)) = refused {
-            report_apart(&self.sink, token, error);
+        match queued {
+            Ok(number) => token.map(|_| event_of(stream, number)),
+            Err((token, error)) => {
+                report_apart(&self.sink, token, error);
+                None
+            }
         }
     }
 

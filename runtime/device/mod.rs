@@ -21,15 +21,21 @@
 //!    changes nothing.
 //! 6. `poll` is three-valued: `Ready`, `Pending`, or an error. A failure is never reported as "not ready". An
 //!    operation that fails reports to its token; one without a token fails every later event of its stream.
-//! 7. An adopted stream stays its owner's: the device records events on it and nothing else of its own accord, and never
+//! 7. An operation with a token that the device has *taken up* cannot be refused any more: only the loss of the device
+//!    keeps it from ending well, if what it names is mapped and valid and it is no closure, which may panic. `submit`
+//!    returns the event behind it. Where it returns none, because the operation waits for its page, the device's
+//!    [`Completions`] are told when it is taken up; of one that is refused they are not. Of two events of one stream the
+//!    later one is the greater. To be told is no promise: an operation may end without.
+//! 8. An adopted stream stays its owner's: the device records events on it and nothing else of its own accord, and never
 //!    destroys it. `forget_stream` waits for nothing; tokens submitted before are reported all the same.
-//! 8. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
+//! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
 //!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
 //!    dropped.
 
 // The device is chosen by file; everything above sees the same names.
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
+mod hooked;
 mod host;
 mod link;
 mod select;
@@ -51,6 +57,8 @@ pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use cuda::{cuda_device, cuda_devices};
+pub use hooked::{DeviceCall, DeviceHook};
+pub(crate) use hooked::{Hooked, HookedSink};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
@@ -105,7 +113,7 @@ unsafe impl Sync for RawStream {}
 pub struct StreamId(pub(crate) u32);
 
 /// A point on a stream's timeline.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EventId(pub(crate) u64);
 
 /// Names an operation in flight to whoever is told of its completion.
@@ -126,6 +134,10 @@ pub struct Completion {
 pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);
+
+    /// The device has taken up an operation that had to wait when it was submitted (rule 7 of the [contract](self)); it has
+    /// ended when `end` has happened, and may have by now.
+    fn taken_up(&self, _token: Token, _end: EventId) {}
 }
 
 /// Host memory an operation reads or writes.
@@ -269,6 +281,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn grow_frames(&self, count: u32) -> Result<()>;
     /// Contract rule 1.
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()>;
+    /// As [`map`](Self::map), for a lone page that the caller waits for: where a device maps behind the call, it may do so
+    /// within it, and spare itself the hand-over. Not on a thread that reports completions, which would come late.
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.map(frame, address)
+    }
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;
     /// Contract rule 3.
@@ -290,7 +307,7 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// A new stream.
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId>;
-    /// Takes in a stream that somebody else owns, under contract rule 7. By default there are none.
+    /// Takes in a stream that somebody else owns, under contract rule 8. By default there are none.
     ///
     /// # Safety
     /// The handle is that of a stream, and stays so until [`forget_stream`](Self::forget_stream) or
@@ -315,8 +332,9 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// # Errors
     /// `InvalidArgument` while the stream is being captured into a graph: nothing that is put on it runs. `Closed`.
     fn can_mark(&self, stream: StreamId) -> Result<()>;
-    /// Queues `op`; where `token` is given, its completion is reported.
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>);
+    /// Queues `op`; where `token` is given, its completion is reported, and the event behind it returned if it has been
+    /// taken up (contract rule 7).
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId>;
     /// Marks the current end of `stream`.
     fn record(&self, stream: StreamId) -> Result<EventId>;
     /// Makes later work on `stream` wait for `event`.
@@ -324,6 +342,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Contract rule 6.
     fn poll(&self, event: EventId) -> Result<Poll<()>>;
 
-    /// Contract rule 7.
+    /// The failure that has cost the device, if one has: nothing runs on it any more.
+    fn lost(&self) -> Option<Error> {
+        None
+    }
+
+    /// Contract rule 9.
     fn close(&self) -> Result<()>;
 }

@@ -745,16 +745,17 @@ impl Device for SimDevice {
         if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) }
     }
 
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let mut state = self.core.state.lock();
         let known = if state.closing { Err(closed(NAME)) } else { state.stream(stream.0).map(drop) };
         if let Err(error) = known {
             if let (SimClock::Owned, Some(token)) = (self.core.clock, token) {
                 state.refused.push_back(Completion { token, result: Err(error) });
-                return;
+                return None;
             }
             drop(state);
-            return report_apart(&self.core.sink, token, error);
+            report_apart(&self.core.sink, token, error);
+            return None;
         }
         let item = match op {
             StreamOp::CopyIn { host, device, len } => {
@@ -769,12 +770,16 @@ impl Device for SimDevice {
             StreamOp::Call(call) => Ok(Item::Call(call)),
             StreamOp::Mark => Ok(Item::Mark),
         };
-        if let Ok(stream) = state.stream(stream.0) {
-            stream.items.push_back((item.unwrap_or_else(Item::Wrong), token));
-            stream.queued += 1;
+        let good = item.is_ok();
+        let mut taken_up = None;
+        if let Ok(queue) = state.stream(stream.0) {
+            queue.items.push_back((item.unwrap_or_else(Item::Wrong), token));
+            queue.queued += 1;
+            taken_up = token.filter(|_| good).map(|_| event_of(stream, queue.queued));
         }
         drop(state);
         self.core.changed.notify_all();
+        taken_up
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {

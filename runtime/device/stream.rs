@@ -82,17 +82,18 @@ struct Timeline {
 }
 
 impl Timeline {
-    /// Queues `item`, or gives it back when the stream is closing.
-    fn push(&self, item: Item) -> Result<(), Item> {
+    /// Queues `item` and returns its number, or gives it back when the stream is closing.
+    fn push(&self, item: Item) -> Result<u64, Item> {
         let mut state = self.state.lock();
         if state.closing {
             return Err(item);
         }
         state.queue.push_back(item);
         state.queued += 1;
+        let number = state.queued;
         drop(state);
         self.work.notify_one();
-        Ok(())
+        Ok(number)
     }
 
     fn wait_for(&self, count: u64) {
@@ -127,8 +128,8 @@ impl Stream {
         Ok(Self { timeline, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Queues `op`, or gives the operation and its token back when the stream is closed.
-    pub(super) fn submit(&self, op: StreamOp, token: Option<Token>) -> Result<(), Option<Token>> {
+    /// Queues `op` and returns its number, or gives its token back when the stream is closed.
+    pub(super) fn submit(&self, op: StreamOp, token: Option<Token>) -> Result<u64, Option<Token>> {
         self.timeline.push(Item::Op(op, token)).map_err(|item| match item {
             Item::Op(_, token) => token,
             Item::Wait(..) => None,
@@ -149,7 +150,7 @@ impl Stream {
             return Err(unknown_event());
         }
         let item = Item::Wait(Arc::clone(&other.timeline), count);
-        self.timeline.push(item).map_err(|_| closed("host"))
+        self.timeline.push(item).map(drop).map_err(|_| closed("host"))
     }
 
     /// Whether `count` items have ended; an error if that many were never queued.

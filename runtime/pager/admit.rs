@@ -2,7 +2,7 @@
 
 use super::policy::Want;
 use super::state::{Claim, State, TryPin};
-use super::{Effects, PageRun, Pager, Priority, Submitted, WaitCause};
+use super::{Effects, Granted, PageRun, Pager, Priority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, RequestId, SegmentId};
 
@@ -27,17 +27,29 @@ enum Stage {
     Shrinking,
 }
 
+/// What a request is like, but for its pages.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kind {
+    exclusive: bool,
+    nested: bool,
+    for_stream: bool,
+}
+
 #[derive(Debug)]
 pub(super) struct Request {
     runs: Vec<PageRun>,
     exclusive: bool,
     /// Its submitter may hold guards.
     nested: bool,
+    /// Its pages may be lent: it is for a stream, which waits for their fills.
+    for_stream: bool,
     stage: Stage,
     /// How often a reader has left and others remained, once it waits for readers to leave.
     outlasted: u32,
     /// Pages whose fill it waits for.
     remaining: u32,
+    /// Those of them that the device has not taken up.
+    untaken: u32,
     cause: WaitCause,
     serial: u32,
 }
@@ -67,6 +79,12 @@ impl Pager {
         self.request_key(id).map(|key| (self.requests[key].nested, self.requests[key].outlasted))
     }
 
+    /// Of a live request for a stream: for how many pages it waits that the device has not taken up.
+    pub(super) fn request_untaken(&self, id: RequestId) -> Option<u32> {
+        let request = &self.requests[self.request_key(id)?];
+        request.for_stream.then_some(request.untaken)
+    }
+
     /// Every live request: its stage as a number, what it waits for, whether it writes.
     pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
         self.requests
@@ -74,10 +92,13 @@ impl Pager {
             .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.exclusive))
     }
 
-    fn add_request(&mut self, runs: Vec<PageRun>, exclusive: bool, nested: bool, stage: Stage) -> RequestId {
+    fn add_request(&mut self, runs: Vec<PageRun>, kind: Kind, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
+        let Kind { exclusive, nested, for_stream } = kind;
         let (cause, serial) = (WaitCause::None, self.next_serial);
-        let request = Request { runs, exclusive, nested, stage, outlasted: 0, remaining: 0, cause, serial };
+        let (outlasted, remaining, untaken) = (0, 0, 0);
+        let request =
+            Request { runs, exclusive, nested, for_stream, stage, outlasted, remaining, untaken, cause, serial };
         let key = self.requests.insert(request);
         self.request_id(key)
     }
@@ -87,7 +108,7 @@ impl Pager {
     /// # Errors
     /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
     pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
-        self.submit_as(runs, exclusive, false, fx)
+        self.submit_as(runs, Kind { exclusive, ..Kind::default() }, fx)
     }
 
     /// [`submit`](Self::submit) for a caller who holds guards, or may hold some. Such a request is served by what is free
@@ -96,10 +117,20 @@ impl Pager {
     /// # Errors
     /// As for [`submit`](Self::submit).
     pub fn submit_nested(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
-        self.submit_as(runs, exclusive, true, fx)
+        self.submit_as(runs, Kind { exclusive, nested: true, ..Kind::default() }, fx)
     }
 
-    fn submit_as(&mut self, runs: &[PageRun], exclusive: bool, nested: bool, fx: &mut Effects) -> Result<Submitted> {
+    /// [`submit`](Self::submit) for reading, by work on a stream: a page whose fill the device has [taken](Self::taken) up
+    /// is as good as one that is there, since the stream will wait for it. `nested` as for
+    /// [`submit_nested`](Self::submit_nested).
+    ///
+    /// # Errors
+    /// As for [`submit`](Self::submit).
+    pub fn submit_for_stream(&mut self, runs: &[PageRun], nested: bool, fx: &mut Effects) -> Result<Submitted> {
+        self.submit_as(runs, Kind { exclusive: false, nested, for_stream: true }, fx)
+    }
+
+    fn submit_as(&mut self, runs: &[PageRun], kind: Kind, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
         }
@@ -121,7 +152,7 @@ impl Pager {
             }
         }
         self.policy.unit(total as u32);
-        let id = self.add_request(runs.to_vec(), exclusive, nested, Stage::Queued);
+        let id = self.add_request(runs.to_vec(), kind, Stage::Queued);
         if let Some(key) = self.request_key(id) {
             self.requests[key].cause = cause;
         }
@@ -130,8 +161,7 @@ impl Pager {
         // Ready at once: the result is given here rather than as an effect.
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let (_, result) = fx.done.swap_remove(at);
-            result?;
-            return Ok(Submitted::Ready);
+            return Ok(Submitted::Ready(result?.after));
         }
         Ok(Submitted::Waiting(id))
     }
@@ -166,14 +196,14 @@ impl Pager {
     /// Waits until the device tier is within its budget.
     pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
         if self.frames.existing() <= self.frames.target {
-            return Submitted::Ready;
+            return Submitted::Ready(None);
         }
-        let id = self.add_request(Vec::new(), false, false, Stage::Shrinking);
+        let id = self.add_request(Vec::new(), Kind::default(), Stage::Shrinking);
         self.shrinking.push(id);
         self.pump(fx);
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let _ = fx.done.swap_remove(at);
-            return Submitted::Ready;
+            return Submitted::Ready(None);
         }
         Submitted::Waiting(id)
     }
@@ -255,13 +285,48 @@ impl Pager {
         self.finish(id, Err(error.clone()), fx);
     }
 
-    /// A fill this request waited for is done; the request holds its pin.
-    pub(super) fn page_ready(&mut self, id: RequestId, fx: &mut Effects) {
+    /// A fill this request waited for is done; the request holds its pin. `taken` if it was said to be taken up before.
+    pub(super) fn page_ready(&mut self, id: RequestId, taken: bool, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         self.requests[key].remaining -= 1;
+        if !taken {
+            self.requests[key].untaken -= 1;
+        }
         if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
+        } else {
+            self.lend_if_taken(id, key, fx);
         }
+    }
+
+    /// A fill this request waits for has been taken up by the device.
+    pub(super) fn page_taken(&mut self, id: RequestId, fx: &mut Effects) {
+        let Some(key) = self.request_key(id) else { return };
+        self.requests[key].untaken -= 1;
+        self.lend_if_taken(id, key, fx);
+    }
+
+    /// Ends a request for a stream that waits only for fills that the device has taken up: their pages are lent.
+    fn lend_if_taken(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
+        let Request { for_stream: true, untaken: 0, cause, .. } = self.requests[key] else { return };
+        let awaited = |page: &PageId| self.filling.get(page).is_some_and(|fill| fill.waiters.contains(&id));
+        let lent: Vec<PageId> = self.requests[key].pages().filter(awaited).collect();
+        for (count, page) in lent.iter().enumerate() {
+            if self.word(*page).lend().is_err() {
+                // As many pins as a word counts. It waits for the ends of its fills, as others do.
+                lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
+                return;
+            }
+        }
+        let mut after = None;
+        for page in lent {
+            if let Some(fill) = self.filling.get_mut(&page) {
+                fill.waiters.retain(|waiter| *waiter != id);
+                fill.lent = true;
+                after = after.max(fill.taken);
+            }
+        }
+        self.finish(id, Ok(Granted { cause, after }), fx);
     }
 
     fn all_ready(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
@@ -275,12 +340,12 @@ impl Pager {
             }
         } else {
             let cause = self.requests[key].cause;
-            self.finish(id, Ok(cause), fx);
+            self.finish(id, Ok(Granted { cause, after: None }), fx);
         }
     }
 
     /// The request is over.
-    pub(super) fn finish(&mut self, id: RequestId, result: Result<WaitCause>, fx: &mut Effects) {
+    pub(super) fn finish(&mut self, id: RequestId, result: Result<Granted>, fx: &mut Effects) {
         if let Some(key) = self.request_key(id) {
             self.requests.remove(key);
             fx.done.push((id, result));
@@ -330,7 +395,7 @@ impl Pager {
             self.writers += 1;
             self.upgrading.retain(|upgrading| *upgrading != id);
             let cause = self.requests[key].cause;
-            self.finish(id, Ok(cause), fx);
+            self.finish(id, Ok(Granted { cause, after: None }), fx);
         }
     }
 
@@ -390,7 +455,17 @@ impl Pager {
                 TryPin::Busy => {}
             }
             match self.word(page).load().state {
-                State::Filling => joined.push(page),
+                State::Filling => {
+                    if let Some(error) = self.filling.get(&page).and_then(|fill| fill.failed.clone()) {
+                        // It cannot be tried again while it is lent, and when that ends is not known.
+                        for page in pinned {
+                            self.word(page).unpin_quiet();
+                        }
+                        self.finish(id, Err(error), fx);
+                        return true;
+                    }
+                    joined.push(page);
+                }
                 State::Empty => missing.push(page),
                 State::Evicting if self.can_rescue() && self.word(page).rescue().is_ok() => {
                     self.transit -= 1;
@@ -430,6 +505,7 @@ impl Pager {
         let request = &mut self.requests[key];
         request.stage = Stage::Filling;
         request.remaining = needed + joined.len() as u32;
+        request.untaken = request.remaining;
         if short {
             request.cause = earlier(request.cause, WaitCause::WriteBack);
         }
@@ -441,6 +517,7 @@ impl Pager {
         for page in joined {
             if let Some(fill) = self.filling.get_mut(&page) {
                 fill.waiters.push(id);
+                self.requests[key].untaken -= u32::from(fill.taken.is_some());
             }
             self.raise(page, Priority::Demand, fx);
         }
@@ -449,6 +526,8 @@ impl Pager {
         }
         if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
+        } else {
+            self.lend_if_taken(id, key, fx);
         }
         true
     }

@@ -106,18 +106,20 @@ impl Pager {
             );
             let frame_wanted = match word.state {
                 State::Empty | State::Poisoned => false,
-                State::Filling => filling.is_some_and(|fill| fill.moving.is_some()),
+                State::Filling => filling.is_some_and(|fill| fill.moving.is_some() || fill.failed.is_some()),
                 _ => true,
             };
             ensure!(entry.frame().is_some() == frame_wanted, "{page:?}: {:?}, frame {:?}", word.state, entry.frame());
-            ensure!(word.pins == 0 || word.is_resident(), "{page:?}: {} pins, {:?}", word.pins, word.state);
+            let lent = filling.is_some_and(|fill| fill.lent && (fill.taken.is_some() || fill.failed.is_some()));
+            ensure!(word.pins == 0 || word.is_resident() || lent, "{page:?}: {} pins, {:?}", word.pins, word.state);
             ensure!(!word.exclusive || word.pins == 1 && word.state == State::Dirty, "{page:?}: {word:?}");
             let waited_for = self.claims.get(&page).and_then(|id| self.request_standing(*id));
             ensure!(
                 !word.closed || waited_for.is_some_and(|(_, outlasted)| outlasted > 1) && !word.exclusive,
                 "{page:?} is closed for nobody"
             );
-            ensure!(moves.fill == u32::from(word.state == State::Filling && frame_wanted), "{page:?}: fill moves");
+            let moving = filling.is_some_and(|fill| fill.moving.is_some());
+            ensure!(moves.fill == u32::from(moving), "{page:?}: fill moves");
             let copying = moves.demotion > 0;
             ensure!(entry.copying_out() == copying, "{page:?}: copying_out {}", entry.copying_out());
             ensure!(moves.demotion + moves.write_back + moves.fill <= 1, "{page:?}: two moves of one frame");
@@ -168,8 +170,15 @@ impl Pager {
         }
         ensure!(self.awaiting.is_empty() || self.frames.free_count() == 0, "a free frame while pages await one");
         let mut prefetching = 0;
+        let spoiled: BTreeSet<PageId> = self.spoiled.iter().copied().collect();
+        ensure!(spoiled.len() == self.spoiled.len(), "a page is spoiled twice");
+        ensure!(spoiled.iter().all(|page| self.filling.contains_key(page)), "a page is spoiled and not filling");
         for (page, fill) in &self.filling {
-            ensure!(fill.moving.is_some() != awaiting.contains(page), "{page:?} neither moves nor awaits");
+            let stands = [fill.moving.is_some(), awaiting.contains(page), fill.failed.is_some()];
+            ensure!(stands.into_iter().filter(|holds| *holds).count() == 1, "{page:?} stands {stands:?}");
+            ensure!(spoiled.contains(page) == fill.failed.is_some(), "{page:?}: {fill:?} and its line");
+            ensure!(fill.failed.is_none() || fill.lent && fill.waiters.is_empty(), "{page:?}: {fill:?} is for nobody");
+            ensure!(fill.taken.is_none() || !awaiting.contains(page), "{page:?}: {fill:?} is taken up without a frame");
             prefetching += u32::from(fill.priority > Priority::WriteBack);
             ensure!(
                 fill.priority <= Priority::WriteBack || fill.waiters.is_empty(),
@@ -185,10 +194,11 @@ impl Pager {
     }
 
     fn check_requests(&self) -> Result<(), String> {
-        let mut waits: HashMap<RequestId, u32> = HashMap::new();
+        let (mut waits, mut untaken): (HashMap<RequestId, u32>, HashMap<RequestId, u32>) = Default::default();
         for (page, fill) in &self.filling {
             for waiter in &fill.waiters {
                 *waits.entry(*waiter).or_default() += 1;
+                *untaken.entry(*waiter).or_default() += u32::from(fill.taken.is_none());
                 let runs = self.request_runs(*waiter);
                 let wants = runs.is_some_and(|runs| runs.iter().any(|run| run.pages().any(|wanted| wanted == *page)));
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
@@ -198,6 +208,11 @@ impl Pager {
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
             ensure!(remaining == waiting, "{id:?}: remaining {remaining}, but waits for {waiting}");
+            if let Some(counted) = self.request_untaken(id) {
+                let waiting = untaken.get(&id).copied().unwrap_or(0);
+                ensure!(counted == waiting, "{id:?}: {counted} fills not taken up, but there are {waiting}");
+                ensure!(stage != 1 || counted > 0, "{id:?} waits only for what could be lent");
+            }
             let queued = self.queue.iter().filter(|queued| **queued == id).count();
             let upgrading = self.upgrading.iter().filter(|other| **other == id).count();
             let shrinking = self.shrinking.iter().filter(|other| **other == id).count();
@@ -226,41 +241,60 @@ impl Pager {
         Ok(())
     }
 
-    /// A number that two pagers share if they will answer every sequence of events alike (with LRU, or without a plan
-    /// and before one is recognised), as long as no write back that was put off is due. Ids and counters are left out.
+    /// Hints that nothing has come of yet.
+    #[doc(hidden)]
+    pub fn hint_count(&self) -> usize {
+        self.hints.len()
+    }
+
+    /// A number that two pagers share if they will answer every sequence of events alike. Requests and moves go by their
+    /// age, not by their ids; counters for users are left out. Of a policy other than LRU, what its `Debug` shows counts.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
+        let mut requests: Vec<_> = self.request_stages().collect();
+        requests.sort_unstable_by_key(|(id, ..)| self.next_serial.wrapping_sub((id.0 >> 32) as u32));
+        // One that is gone has no rank.
+        let request = |id: &RequestId| requests.iter().position(|(other, ..)| other == id);
+        let mut moves: Vec<(usize, &MoveRecord)> = self.moves.iter().collect();
+        moves.sort_unstable_by_key(|(_, record)| self.next_serial.wrapping_sub(record.serial));
+        let moving = |id: u64| moves.iter().position(|(key, _)| *key == id as u32 as usize);
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
             (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh).hash(&mut hasher);
             format!("{entry:?}").hash(&mut hasher);
-            match self.filling.get(&page) {
-                Some(fill) => {
-                    fill.waiters.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
-                    (fill.priority, fill.moving.map(|id| id.0 as u32)).hash(&mut hasher);
-                }
-                None => 0.hash(&mut hasher),
-            }
-            self.claims.get(&page).map(|id| self.request_runs(*id).map(|_| id.0 as u32)).hash(&mut hasher);
+            let fill = self.filling.get(&page).map(|fill| {
+                let waiters: Vec<_> = fill.waiters.iter().map(request).collect();
+                let lent = (fill.taken.is_some(), fill.lent, fill.failed.is_some());
+                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent)
+            });
+            let put_off = self.put_off.get(&page).map(|until| until.saturating_sub(self.events));
+            (fill, put_off, self.claims.get(&page).map(request)).hash(&mut hasher);
         }
-        for (key, record) in &self.moves {
+        for (_, record) in &moves {
             let MoveRecord { page, from, to, priority, staging, started, .. } = record;
-            (key, page, from, to, priority, staging, started).hash(&mut hasher);
+            (page, from, to, priority, staging, started).hash(&mut hasher);
         }
-        for (id, stage, remaining, exclusive) in self.request_stages() {
-            (id.0 as u32, stage, remaining, exclusive, self.request_runs(id), self.request_standing(id))
-                .hash(&mut hasher);
+        for (id, stage, remaining, exclusive) in &requests {
+            (stage, remaining, exclusive, self.request_runs(*id), self.request_standing(*id)).hash(&mut hasher);
+            self.request_untaken(*id).hash(&mut hasher);
         }
         for line in [&self.upgrading, &self.shrinking] {
-            line.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
+            line.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         }
-        self.queue.iter().map(|id| id.0 as u32).collect::<Vec<_>>().hash(&mut hasher);
-        (&self.awaiting, &self.hints, self.overtaken, self.writers > 0, self.closing).hash(&mut hasher);
-        self.policy.tracked().hash(&mut hasher);
-        format!("{:?} {:?} {:?}", self.frames, self.host.order_for_check(), self.staging.waiting_for_check())
+        self.queue.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
+        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.overtaken, self.writers > 0, self.closing)
             .hash(&mut hasher);
+        if self.policy.name() == "lru" {
+            self.policy.tracked().hash(&mut hasher);
+        } else {
+            format!("{:?}", self.policy).hash(&mut hasher);
+        }
+        let (buffers, waiting) = self.staging.waiting_for_check();
+        let waiting: Vec<_> = waiting.into_iter().map(|(priority, id)| (priority, moving(u64::from(id)))).collect();
+        (buffers, waiting).hash(&mut hasher);
+        format!("{:?} {:?}", self.frames, self.host.order_for_check()).hash(&mut hasher);
         hasher.finish()
     }
 }

@@ -14,6 +14,9 @@
 //!    this, the pump repairs it by choosing another victim.
 //! 5. A dirty page's bytes exist in exactly one place until a write back has been confirmed.
 //! 6. What a guard pins stays where it is.
+//! 7. A page whose fill has not ended is pinned only where it was *lent*: to a request for a stream, once the device has
+//!    taken up the copy, which the stream waits for. If such a fill fails, its frame stays the page's, and the page is
+//!    filled again or evicted by nobody, until those pins have ended.
 //!
 //! # Locking
 //!
@@ -42,7 +45,7 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::error::Error;
-use crate::ids::{FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
+use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
 
 pub use access::{Access, AccessLog};
 pub use policy::{Policy, PolicyKind};
@@ -154,11 +157,21 @@ pub enum WaitCause {
     Guard,
 }
 
+/// What a request got: pins of all its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Granted {
+    /// What it waited for.
+    pub cause: WaitCause,
+    /// When the bytes of pages that were lent are there, if any were. Only for [requests for a
+    /// stream](Pager::submit_for_stream).
+    pub after: Option<FillPoint>,
+}
+
 /// How a request was received.
 #[derive(Debug)]
 pub enum Submitted {
-    /// Every page is pinned.
-    Ready,
+    /// Every page is pinned; the bytes of some may be there only [after](Granted::after) this.
+    Ready(Option<FillPoint>),
     /// [`Effects::done`] will name this request.
     Waiting(RequestId),
 }
@@ -175,7 +188,7 @@ pub struct Effects {
     /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`].
     pub discard: Vec<FrameId>,
     /// Requests that ended.
-    pub done: Vec<(RequestId, Result<WaitCause, Error>)>,
+    pub done: Vec<(RequestId, Result<Granted, Error>)>,
     /// Segments nothing refers to any more.
     pub released: Vec<SegmentId>,
 }
@@ -282,6 +295,8 @@ pub struct Pager {
     claims: HashMap<PageId, RequestId>,
     /// Pages being filled: who waits.
     filling: HashMap<PageId, Fill>,
+    /// Pages whose fill has failed and that are lent: their frames stay until these pins end.
+    spoiled: Vec<PageId>,
     /// Filling pages that have no frame yet, most urgent first.
     awaiting: VecDeque<PageId>,
     /// Frames on their way to the free list: demotions and write backs of victims.
@@ -316,6 +331,12 @@ struct Fill {
     waiters: Vec<RequestId>,
     priority: Priority,
     moving: Option<MoveId>,
+    /// Set once the device has taken up the copy.
+    taken: Option<FillPoint>,
+    /// Whether the page was lent, at whatever time.
+    lent: bool,
+    /// Why the move failed, of a page that is still lent.
+    failed: Option<Error>,
 }
 
 impl Pager {
@@ -336,6 +357,7 @@ impl Pager {
             shrinking: Vec::new(),
             claims: HashMap::new(),
             filling: HashMap::new(),
+            spoiled: Vec::new(),
             awaiting: VecDeque::new(),
             transit: 0,
             background: 0,
@@ -438,6 +460,19 @@ impl Pager {
         (self.host.in_use(), self.host.total())
     }
 
+    /// The pages of which only the device tier has valid bytes, by segment, in order.
+    pub fn only_on_device(&self) -> Vec<PageRun> {
+        let mut runs = Vec::new();
+        for (id, segment) in self.segments.iter().filter(|(_, segment)| !segment.dying) {
+            let words = segment.words.iter().enumerate();
+            let dirty = words.filter(|(_, word)| matches!(word.load().state, State::Dirty | State::WritingBack));
+            let segment = SegmentId(id as u32);
+            runs.extend(dirty.map(|(index, _)| PageRun { segment, first: PageIndex(index as u32), count: 1 }));
+        }
+        PageRun::normalize(&mut runs);
+        runs
+    }
+
     /// Where the pages of a segment are.
     pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
         self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
@@ -512,6 +547,7 @@ impl Pager {
     /// Does everything that has become possible.
     pub fn pump(&mut self, fx: &mut Effects) {
         self.events += 1;
+        self.release_spoiled(fx);
         self.serve_awaiting(fx);
         self.retire_frames(fx);
         self.advance_upgrades(fx);

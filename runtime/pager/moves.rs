@@ -4,7 +4,7 @@ use super::state::{BeginEvict, Claim, State};
 use super::table::Entry;
 use super::{Effects, Fill, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
+use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
 
 /// Write backs of one page that may fail in a row, while somebody waits for its frame and there is no other, before its
 /// bytes are given up: whoever waits goes on, and whoever wants the page hears of it.
@@ -24,7 +24,7 @@ pub(super) struct MoveRecord {
     pub(super) priority: Priority,
     pub(super) staging: Option<StagingId>,
     pub(super) started: bool,
-    serial: u32,
+    pub(super) serial: u32,
 }
 
 impl Pager {
@@ -223,10 +223,25 @@ impl Pager {
         if priority > Priority::WriteBack {
             self.prefetching += 1;
         }
-        self.filling.insert(page, Fill { waiters: waiter.into_iter().collect(), priority, moving: None });
+        let waiters = waiter.into_iter().collect();
+        let fill = Fill { waiters, priority, moving: None, taken: None, lent: false, failed: None };
+        self.filling.insert(page, fill);
         match self.frames.take() {
             Some(frame) => self.start_fill(page, frame, fx),
             None => self.enqueue_awaiting(page, priority),
+        }
+    }
+
+    /// The device has taken up the copy of a fill: it cannot be refused any more, the bytes have been checked, and they are
+    /// there when `point` has passed. Requests for streams have what they wait for. No move starts. Ids that are unknown,
+    /// because the move has ended already, and those of other moves are ignored.
+    pub fn taken(&mut self, id: MoveId, point: FillPoint, fx: &mut Effects) {
+        let Some(key) = self.move_key(id) else { return };
+        let MoveRecord { page, to: Place::Device(_), .. } = self.moves[key] else { return };
+        let Some(fill) = self.filling.get_mut(&page).filter(|fill| fill.taken.is_none()) else { return };
+        fill.taken = Some(point);
+        for waiter in fill.waiters.clone() {
+            self.page_taken(waiter, fx);
         }
     }
 
@@ -252,21 +267,26 @@ impl Pager {
     }
 
     fn filled(&mut self, page: PageId, from: Place, frame: FrameId, result: Result<()>, fx: &mut Effects) {
-        let Some(fill) = self.filling.remove(&page) else { return };
+        let Some(mut fill) = self.filling.remove(&page) else { return };
         if fill.priority > Priority::WriteBack {
             self.prefetching = self.prefetching.saturating_sub(1);
         }
         if let Place::Host(_) = from {
             self.host_copy_read(page, result.is_ok());
         }
+        let waiters = std::mem::take(&mut fill.waiters);
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
-            let _ = self.word(page).fill_err();
             self.policy.removed(page);
-            self.entry(page).set_frame(None);
-            self.frames.give(frame);
-            fx.protect.push(frame);
-            for waiter in fill.waiters {
+            if self.word(page).fill_err() == Ok(Claim::Blocked) {
+                let priority = Priority::Demand;
+                let spoiled = Fill { moving: None, priority, failed: Some(error.clone()), ..fill };
+                self.filling.insert(page, spoiled);
+                self.spoiled.push(page);
+            } else {
+                self.unfilled(page, frame, fx);
+            }
+            for waiter in waiters {
                 self.fail(waiter, &error, fx);
             }
             return;
@@ -282,10 +302,37 @@ impl Pager {
             self.forget_failures(page);
         }
         // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
-        let _ = self.word(page).fill_ok(fill.waiters.len() as u32, dirty);
+        let pins = waiters.len() as u32;
+        let word = self.word(page);
+        let _ = if fill.lent { word.fill_ok_lent(pins, dirty) } else { word.fill_ok(pins, dirty) };
         self.entered(page);
-        for waiter in fill.waiters {
-            self.page_ready(waiter, fx);
+        for waiter in waiters {
+            self.page_ready(waiter, fill.taken.is_some(), fx);
+        }
+    }
+
+    /// A frame goes back from a page that was not filled.
+    fn unfilled(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
+        self.entry(page).set_frame(None);
+        self.frames.give(frame);
+        fx.protect.push(frame);
+    }
+
+    /// Takes the frames of pages whose fill failed while they were lent, as far as those pins have ended.
+    pub(super) fn release_spoiled(&mut self, fx: &mut Effects) {
+        if self.spoiled.is_empty() {
+            return;
+        }
+        let (free, lent): (Vec<_>, Vec<_>) = std::mem::take(&mut self.spoiled)
+            .into_iter()
+            .partition(|page| self.word(*page).fill_err() != Ok(Claim::Blocked));
+        self.spoiled = lent;
+        for page in free {
+            self.filling.remove(&page);
+            if let Some(frame) = self.entry(page).frame() {
+                self.unfilled(page, frame, fx);
+            }
+            self.reap_segment(page.segment, fx);
         }
     }
 
@@ -480,7 +527,8 @@ impl Pager {
     pub(super) fn reap_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
         let Some(table) = self.segments.get(segment.index()) else { return };
         let waits = |page: &PageId| page.segment == segment;
-        if !table.dying || table.in_flight > 0 || self.awaiting.iter().any(waits) {
+        let unsettled = self.awaiting.iter().any(waits) || self.spoiled.iter().any(waits);
+        if !table.dying || table.in_flight > 0 || unsettled {
             return;
         }
         let count = table.entries.len() as u32;

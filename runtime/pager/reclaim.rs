@@ -2,7 +2,7 @@
 
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, State};
-use super::{Effects, Pager, Place, Priority};
+use super::{Effects, Granted, Pager, Place, Priority, WaitCause};
 use crate::ids::{HostFrameId, PageId};
 
 /// What a policy's candidate turned out to be.
@@ -181,7 +181,7 @@ impl Pager {
         }
         if self.frames.existing() <= self.frames.target {
             for id in std::mem::take(&mut self.shrinking) {
-                self.finish(id, Ok(super::WaitCause::None), fx);
+                self.finish(id, Ok(Granted { cause: WaitCause::None, after: None }), fx);
             }
         }
     }

@@ -19,7 +19,8 @@
 //! 3. Every other edge is taken only under the pager's latch. So two threads never race for the same edge, only a
 //!    latched edge against pins.
 //! 4. Bytes behind a pin are published by the edge that made the page resident (release) and seen by the pin (acquire);
-//!    a guard's last access happens before its unpin (release) and the evictor's edge (acquire).
+//!    a guard's last access happens before its unpin (release) and the evictor's edge (acquire). A pin that was *lent*
+//!    publishes nothing: its bytes are there for a stream that waits for the fill, and for nobody else.
 //! 5. `wanted` is set by the very read-modify-write that found the pin, and read by the very one that removes it. No
 //!    wake-up is lost, whatever the order.
 //!
@@ -28,13 +29,15 @@
 //! | from | edge | to |
 //! |---|---|---|
 //! | Empty | `begin_fill` | Filling |
-//! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, fresh if nobody waits |
-//! | Filling | `fill_err` | Empty |
+//! | Filling | `lend` | same, pins + 1 |
+//! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, pins + those who wait, fresh if there are none |
+//! | Filling | `fill_ok_lent(pins, dirty)` | the same, never fresh |
+//! | Filling, pins = 0 | `fill_err` | Empty |
 //! | Clean, Dirty, WritingBack, not exclusive, not closed | `try_pin` | same, pins + 1, no longer fresh |
 //! | Clean, Dirty, WritingBack, not exclusive | `try_pin_nested` | same, pins + 1, no longer fresh |
 //! | Clean, Dirty, WritingBack, pins > 0, not exclusive | `close_to_readers` | same, closed |
 //! | any | `open_to_readers` | same, not closed |
-//! | Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
+//! | Filling, Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
 //! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
 //! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
 //! | Dirty, exclusive | `unlock_to_shared(clean)` | Clean or Dirty, as before the lock |
@@ -298,20 +301,37 @@ impl PageWord {
         self.edge("begin_fill", |w| (state_of(w) == State::Empty).then(|| with_state(w, State::Filling)))
     }
 
+    /// Pins a page whose fill the device has taken up, for a stream that waits for it.
+    pub fn lend(&self) -> Result<(), Illegal> {
+        self.edge("lend", |w| (state_of(w) == State::Filling && pins_of(w) < PINS_MAX).then(|| w + PIN))
+    }
+
     /// Filling to Clean or Dirty, with one pin for each waiter.
     pub fn fill_ok(&self, pins: u32, dirty: bool) -> Result<(), Illegal> {
+        self.become_resident("fill_ok", pins, dirty, pins == 0)
+    }
+
+    /// [`fill_ok`](Self::fill_ok) of a page that was lent, and so has been used; those pins stay, as far as they have not
+    /// ended.
+    pub fn fill_ok_lent(&self, pins: u32, dirty: bool) -> Result<(), Illegal> {
+        self.become_resident("fill_ok_lent", pins, dirty, false)
+    }
+
+    fn become_resident(&self, edge: &'static str, pins: u32, dirty: bool, fresh: bool) -> Result<(), Illegal> {
         let to = if dirty { State::Dirty } else { State::Clean };
-        self.edge("fill_ok", |w| {
-            (state_of(w) == State::Filling).then(|| {
-                let fresh = if pins == 0 { FRESH } else { 0 };
-                (with_state(w, to) + u64::from(pins) * PIN) | fresh
-            })
+        let fresh = if fresh { FRESH } else { 0 };
+        self.edge(edge, |w| {
+            (state_of(w) == State::Filling).then(|| (with_state(w, to) + u64::from(pins) * PIN) | fresh)
         })
     }
 
-    /// Filling to Empty.
-    pub fn fill_err(&self) -> Result<(), Illegal> {
-        self.edge("fill_err", |w| (state_of(w) == State::Filling).then(|| with_state(w, State::Empty)))
+    /// Filling to Empty, unless the page was lent and a stream may still use the frame.
+    pub fn fill_err(&self) -> Result<Claim, Illegal> {
+        self.update(|word| match state_of(word) {
+            State::Filling if pins_of(word) == 0 => (Some(with_state(word, State::Empty)), Ok(Claim::Won)),
+            State::Filling => (Some(word | WANTED), Ok(Claim::Blocked)),
+            _ => (None, Err(Illegal { edge: "fill_err", from: Self::snapshot_of(word) })),
+        })
     }
 
     /// Clean and unpinned to Evicting.
@@ -432,14 +452,49 @@ mod tests {
         assert_eq!(word.lock(), Claim::Won);
     }
 
+    #[test]
+    fn a_lent_page_keeps_its_pins_when_the_fill_ends() {
+        for ended in [false, true] {
+            let word = PageWord::default();
+            word.begin_fill().unwrap();
+            assert_eq!(word.try_pin(), TryPin::Busy);
+            word.lend().unwrap();
+            word.lend().unwrap();
+            assert_eq!(word.begin_evict(), BeginEvict::Busy);
+            assert_eq!(word.unpin(), Unpin::Done);
+            if ended {
+                assert_eq!(word.unpin(), Unpin::Done);
+            }
+            word.fill_ok_lent(1, false).unwrap();
+            assert_eq!((word.load().pins, word.load().fresh), (2 - u32::from(ended), false));
+            assert_eq!(word.begin_evict(), BeginEvict::Pinned);
+        }
+    }
+
+    #[test]
+    fn a_fill_that_fails_waits_for_those_it_was_lent_to() {
+        let word = PageWord::default();
+        word.begin_fill().unwrap();
+        word.lend().unwrap();
+        word.lend().unwrap();
+        assert_eq!(word.fill_err(), Ok(Claim::Blocked));
+        assert_eq!(word.unpin(), Unpin::Wanted);
+        assert_eq!(word.fill_err(), Ok(Claim::Blocked));
+        assert_eq!(word.unpin(), Unpin::Wanted);
+        assert_eq!(word.fill_err(), Ok(Claim::Won));
+        assert_eq!(word.load(), PageWord::default().load());
+    }
+
     /// Every edge from every state: legal ones lead where the table says, the others change nothing.
     #[test]
     fn illegal_edges_change_nothing() {
         type Edge = (&'static str, fn(&PageWord) -> Result<(), Illegal>, &'static [State]);
-        let edges: [Edge; 7] = [
+        let edges: [Edge; 9] = [
             ("begin_fill", PageWord::begin_fill, &[State::Empty]),
+            ("lend", PageWord::lend, &[State::Filling]),
             ("fill_ok", |w| w.fill_ok(0, false), &[State::Filling]),
-            ("fill_err", PageWord::fill_err, &[State::Filling]),
+            ("fill_ok_lent", |w| w.fill_ok_lent(0, false), &[State::Filling]),
+            ("fill_err", |w| w.fill_err().map(|claim| assert_eq!(claim, Claim::Won)), &[State::Filling]),
             ("rescue", PageWord::rescue, &[State::Evicting]),
             ("evicted", PageWord::evicted, &[State::Evicting]),
             ("write_back_ok", PageWord::write_back_ok, &[State::WritingBack]),
@@ -622,6 +677,56 @@ mod loom_tests {
             assert_eq!(page.word.load().pins, 1);
             assert_eq!(page.frame.read(), 7);
         });
+    }
+
+    /// A page is lent, its pin ends and its fill ends, in any order: the frame is used again only when both have.
+    #[test]
+    fn loom_lent_pin_against_the_end_of_the_fill() {
+        for failed in [false, true] {
+            loom::model(move || {
+                let page = Arc::new(Page::default());
+                page.word.begin_fill().unwrap();
+                page.word.lend().unwrap();
+                // Under the latch: whether the fill has failed and the frame is not given back yet.
+                let spoiled = |page: &Page, spoiled: &mut bool| {
+                    if *spoiled && page.word.fill_err().unwrap() == Claim::Won {
+                        *spoiled = false;
+                        page.frame.write(99);
+                    }
+                };
+                let filler = {
+                    let page = page.clone();
+                    thread::spawn(move || {
+                        let mut latch = page.writer_waits.lock().unwrap();
+                        if failed {
+                            *latch = true;
+                            spoiled(&page, &mut latch);
+                        } else {
+                            page.word.fill_ok_lent(0, false).unwrap();
+                            if page.word.begin_evict() == BeginEvict::Won {
+                                page.word.evicted().unwrap();
+                                page.frame.write(99);
+                            }
+                        }
+                    })
+                };
+                // The stream's work, which the end of the pin is behind.
+                page.frame.read();
+                if page.word.unpin() == Unpin::Wanted {
+                    let mut latch = page.writer_waits.lock().unwrap();
+                    if failed {
+                        spoiled(&page, &mut latch);
+                    } else if page.word.begin_evict() == BeginEvict::Won {
+                        page.word.evicted().unwrap();
+                        page.frame.write(99);
+                    }
+                }
+                filler.join().unwrap();
+                assert!(!*page.writer_waits.lock().unwrap(), "the frame is never given back");
+                assert_eq!((page.word.load().state, page.word.load().pins), (State::Empty, 0));
+                assert_eq!(page.frame.read(), 99);
+            });
+        }
     }
 
     /// Of two readers of a page that was filled ahead, one is the first.

@@ -3,7 +3,7 @@
 //! # Threads
 //!
 //! The engine has none of its own. Whoever changes the pager, a caller whose page is missing, the store's thread with a
-//! completed read, a stream's thread with a completed copy, carries out the effects after releasing the latch. Nothing
+//! completed read, a thread of the device with a completed copy, carries out the effects after releasing the latch. Nothing
 //! here blocks: the store and the streams only queue.
 //!
 //! # Invariants
@@ -12,7 +12,9 @@
 //!    of operations that belong to callers: copies they wait for, ends of work that pins wait for.
 //! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
 //!    returned to the pager only when the operation has been reported complete.
-//! 3. The latch is never held while the store, the device, a waker or the observer is called, except for
+//! 3. All fills are copied on one stream. So of the copies that a stream waits for before it uses lent pages, it waits for
+//!    the last: that is the event a [`FillPoint`] stands for.
+//! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
 
 pub(crate) mod ticket;
@@ -29,13 +31,14 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::Verify;
 use crate::device::{
-    Completion, Completions, Device, DeviceAddress, HostPointer, HostSlab, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, StreamId, StreamKind, StreamOp,
+    Token,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::ModelHeader;
-use crate::ids::{Bytes, FileId, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
+use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
-use crate::pager::{AccessLog, Effects, Move, PageRun, Pager, Place, WaitCause};
+use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
@@ -84,6 +87,28 @@ impl Source {
             Self::Scratch { label, .. } => label.clone(),
         }
     }
+}
+
+/// What pins are wanted for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    Read,
+    Write,
+    /// To be read by work on a stream, which is made to wait for what is not there yet.
+    ReadOnStream,
+}
+
+/// How a request was received.
+#[derive(Debug)]
+pub(crate) enum Received {
+    /// Every page is pinned; the bytes of some may be there only after this event.
+    Ready(Option<EventId>),
+    Waiting(Waiting),
+}
+
+/// The event behind the copies that a stream has to wait for.
+pub(crate) fn event_at(point: FillPoint) -> EventId {
+    EventId(point.get())
 }
 
 /// A request that has to wait.
@@ -159,6 +184,14 @@ impl Stage {
     }
 }
 
+/// What comes after an operation of a move.
+enum Next {
+    Nothing,
+    Write,
+    /// A copy up; the point behind it, if the device has taken it up.
+    Copy(Option<FillPoint>),
+}
+
 #[derive(Debug)]
 struct Latched {
     pager: Pager,
@@ -177,6 +210,13 @@ impl Completions for Sink {
             engine.completed(done);
         } else {
             done.clear();
+        }
+    }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
+            let _reporting = Reporting::begin();
+            engine.taken_up(token, end);
         }
     }
 }
@@ -278,16 +318,29 @@ impl fmt::Debug for Callers {
 struct Failures {
     /// Pages whose bytes were lost, first to last, whether or not their tensors still exist.
     lost: Vec<Failure>,
-    /// Further ones, of which nothing is known but their number.
-    more: u64,
+    /// Further ones, of which nothing is known but how many pages and bytes they are.
+    more: (u64, u64),
+    /// What went with the device is among them.
+    device_lost: bool,
     /// Pages whose newest bytes are in the host tier because the disk did not take them, by the last attempt.
     held: BTreeMap<PageId, Failure>,
 }
 
 #[derive(Clone, Debug)]
 struct Failure {
-    page: String,
+    /// "page 7 of model.gguf", "pages 7 to 9 of ...".
+    what: String,
+    pages: u64,
+    bytes: u64,
     error: Error,
+}
+
+impl Failure {
+    /// "page 7 of ... is lost (2.0 MiB)".
+    fn told(&self) -> Error {
+        let verb = if self.pages == 1 { "is" } else { "are" };
+        self.error.clone().context(format!("{} {verb} lost ({})", self.what, Bytes::new(self.bytes)))
+    }
 }
 
 impl Failures {
@@ -300,7 +353,8 @@ impl Failures {
         if self.lost.len() < Self::MOST {
             self.lost.push(failure);
         } else {
-            self.more += 1;
+            self.more.0 += failure.pages;
+            self.more.1 += failure.bytes;
         }
     }
 
@@ -346,27 +400,28 @@ impl Engine {
         result
     }
 
-    /// Submits a request; a ticket comes back if it has to wait. `nested` if the caller may hold guards.
-    pub(crate) fn submit(&self, runs: &[PageRun], exclusive: bool, nested: bool) -> Result<Option<Waiting>> {
+    /// Submits a request. `nested` if the caller may hold guards.
+    pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, nested: bool) -> Result<Received> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
         let page = latched.pager.awaited(runs);
-        let submitted = if nested {
-            latched.pager.submit_nested(runs, exclusive, &mut fx)
-        } else {
-            latched.pager.submit(runs, exclusive, &mut fx)
+        let exclusive = purpose == Purpose::Write;
+        let submitted = match purpose {
+            Purpose::ReadOnStream => latched.pager.submit_for_stream(runs, nested, &mut fx),
+            _ if nested => latched.pager.submit_nested(runs, exclusive, &mut fx),
+            _ => latched.pager.submit(runs, exclusive, &mut fx),
         };
-        let ticket = match &submitted {
-            Ok(crate::pager::Submitted::Waiting(id)) => {
+        let received = submitted.map(|submitted| match submitted {
+            Submitted::Ready(after) => Received::Ready(after.map(event_at)),
+            Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
-                latched.tickets.insert(*id, ticket.clone());
-                Some(Waiting { id: *id, ticket, page })
+                latched.tickets.insert(id, ticket.clone());
+                Received::Waiting(Waiting { id, ticket, page })
             }
-            _ => None,
-        };
+        });
         self.settle(latched, fx);
-        submitted.map(|_| ticket)
+        received
     }
 
     /// Waits until the device tier is within its budget.
@@ -377,12 +432,12 @@ impl Engine {
             return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
         }
         let ticket = match latched.pager.await_budget(&mut fx) {
-            crate::pager::Submitted::Waiting(id) => {
+            Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
                 latched.tickets.insert(id, ticket.clone());
                 Some(ticket)
             }
-            crate::pager::Submitted::Ready => None,
+            Submitted::Ready(_) => None,
         };
         self.settle(latched, fx);
         ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
@@ -394,7 +449,7 @@ impl Engine {
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
-    pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<WaitCause>> {
+    pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -437,18 +492,24 @@ impl Engine {
             for (ticket, result) in done {
                 wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
             }
-            let mut ended = Vec::new();
+            let (mut taken, mut ended) = (Vec::new(), Vec::new());
+            let lone = fx.moves.len() == 1;
             for planned in fx.moves.drain(..) {
-                if let Err(error) = self.start(planned) {
-                    ended.push((planned, Err(error.context(self.describe(planned.page)))));
+                match self.start(planned, lone) {
+                    Ok(point) => taken.extend(point.map(|point| (planned.id, point))),
+                    Err(error) => ended.push((planned, Err(error.context(self.describe(planned.page))))),
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
                 // For the operations this move has still to come to.
-                if let Some(entry) = self.in_flight.lock().get_mut(&id) {
+                let stage = self.in_flight.lock().get_mut(&id).map(|entry| {
                     entry.planned.priority = priority;
+                    entry.stage
+                });
+                // A store that has nothing of it would be woken for nothing.
+                if stage.is_none_or(|stage| matches!(stage, Stage::Reading | Stage::Writing)) {
+                    self.store.raise(Token(id.get()), priority);
                 }
-                self.store.raise(Token(id.get()), priority);
             }
             for io in released {
                 self.release(&io);
@@ -459,11 +520,14 @@ impl Engine {
                     tracing::warn!(%error, ?frame, "give a frame's memory back");
                 }
             }
-            if ended.is_empty() && discarded.is_empty() {
+            if ended.is_empty() && discarded.is_empty() && taken.is_empty() {
                 break;
             }
             latched = self.latch.lock();
             latched.pager.record(&self.log);
+            for (id, point) in taken {
+                latched.pager.taken(id, point, &mut fx);
+            }
             for frame in discarded {
                 latched.pager.discarded(frame, &mut fx);
             }
@@ -512,12 +576,18 @@ impl Engine {
         (io.len - (u64::from(page.index.0) * self.page_bytes).min(io.len)).min(self.page_bytes)
     }
 
-    /// Submits the first operation of a move.
-    fn start(&self, planned: Move) -> Result<()> {
+    /// Submits the first operation of a move, which is the only one to be started now if it is a lone one. Returns the point
+    /// behind it if it is the copy of a fill and the device has taken it up.
+    fn start(&self, planned: Move, lone: bool) -> Result<Option<FillPoint>> {
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
-            self.device.map(frame, address)?;
+            // Nothing hides the mapping of a page that somebody waits for, unless it is read first.
+            if lone && planned.priority == Priority::Demand && planned.from != Place::Disk && !REPORTING.get() {
+                self.device.map_here(frame, address)?;
+            } else {
+                self.device.map(frame, address)?;
+            }
         }
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
@@ -525,38 +595,38 @@ impl Engine {
                     Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
                     None => device_pointer(address)?,
                 };
-                self.read_or_write(planned, Stage::Reading, &io, buffer)
+                self.read_or_write(planned, Stage::Reading, &io, buffer)?;
+                Ok(None)
             }
             (Place::Zero, _) => {
-                self.copy(planned, Stage::Zeroing, StreamOp::Zero { device: address, len: self.page_bytes });
-                Ok(())
+                let op = StreamOp::Zero { device: address, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::Zeroing, op))
             }
             (Place::Host(host), Place::Device(_)) => {
                 let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.copy(planned, Stage::CopyingIn, StreamOp::CopyIn { host, device: address, len: self.page_bytes });
-                Ok(())
+                let op = StreamOp::CopyIn { host, device: address, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::CopyingIn, op))
             }
             (Place::Device(_), Place::Host(host)) => {
                 let host = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.copy(
-                    planned,
-                    Stage::CopyingOut,
-                    StreamOp::CopyOut { device: address, host, len: self.page_bytes },
-                );
-                Ok(())
+                let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
+                Ok(self.copy(planned, Stage::CopyingOut, op))
             }
             (Place::Device(_), _) => match planned.staging {
                 Some(staging) => {
                     let host = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                     let op = StreamOp::CopyOut { device: address, host, len: self.page_bytes };
-                    self.copy(planned, Stage::CopyingOut, op);
-                    Ok(())
+                    Ok(self.copy(planned, Stage::CopyingOut, op))
                 }
-                None => self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?),
+                None => {
+                    self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?)?;
+                    Ok(None)
+                }
             },
             (Place::Host(host), _) => {
                 let buffer = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)
+                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+                Ok(None)
             }
             (Place::Disk, _) => {
                 Err(Error::new(ErrorKind::Internal, format!("no way from {:?} to {:?}", planned.from, planned.to)))
@@ -630,10 +700,15 @@ impl Engine {
         self.in_flight.lock().insert(planned.id, InFlight { planned, stage, since });
     }
 
-    fn copy(&self, planned: Move, stage: Stage, op: StreamOp) {
+    /// Submits the copy of a move; as [`start`](Self::start).
+    fn copy(&self, planned: Move, stage: Stage, op: StreamOp) -> Option<FillPoint> {
         self.enter(planned, stage);
-        let stream = if stage == Stage::CopyingOut { self.write_backs } else { self.fills };
-        self.device.submit(stream, op, Some(Token(planned.id.get())));
+        let token = Some(Token(planned.id.get()));
+        if stage == Stage::CopyingOut {
+            self.device.submit(self.write_backs, op, token);
+            return None;
+        }
+        self.device.submit(self.fills, op, token).map(|end| FillPoint(end.0))
     }
 
     fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
@@ -664,7 +739,16 @@ impl Engine {
         Ok(())
     }
 
+    /// The device has taken up an operation that waited for its page.
+    fn taken_up(&self, token: Token, end: EventId) {
+        if token.0 < CALLER_TOKENS {
+            // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
+            self.with(|pager, fx| pager.taken(MoveId(token.0), FillPoint(end.0), fx));
+        }
+    }
+
     fn completed(&self, done: &mut Vec<Completion>) {
+        let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
             if token.0 >= CALLER_TOKENS {
@@ -681,13 +765,17 @@ impl Engine {
                 self.observer.end(resource, entry.since, bytes, || format!("{:?}", entry.planned.page));
             }
             match result.and_then(|()| self.next_stage(&entry)) {
-                Ok(true) => {}
-                Ok(false) => ended.push((entry.planned, Ok(()))),
+                Ok(Next::Copy(point)) => taken.extend(point.map(|point| (id, point))),
+                Ok(Next::Write) => {}
+                Ok(Next::Nothing) => ended.push((entry.planned, Ok(()))),
                 Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
             }
         }
-        if !ended.is_empty() {
+        if !ended.is_empty() || !taken.is_empty() {
             self.with(|pager, fx| {
+                for (id, point) in taken {
+                    pager.taken(id, point, fx);
+                }
                 for (planned, result) in ended {
                     self.complete(pager, planned, result, fx);
                 }
@@ -700,23 +788,54 @@ impl Engine {
     fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
         let Move { id, page, from, to, .. } = planned;
         let error = result.as_ref().err().cloned();
+        if error.is_some() {
+            // Before the page is given up, perhaps.
+            self.note_lost_device(pager);
+        }
         let lost = pager.stats().poisoned;
         pager.complete(id, result, fx);
         match error {
             Some(error) if pager.stats().poisoned > lost => {
-                self.failures.lock().lose(Failure { page: self.describe(page), error });
+                let mut failures = self.failures.lock();
+                // Of a device that is lost, all such pages are noted.
+                if !failures.device_lost {
+                    failures.lose(self.failure(PageRun { segment: page.segment, first: page.index, count: 1 }, error));
+                }
             }
             Some(error) if matches!((from, to), (Place::Host(_), Place::Disk)) => {
                 let run = PageRun { segment: page.segment, first: page.index, count: 1 };
                 let gone = fx.released.contains(&page.segment);
                 // Unless the device tier has newer bytes by now.
                 if !gone && pager.awaited(&[run]).is_some_and(|(_, tier)| tier == Tier::Host) {
-                    self.failures.lock().hold(page, Failure { page: self.describe(page), error });
+                    self.failures.lock().hold(page, self.failure(run, error));
                 }
             }
             // Written, or in the device tier, from which it will be written.
             None if matches!(from, Place::Host(_)) => drop(self.failures.lock().held.remove(&page)),
             _ => {}
+        }
+    }
+
+    fn failure(&self, run: PageRun, error: Error) -> Failure {
+        let (first, pages) = (run.first.get(), u64::from(run.count));
+        let bytes_of = |io: &SegmentIo| run.pages().map(|page| self.valid(io, page)).sum();
+        let bytes = self.segment_io(run.segment).map_or(pages * self.page_bytes, |io| bytes_of(&io));
+        let what = match self.segment_io(run.segment) {
+            Ok(io) if pages > 1 => format!("pages {first} to {} of {}", first + run.count - 1, io.source.name()),
+            _ => self.describe(PageId { segment: run.segment, index: run.first }),
+        };
+        Failure { what, pages, bytes, error }
+    }
+
+    /// Notes, once, what goes with a device that is lost: pages whose only valid bytes were there.
+    fn note_lost_device(&self, pager: &Pager) {
+        let Some(error) = self.device.lost() else { return };
+        if std::mem::replace(&mut self.failures.lock().device_lost, true) {
+            return;
+        }
+        for run in pager.only_on_device() {
+            let failure = self.failure(run, error.clone());
+            self.failures.lock().lose(failure);
         }
     }
 
@@ -782,8 +901,8 @@ impl Engine {
         worst.into_iter().map(named).collect()
     }
 
-    /// Goes on with a move whose operation succeeded; `false` if that was the last.
-    fn next_stage(&self, entry: &InFlight) -> Result<bool> {
+    /// Goes on with a move whose operation succeeded.
+    fn next_stage(&self, entry: &InFlight) -> Result<Next> {
         let planned = entry.planned;
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
@@ -795,19 +914,18 @@ impl Engine {
                 };
                 self.check(&io, planned.page, buffer)?;
                 if planned.staging.is_none() {
-                    return Ok(false);
+                    return Ok(Next::Nothing);
                 }
                 let op = StreamOp::CopyIn { host: buffer, device: address, len: self.page_bytes };
-                self.copy(planned, Stage::CopyingIn, op);
-                Ok(true)
+                Ok(Next::Copy(self.copy(planned, Stage::CopyingIn, op)))
             }
             Stage::CopyingOut if planned.to == Place::Disk => {
-                let Some(staging) = planned.staging else { return Ok(false) };
+                let Some(staging) = planned.staging else { return Ok(Next::Nothing) };
                 let buffer = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
                 self.read_or_write(planned, Stage::Writing, &io, buffer)?;
-                Ok(true)
+                Ok(Next::Write)
             }
-            _ => Ok(false),
+            _ => Ok(Next::Nothing),
         }
     }
 
@@ -866,19 +984,25 @@ impl Engine {
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
+        self.with(|pager, _| self.note_lost_device(pager));
         store.and(device)
     }
 
     /// Errors that no call has reported.
     pub(crate) fn health(&self) -> Vec<Error> {
+        if self.device.lost().is_some() {
+            self.with(|pager, _| self.note_lost_device(pager));
+        }
         let failures = self.failures.lock();
-        let lost = failures.lost.iter().map(|lost| lost.error.clone().context(format!("{} is lost", lost.page)));
-        let more = (failures.more > 0).then(|| {
-            let what = format!("{} more pages are lost, of which the errors were not kept", failures.more);
+        let lost = failures.lost.iter().map(Failure::told);
+        let (pages, bytes) = failures.more;
+        let more = (pages > 0).then(|| {
+            let bytes = Bytes::new(bytes);
+            let what = format!("{pages} more pages ({bytes}) are lost, of which the errors were not kept");
             Error::new(ErrorKind::Poisoned, what).remedy("see the first ones")
         });
         let held = failures.held.values().map(|held| {
-            let what = format!("{} cannot be written and stays in host memory", held.page);
+            let what = format!("{} cannot be written and stays in host memory", held.what);
             held.error.clone().context(what)
         });
         lost.chain(more).chain(held).collect()
@@ -889,13 +1013,15 @@ impl Engine {
         let failures = self.failures.lock();
         let first = failures.lost.first()?;
         if failures.lost.len() == 1 {
-            return Some(first.error.clone().context(format!("{} is lost", first.page)));
+            return Some(first.told());
         }
-        let count = failures.lost.len() as u64 + failures.more;
-        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.page.as_str()).collect();
-        let rest = count - named.len() as u64;
+        let sum = |of: fn(&Failure) -> u64| failures.lost.iter().map(of).sum::<u64>();
+        let (count, bytes) = (sum(|lost| lost.pages) + failures.more.0, sum(|lost| lost.bytes) + failures.more.1);
+        let named: Vec<&str> = failures.lost.iter().take(Failures::NAMED).map(|lost| lost.what.as_str()).collect();
+        let rest = count - failures.lost.iter().take(Failures::NAMED).map(|lost| lost.pages).sum::<u64>();
         let rest = if rest > 0 { format!(" and {rest} more") } else { String::new() };
-        let what = format!("{count} pages are lost: {}{rest}; the first, because of", named.join(", "));
+        let (bytes, named) = (Bytes::new(bytes), named.join(", "));
+        let what = format!("{count} pages are lost ({bytes}): {named}{rest}; the first, because of");
         Some(Error::new(first.error.kind(), what).caused_by(first.error.clone()))
     }
 }

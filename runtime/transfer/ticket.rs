@@ -6,7 +6,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::Result;
-use crate::pager::WaitCause;
+use crate::pager::Granted;
 
 /// Filled once by the engine, taken once by the caller, from any thread or executor.
 #[derive(Debug, Default)]
@@ -17,13 +17,13 @@ pub(crate) struct Ticket {
 
 #[derive(Debug, Default)]
 struct State {
-    result: Option<Result<WaitCause>>,
+    result: Option<Result<Granted>>,
     waker: Option<Waker>,
 }
 
 impl Ticket {
     /// Puts the result in; whoever polls for it is still to be woken.
-    pub(super) fn fulfil(&self, result: Result<WaitCause>) -> Option<Waker> {
+    pub(super) fn fulfil(&self, result: Result<Granted>) -> Option<Waker> {
         let mut state = self.state.lock();
         state.result = Some(result);
         let waker = state.waker.take();
@@ -33,7 +33,7 @@ impl Ticket {
     }
 
     /// Blocks until the result is there; `None` once `deadline` has passed without one.
-    pub(crate) fn wait(&self, deadline: Option<Instant>) -> Option<Result<WaitCause>> {
+    pub(crate) fn wait(&self, deadline: Option<Instant>) -> Option<Result<Granted>> {
         let mut state = self.state.lock();
         loop {
             if let Some(result) = state.result.take() {
@@ -50,7 +50,7 @@ impl Ticket {
         }
     }
 
-    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<WaitCause>> {
+    pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<Granted>> {
         let mut state = self.state.lock();
         match state.result.take() {
             Some(result) => Poll::Ready(result),

@@ -15,9 +15,10 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use outcore::device::{DeviceCall, DeviceHook};
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, IoBackend, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor};
+use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
 use parking_lot::Mutex;
 
 pub use any_device::{
@@ -230,11 +231,50 @@ impl Setting {
     }
 }
 
+/// Refuses one call of a device.
+#[derive(Debug)]
+pub struct Refusing {
+    pub kind: DeviceCall,
+    nth: u64,
+    calls: AtomicU64,
+}
+
+impl Refusing {
+    /// What a refused call says.
+    pub const MESSAGE: &str = "the device refuses this call";
+
+    /// The `nth` call of a kind, from 1.
+    pub fn nth(kind: DeviceCall, nth: u64) -> Arc<Self> {
+        Arc::new(Self { kind, nth, calls: AtomicU64::new(0) })
+    }
+    /// Calls of that kind so far, with the refused one.
+    pub fn calls(&self) -> u64 {
+        self.calls.load(Ordering::SeqCst)
+    }
+    pub fn has_refused(&self) -> bool {
+        self.calls() >= self.nth
+    }
+}
+
+impl DeviceHook for Refusing {
+    fn before(&self, call: DeviceCall) -> Result<()> {
+        if call != self.kind || self.calls.fetch_add(1, Ordering::SeqCst) + 1 != self.nth {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Device, Self::MESSAGE).remedy("ask again: it refuses one"))
+    }
+}
+
 /// What must hold when nobody uses a runtime: no pin, nothing in motion, no frame that no page has, and none at all once
 /// the tensors are gone. Closes it.
 pub fn check_at_rest(runtime: Runtime, tensors: Vec<Tensor>, what: &str) {
     let after = runtime.clone();
     let closed = runtime.close();
+    check_closed(after, closed, tensors, what);
+}
+
+/// The same of a runtime that was closed, with that result.
+pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, what: &str) {
     let mut frames = 0;
     let mut seen = std::collections::HashSet::new();
     let mut poisoned = false;

@@ -8,10 +8,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use outcore::pager::{
-    Backing, Effects, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin, Unpin,
-    WaitCause,
+    Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin,
+    Unpin, WaitCause,
 };
-use outcore::{Error, ErrorKind, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentId};
+use outcore::{Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentId};
 
 /// What a page-sized piece of memory holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,11 +21,30 @@ pub enum Bytes {
     Of(PageId, u32),
 }
 
+/// What a request is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    Read,
+    Write,
+    /// Reading by a stream, which waits for fills itself.
+    Stream,
+}
+
+impl From<bool> for Use {
+    fn from(exclusive: bool) -> Self {
+        if exclusive { Self::Write } else { Self::Read }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Guard {
     pub pages: Vec<PageId>,
     pub exclusive: bool,
     pub frames: Vec<FrameId>,
+    /// Pages whose bytes are there when their moves have ended, on a stream's timeline.
+    pub lent: Vec<(PageId, MoveId)>,
+    /// Those of them whose fill has failed: what the stream computes is void.
+    pub void: Vec<PageId>,
 }
 
 #[derive(Debug)]
@@ -41,8 +60,11 @@ pub struct World {
     versions: u32,
     /// Moves under way, with what they read at their start.
     pub moves: Vec<(Move, Bytes)>,
+    /// Those of them, fills, that the device has taken up.
+    pub taken: Vec<MoveId>,
+    points: u64,
     pub discards: Vec<FrameId>,
-    pub waiting: Vec<(RequestId, Vec<PageRun>, bool)>,
+    pub waiting: Vec<(RequestId, Vec<PageRun>, Use)>,
     pub guards: Vec<Guard>,
     pub failed: Vec<(RequestId, Error)>,
     pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
@@ -53,6 +75,8 @@ pub struct World {
     pub completions: u64,
     /// Whether requests say that their submitter may hold guards.
     pub nested: bool,
+    /// Whether every step checks what must hold; for steps that were checked before.
+    pub checked: bool,
 }
 
 pub fn config(frames: u32, host_frames: u32, staging: u32, direct_io: bool) -> PagerConfig {
@@ -80,6 +104,8 @@ impl World {
             truth: HashMap::new(),
             versions: 0,
             moves: Vec::new(),
+            taken: Vec::new(),
+            points: 0,
             discards: Vec::new(),
             waiting: Vec::new(),
             guards: Vec::new(),
@@ -90,6 +116,7 @@ impl World {
             fail_nth: 0,
             completions: 0,
             nested: false,
+            checked: true,
         }
     }
 
@@ -144,10 +171,10 @@ impl World {
         }
         for (id, result) in fx.done {
             let at = self.waiting.iter().position(|(waiting, ..)| *waiting == id).expect("done, but nobody waits");
-            let (_, runs, exclusive) = self.waiting.remove(at);
-            self.ended.push((id, result.as_ref().map(|cause| *cause).map_err(Error::kind)));
+            let (_, runs, purpose) = self.waiting.remove(at);
+            self.ended.push((id, result.as_ref().map(|granted| granted.cause).map_err(Error::kind)));
             match result {
-                Ok(_) => self.acquired(&runs, exclusive),
+                Ok(Granted { after, .. }) => self.acquired(&runs, purpose, after),
                 Err(error) => self.failed.push((id, error)),
             }
         }
@@ -198,6 +225,7 @@ impl World {
     /// The move at `at` ends.
     pub fn complete(&mut self, at: usize, ok: bool) {
         let (planned, bytes) = self.moves.remove(at);
+        self.taken.retain(|taken| *taken != planned.id);
         self.completions += 1;
         let ok = ok && self.completions != self.fail_nth;
         assert_eq!(self.read(planned.page, planned.from), bytes, "{planned:?}: its source changed under it");
@@ -206,9 +234,27 @@ impl World {
             self.write(planned.page, planned.to, bytes);
             Ok(())
         } else {
+            for guard in &mut self.guards {
+                guard.void.extend(guard.lent.iter().filter(|(_, lent)| *lent == planned.id).map(|(page, _)| *page));
+            }
             Err(Error::new(ErrorKind::Io, "injected"))
         };
         self.with(|pager, fx| pager.complete(planned.id, result, fx));
+    }
+
+    /// The device takes up the fill at `at`.
+    pub fn take_up(&mut self, at: usize) {
+        let id = self.moves[at].0.id;
+        self.points += 1;
+        self.taken.push(id);
+        let point = FillPoint::new(self.points);
+        self.with(|pager, fx| pager.taken(id, point, fx));
+    }
+
+    /// Whether the move at `at` is a fill that the device has yet to take up.
+    pub fn can_be_taken(&self, at: usize) -> bool {
+        let (planned, _) = &self.moves[at];
+        matches!(planned.to, Place::Device(_)) && !self.taken.contains(&planned.id)
     }
 
     pub fn complete_id(&mut self, id: MoveId, ok: bool) {
@@ -221,10 +267,18 @@ impl World {
         self.with(|pager, fx| pager.discarded(frame, fx));
     }
 
-    fn acquired(&mut self, runs: &[PageRun], exclusive: bool) {
+    fn acquired(&mut self, runs: &[PageRun], purpose: Use, after: Option<FillPoint>) {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         let frames = pages.iter().map(|page| self.frame(*page).expect("a pinned page has a frame")).collect();
-        self.guards.push(Guard { pages, exclusive, frames });
+        let absent = pages.iter().filter(|page| !self.word(**page).load().is_resident());
+        let is_fill = |m: &Move, page: PageId| m.page == page && matches!(m.to, Place::Device(_));
+        let fill = |page: &PageId| self.moves.iter().find(|(m, _)| is_fill(m, *page)).map(|(m, _)| (*page, m.id));
+        let lent: Vec<_> = absent.map(|page| fill(page).expect("what is lent is being filled")).collect();
+        assert!(lent.iter().all(|(_, id)| self.taken.contains(id)), "{lent:?} are lent, but not taken up");
+        assert_eq!(after.is_some(), !lent.is_empty(), "what the stream has to wait for");
+        assert!(lent.is_empty() || purpose == Use::Stream, "lent to who does not wait");
+        let exclusive = purpose == Use::Write;
+        self.guards.push(Guard { pages, exclusive, frames, lent, void: Vec::new() });
         self.check_guard(self.guards.len() - 1);
         if exclusive {
             self.write_through(self.guards.len() - 1);
@@ -233,7 +287,7 @@ impl World {
 
     /// A writer changes its pages.
     pub fn write_through(&mut self, guard: usize) {
-        let Guard { pages, exclusive, frames } = self.guards[guard].clone();
+        let Guard { pages, exclusive, frames, .. } = self.guards[guard].clone();
         assert!(exclusive);
         for (page, frame) in pages.into_iter().zip(frames) {
             self.versions += 1;
@@ -251,22 +305,30 @@ impl World {
         let guard = &self.guards[at];
         for (page, frame) in guard.pages.iter().zip(&guard.frames) {
             let word = self.word(*page).load();
+            let moving =
+                guard.lent.iter().any(|(lent, id)| lent == page && self.moves.iter().any(|(m, _)| m.id == *id));
+            let void = guard.void.contains(page);
             assert!(
-                word.is_resident() && word.pins > 0 && word.exclusive == guard.exclusive,
+                word.is_resident() != (moving || void) && word.pins > 0 && word.exclusive == guard.exclusive,
                 "{page:?} pinned: {word:?}"
             );
             assert_eq!(self.frame(*page), Some(*frame), "{page:?} moved under a pin");
+            if moving || void {
+                continue;
+            }
             assert_eq!(self.device[frame.get() as usize], self.truth[page], "{page:?}: wrong bytes under a pin");
         }
     }
 
     /// What must hold at every moment.
     pub fn check(&mut self) {
-        if let Err(message) = self.pager.check_invariants() {
-            panic!("{message}\n{:#?}", self.pager);
-        }
-        for at in 0..self.guards.len() {
-            self.check_guard(at);
+        if self.checked {
+            if let Err(message) = self.pager.check_invariants() {
+                panic!("{message}\n{:#?}", self.pager);
+            }
+            for at in 0..self.guards.len() {
+                self.check_guard(at);
+            }
         }
         let (in_use, active) = self.pager.device_frames();
         let bound = self.budget.max(self.most_in_use);
@@ -276,12 +338,14 @@ impl World {
     }
 
     /// Pins without the latch if everything is resident, else submits. `None` if it was refused.
-    pub fn pin(&mut self, runs: &[PageRun], exclusive: bool, lock_free: bool) -> Option<Result<(), RequestId>> {
+    pub fn pin(&mut self, runs: &[PageRun], purpose: impl Into<Use>, lock_free: bool) -> Option<Result<(), RequestId>> {
+        let purpose = purpose.into();
+        let exclusive = purpose == Use::Write;
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         if lock_free && !exclusive {
             let taken = pages.iter().take_while(|page| self.word(**page).try_pin() != TryPin::Busy).count();
             if taken == pages.len() {
-                self.acquired(runs, false);
+                self.acquired(runs, purpose, None);
                 self.check();
                 return Some(Ok(()));
             }
@@ -294,19 +358,21 @@ impl World {
             }
         }
         let mut fx = Effects::default();
-        let submitted = if self.nested {
+        let submitted = if purpose == Use::Stream {
+            self.pager.submit_for_stream(runs, self.nested, &mut fx)
+        } else if self.nested {
             self.pager.submit_nested(runs, exclusive, &mut fx)
         } else {
             self.pager.submit(runs, exclusive, &mut fx)
         };
         match submitted {
-            Ok(Submitted::Ready) => {
-                self.acquired(runs, exclusive);
+            Ok(Submitted::Ready(after)) => {
+                self.acquired(runs, purpose, after);
                 self.settle(fx);
                 Some(Ok(()))
             }
             Ok(Submitted::Waiting(id)) => {
-                self.waiting.push((id, runs.to_vec(), exclusive));
+                self.waiting.push((id, runs.to_vec(), purpose));
                 self.settle(fx);
                 Some(Err(id))
             }
@@ -316,6 +382,11 @@ impl World {
                 match error.kind() {
                     ErrorKind::Poisoned => assert!(pages.iter().any(lost), "{error}"),
                     ErrorKind::BudgetTooSmall => assert!(pages.len() as u32 > self.budget),
+                    // A fill has failed and its page is still lent.
+                    ErrorKind::Io => {
+                        let void = |page: &PageId| self.guards.iter().any(|guard| guard.void.contains(page));
+                        assert!(pages.iter().any(void), "{error}");
+                    }
                     _ => panic!("{error}"),
                 }
                 None
@@ -415,13 +486,11 @@ impl World {
         self.pager.fingerprint().hash(&mut hasher);
         self.budget.hash(&mut hasher);
         self.most_in_use.hash(&mut hasher);
-        let mut guards: Vec<_> = self.guards.iter().map(|guard| (&guard.pages, guard.exclusive)).collect();
+        // Moves, and whether they were started, are the pager's; what they carry is the truth.
+        let mut guards: Vec<_> = self.guards.iter().map(|guard| (&guard.pages, guard.exclusive, &guard.void)).collect();
         guards.sort();
         guards.hash(&mut hasher);
         self.discards.hash(&mut hasher);
-        let mut moves: Vec<u32> = self.moves.iter().map(|(m, _)| m.id.get() as u32).collect();
-        moves.sort_unstable();
-        moves.hash(&mut hasher);
         let class = |page: Option<PageId>, bytes: Bytes| match bytes {
             Bytes::Garbage => 0,
             Bytes::Zero => 1,

@@ -65,5 +65,5 @@ pub use model::{KvType, Model, Options, PassTime, Session};
 pub use paged::PagedWeights;
 pub use pool::Pool;
 pub use sampler::{Sampler, argmax};
-pub use tokenizer::{TextStream, Tokenizer};
+pub use tokenizer::{Decoder, TextStream, Tokenizer};
 pub use weights::{PlainWeights, Rows, Step, TensorId, WeightInfo, Weights};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{DevicePin, Runtime, Tensor};
+use outcore::{ComputeStream, DevicePin, Runtime, StreamPin, Tensor};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
@@ -113,6 +113,16 @@ impl PagedWeights {
         let part = self.part(tensor, &rows)?;
         let since = Instant::now();
         let pin = self.runtime.pin_device(std::slice::from_ref(&*part)).wait()?;
+        self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        Ok(pin)
+    }
+
+    /// Pins rows `rows` of `tensor` for work on `stream`, which is made to wait for them: this waits until their copies have
+    /// been handed to the device.
+    pub fn pin_device_on(&self, tensor: TensorId, rows: Range<u64>, stream: &ComputeStream) -> Result<StreamPin> {
+        let part = self.part(tensor, &rows)?;
+        let since = Instant::now();
+        let pin = self.runtime.pin_device_on(std::slice::from_ref(&*part), stream).wait()?;
         self.waited.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
         Ok(pin)
     }

@@ -6,6 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use outcore::format::gguf;
 use serde_json::Value;
@@ -15,9 +16,11 @@ use crate::error::{Error, Result};
 use crate::files::{ModelFiles, read_json};
 
 mod merge;
+mod strings;
 mod words;
 
 use merge::{Score, merge};
+use strings::{Index, Keep, Strings};
 use words::{Pre, Words};
 
 /// Tokens that end a text or a turn, by their names: those by which llama.cpp stops.
@@ -91,14 +94,20 @@ mod token_type {
 pub struct Tokenizer {
     encoder: Encoder,
     /// Token texts, by id.
-    tokens: Vec<String>,
-    /// Bytes each token stands for, by id; empty for control tokens.
-    bytes: Vec<Vec<u8>>,
+    tokens: Arc<Index>,
     bos: Option<u32>,
-    eos: Vec<u32>,
     add_bos: bool,
     /// A whole text ends with the end token.
     add_eos: bool,
+    decoder: Decoder,
+}
+
+/// The half of a [`Tokenizer`] that turns ids into text: what is needed once the prompt is encoded, and a small part of it.
+#[derive(Debug)]
+pub struct Decoder {
+    /// Bytes each token stands for, by id; empty for control tokens.
+    bytes: Strings,
+    eos: Vec<u32>,
     strip_first_space: bool,
 }
 
@@ -131,16 +140,16 @@ impl Tokenizer {
         let bad = |why: &str| Error::format("GGUF tokenizer", why);
 
         let tokens = texts("tokens").ok_or_else(|| bad("tokens are missing"))?;
-        let tokens: Vec<String> = tokens.into_iter().filter_map(gguf::Value::as_str).map(str::to_owned).collect();
+        let tokens = Arc::new(Index::new(tokens.into_iter().filter_map(gguf::Value::as_str), Keep::Last));
         let kinds =
             list("token_type").map(|all| all.into_iter().map(|kind| kind.as_u64().unwrap_or(token_type::NORMAL)));
         let mut types: Vec<u64> = kinds.into_iter().flatten().collect();
         types.resize(tokens.len(), token_type::NORMAL);
         let (mut bos, mut eos) = (id("bos_token_id"), Vec::new());
         eos.extend(["eos_token_id", "eot_token_id", "eom_token_id"].into_iter().filter_map(id));
-        for ((text, kind), id) in tokens.iter().zip(&mut types).zip(0..) {
-            let end = ENDS.contains(&text.as_str());
-            if end || FILLS.contains(&text.as_str()) {
+        for ((text, kind), id) in tokens.texts().zip(&mut types).zip(0..) {
+            let end = ENDS.contains(&text);
+            if end || FILLS.contains(&text) {
                 *kind = token_type::CONTROL;
             }
             eos.extend(end.then_some(id));
@@ -167,7 +176,7 @@ impl Tokenizer {
                 eos.push(2);
             }
             let unknown = id("unknown_token_id").unwrap_or(0);
-            (Encoder::Spm(specials, Box::new(Spm::new(&tokens, scores, add_space, unknown))), true)
+            (Encoder::Spm(specials, Box::new(Spm::new(tokens.clone(), scores, add_space, unknown))), true)
         } else {
             let merges = texts("merges").ok_or_else(|| bad("merges are missing"))?;
             let merges = merges.into_iter().filter_map(gguf::Value::as_str);
@@ -179,20 +188,19 @@ impl Tokenizer {
                 Some(pre) => pre,
             };
             let pre = Pre::named(pre)?;
-            (Encoder::Bpe(specials, Box::new(Bpe::new(&tokens, merges, pre)?)), pre.add_bos)
+            (Encoder::Bpe(specials, Box::new(Bpe::new(tokens.clone(), merges, pre)?)), pre.add_bos)
         };
         dedup(&mut eos);
         let table = byte_table();
-        let bytes = tokens.iter().zip(&types).map(|(t, kind)| gguf_bytes(t, *kind, (!spm).then_some(&table))).collect();
+        let bytes =
+            tokens.texts().zip(&types).map(|(t, kind)| gguf_bytes(t, *kind, (!spm).then_some(&table))).collect();
         Ok(Self {
             encoder,
             tokens,
-            bytes,
             bos,
-            eos,
             add_bos: meta.get_bool(&key("add_bos_token")).unwrap_or(add_bos),
             add_eos: meta.get_bool(&key("add_eos_token")).unwrap_or(false),
-            strip_first_space: add_space,
+            decoder: Decoder { bytes, eos, strip_first_space: add_space },
         })
     }
 
@@ -232,12 +240,10 @@ impl Tokenizer {
         Ok(Self {
             bos: ids(files.metadata().get("bos_token_id")).first().copied(),
             encoder: Encoder::Hf(Box::new(inner)),
-            tokens,
-            bytes,
-            eos,
+            tokens: Arc::new(Index::new(tokens.iter().map(String::as_str), Keep::Last)),
             add_bos: false,
             add_eos: false,
-            strip_first_space: decoder.contains("Strip"),
+            decoder: Decoder { bytes: bytes.iter().collect(), eos, strip_first_space: decoder.contains("Strip") },
         })
     }
 
@@ -257,7 +263,7 @@ impl Tokenizer {
             Encoder::Spm(specials, spm) => specials.cut(text, &mut ids, |text, ids| spm.encode(text, ids)),
         }
         if whole && self.add_eos {
-            ids.extend(self.eos.first());
+            ids.extend(self.decoder.eos.first());
         }
         Ok(ids)
     }
@@ -274,6 +280,48 @@ impl Tokenizer {
         Ok(ids)
     }
 
+    /// What is needed to decode; the rest is given up.
+    pub fn into_decoder(self) -> Decoder {
+        self.decoder
+    }
+
+    /// As [`Decoder::decode`].
+    pub fn decode(&self, ids: &[u32]) -> String {
+        self.decoder.decode(ids)
+    }
+
+    /// As [`Decoder::stream`].
+    pub fn stream(&self) -> TextStream<'_> {
+        self.decoder.stream()
+    }
+
+    /// The text by which the vocabulary lists token `id`.
+    pub fn token(&self, id: u32) -> Option<&str> {
+        self.tokens.text(id)
+    }
+
+    /// The token that begins a text.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The tokens that end a text or a turn.
+    pub fn eos(&self) -> &[u32] {
+        &self.decoder.eos
+    }
+
+    /// As [`Decoder::is_end`].
+    pub fn is_end(&self, id: u32) -> bool {
+        self.decoder.is_end(id)
+    }
+
+    /// Number of tokens.
+    pub fn vocab(&self) -> usize {
+        self.tokens.len()
+    }
+}
+
+impl Decoder {
     /// The text of `ids`, without control tokens; bytes that are no valid UTF-8 become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         let mut stream = self.stream();
@@ -284,39 +332,19 @@ impl Tokenizer {
 
     /// Decodes tokens one by one.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, pending: Vec::new(), strip: self.strip_first_space }
-    }
-
-    /// The text by which the vocabulary lists token `id`.
-    pub fn token(&self, id: u32) -> Option<&str> {
-        self.tokens.get(id as usize).map(String::as_str)
-    }
-
-    /// The token that begins a text.
-    pub fn bos(&self) -> Option<u32> {
-        self.bos
-    }
-
-    /// The tokens that end a text or a turn.
-    pub fn eos(&self) -> &[u32] {
-        &self.eos
+        TextStream { decoder: self, pending: Vec::new(), strip: self.strip_first_space }
     }
 
     /// Whether `id` ends a text or a turn.
     pub fn is_end(&self, id: u32) -> bool {
         self.eos.contains(&id)
     }
-
-    /// Number of tokens.
-    pub fn vocab(&self) -> usize {
-        self.tokens.len()
-    }
 }
 
 /// Text that grows by tokens; a character split over several tokens appears when it is complete.
 #[derive(Debug)]
 pub struct TextStream<'a> {
-    tokenizer: &'a Tokenizer,
+    decoder: &'a Decoder,
     pending: Vec<u8>,
     strip: bool,
 }
@@ -324,7 +352,7 @@ pub struct TextStream<'a> {
 impl TextStream<'_> {
     /// The text that `id` completes; empty in the middle of a character.
     pub fn push(&mut self, id: u32) -> String {
-        let bytes = self.tokenizer.bytes.get(id as usize).map_or(&[][..], Vec::as_slice);
+        let bytes = self.decoder.bytes.get(id as usize).unwrap_or_default();
         let skip = usize::from(std::mem::take(&mut self.strip) && bytes.first() == Some(&b' '));
         self.pending.extend_from_slice(&bytes[skip..]);
         let mut text = String::new();
@@ -419,13 +447,13 @@ enum Part<'t> {
 
 impl Specials {
     /// `strips`: the vocabulary is Phi-3's, most of whose special tokens drop the white space after them.
-    fn new(tokens: &[String], types: &[u64], strips: bool) -> Self {
+    fn new(tokens: &Index, types: &[u64], strips: bool) -> Self {
         let special = |kind| matches!(kind, token_type::UNKNOWN | token_type::CONTROL | token_type::USER_DEFINED);
-        let chosen = tokens.iter().zip(types).zip(0..).filter(|((text, kind), _)| special(**kind) && !text.is_empty());
+        let chosen = tokens.texts().zip(types).zip(0..).filter(|((text, kind), _)| special(**kind) && !text.is_empty());
         let mut all: Vec<Special> = chosen
             .map(|((text, _), id)| {
-                let strips = strips && !["<unk>", "<s>", "<|endoftext|>"].contains(&text.as_str());
-                Special { text: text.clone(), id, strips }
+                let strips = strips && !["<unk>", "<s>", "<|endoftext|>"].contains(&text);
+                Special { text: text.to_owned(), id, strips }
             })
             .collect();
         all.sort_by_key(|special| Reverse(special.text.len()));
@@ -473,9 +501,9 @@ impl Special {
 /// Byte-level BPE: within each word, merges the neighbours that come first in the list of merges.
 #[derive(Debug)]
 struct Bpe {
-    ids: HashMap<String, u32>,
-    /// Place in the list, by the line in it: two pieces with a space between. Pieces hold no spaces.
-    ranks: HashMap<String, u32>,
+    ids: Arc<Index>,
+    /// The list of merges: two pieces with a space between. Pieces hold no spaces.
+    ranks: Index,
     words: Words,
     whole_words: bool,
     /// How each byte is written.
@@ -485,32 +513,28 @@ struct Bpe {
 }
 
 impl Bpe {
-    fn new<'a>(tokens: &[String], merges: impl Iterator<Item = &'a str>, pre: Pre) -> Result<Self> {
-        let mut ranks = HashMap::new();
-        for (merge, rank) in merges.zip(0..) {
-            ranks.entry(merge.to_owned()).or_insert(rank);
-        }
+    fn new<'a>(ids: Arc<Index>, merges: impl Iterator<Item = &'a str>, pre: Pre) -> Result<Self> {
+        let ranks = Index::new(merges, Keep::First);
         let mut letters = ['\0'; 256];
         byte_table().into_iter().for_each(|(letter, byte)| letters[usize::from(byte)] = letter);
-        let ids: HashMap<String, u32> = tokens.iter().cloned().zip(0..).collect();
-        let ascii = std::array::from_fn(|c| ids.get(std::str::from_utf8(&[c as u8]).ok()?).copied());
+        let ascii = std::array::from_fn(|c| ids.number(std::str::from_utf8(&[c as u8]).ok()?));
         Ok(Self { ids, ranks, words: pre.words()?, whole_words: pre.whole_words, letters, ascii })
     }
 
     fn encode(&self, text: &str, ids: &mut Vec<u32>) {
         for word in self.words.cut(text) {
             let word: String = word.bytes().map(|b| self.letters[usize::from(b)]).collect();
-            if let Some(id) = self.ids.get(&word).filter(|_| self.whole_words) {
-                ids.push(*id);
+            if let Some(id) = self.ids.number(&word).filter(|_| self.whole_words) {
+                ids.push(id);
                 continue;
             }
             let rate = |both: &str, second: usize| {
                 let (left, right) = both.split_at(second);
-                self.ranks.get(&format!("{left} {right}")).copied().map(Reverse)
+                self.ranks.number(&format!("{left} {right}")).map(Reverse)
             };
             for piece in merge(&word, rate) {
-                match self.ids.get(piece) {
-                    Some(id) => ids.push(*id),
+                match self.ids.number(piece) {
+                    Some(id) => ids.push(id),
                     // A piece that is no token falls apart into bytes of its text here, most of which are none either.
                     None => ids.extend(piece.bytes().filter_map(|b| self.ascii.get(usize::from(b)).copied().flatten())),
                 }
@@ -522,19 +546,18 @@ impl Bpe {
 /// SentencePiece-like BPE: merges the neighbours whose joined text has the best score, leftmost first.
 #[derive(Debug)]
 struct Spm {
-    ids: HashMap<String, u32>,
+    ids: Arc<Index>,
     scores: Vec<f32>,
     bytes: [u32; 256],
     add_space: bool,
 }
 
 impl Spm {
-    fn new(tokens: &[String], scores: Vec<f32>, add_space: bool, unknown: u32) -> Self {
-        let ids: HashMap<String, u32> = tokens.iter().cloned().zip(0..).collect();
+    fn new(ids: Arc<Index>, scores: Vec<f32>, add_space: bool, unknown: u32) -> Self {
         let bytes = std::array::from_fn(|byte| {
             let alone = || char::from_u32(byte as u32).filter(char::is_ascii).map(String::from);
-            let named = ids.get(&format!("<0x{byte:02X}>"));
-            named.or_else(|| ids.get(&alone()?)).copied().unwrap_or(unknown)
+            let named = ids.number(&format!("<0x{byte:02X}>"));
+            named.or_else(|| ids.number(&alone()?)).unwrap_or(unknown)
         });
         Self { ids, scores, bytes, add_space }
     }
@@ -545,12 +568,12 @@ impl Spm {
             escaped.insert(0, '\u{2581}');
         }
         let rate = |both: &str, _| {
-            let id = *self.ids.get(both)? as usize;
+            let id = self.ids.number(both)? as usize;
             Some(Score(self.scores.get(id).copied().unwrap_or(0.0)))
         };
         for piece in merge(&escaped, rate) {
-            match self.ids.get(piece) {
-                Some(id) => ids.push(*id),
+            match self.ids.number(piece) {
+                Some(id) => ids.push(id),
                 None => ids.extend(piece.bytes().map(|b| self.bytes[usize::from(b)])),
             }
         }

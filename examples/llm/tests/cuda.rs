@@ -7,12 +7,15 @@
 #[path = "cuda/emulated.rs"]
 mod emulated;
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use emulated::{Driver, driver, driver_library, kernel_library, ptx_file};
-use outcore::{Bytes, DeviceChoice, ErrorKind, Runtime};
+use outcore::device::{DeviceCall, DeviceHook};
+use outcore::{Bytes, DeviceChoice, ErrorKind, Lookahead, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{
@@ -242,6 +245,114 @@ fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
     assert_eq!(keys(&got), keys(&want));
 }
 
+/// A prompt of so many tokens, for `--prompt-tokens`.
+fn long_prompt(tokens: u32) -> String {
+    (0..tokens).map(|n| (n * 7919 % 4999).to_string()).collect::<Vec<_>>().join(",")
+}
+
+/// Activations of a long prompt in one pass would leave a small GPU no room for pages.
+#[test]
+fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
+    let Some(kernels) = ptx_file() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    Spec { context: 256, layers: 1, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
+    let prompt = long_prompt(120);
+    let args = ["--model", model.to_str().unwrap(), "--prompt-tokens", &prompt, "--tokens", "2", "--json"];
+    let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
+    let run = |memory: &str, more: &[&str]| {
+        let mut command = generate(folder.path(), &[&on_gpu[..], more].concat())?;
+        Some(json_of(&command.env("FAKECUDA_MEM_MB", memory).output().unwrap()))
+    };
+    // A budget beyond the model's pages is cut down to them.
+    let Some(whole) = run("1000", &["--device-budget", "500MiB"]) else { return };
+    let pages = std::fs::metadata(&model).unwrap().len().next_multiple_of(PAGE);
+    assert_eq!(whole["device_budget_bytes"].as_u64(), Some(pages), "{whole}");
+    // What the driver and cuBLAS leave of this holds two pages, if the prompt is read in parts.
+    let cut = run("101", &[]).unwrap();
+    assert_eq!(cut["device_budget_bytes"].as_u64().map(|bytes| bytes / PAGE), Some(2), "{cut}");
+    let uses = |run: &Value| run["ratio_uses"].as_u64().unwrap();
+    assert!(uses(&cut) > uses(&whole), "the prompt was read in one pass: {cut}");
+    for field in ["tokens", "logits_xxh3"] {
+        assert!(!whole[field].is_null() && cut[field] == whole[field], "{field}: {cut}");
+    }
+}
+
+/// Raises a flag when a page is mapped for so many times.
+struct Raising {
+    left: AtomicU32,
+    flag: Arc<AtomicBool>,
+}
+
+impl DeviceHook for Raising {
+    fn before(&self, call: DeviceCall) -> outcore::Result<()> {
+        if call == DeviceCall::Map && self.left.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.flag.store(true, Ordering::SeqCst);
+        }
+        Ok(())
+    }
+}
+
+/// Wherever in a pass: what was launched is waited for, the session is as it was before, and goes on.
+#[test]
+fn a_pass_that_is_given_up_leaves_the_session_as_it_was() {
+    let Some(driver) = driver("a_pass_that_is_given_up_leaves_the_session_as_it_was") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+    let want = session(&driver, &files, 4, 8).unwrap().forward(&PROMPT).unwrap().to_vec();
+    // The model has three pages, the budget two: a pass maps at least as many as the model has.
+    for maps in [1, 2, 3] {
+        let flag = Arc::new(AtomicBool::new(false));
+        let hook = Raising { left: AtomicU32::new(maps), flag: flag.clone() };
+        let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+        let runtime = Runtime::builder()
+            .device(DeviceChoice::Cuda(driver.device.clone()))
+            .device_budget(Bytes::new(2 * PAGE))
+            .lookahead(Lookahead::Off)
+            .device_hook(Arc::new(hook))
+            .open()
+            .unwrap();
+        let model = runtime.open_parsed(files.header().clone()).unwrap();
+        let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
+        let cuda = CudaModel::load(&files, Arc::new(weights), gpu).unwrap();
+        let mut session = CudaSession::new(Arc::new(cuda), 32, 8).unwrap();
+        assert!(!flag.load(Ordering::SeqCst), "the flag is raised before the pass");
+        assert!(matches!(session.forward(&PROMPT), Err(Error::Cancelled)), "{maps} pages into the pass");
+        assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
+        assert_eq!(session.forward(&PROMPT).unwrap(), want, "{maps} pages into the pass");
+        assert_eq!(session.len(), PROMPT.len());
+    }
+    driver.finish();
+}
+
+/// The program, with a report of what was done; and the judge finds nothing.
+#[test]
+fn an_interrupt_ends_a_pass_on_a_gpu() {
+    let Some(kernels) = ptx_file() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("m.gguf");
+    Spec { context: 512, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
+    let (prompt, model) = (long_prompt(300), model.to_str().unwrap());
+    // The pages of a pass come and go, so that it waits for its own kernels from its beginning to its end.
+    let args = ["--model", model, "--prompt-tokens", &prompt, "--tokens", "100", "--json", "--device-budget", "4MiB"];
+    let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
+    let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
+    let mut child = command.env("RUST_LOG", "info").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.contains("ready") {
+        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended before it was ready: {said}");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    stderr.read_to_string(&mut said).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(!said.contains("fake CUDA") && !said.contains("panicked"), "{said}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["interrupted"], true);
+    assert_eq!(report["tokens"].as_array().unwrap().len(), 0, "{report}");
+}
+
 /// An error on one line, of which the parts in `wanted` are in it.
 fn refused(output: &Output, wanted: &[&str]) {
     let err = String::from_utf8_lossy(&output.stderr);
@@ -285,7 +396,8 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     let budget = |size: &'static str| [&with_kernels[..], &["--device-budget", size]].concat();
     refuse(&budget("1MiB"), &[], &["1.0 MiB", "2.0 MiB", "at least"]);
     refuse(&budget("2MiB"), &[], &["2.0 MiB", "at least"]);
-    refuse(&budget("8GiB"), &[], &["8.0 GiB", "at most"]);
+    // Of a budget beyond the model only the model's pages count.
+    refuse(&budget("8GiB"), &[("FAKECUDA_MEM_MB", "100")], &["6.0 MiB of the model's pages", "100.0 MiB", "at most"]);
     refuse(&[&with_kernels[..], &["--page-size", "64KiB"]].concat(), &[], &["2.0 MiB", "page"]);
     refuse(&[&with_kernels[..], &["--memory", "20MiB"]].concat(), &[], &["--memory 20.0 MiB", "more --memory"]);
     refuse(&with_kernels, &[("FAKECUDA_MEM_MB", "64")], &["64.0 MiB", "GPU has", "leaves no page"]);

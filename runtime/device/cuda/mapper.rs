@@ -4,23 +4,27 @@
 //! mappings cost by the call. An operation on pages that are not there yet waits in the same queue, and so does everything
 //! behind it on its stream; when its turn comes the pages are there, or why not is its failure.
 //!
+//! A lone page that somebody waits for is mapped by whoever wants it, if the mapper has nothing to do: waking it would
+//! cost more than the calls that could be shared.
+//!
 //! # Invariants
 //!
 //! 1. What is queued is taken up in order, up to [`FRAMES_AT_ONCE`] frames together: first their mappings, then the
 //!    operations among them. So an operation follows the mappings queued before it, and is not held up by many behind it.
 //! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
 //!    lock here; while it is not 0, whoever submits to that stream queues up too.
-//! 3. The driver is called, and streams are submitted to, without the lock.
+//! 3. The driver is called, streams are submitted to, and the sink is told what was taken up, without the lock.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::super::stream::{closed, report_apart};
-use super::super::{StreamOp, Token};
+use super::super::stream::closed;
+use super::super::{StreamId, StreamOp, Token};
 use super::Core;
 use super::frames::{Layout, Range, carry_out, refuse_all};
 use super::stream::{COPIES_AT_ONCE, Stream};
@@ -31,6 +35,7 @@ use crate::ids::FrameId;
 const FRAMES_AT_ONCE: usize = 16;
 
 pub(super) struct Deferred {
+    pub(super) id: StreamId,
     pub(super) stream: Arc<Stream>,
     pub(super) op: StreamOp,
     pub(super) token: Option<Token>,
@@ -44,6 +49,10 @@ enum Job {
 pub(super) struct State {
     pub(super) layout: Layout,
     jobs: VecDeque<Job>,
+    /// The thread has taken something up.
+    at_work: bool,
+    /// Somebody maps a page of their own.
+    others_at_work: bool,
     closing: bool,
 }
 
@@ -57,7 +66,8 @@ pub(super) struct Mapper {
 
 impl Mapper {
     pub(super) fn new(layout: Layout) -> Self {
-        let state = State { layout, jobs: VecDeque::new(), closing: false };
+        let (jobs, at_work, others_at_work, closing) = Default::default();
+        let state = State { layout, jobs, at_work, others_at_work, closing };
         Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
     }
 
@@ -83,17 +93,28 @@ impl Mapper {
         &mut self.state.get_mut().layout
     }
 
-    /// Wants a frame behind an address, and returns at once.
+    /// Wants a frame behind an address, and returns at once; or maps it here if that is asked for and nothing else is
+    /// under way.
     ///
     /// # Errors
-    /// If there is no such frame or page; if the device is closed or lost. What the driver says comes later.
-    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64) -> Result<()> {
+    /// If there is no such frame or page; if the device is closed or lost. What the driver says is for whoever uses the
+    /// page.
+    pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
         core.healthy()?;
         let mut state = self.state.lock();
         if state.closing {
             return Err(closed(&core.name));
         }
         let moved = state.layout.place(frame, address)?;
+        // Several at a time make runs, which are the thread's.
+        if here && !state.at_work && !state.others_at_work && state.jobs.is_empty() {
+            state.others_at_work = true;
+            let (mut state, outcome) = self.settle(core, state, &moved);
+            state.others_at_work = false;
+            drop(state);
+            note_refusal(outcome);
+            return Ok(());
+        }
         state.jobs.extend(moved.into_iter().map(Job::Frame));
         drop(state);
         self.work.notify_one();
@@ -176,12 +197,14 @@ impl Mapper {
     /// The next things to do: frames, then operations; `None` when closed and nothing is left.
     fn next(&self) -> Option<(Vec<FrameId>, Vec<Deferred>)> {
         let mut state = self.state.lock();
+        state.at_work = false;
         while state.jobs.is_empty() {
             if state.closing {
                 return None;
             }
             self.work.wait(&mut state);
         }
+        state.at_work = true;
         let (mut frames, mut ops) = (Vec::new(), Vec::new());
         while frames.len() < FRAMES_AT_ONCE
             && let Some(job) = state.jobs.pop_front()
@@ -207,18 +230,23 @@ fn run(core: &Arc<Core>) {
     while let Some((frames, ops)) = mapper.next() {
         let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
         drop(state);
-        if let Err(error) = outcome {
-            // Whoever uses the page is told.
-            tracing::debug!(%error, "device memory was not mapped");
-        }
+        note_refusal(outcome);
         hand_on(core, ops);
     }
 }
 
-/// Hands operations to their streams, in order; copies that follow each other on one stream together.
+fn note_refusal(outcome: Result<()>) {
+    if let Err(error) = outcome {
+        // Whoever uses the page is told.
+        tracing::debug!(%error, "device memory was not mapped");
+    }
+}
+
+/// Hands operations to their streams, in order; copies that follow each other on one stream together. Whoever wants to
+/// know is told which were taken up.
 fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
     let mut ops = ops.into_iter().peekable();
-    while let Some(Deferred { stream, op, token }) = ops.next() {
+    while let Some(Deferred { id, stream, op, token }) = ops.next() {
         let mut group = vec![(op, token)];
         let is_copy = |op: &StreamOp| matches!(op, StreamOp::CopyIn { .. } | StreamOp::CopyOut { .. });
         while group.len() < COPIES_AT_ONCE
@@ -228,12 +256,16 @@ fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
             group.push((next.op, next.token));
         }
         let count = group.len();
-        for token in stream.submit_all(core, group) {
-            report_apart(&core.sink, token, closed(&core.name));
-        }
+        let taken_up = core.hand_over(id, &stream, group);
         let state = core.mapper.lock();
         stream.deferred.fetch_sub(count as u32, Ordering::Relaxed);
         drop(state);
         core.mapper.settled.notify_all();
+        for (token, end) in taken_up {
+            // A panic here is the caller's bug; it must not take the mapper, and with it every page, down.
+            if catch_unwind(AssertUnwindSafe(|| core.sink.taken_up(token, end))).is_err() {
+                tracing::error!("the receiver of completions panicked");
+            }
+        }
     }
 }

@@ -12,13 +12,14 @@
 //!
 //! # Locking
 //!
-//! A stream's lock, then the mapper's or that of the event pool; never two streams' at once. Calls of the driver are made
+//! A stream's lock, then the mapper's, the reaper's or that of the event pool; never two streams' at once. Calls of the driver are made
 //! under them where their order matters; none of those waits for the device, but for copies of unlocked memory if the
 //! driver had not even a small buffer to give. Mappings change without a lock held.
 
 mod driver;
 mod frames;
 mod mapper;
+mod reaper;
 mod stream;
 
 use std::collections::BTreeMap;
@@ -41,6 +42,7 @@ use crate::ids::{Bytes, FrameId, PageSize};
 use driver::{Context, Current, EventHandle, Failure, Outcome};
 use frames::Layout;
 use mapper::{Deferred, Mapper};
+use reaper::Reaper;
 use stream::Stream;
 
 /// What a CUDA device is made of.
@@ -68,6 +70,7 @@ struct Core {
     /// Lowest and highest.
     priorities: (i32, i32),
     mapper: Mapper,
+    reaper: Reaper,
     /// Whether copies may go to the driver several at once.
     batches: AtomicBool,
     /// Events that nothing waits for.
@@ -131,6 +134,22 @@ impl Core {
         self.done(self.context.enter())
     }
 
+    /// Submits operations to a stream, in order; returns those with tokens that it has taken up.
+    fn hand_over(
+        &self,
+        id: StreamId,
+        stream: &Arc<Stream>,
+        ops: Vec<(StreamOp, Option<Token>)>,
+    ) -> Vec<(Token, EventId)> {
+        match stream.submit_all(self, ops) {
+            Ok(taken_up) => taken_up.into_iter().map(|(token, number)| (token, event_of(id, number))).collect(),
+            Err(tokens) => {
+                tokens.into_iter().for_each(|token| report_apart(&self.sink, token, closed(&self.name)));
+                Vec::new()
+            }
+        }
+    }
+
     fn take_event(&self, current: &Current<'_>) -> Result<EventHandle> {
         let pooled = self.events.lock().pop();
         pooled.map_or_else(|| self.done(self.context.create_event(current)), Ok)
@@ -158,7 +177,7 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // The streams' threads held the core: they have ended, and with them everything that was in flight.
+        // The reaper held the core: it has ended, and with it everything that was in flight.
         for stream in std::mem::take(&mut self.streams.get_mut().all) {
             if let Some(stream) = Arc::into_inner(stream) {
                 stream.destroy(self);
@@ -255,6 +274,7 @@ impl CudaDevice {
                 page_size,
                 priorities,
                 mapper: Mapper::new(Layout::new(page_size)),
+                reaper: Reaper::default(),
                 batches: AtomicBool::new(context.has_batches()),
                 events: Mutex::default(),
                 locked: RwLock::default(),
@@ -270,6 +290,7 @@ impl CudaDevice {
         drop(open);
         device.grow_frames(config.frames)?;
         Mapper::start(&device.core)?;
+        Reaper::start(&device.core)?;
         Ok(device)
     }
 
@@ -282,8 +303,8 @@ impl CudaDevice {
         })
     }
 
-    /// Adds the stream that `make` makes of its number: that of one that was forgotten and has ended, or a new one.
-    fn add_stream(&self, make: impl FnOnce(usize) -> Result<Arc<Stream>>) -> Result<StreamId> {
+    /// Adds the stream that `make` makes. Its number is that of one that was forgotten and has ended, or a new one.
+    fn add_stream(&self, make: impl FnOnce() -> Result<Arc<Stream>>) -> Result<StreamId> {
         let core = &self.core;
         let mut streams = core.streams.write();
         if streams.closed {
@@ -295,11 +316,11 @@ impl CudaDevice {
             let message = format!("{} has its limit of {STREAMS_MAX} streams", core.name);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("reuse streams"));
         }
-        let stream = make(index)?;
+        let stream = make()?;
         match spent {
             Some(index) => {
                 let spent = std::mem::replace(&mut streams.all[index], stream);
-                if let Err(error) = spent.join() {
+                if let Err(error) = spent.failure() {
                     tracing::debug!(%error, "a stream that was forgotten had failed");
                 }
             }
@@ -407,7 +428,11 @@ impl Device for CudaDevice {
     }
 
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.core.mapper.map(&self.core, frame, address.get())
+        self.core.mapper.map(&self.core, frame, address.get(), false)
+    }
+
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.core.mapper.map(&self.core, frame, address.get(), true)
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
@@ -446,17 +471,17 @@ impl Device for CudaDevice {
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
         let core = &self.core;
         let (lowest, highest) = core.priorities;
-        let (name, priority) = match kind {
-            StreamKind::Fill => ("fill", highest),
-            StreamKind::WriteBack => ("back", lowest),
-            StreamKind::Compute => ("comp", 0.clamp(highest.min(lowest), lowest.max(highest))),
+        let priority = match kind {
+            StreamKind::Fill => highest,
+            StreamKind::WriteBack => lowest,
+            StreamKind::Compute => 0.clamp(highest.min(lowest), lowest.max(highest)),
         };
-        self.add_stream(|index| Stream::start(core, &format!("cuda-{name}-{index}"), priority))
+        self.add_stream(|| Stream::create(core, priority))
     }
 
     unsafe fn adopt_stream(&self, raw: RawStream) -> Result<StreamId> {
         // SAFETY: the caller's promise.
-        self.add_stream(|index| unsafe { Stream::adopt(&self.core, &format!("cuda-user-{index}"), raw) })
+        self.add_stream(|| unsafe { Stream::adopt(&self.core, raw) })
     }
 
     fn forget_stream(&self, stream: StreamId) {
@@ -473,17 +498,18 @@ impl Device for CudaDevice {
         self.stream(stream.0)?.can_mark(&self.core)
     }
 
-    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) {
+    fn submit(&self, id: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
         let core = &self.core;
-        let stream = match self.stream(stream.0) {
+        let stream = match self.stream(id.0) {
             Ok(stream) => stream,
-            Err(error) => return report_apart(&core.sink, token, error),
-        };
-        if let Some(Deferred { stream, op, token }) = core.mapper.defer(Deferred { stream, op, token }) {
-            for token in stream.submit_all(core, vec![(op, token)]) {
-                report_apart(&core.sink, token, closed(&core.name));
+            Err(error) => {
+                report_apart(&core.sink, token, error);
+                return None;
             }
-        }
+        };
+        let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
+        let taken_up = core.hand_over(id, &stream, vec![(op, token)]);
+        taken_up.into_iter().next().map(|(_, end)| end)
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
@@ -505,6 +531,10 @@ impl Device for CudaDevice {
         self.stream(stream)?.poll(&self.core, number)
     }
 
+    fn lost(&self) -> Option<Error> {
+        self.core.healthy().err()
+    }
+
     fn close(&self) -> Result<()> {
         if stream::IN_HOST_FUNCTION.get() {
             let message = format!(
@@ -521,9 +551,10 @@ impl Device for CudaDevice {
         for stream in &streams {
             stream.begin_close();
         }
-        // All are joined before the first failure is returned.
-        let ended = streams.iter().map(|stream| stream.join()).fold(Ok(()), Result::and);
-        mapped.and(ended).and(self.core.healthy())
+        self.core.reaper.begin_close();
+        let reported = self.core.reaper.join();
+        let ended = streams.iter().map(|stream| stream.failure()).fold(Ok(()), Result::and);
+        mapped.and(reported).and(ended).and(self.core.healthy())
     }
 }
 
@@ -535,6 +566,7 @@ impl Drop for CudaDevice {
             self.core.streams.write().closed = true;
             self.core.mapper.begin_close();
             self.core.streams.read().all.iter().for_each(|stream| stream.begin_close());
+            self.core.reaper.begin_close();
             return;
         }
         if let Err(error) = self.close() {

@@ -1,10 +1,4 @@
-//! Streams: what was submitted in which order, and a thread for each that reports what has ended.
-//!
-//! # Why a thread for each stream
-//!
-//! Completions must come without delay from whichever stream is first, and must come when the device is lost. A thread
-//! that waits for an event inside the driver gets both. One thread for all streams could only ask in a loop, or be told by
-//! host functions, and those are not called any more once the device is lost.
+//! Streams: what was submitted in which order, and how it ended. The [reaper](super::reaper) learns when.
 //!
 //! # Invariants
 //!
@@ -14,7 +8,6 @@
 //!    said of the event and of the whole stream that they failed. Then closures that have not run never will:
 //!    [`Job::end`] takes them, and waits for one that is running.
 //! 3. Events are recorded, destroyed and reused by whoever holds the lock, or by the reaper, which alone takes items out.
-//! 4. The sink is called with no lock held.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -22,11 +15,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
-use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Mutex, MutexGuard};
 
-use super::super::stream::{BATCH_OPERATIONS_MAX, call_caught, report, unknown_event};
+use super::super::stream::{call_caught, unknown_event};
 use super::super::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
 use super::Core;
 use super::driver::{BatchedCopy, Current, EventHandle, Locked, Outcome, StreamHandle};
@@ -107,13 +100,13 @@ thread_local! {
     pub(super) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Something the reaper waits for.
+/// Something the reaper reports, or learns the end of.
 struct Item {
     number: u64,
     token: Option<Token>,
     /// Whether the driver got anything of it.
     queued: bool,
-    /// Shared with the reaper while it waits.
+    /// Shared by the copies of a batch, and with the reaper while it asks.
     event: Option<Arc<EventHandle>>,
     jobs: Vec<Arc<Job>>,
     result: Result<()>,
@@ -129,7 +122,20 @@ struct State {
     marked: u64,
     /// The first failure nobody was told of by token, and its number.
     failure: Option<(u64, Error)>,
+    /// The reaper knows that there are items.
+    watched: bool,
     closing: bool,
+}
+
+/// What has to happen before the first item has ended.
+pub(super) enum First {
+    /// There is no item.
+    Nothing,
+    /// The driver has nothing of it: nothing has to.
+    Unqueued,
+    Event(Arc<EventHandle>),
+    /// There is no event behind it: everything on the stream has to end.
+    Unmarked,
 }
 
 pub(super) struct Stream {
@@ -140,9 +146,9 @@ pub(super) struct Stream {
     bounce: Option<Locked>,
     /// Operations that the mapper has yet to hand on; changes under its lock.
     pub(super) deferred: AtomicU32,
+    /// Nanoseconds that what ended last took; the reaper's.
+    pace: AtomicU32,
     state: Mutex<State>,
-    work: Condvar,
-    reaper: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Whether one writes what the other reads or writes.
@@ -159,7 +165,7 @@ impl fmt::Debug for Stream {
 }
 
 impl Stream {
-    pub(super) fn start(core: &Arc<Core>, name: &str, priority: i32) -> Result<Arc<Self>> {
+    pub(super) fn create(core: &Core, priority: i32) -> Result<Arc<Self>> {
         let current = core.enter()?;
         let raw = core.done(core.context.create_stream(&current, priority))?;
         let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
@@ -172,45 +178,23 @@ impl Stream {
                 None
             }
         };
-        Self::spawn(core, name, current, raw, true, bounce)
+        Ok(Self::of(raw, true, bounce))
     }
 
-    /// Reports on a stream that somebody else owns.
+    /// A stream that somebody else owns.
     ///
     /// # Safety
     /// As for [`Device::adopt_stream`](super::super::Device::adopt_stream).
-    pub(super) unsafe fn adopt(core: &Arc<Core>, name: &str, raw: RawStream) -> Result<Arc<Self>> {
+    pub(super) unsafe fn adopt(core: &Core, raw: RawStream) -> Result<Arc<Self>> {
         let current = core.enter()?;
         // SAFETY: the caller's promise.
         let raw = core.done(unsafe { core.context.adopt_stream(&current, raw) })?;
-        Self::spawn(core, name, current, raw, false, None)
+        Ok(Self::of(raw, false, None))
     }
 
-    fn spawn(
-        core: &Arc<Core>,
-        name: &str,
-        current: Current<'_>,
-        raw: StreamHandle,
-        owned: bool,
-        bounce: Option<Locked>,
-    ) -> Result<Arc<Self>> {
-        let (deferred, state, work, reaper) = Default::default();
-        let stream = Arc::new(Self { raw, owned, bounce, deferred, state, work, reaper });
-        let reaper = Reaper { core: Arc::clone(core), stream: Arc::clone(&stream), done: Vec::new() };
-        match thread::Builder::new().name(name.to_owned()).spawn(move || reaper.run()) {
-            Ok(thread) => {
-                *stream.reaper.lock() = Some(thread);
-                Ok(stream)
-            }
-            Err(cause) => {
-                drop(current);
-                if let Some(stream) = Arc::into_inner(stream) {
-                    stream.destroy(core);
-                }
-                Err(Error::io(format!("start stream thread {name}"), cause)
-                    .remedy("raise the thread limit (ulimit -u)"))
-            }
-        }
+    fn of(raw: StreamHandle, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
+        let (deferred, pace, state) = Default::default();
+        Arc::new(Self { raw, owned, bounce, deferred, pace, state })
     }
 
     /// Gives back what the driver made for it. Nothing of it is in flight.
@@ -231,12 +215,18 @@ impl Stream {
         }
     }
 
-    /// Submits operations, in order, or gives their tokens back when the stream is closed.
-    pub(super) fn submit_all(&self, core: &Core, ops: Vec<(StreamOp, Option<Token>)>) -> Vec<Option<Token>> {
+    /// Submits operations, in order; returns those that the driver has taken, by token, with their numbers. When the stream
+    /// is closed it takes none, and gives the tokens back.
+    pub(super) fn submit_all(
+        self: &Arc<Self>,
+        core: &Core,
+        ops: Vec<(StreamOp, Option<Token>)>,
+    ) -> std::result::Result<Vec<(Token, u64)>, Vec<Option<Token>>> {
         let mut state = self.state.lock();
         if state.closing {
-            return ops.into_iter().map(|(_, token)| token).collect();
+            return Err(ops.into_iter().map(|(_, token)| token).collect());
         }
+        let before = state.submitted;
         let current = core.enter();
         let batched = match &current {
             Ok(current) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
@@ -247,9 +237,25 @@ impl Stream {
                 self.submit_one(core, &current, &mut state, op, token);
             }
         }
+        // Without an event there is nothing to wait for but its end.
+        let good = |item: &&Item| item.queued && item.event.is_some() && item.result.is_ok();
+        let new = state.items.iter().rev().take_while(|item| item.number > before).filter(good);
+        let mut taken_up: Vec<_> = new.filter_map(|item| Some((item.token?, item.number))).collect();
+        taken_up.reverse();
+        drop(current);
+        self.tell(core, state);
+        Ok(taken_up)
+    }
+
+    /// Lets the reaper know of items, if it does not.
+    fn tell(self: &Arc<Self>, core: &Core, mut state: MutexGuard<'_, State>) {
+        if state.watched || state.items.is_empty() {
+            return;
+        }
+        state.watched = true;
+        core.reaper.watch(Arc::clone(self));
         drop(state);
-        self.work.notify_one();
-        Vec::new()
+        core.reaper.wake();
     }
 
     /// Hands copies to the driver in one call, if it takes them and they are none of each other's business. Each
@@ -324,7 +330,11 @@ impl Stream {
                     item.event = self.mark(core, current).ok().map(Arc::new);
                 }
             }
-            Err(error) => item.result = Err(error.clone()),
+            Err(error) => {
+                // What others put on the stream is not refused with it: the end of a mark is theirs.
+                item.queued = matches!(op, StreamOp::Mark);
+                item.result = Err(error.clone());
+            }
         }
         if token.is_none() && item.jobs.is_empty() {
             // Nobody waits for it by itself; who records an event behind it learns of its end.
@@ -459,7 +469,7 @@ impl Stream {
     }
 
     /// The number of the last operation, with an event behind it unless all has ended.
-    pub(super) fn record(&self, core: &Core) -> Result<u64> {
+    pub(super) fn record(self: &Arc<Self>, core: &Core) -> Result<u64> {
         let mut state = self.state.lock();
         let number = state.submitted;
         if state.completed < number && state.marked < number && !state.closing {
@@ -467,8 +477,8 @@ impl Stream {
             let event = Some(Arc::new(self.mark(core, &current)?));
             state.items.push_back(Item { number, token: None, queued: true, event, jobs: Vec::new(), result: Ok(()) });
             state.marked = number;
-            drop(state);
-            self.work.notify_one();
+            drop(current);
+            self.tell(core, state);
         }
         Ok(number)
     }
@@ -536,151 +546,102 @@ impl Stream {
     /// Lets the queue run dry; later submissions are given back.
     pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
-        self.work.notify_all();
     }
 
-    /// Whether it is another's stream, was forgotten, and the thread has ended.
+    /// Whether it is another's stream, was forgotten, and everything on it has ended.
     pub(super) fn is_spent(&self) -> bool {
-        !self.owned && self.reaper.lock().as_ref().is_some_and(JoinHandle::is_finished)
+        let state = self.state.lock();
+        !self.owned && state.closing && state.items.is_empty()
     }
 
-    /// Waits for the thread to end, after [`begin_close`](Self::begin_close), and returns the stream's failure.
-    pub(super) fn join(&self) -> Result<()> {
-        let thread = self.reaper.lock().take();
-        // A receiver of completions may hold the device's last owner; its thread cannot wait for itself.
-        let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
-        if foreign.is_some_and(|thread| thread.join().is_err()) {
-            return Err(Error::new(ErrorKind::Internal, "a stream thread panicked"));
-        }
+    /// The first failure nobody was told of by token.
+    pub(super) fn failure(&self) -> Result<()> {
         match &self.state.lock().failure {
             Some((_, error)) => Err(error.clone()),
             None => Ok(()),
         }
     }
-}
 
-/// What the reaper waits for next.
-enum Next {
-    Nothing,
-    /// The first item; whether the driver has any of it.
-    First(bool),
-}
-
-struct Reaper {
-    /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
-    stream: Arc<Stream>,
-    core: Arc<Core>,
-    done: Vec<Completion>,
-}
-
-impl Reaper {
-    fn run(mut self) {
-        while let Next::First(queued) = self.next() {
-            if queued {
-                self.wait_for_first();
-            }
-            self.retire();
-            report(&self.core.sink, &mut self.done);
-        }
-        // What nobody waits for is waited for here, unless it is another's.
-        if self.stream.owned
-            && let Err(error) = self.finish_stream()
-        {
-            let mut state = self.stream.state.lock();
-            let number = state.submitted;
-            state.failure.get_or_insert((number, error));
-        }
-        let mut state = self.stream.state.lock();
-        state.completed = state.submitted;
+    /// How long what ended last took, as far as that says something of what comes next. Zero at first.
+    pub(super) fn pace(&self) -> Duration {
+        Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
     }
 
-    fn next(&self) -> Next {
-        let mut state = self.stream.state.lock();
-        loop {
-            if let Some(item) = state.items.front() {
-                return Next::First(item.queued);
-            }
-            if state.closing {
-                return Next::Nothing;
-            }
-            self.stream.work.wait(&mut state);
-        }
+    /// Of less than four seconds.
+    pub(super) fn set_pace(&self, pace: Duration) {
+        self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
     }
 
-    /// Waits until the first item has ended. A device that cannot be waited for is lost.
-    fn wait_for_first(&self) {
-        let event = self.stream.state.lock().items.front().and_then(|item| item.event.clone());
-        let Some(event) = event else {
-            if let Err(error) = self.finish_stream() {
-                self.core.poison(error);
-            }
-            return;
+    /// What the reaper waits for next.
+    pub(super) fn first(&self) -> First {
+        let mut state = self.state.lock();
+        let first = match state.items.front() {
+            None => First::Nothing,
+            Some(item) if !item.queued => First::Unqueued,
+            Some(Item { event: Some(event), .. }) => First::Event(Arc::clone(event)),
+            Some(_) => First::Unmarked,
         };
-        let outcome = match self.core.context.enter() {
-            Ok(current) => self.core.context.finish_event(&current, &event),
-            Err(failure) => Err(failure),
-        };
-        if let Err(failure) = outcome {
-            // The context may be lost, or only this call have failed. Before memory is given back, make sure that
-            // nothing uses it any more, as far as the driver still answers.
-            self.core.poison(failure.error);
-            let _ = self.finish_stream();
+        state.watched = !matches!(first, First::Nothing);
+        first
+    }
+
+    /// Takes out the first item, which has ended or never will, and those whose event is the same.
+    pub(super) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
+        let mut state = self.state.lock();
+        let mut jobs = Ok(());
+        if let Some(first) = state.items.front().filter(|first| !first.jobs.is_empty()) {
+            let all = first.jobs.clone();
+            drop(state);
+            // All of them, so that none runs after this; without the lock, which a closure that still runs may want.
+            jobs = all.iter().map(|job| job.end()).fold(Ok(()), Result::and);
+            state = self.state.lock();
+        }
+        while let Some(Item { number, token, queued, event, result, .. }) = state.items.pop_front() {
+            let healthy = if queued { core.healthy() } else { Ok(()) };
+            let result = healthy.and(result).and(std::mem::replace(&mut jobs, Ok(())));
+            state.completed = state.completed.max(number);
+            match (token, result) {
+                (Some(token), result) => done.push(Completion { token, result }),
+                (None, Err(error)) => {
+                    state.failure.get_or_insert((number, error));
+                }
+                (None, Ok(())) => {}
+            }
+            // The last of a batch gives its event back.
+            let Some(event) = event.map(Arc::into_inner) else { return };
+            if let Some(event) = event {
+                return core.return_event(event);
+            }
         }
     }
 
-    fn finish_stream(&self) -> Result<()> {
+    /// Waits for everything on it.
+    ///
+    /// # Errors
+    /// What the driver says; the device is lost then.
+    pub(super) fn finish(&self, core: &Core) -> Result<()> {
         let finish = || {
-            let current = self.core.context.enter()?;
-            if self.stream.owned {
-                self.core.context.finish_stream(&current, &self.stream.raw)
+            let current = core.context.enter()?;
+            if self.owned {
+                core.context.finish_stream(&current, &self.raw)
             } else {
                 // The stream may be gone by now; what was on it is not.
-                self.core.context.finish(&current)
+                core.context.finish(&current)
             }
         };
         // Asked again, because a context that is lost says so again.
         let outcome = finish().or_else(|failure| finish().map_err(|_| failure));
-        outcome.map_err(|failure| self.core.poison(failure.error))
+        outcome.map_err(|failure| core.poison(failure.error))
     }
 
-    /// Takes out the first item, which has ended, and those behind it that have ended too.
-    fn retire(&mut self) {
-        let mut first = true;
-        while self.done.len() < BATCH_OPERATIONS_MAX {
-            let state = self.stream.state.lock();
-            let Some(item) = state.items.front().filter(|item| first || self.has_ended(item)) else { break };
-            first = false;
-            let jobs = item.jobs.clone();
-            drop(state);
-            // All of them, so that none runs after this; without the lock, which a closure that still runs may want.
-            let jobs = jobs.iter().map(|job| job.end()).fold(Ok(()), Result::and);
-            self.end(jobs);
-        }
-    }
-
-    fn has_ended(&self, item: &Item) -> bool {
-        let Some(event) = &item.event else { return !item.queued };
-        let happened = self.core.context.enter().and_then(|current| self.core.context.happened(&current, event));
-        // An error is for `wait_for_first` to see.
-        happened.unwrap_or(false)
-    }
-
-    /// Takes the first item out, and notes how it ended.
-    fn end(&mut self, jobs: Result<()>) {
-        let mut state = self.stream.state.lock();
-        let Some(Item { number, token, queued, event, result, .. }) = state.items.pop_front() else { return };
-        if let Some(event) = event.and_then(Arc::into_inner) {
-            self.core.return_event(event);
-        }
-        let healthy = if queued { self.core.healthy() } else { Ok(()) };
-        let result = healthy.and(result).and(jobs);
-        state.completed = state.completed.max(number);
-        match (token, result) {
-            (Some(token), result) => self.done.push(Completion { token, result }),
-            (None, Err(error)) => {
-                state.failure.get_or_insert((number, error));
-            }
-            (None, Ok(())) => {}
+    /// Everything that has a token was reported. What nobody waits for is waited for here, unless it is another's.
+    pub(super) fn end(&self, core: &Core) {
+        let finished = if self.owned { self.finish(core) } else { Ok(()) };
+        let mut state = self.state.lock();
+        state.completed = state.submitted;
+        if let Err(error) = finished {
+            let number = state.submitted;
+            state.failure.get_or_insert((number, error));
         }
     }
 }

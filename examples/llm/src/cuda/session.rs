@@ -1,15 +1,15 @@
 //! The forward pass on a GPU: the same formulas in the same order as on the CPU, launched on one stream.
 //!
-//! Weights are in the runtime's pages and are pinned for as long as the kernels that read them run. Everything else (what
-//! a pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when it
-//! begins.
+//! Weights are in the runtime's pages and are pinned for the stream: it waits for those that are still on their way, while
+//! the thread that launches goes on, and they stay for as long as the kernels that read them run. Everything else (what a
+//! pass computes, keys and values, logits) is one allocation of plain device memory that the session makes when it begins.
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
-use outcore::{Bytes, ComputeStream, DevicePin, RawStream};
+use outcore::{Bytes, ComputeStream, RawStream, StreamPin};
 
 use super::gpu::{Gpu, failed};
 use super::kernels::{Attention, HEAD_MAX, Product};
@@ -178,25 +178,11 @@ impl Places {
     }
 }
 
-/// Rows on the GPU. When this is dropped they stay until what was launched so far has ended, which nobody waits for.
-struct Pinned<'a> {
+/// Rows on the GPU, for kernels on the model's stream. When this is dropped they stay until what was launched so far has
+/// ended, which nobody waits for.
+struct Pinned {
     address: u64,
-    pin: Option<DevicePin>,
-    model: &'a CudaModel,
-}
-
-impl Drop for Pinned<'_> {
-    fn drop(&mut self) {
-        let Some(pin) = self.pin.take() else { return };
-        if let Err(refused) = pin.unpin_after(&self.model.stream) {
-            // The device is lost, or the runtime closed: kernels that may still run are waited for as far as is possible,
-            // and the next call says what is wrong.
-            if let Err(error) = self.model.gpu.finish() {
-                tracing::debug!(%error, "weights are given back to a GPU that fails");
-            }
-            drop(refused);
-        }
-    }
+    _pin: StreamPin,
 }
 
 /// `m` vectors that enter matrices. For cuBLAS they are split into pairs of 16-bit numbers, once however many matrices
@@ -376,10 +362,9 @@ impl CudaSession {
     }
 
     /// Rows of a weight, on the GPU.
-    fn pin(&self, info: &WeightInfo, rows: Range<u64>) -> Result<Pinned<'_>> {
-        let pin = self.model.weights.pin_device(info.id, rows)?;
-        let address = pin.address(0).unwrap_or(0);
-        let pinned = Pinned { address, pin: Some(pin), model: &self.model };
+    fn pin(&self, info: &WeightInfo, rows: Range<u64>) -> Result<Pinned> {
+        let pin = self.model.weights.pin_device_on(info.id, rows, &self.model.stream)?;
+        let pinned = Pinned { address: pin.address(0).unwrap_or(0), _pin: pin };
         let plain = matches!(info.dtype, WeightType::F32 | WeightType::F16 | WeightType::BF16);
         if !plain && !pinned.address.is_multiple_of(2) {
             return Err(Error::Unsupported(format!(

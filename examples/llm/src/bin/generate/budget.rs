@@ -104,9 +104,7 @@ impl Working {
     /// The longest pass whose activations fit `room`, but no shorter than is worth it.
     fn pass(&self, room: Bytes) -> usize {
         let fitting = usize::try_from(room.get() / self.token.get().max(1)).unwrap_or(usize::MAX);
-        // Passes of equal length, as few as will do.
-        let passes = self.prompt.div_ceil(fitting.max(PASS_MIN)).max(1);
-        self.prompt.div_ceil(passes)
+        in_equal_passes(self.prompt, fitting)
     }
 }
 
@@ -193,43 +191,99 @@ fn divide_of(
     Ok(Budgets { device, device_asked, host: wishes.host.min(pages(page_size)), page_size, pass })
 }
 
-/// Divides the memory of a GPU, of which `free` is free. `model` is the size of the model's files; `working` what one
-/// sequence takes besides the pages, in passes of `pass` tokens.
+/// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says what
+/// one sequence takes besides the pages, in passes of so many tokens; the prompt has `prompt`.
 ///
 /// # Errors
 /// `BudgetTooSmall` if what is free leaves no room for a page, or `--memory` none for the host's part; `OutOfMemory` if a
-/// budget is more than the GPU, the machine or the control group has.
-pub fn divide_gpu(wishes: Wishes, model: Bytes, working: Bytes, pass: usize, free: Bytes) -> Result<Budgets> {
+/// budget is more than the GPU, the machine or the control group has; what `working` ends with.
+pub fn divide_gpu(
+    wishes: Wishes,
+    files: &[Bytes],
+    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
+    prompt: usize,
+    free: Bytes,
+) -> outcore_llm::Result<Budgets> {
     let host = ProcessMemory::now()?.resident + OWN_GROWTH + STAGING + wishes.host;
     if let Some(cap) = wishes.memory.filter(|cap| host > *cap) {
         return Err(Error::new(
             ErrorKind::BudgetTooSmall,
             format!("--memory {cap} does not hold the {host} of the host's memory that this run takes"),
         )
-        .remedy("give less --host-budget, or more --memory"));
+        .remedy("give less --host-budget, or more --memory")
+        .into());
     }
     check_host(host, &MemoryLimit::detect()?)?;
+    divide_gpu_of(wishes, files, working, prompt, free)
+}
+
+fn divide_gpu_of(
+    wishes: Wishes,
+    files: &[Bytes],
+    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
+    prompt: usize,
+    free: Bytes,
+) -> outcore_llm::Result<Budgets> {
     let page_size = wishes.page_size.map_or(Ok(PageSize::DEFAULT), PageSize::new)?;
     let page = Bytes::new(page_size.bytes());
-    let besides = working + GPU_HEADROOM;
+    // More than the model's pages is of no use.
+    let pages = Bytes::new(files.iter().map(|len| page_size.pages_for(len.get())).sum::<u64>() * page.get());
+    let asked = wishes.device.map(|asked| asked.min(pages));
+    let room = free.saturating_sub(GPU_HEADROOM);
+    let least = working(1)?;
+    let for_activations = match asked {
+        Some(device) => room.saturating_sub(device),
+        None => least + Bytes::new(room.saturating_sub(least).get() / ACTIVATIONS_SHARE),
+    };
+    let pass = longest_pass(prompt, for_activations, &working)?;
+    let besides = working(pass)? + GPU_HEADROOM;
     let left = free.saturating_sub(besides);
-    let device = wishes.device.unwrap_or_else(|| left.min(model + page + page));
+    let device = asked.unwrap_or_else(|| left.min(pages));
     if device > left {
+        let what = match wishes.device {
+            Some(asked) if asked > pages => format!("the {pages} of the model's pages"),
+            _ => format!("a device budget of {device}"),
+        };
         return Err(Error::new(
             ErrorKind::OutOfMemory,
-            format!("a device budget of {device} and the {besides} besides exceed the {free} that the GPU has free"),
+            format!("{what} and the {besides} besides exceed the {free} that the GPU has free"),
         )
-        .remedy(format!("give at most {left}, a shorter prompt or fewer tokens")));
+        .remedy(format!("give a --device-budget of at most {left}, a shorter prompt or fewer tokens"))
+        .into());
     }
     // A budget that was asked for is the runtime's to refuse.
-    if wishes.device.is_none() && device < page {
+    if asked.is_none() && device < page {
         return Err(Error::new(
             ErrorKind::BudgetTooSmall,
             format!("the GPU has {free} free: after the {besides} besides, that leaves no page of {page}"),
         )
-        .remedy("give a shorter prompt or fewer tokens, or end what else uses the GPU's memory"));
+        .remedy("give a shorter prompt or fewer tokens, or end what else uses the GPU's memory")
+        .into());
     }
-    Ok(Budgets { device, device_asked: None, host: wishes.host, page_size, pass })
+    let device_asked = wishes.device.filter(|asked| *asked > device);
+    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), page_size, pass })
+}
+
+/// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of equal
+/// length. `working` grows with the pass.
+fn longest_pass(
+    prompt: usize,
+    room: Bytes,
+    working: impl Fn(usize) -> outcore_llm::Result<Bytes>,
+) -> outcore_llm::Result<usize> {
+    let (mut fits, mut exceeds) = (0, prompt + 1);
+    while exceeds - fits > 1 {
+        let pass = fits + (exceeds - fits) / 2;
+        if working(pass)? <= room { fits = pass } else { exceeds = pass }
+    }
+    Ok(in_equal_passes(prompt, fits))
+}
+
+/// The length of passes of which none is longer than `fitting`, as few and as equal as will do; but none is shorter than
+/// is worth it.
+fn in_equal_passes(prompt: usize, fitting: usize) -> usize {
+    let passes = prompt.div_ceil(fitting.max(PASS_MIN)).max(1);
+    prompt.div_ceil(passes)
 }
 
 fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {
@@ -291,5 +345,47 @@ mod tests {
         assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(98), Some(Bytes::gib(100))));
         let budgets = divided(wishes(None, Some(Bytes::mib(50)))).unwrap();
         assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(50), None));
+    }
+
+    /// What a sequence takes on a GPU: 40 MiB, and 40 KiB for each token of a pass.
+    fn on_gpu(pass: usize) -> outcore_llm::Result<Bytes> {
+        Ok(WORKING.bytes(pass))
+    }
+
+    fn divided_gpu(device: Option<Bytes>, free: Bytes) -> outcore_llm::Result<Budgets> {
+        divide_gpu_of(wishes(None, device), &[Bytes::mib(61), Bytes::mib(36)], on_gpu, WORKING.prompt, free)
+    }
+
+    #[test]
+    fn regression_a_long_prompt_is_read_in_passes_that_leave_a_gpu_room_for_pages() {
+        let mut passes = std::collections::HashSet::new();
+        for free in 140..600 {
+            let free = Bytes::mib(free);
+            let budgets = divided_gpu(None, free).unwrap();
+            assert!(budgets.device + WORKING.bytes(budgets.pass) + GPU_HEADROOM <= free, "{free}: {budgets:?}");
+            assert!(budgets.pass >= PASS_MIN && budgets.pass <= WORKING.prompt, "{free}: {budgets:?}");
+            passes.insert(budgets.pass);
+        }
+        assert!(passes.len() > 5 && passes.contains(&WORKING.prompt), "{passes:?}");
+        // One pass would have left pages less than 9 MiB.
+        let budgets = divided_gpu(None, Bytes::mib(184)).unwrap();
+        assert!(budgets.device >= Bytes::mib(40) && budgets.pass < WORKING.prompt, "{budgets:?}");
+        // With a budget that was asked for, the rest is the activations'.
+        let budgets = divided_gpu(Some(Bytes::mib(4)), Bytes::mib(184)).unwrap();
+        assert_eq!((budgets.device, budgets.pass), (Bytes::mib(4), WORKING.prompt));
+    }
+
+    #[test]
+    fn regression_there_are_no_more_frames_on_a_gpu_than_the_model_has_pages() {
+        // 61 MiB are 31 pages of 2 MiB.
+        let all = Bytes::mib(62 + 36);
+        for asked in [None, Some(Bytes::gib(100)), Some(all)] {
+            let budgets = divided_gpu(asked, Bytes::gib(8)).unwrap();
+            assert_eq!((budgets.device, budgets.device_asked), (all, asked.filter(|asked| *asked > all)));
+        }
+        let budgets = divided_gpu(Some(Bytes::mib(50)), Bytes::gib(8)).unwrap();
+        assert_eq!((budgets.device, budgets.device_asked), (Bytes::mib(50), None));
+        let error = divided_gpu(Some(Bytes::gib(100)), Bytes::mib(200)).unwrap_err().to_string();
+        assert!(error.contains("98.0 MiB") && error.contains("at most"), "{error}");
     }
 }

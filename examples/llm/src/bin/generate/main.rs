@@ -16,7 +16,7 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
-    ChatTemplate, Config, CudaModel, CudaSession, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
+    ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
     PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,
 };
 
@@ -165,6 +165,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         (Err(error), None) => return Err(error),
     };
     let prompt = prompt_tokens(args, &files, tokenizer.as_ref())?;
+    // Pages have more use for the memory.
+    let decoder = tokenizer.map(Tokenizer::into_decoder);
     let config = Config::new(&files)?;
     check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
@@ -173,15 +175,14 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let pass = prompt.len();
     let budgets = match &gpu {
         None => {
-            let working = Working::of(&config, context, pass, Pool::threads_for(args.threads));
+            let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
             budget::divide(wishes, &lengths, working)?
         }
         Some(gpu) => {
-            let working = CudaSession::memory(&config, context, pass)?;
-            budget::divide_gpu(wishes, size, working, pass, gpu.free_memory()?)?
+            let working = |pass| CudaSession::memory(&config, context, pass);
+            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
     };
     let runtime = Runtime::builder()
@@ -205,7 +206,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         }
         Some(gpu) => {
             let model = CudaModel::load(&files, weights, gpu)?;
-            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, budgets.pass)?))
         }
     };
     let pass_bytes = outcore_llm::pass_bytes(&files)?;
@@ -216,7 +217,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let mut hash = twox_hash::XxHash3_64::new();
     let mut tokens = Vec::new();
     let mut text = String::new();
-    let mut stream = tokenizer.as_ref().map(Tokenizer::stream);
+    let mut stream = decoder.as_ref().map(Decoder::stream);
     let mut passes = Vec::new();
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
@@ -249,7 +250,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         } else {
             passes.push(pass.total);
         }
-        if tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.is_end(next)) {
+        if decoder.as_ref().is_some_and(|decoder| decoder.is_end(next)) {
             break;
         }
         tokens.push(next);

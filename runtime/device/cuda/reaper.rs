@@ -1,0 +1,228 @@
+//! The reaper: a thread that learns of every stream what has ended, and reports it.
+//!
+//! # Why it asks
+//!
+//! Completions must come without delay from whichever stream is first, and must come when the device is lost. A thread
+//! that sleeps inside the driver hears of one event only, so that would take a thread for each stream; and the functions
+//! that the driver calls behind work are not called any more once the device is lost. So one thread asks, of the first
+//! event of every stream on which anything is: again and again for a moment, then after naps. A nap is as long as what
+//! ended last on the stream took, so that of copies that follow each other each is asked about once; after that it is a
+//! fraction of what the work has taken so far, so that its end is seen late by no more than that fraction, and long
+//! kernels cost little. What ends in one nap is reported together. While nothing is submitted the thread is parked.
+//!
+//! # Invariants
+//!
+//! 1. A stream with items is in the inbox or watched, once: `watched` of its state says so. It is set with the stream
+//!    locked, which is when the stream goes to the inbox, and cleared by the reaper when it finds no item.
+//! 2. The thread ends when the device is closed and no stream has items: then none gets any more.
+//! 3. The sink is called with no lock held and no context entered.
+//!
+//! # Failure
+//!
+//! What the driver will not say is waited for: until the event has happened or, where there is none, until everything on
+//! the stream has ended. Where that fails too the device is lost, and what was on the stream ends with the first cause.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::super::stream::{BATCH_OPERATIONS_MAX, report};
+use super::super::{Completion, sys};
+use super::Core;
+use super::driver::{Current, EventHandle, Outcome};
+use super::stream::{First, Stream};
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long it asks without a nap where work ends soon: about what a nap costs where timers are cheap.
+const RESTLESS: Duration = Duration::from_micros(3);
+/// A nap is no shorter: half of what the copy of a page of 2 MiB takes. On a virtual machine it may take twice that.
+const NAP_MIN: Duration = Duration::from_micros(20);
+/// What ended last says no more than this of what comes next, which may be short: a few copies of a page of 2 MiB.
+const FORESEEN_MAX: Duration = Duration::from_micros(100);
+/// Work that takes longer than was foreseen is asked about after naps of one part in so many of what it has taken,
+const NAP_PARTS: u32 = 8;
+/// but no longer ones: less than what a kernel of 10 ms may end late.
+const NAP_MAX: Duration = Duration::from_millis(1);
+
+#[derive(Default)]
+struct State {
+    /// Streams that are to be watched.
+    inbox: Vec<Arc<Stream>>,
+    closing: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Reaper {
+    state: Mutex<State>,
+    work: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Reaper {
+    pub(super) fn start(core: &Arc<Core>) -> Result<()> {
+        let worker = Worker { watched: Vec::new(), done: Vec::new(), core: Arc::clone(core) };
+        let thread = thread::Builder::new().name("cuda-reap".into()).spawn(move || worker.run()).map_err(|cause| {
+            Error::io("start the thread that reports what a GPU has done", cause)
+                .remedy("raise the thread limit (ulimit -u)")
+        })?;
+        *core.reaper.thread.lock() = Some(thread);
+        Ok(())
+    }
+
+    /// Takes in a stream that has its first item, and is locked. [`wake`](Self::wake) follows when it is not any more.
+    pub(super) fn watch(&self, stream: Arc<Stream>) {
+        self.state.lock().inbox.push(stream);
+    }
+
+    pub(super) fn wake(&self) {
+        self.work.notify_one();
+    }
+
+    /// What is on the streams is still reported. They take no more by now.
+    pub(super) fn begin_close(&self) {
+        self.state.lock().closing = true;
+        self.work.notify_one();
+    }
+
+    /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
+    pub(super) fn join(&self) -> Result<()> {
+        let thread = self.thread.lock().take();
+        // A receiver of completions may hold the device's last owner; the thread cannot wait for itself, and ends soon.
+        let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
+        if foreign.is_some_and(|thread| thread.join().is_err()) {
+            return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked"));
+        }
+        Ok(())
+    }
+}
+
+/// A stream with items.
+struct Watched {
+    stream: Arc<Stream>,
+    /// When the first item came to be the first.
+    since: Instant,
+}
+
+impl Watched {
+    /// Until it should be asked about; `None` for at once.
+    fn nap(&self) -> Option<Duration> {
+        let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
+        if taken < RESTLESS && foreseen < NAP_MIN {
+            return None;
+        }
+        Some(foreseen.saturating_sub(taken).max(taken / NAP_PARTS).clamp(NAP_MIN, NAP_MAX))
+    }
+}
+
+struct Worker {
+    /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
+    watched: Vec<Watched>,
+    done: Vec<Completion>,
+    core: Arc<Core>,
+}
+
+impl Worker {
+    fn run(mut self) {
+        sys::exact_timers();
+        let core = Arc::clone(&self.core);
+        // Entered while there is anything to ask, but not while others' code runs, which may enter what it likes.
+        let mut current = None;
+        while self.rest(&mut current) {
+            self.ask(&core, &mut current);
+            if !self.done.is_empty() {
+                drop(current.take());
+                report(&core.sink, &mut self.done);
+            }
+        }
+        let streams = core.streams.read().all.clone();
+        for stream in streams {
+            stream.end(&core);
+        }
+    }
+
+    /// Until there may be something to learn; `false` when there never will. Leaves the context if that may take long.
+    fn rest(&mut self, current: &mut Option<Current<'_>>) -> bool {
+        // `None` if one of them is to be asked about at once.
+        let nap = self.watched.iter().map(Watched::nap).min();
+        let reaper = &self.core.reaper;
+        let mut state = reaper.state.lock();
+        match nap {
+            _ if !state.inbox.is_empty() => {}
+            Some(None) => std::hint::spin_loop(),
+            // Streams that are watched already do not end it.
+            Some(Some(nap)) => drop(reaper.work.wait_for(&mut state, nap)),
+            None => {
+                drop(current.take());
+                while state.inbox.is_empty() {
+                    if state.closing {
+                        return false;
+                    }
+                    reaper.work.wait(&mut state);
+                }
+            }
+        }
+        let since = Instant::now();
+        self.watched.extend(state.inbox.drain(..).map(|stream| Watched { stream, since }));
+        true
+    }
+
+    /// Takes out what has ended, of every stream.
+    fn ask<'a>(&mut self, core: &'a Core, current: &mut Option<Current<'a>>) {
+        let Self { watched, done, .. } = self;
+        watched.retain_mut(|watched| {
+            let stream = &watched.stream;
+            let mut ended = 0;
+            let more = loop {
+                match stream.first() {
+                    First::Nothing => break false,
+                    _ if ended == BATCH_OPERATIONS_MAX as u32 => break true,
+                    First::Unqueued => {}
+                    First::Event(event) => match happened(core, current, &event) {
+                        Ok(true) => {}
+                        Ok(false) => break true,
+                        Err(failure) => {
+                            tracing::debug!(error = %failure.error);
+                            wait_for(core, stream, &event);
+                        }
+                    },
+                    First::Unmarked => {
+                        if let Err(error) = stream.finish(core) {
+                            core.poison(error);
+                        }
+                    }
+                }
+                stream.retire(core, done);
+                ended += 1;
+            };
+            if ended > 0 {
+                stream.set_pace((watched.since.elapsed() / ended).min(FORESEEN_MAX));
+                watched.since = Instant::now();
+            }
+            more
+        });
+    }
+}
+
+fn happened<'a>(core: &'a Core, current: &mut Option<Current<'a>>, event: &EventHandle) -> Outcome<bool> {
+    let current = match current {
+        Some(current) => current,
+        None => current.insert(core.context.enter()?),
+    };
+    core.context.happened(current, event)
+}
+
+/// Waits for an event that cannot be asked about. If that is not possible either the device is lost.
+fn wait_for(core: &Core, stream: &Stream, event: &EventHandle) {
+    let outcome = match core.context.enter() {
+        Ok(current) => core.context.finish_event(&current, event),
+        Err(failure) => Err(failure),
+    };
+    if let Err(failure) = outcome {
+        // The context may be lost, or only this call have failed. Before memory is given back, make sure that nothing
+        // uses it any more, as far as the driver still answers.
+        core.poison(failure.error);
+        let _ = stream.finish(core);
+    }
+}

@@ -1,0 +1,229 @@
+//! A device whose every call is shown to a hook first, which may refuse it: for tests of what stands above a device.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::task::Poll;
+
+use parking_lot::Mutex;
+
+use super::{
+    Completion, Completions, Device, DeviceAddress, EventId, RawStream, SlabRegion, StreamId, StreamKind, StreamOp,
+    Token,
+};
+use crate::error::{Error, Result};
+use crate::ids::{Bytes, FrameId, PageSize};
+
+/// The calls of a [`Device`] that can fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceCall {
+    /// [`Device::reserve`].
+    Reserve,
+    /// [`Device::release`].
+    Release,
+    /// [`Device::free_memory`].
+    FreeMemory,
+    /// [`Device::grow_frames`].
+    GrowFrames,
+    /// [`Device::map`] and [`Device::map_here`].
+    Map,
+    /// [`Device::protect`].
+    Protect,
+    /// [`Device::discard`].
+    Discard,
+    /// [`Device::lock_host`].
+    LockHost,
+    /// [`Device::unlock_host`], which is carried out all the same: nobody would try it again.
+    UnlockHost,
+    /// [`Device::create_stream`].
+    CreateStream,
+    /// [`Device::adopt_stream`].
+    AdoptStream,
+    /// [`Device::raw_stream`].
+    RawStream,
+    /// [`Device::can_mark`].
+    CanMark,
+    /// [`Device::submit`] of an operation with a token, to which a refusal is reported in the operation's turn.
+    Submit,
+    /// [`Device::record`].
+    Record,
+    /// [`Device::wait`].
+    Wait,
+    /// [`Device::poll`].
+    Poll,
+    /// [`Device::close`], which is carried out all the same.
+    Close,
+}
+
+/// Sees the calls of a device before they are made, and can refuse them: for tests of what is above. It runs on the thread
+/// that makes the call, which may hold locks of the runtime's, so it must not call the runtime or wait for it.
+pub trait DeviceHook: Send + Sync {
+    /// Called just before `call`. An error takes the call's place: the device does nothing, unless [`DeviceCall`] says
+    /// otherwise.
+    ///
+    /// # Errors
+    /// What the device is to say.
+    fn before(&self, call: DeviceCall) -> Result<()>;
+}
+
+/// Reports refused operations as failed, in the order of their streams: [`Hooked`] has the device pass them by.
+pub(crate) struct HookedSink {
+    sink: Arc<dyn Completions>,
+    refused: Mutex<HashMap<Token, Error>>,
+}
+
+impl HookedSink {
+    pub(crate) fn new(sink: Arc<dyn Completions>) -> Self {
+        Self { sink, refused: Mutex::default() }
+    }
+}
+
+impl Completions for HookedSink {
+    fn completed(&self, done: &mut Vec<Completion>) {
+        {
+            let mut refused = self.refused.lock();
+            for Completion { token, result } in done.iter_mut() {
+                if let Some(error) = refused.remove(token) {
+                    *result = Err(error);
+                }
+            }
+        }
+        self.sink.completed(done);
+    }
+
+    fn taken_up(&self, token: Token, end: EventId) {
+        // What was refused is never done, whatever stands in its place.
+        if !self.refused.lock().contains_key(&token) {
+            self.sink.taken_up(token, end);
+        }
+    }
+}
+
+/// See the module's first line.
+pub(crate) struct Hooked {
+    pub device: Arc<dyn Device>,
+    pub hook: Arc<dyn DeviceHook>,
+    /// Where the device reports.
+    pub sink: Arc<HookedSink>,
+}
+
+impl fmt::Debug for Hooked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Hooked").field(&self.device).finish()
+    }
+}
+
+impl Device for Hooked {
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+    fn page_size(&self) -> PageSize {
+        self.device.page_size()
+    }
+    fn direct_io(&self) -> bool {
+        self.device.direct_io()
+    }
+    fn host_addressable(&self) -> bool {
+        self.device.host_addressable()
+    }
+    fn gpu(&self) -> Option<u32> {
+        self.device.gpu()
+    }
+    fn numa_node(&self) -> Option<u32> {
+        self.device.numa_node()
+    }
+    fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
+        self.hook.before(DeviceCall::Reserve)?;
+        self.device.reserve(pages)
+    }
+    fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
+        self.hook.before(DeviceCall::Release)?;
+        self.device.release(base, pages)
+    }
+    fn free_memory(&self) -> Result<Bytes> {
+        self.hook.before(DeviceCall::FreeMemory)?;
+        self.device.free_memory()
+    }
+    fn frame_count(&self) -> u32 {
+        self.device.frame_count()
+    }
+    fn grow_frames(&self, count: u32) -> Result<()> {
+        self.hook.before(DeviceCall::GrowFrames)?;
+        self.device.grow_frames(count)
+    }
+    fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.hook.before(DeviceCall::Map)?;
+        self.device.map(frame, address)
+    }
+    fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
+        self.hook.before(DeviceCall::Map)?;
+        self.device.map_here(frame, address)
+    }
+    fn protect(&self, frame: FrameId) -> Result<()> {
+        self.hook.before(DeviceCall::Protect)?;
+        self.device.protect(frame)
+    }
+    fn discard(&self, frame: FrameId) -> Result<()> {
+        self.hook.before(DeviceCall::Discard)?;
+        self.device.discard(frame)
+    }
+    fn lock_host(&self, memory: SlabRegion) -> Result<()> {
+        self.hook.before(DeviceCall::LockHost)?;
+        self.device.lock_host(memory)
+    }
+    fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
+        let refused = self.hook.before(DeviceCall::UnlockHost);
+        self.device.unlock_host(memory).and(refused)
+    }
+    fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
+        self.hook.before(DeviceCall::CreateStream)?;
+        self.device.create_stream(kind)
+    }
+    unsafe fn adopt_stream(&self, raw: RawStream) -> Result<StreamId> {
+        self.hook.before(DeviceCall::AdoptStream)?;
+        // SAFETY: the caller's promise is the one that the device asks for.
+        unsafe { self.device.adopt_stream(raw) }
+    }
+    fn forget_stream(&self, stream: StreamId) {
+        self.device.forget_stream(stream);
+    }
+    fn raw_stream(&self, stream: StreamId) -> Result<RawStream> {
+        self.hook.before(DeviceCall::RawStream)?;
+        self.device.raw_stream(stream)
+    }
+    fn can_mark(&self, stream: StreamId) -> Result<()> {
+        self.hook.before(DeviceCall::CanMark)?;
+        self.device.can_mark(stream)
+    }
+    fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
+        let refused = token.and_then(|token| Some((token, self.hook.before(DeviceCall::Submit).err()?)));
+        match refused {
+            None => self.device.submit(stream, op, token),
+            Some((refused, error)) => {
+                self.sink.refused.lock().insert(refused, error);
+                self.device.submit(stream, StreamOp::Mark, token);
+                None
+            }
+        }
+    }
+    fn record(&self, stream: StreamId) -> Result<EventId> {
+        self.hook.before(DeviceCall::Record)?;
+        self.device.record(stream)
+    }
+    fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
+        self.hook.before(DeviceCall::Wait)?;
+        self.device.wait(stream, event)
+    }
+    fn poll(&self, event: EventId) -> Result<Poll<()>> {
+        self.hook.before(DeviceCall::Poll)?;
+        self.device.poll(event)
+    }
+    fn lost(&self) -> Option<Error> {
+        self.device.lost()
+    }
+    fn close(&self) -> Result<()> {
+        let refused = self.hook.before(DeviceCall::Close);
+        self.device.close().and(refused)
+    }
+}

@@ -1,0 +1,199 @@
+//! How the CUDA device learns what has ended, over the emulated driver: one thread for all streams, none of which holds up
+//! another, and of a device that is lost everything is reported with the first cause. No GPU takes part.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+#[path = "fake-cuda/control.rs"]
+mod control;
+mod cuda_calls;
+mod cuda_rig;
+
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use control::Fake;
+use cuda_rig::Rig;
+use cudarc::driver::CudaStream;
+use outcore::device::{Device, StreamId, StreamKind, StreamOp, Token};
+use outcore::{ErrorKind, RawStream};
+
+const ILLEGAL_ADDRESS: u32 = 700;
+const UNKNOWN: u32 = 999;
+
+fn adopt(rig: &Rig, stream: &Arc<CudaStream>) -> StreamId {
+    // SAFETY: the tests keep the stream until the device is closed.
+    unsafe { rig.device.adopt_stream(RawStream::new(stream.cu_stream().cast())) }.unwrap()
+}
+
+fn mark(rig: &Rig, stream: StreamId, token: u64) {
+    rig.device.submit(stream, StreamOp::Mark, Some(Token(token)));
+}
+
+/// Until the device's threads are these, by name. They take their names, and go, a little after whoever made or joined
+/// them goes on.
+fn await_threads(expected: &[&str]) {
+    let start = Instant::now();
+    loop {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+        let mut names: Vec<_> =
+            names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("cuda-")).collect();
+        names.sort();
+        if names == expected {
+            return;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "{names:?} and not {expected:?}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn one_thread_reports_on_all_streams_and_none_holds_up_another() {
+    let Some(fake) = Fake::load_or_skip("one_thread_reports_on_all_streams_and_none_holds_up_another") else { return };
+    {
+        let context = cuda_calls::context();
+        let foreign = context.new_stream().unwrap();
+        let rig = Rig::new(4);
+        let mut streams: Vec<StreamId> =
+            (0..6).map(|_| rig.device.create_stream(StreamKind::Compute).unwrap()).collect();
+        streams.push(adopt(&rig, &foreign));
+        await_threads(&["cuda-map", "cuda-reap"]);
+        let hold = |stream: StreamId, held| fake.hold_stream(rig.device.raw_stream(stream).unwrap().as_ptr(), held);
+        for (n, stream) in streams.iter().enumerate() {
+            hold(*stream, true);
+            mark(&rig, *stream, 100 + n as u64);
+        }
+        // Two streams go on beside seven that do not, whichever began first.
+        for n in 0..20 {
+            rig.map(1, n);
+            rig.copy_in(1, n as u8 + 1, n);
+            rig.sink.take(1).pop().unwrap().1.unwrap();
+            assert_eq!(rig.byte_at(n), Some(n as u8 + 1));
+        }
+        for (n, stream) in streams.iter().enumerate().rev() {
+            let event = rig.device.record(*stream).unwrap();
+            assert_eq!(rig.device.poll(event).unwrap(), Poll::Pending);
+            hold(*stream, false);
+            let (token, result) = rig.sink.take(1).pop().unwrap();
+            assert_eq!((token, result.is_ok()), (100 + n as u64, true));
+            assert_eq!(rig.device.poll(event).unwrap(), Poll::Ready(()));
+        }
+        rig.device.close().unwrap();
+        await_threads(&[]);
+        drop(rig);
+    }
+    fake.finish();
+}
+
+#[test]
+fn of_a_lost_device_everything_is_reported_with_the_first_cause() {
+    let Some(fake) = Fake::load_or_skip("of_a_lost_device_everything_is_reported_with_the_first_cause") else { return };
+    {
+        let context = cuda_calls::context();
+        let foreign = context.new_stream().unwrap();
+        let rig = Rig::new(8);
+        let made = rig.device.create_stream(StreamKind::Compute).unwrap();
+        let streams = [rig.fill, made, adopt(&rig, &foreign)];
+        (0..4).for_each(|n| rig.map(n, u64::from(n)));
+        rig.copy_in(0, 1, 0);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+        fake.hold(true);
+        (1..4).for_each(|n| rig.copy_in(n, 1, u64::from(n)));
+        for (n, stream) in streams.iter().enumerate() {
+            mark(&rig, *stream, 100 + n as u64);
+        }
+        rig.device.submit(made, StreamOp::Call(Box::new(|| ())), Some(Token(200)));
+        // Nobody is told of these by token; their events say it.
+        rig.device.submit(rig.back, StreamOp::Call(Box::new(|| ())), None);
+        let event = rig.device.record(rig.back).unwrap();
+        fake.lose_device(ILLEGAL_ADDRESS);
+        let mut tokens: Vec<u64> = Vec::new();
+        for (token, result) in rig.sink.take(7) {
+            let error = result.unwrap_err();
+            let text = error.to_string();
+            assert!(error.kind() == ErrorKind::Device && text.contains("ILLEGAL_ADDRESS"), "{token}: {text}");
+            tokens.push(token);
+        }
+        tokens.sort_unstable();
+        assert_eq!(tokens, [1, 2, 3, 100, 101, 102, 200]);
+        assert!(rig.device.poll(event).unwrap_err().to_string().contains("ILLEGAL_ADDRESS"));
+        // What comes later fails too, and is reported.
+        mark(&rig, made, 300);
+        let (token, result) = rig.sink.take(1).pop().unwrap();
+        assert_eq!((token, result.unwrap_err().kind()), (300, ErrorKind::Device));
+        assert!(rig.device.lost().unwrap().to_string().contains("ILLEGAL_ADDRESS"));
+        assert!(rig.device.close().unwrap_err().to_string().contains("ILLEGAL_ADDRESS"));
+        drop(rig);
+    }
+    fake.take_findings();
+}
+
+#[test]
+fn a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again() {
+    let Some(fake) = Fake::load_or_skip("a_forgotten_stream_is_reported_to_its_end_and_its_number_used_again") else {
+        return;
+    };
+    {
+        let context = cuda_calls::context();
+        let (first, second) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let rig = Rig::new(2);
+        let (mut last, mut other) = (adopt(&rig, &first), adopt(&rig, &second));
+        for round in 0..50 {
+            fake.hold_stream(first.cu_stream(), true);
+            mark(&rig, last, round);
+            rig.device.forget_stream(last);
+            // One on which nothing is makes room at once, one that is still busy does not.
+            rig.device.forget_stream(other);
+            assert_eq!(adopt(&rig, &second), other);
+            let third = adopt(&rig, &second);
+            assert!(third != last && third != other);
+            fake.hold_stream(first.cu_stream(), false);
+            let (token, result) = rig.sink.take(1).pop().unwrap();
+            assert_eq!((token, result.is_ok()), (round, true));
+            assert_eq!(adopt(&rig, &second), last);
+            rig.device.forget_stream(last);
+            rig.device.forget_stream(other);
+            rig.device.forget_stream(third);
+            (last, other) = (adopt(&rig, &first), adopt(&rig, &second));
+        }
+        rig.device.close().unwrap();
+        drop(rig);
+    }
+    fake.finish();
+}
+
+#[test]
+fn what_the_driver_will_not_say_is_waited_for() {
+    let Some(fake) = Fake::load_or_skip("what_the_driver_will_not_say_is_waited_for") else { return };
+    let rig = Rig::new(4);
+    rig.map(1, 1);
+    fake.fail_from("cuEventQuery", 1, UNKNOWN);
+    for byte in 1..5 {
+        rig.copy_in(1, byte, 1);
+        rig.sink.take(1).pop().unwrap().1.unwrap();
+        assert_eq!(rig.byte_at(1), Some(byte));
+    }
+    assert!(fake.fired() > 0 && fake.calls("cuEventSynchronize") > 0);
+    rig.finish(&fake);
+}
+
+#[test]
+fn nothing_is_asked_while_nothing_is_submitted() {
+    let Some(fake) = Fake::load_or_skip("nothing_is_asked_while_nothing_is_submitted") else { return };
+    let rig = Rig::new(4);
+    rig.map(1, 1);
+    rig.copy_in(1, 9, 1);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    let asked = fake.calls("cuEventQuery");
+    assert!(asked > 0);
+    // Streams come and go, and have ends, without work.
+    for _ in 0..200 {
+        let stream = rig.device.create_stream(StreamKind::Compute).unwrap();
+        rig.device.record(stream).unwrap();
+        std::thread::yield_now();
+    }
+    assert_eq!(fake.calls("cuEventQuery"), asked);
+    rig.finish(&fake);
+}
