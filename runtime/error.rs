@@ -151,3 +151,11 @@ impl StdError for Error {
         self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
     }
 }
+/// Of names there are, the one that takes the fewest edits from one there is not; of long ones only the beginnings count,
+/// because files may hold names of any length. `None` if there are none.
+pub(crate) fn closest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    const COMPARED: usize = 128;
+    let start = |text: &str| text.chars().take(COMPARED).collect::<Vec<_>>();
+    let wanted = start(name);
+    names.into_iter().min_by_key(|other| strsim::generic_damerau_levenshtein(&wanted, &start(other)))
+}

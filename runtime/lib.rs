@@ -56,6 +56,7 @@ pub mod pager;
 mod pin;
 mod runtime;
 mod segment;
+pub mod sim;
 pub mod store;
 mod sync;
 mod tensor;

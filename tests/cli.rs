@@ -213,6 +213,77 @@ fn escape_sequences_in_a_model_do_not_reach_the_terminal() {
     assert!(!table.contains('\u{1b}') && table.contains("gone\\n"), "{table:?}");
 }
 
+/// Requests of three conversations in turn, each longer than before.
+fn made_trace() -> String {
+    let line = |turn: u64, who: u64| {
+        let ids: Vec<u64> = (0..=turn).map(|block| who * 1_000 + block).collect();
+        format!("{{\"timestamp\": {turn}, \"input_length\": 1, \"output_length\": 1, \"hash_ids\": {ids:?}}}\n")
+    };
+    (0..30).flat_map(|turn| (0..3).map(move |who| line(turn, who))).collect()
+}
+
+#[test]
+fn policies_compares_them_with_the_optimum() {
+    let dir = scratch();
+    let path = dir.path().join("made.jsonl");
+    fs::write(&path, made_trace()).unwrap();
+    let found = json(&["policies", "--trace", string(&path), "--capacity", "10,90", "--json"]);
+    assert_eq!((found["uses"].as_u64(), found["pages"].as_u64()), (Some(3 * 30 * 31 / 2), Some(90)));
+    let capacities = found["capacities"].as_array().unwrap();
+    assert_eq!(capacities.len(), 2);
+    for (capacity, pages) in capacities.iter().zip([10, 90]) {
+        assert_eq!(capacity["pages"], pages);
+        let policies = capacity["policies"].as_array().unwrap();
+        assert_eq!(policies.len(), PolicyKind::ALL.len());
+        let best = capacity["optimum"]["hit_ratio"].as_f64().unwrap();
+        for policy in policies {
+            let name = &policy["policy"];
+            let ratio = policy["hit_ratio"].as_f64().unwrap();
+            assert_eq!(policy["hits"].as_u64().unwrap() + policy["misses"].as_u64().unwrap(), 1395, "{name}");
+            assert!((policy["regret"].as_f64().unwrap() - (best - ratio)).abs() < 1e-9 && ratio <= best, "{name}");
+            assert!(policy["ns_per_use"].as_f64().unwrap() > 0.0);
+            if pages == 90 {
+                assert_eq!(policy["misses"], 90, "{name}: everything fits");
+            }
+        }
+    }
+    // LRU forgets a conversation before its next turn; whoever knows the future keeps some of it.
+    assert_eq!(capacities[0]["policies"][0]["policy"], "lru");
+    assert!(capacities[0]["policies"][0]["regret"].as_f64().unwrap() > 0.1);
+    let table = text(&["policies", "--trace", string(&path), "--capacity", "10", "--policy", "2q,lru,2q"]);
+    for part in ["1395 uses of 90 pages", "with room for 10", "optimum", "2q", "lru", "hit ratio"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    assert_eq!((table.matches("2q").count(), table.contains("sieve")), (1, false), "{table}");
+}
+
+#[test]
+fn policies_refuses_bad_input() {
+    let dir = scratch();
+    let path = dir.path().join("made.jsonl");
+    let trace = string(&path);
+    let run = |capacity, policy| ["policies", "--trace", trace, "--capacity", capacity, "--policy", policy];
+    refused(&run("10", "lru"), 1, &["made.jsonl", "check the path"]);
+    fs::write(&path, made_trace()).unwrap();
+    refused(&run("10", "s3-fifo"), 2, &["\"s3-fifo\"", "the closest name is s3fifo", "wtinylfu"]);
+    refused(&run("0", "lru"), 2, &["capacity \"0\" holds no page", "from 1 up"]);
+    refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
+    refused(&run("4294967296", "lru"), 2, &["more than 4294967295 pages"]);
+    refused(&["policies", "--trace", trace], 2, &["--capacity"]);
+    let good = made_trace();
+    for (bad, part) in [
+        (good[..good.len() - 4].to_owned(), "line 90 of the trace"),
+        (format!("{good}[1, 2]\n"), "line 91 of the trace"),
+        (format!("{good}{{\"hash_ids\": [\"1\"]}}\n"), "line 91 of the trace"),
+        (String::new(), "has no ids"),
+        ("9".repeat(20 << 20), "line 1 of the trace"),
+    ] {
+        fs::write(&path, bad).unwrap();
+        refused(&run("10", "lru"), 1, &[part, "made.jsonl", "expected one JSON object a line"]);
+    }
+    refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["line 1 of the trace"]);
+}
+
 #[test]
 fn a_misspelt_command_line_is_explained() {
     refused(&[], 2, &["Usage"]);
@@ -224,7 +295,7 @@ fn a_misspelt_command_line_is_explained() {
     refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
     refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
     assert!(text(&["--version"]).starts_with("outcore 0."));
-    for command in ["doctor", "probe", "inspect"] {
+    for command in ["doctor", "probe", "inspect", "policies"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
 }

@@ -12,9 +12,9 @@
 //! | 1 | 0 | 1 | 1 | 19,697 | 79 |
 //! | 2 | 0 | 1 | 0 | 43,303 | 23 |
 //!
-//! With three actors, and as many failures as there are moves, it is every sequence of 6 events with one frame and of 4
-//! with two, for each policy, with and without a host tier and staging. A plan counts its uses, so that states of long
-//! sequences differ by that alone.
+//! With three actors, and as many failures as there are moves, it is every sequence of 5 events with one frame and of 4
+//! with two, for `lru` and `plan`, with and without a host tier and staging; for the other policies every sequence of 2. A
+//! plan counts its uses, so that states of long sequences differ by that alone.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
@@ -243,7 +243,7 @@ fn every_state_of_two_frames_keeps_the_invariants_and_ends() {
 
 #[test]
 fn every_sequence_with_one_frame_keeps_the_invariants_and_ends() {
-    every_sequence(1, 6, 6_000);
+    every_sequence(1, 5, 6_000);
 }
 
 #[test]
@@ -255,15 +255,18 @@ fn every_sequence_with_two_frames_keeps_the_invariants_and_ends() {
 /// ones.
 fn every_sequence(frames: u32, depth: u32, states: usize) {
     // Sequences for each setting; more by hand.
-    const MOST: usize = 50_000;
-    let most = std::env::var("OUTCORE_SEQUENCES").ok().and_then(|n| n.parse().ok()).unwrap_or(MOST);
+    let by_hand: Option<usize> = std::env::var("OUTCORE_SEQUENCES").ok().and_then(|n| n.parse().ok());
+    let (most, by_hand) = (by_hand.unwrap_or(50_000), by_hand.is_some());
     for (host, direct) in [(0, true), (0, false), (1, true), (1, false)] {
         for policy in PolicyKind::ALL {
+            // The pager is the same whichever policy names its victims; two are followed far.
+            let far = matches!(policy, PolicyKind::Lru | PolicyKind::Plan);
+            let (most, depth, states) = if far { (most, depth, states) } else { (most / 20, 2, states / 20) };
             let setting = Setting { frames, host, direct, policy, actors: 3, failures: None };
             let seen = enumerate(setting, most);
             seen.print(setting);
             let enough = seen.depth >= depth && seen.states >= states;
-            assert!(most < MOST || enough, "{setting:?}: only {seen:?}, not {states} states to depth {depth}");
+            assert!(by_hand || enough, "{setting:?}: only {seen:?}, not {states} states to depth {depth}");
         }
     }
 }

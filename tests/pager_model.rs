@@ -35,7 +35,7 @@ fn shape(random: &mut Random) -> Shape {
         host: random.below(5) as u32,
         staging: 1 + random.below(3) as u32,
         direct: random.below(3) == 0,
-        policy: PolicyKind::ALL[random.below(2)],
+        policy: PolicyKind::ALL[random.below(PolicyKind::ALL.len())],
         pages: 8 + random.below(24) as u32,
         failing: [0, 0, 5, 20][random.below(4)],
         actors: 1 + random.below(8),

@@ -42,8 +42,11 @@ on_every_device! {
 fn every_byte_is_the_files_for_every_setting(devices: Devices) {
     let lengths: Vec<usize> = (0..60).map(|n| 1000 + n * 997 % 90_000).collect();
     let file = common::synthetic(&lengths);
-    for policy in PolicyKind::ALL {
-        for io in IoBackend::CHOICES {
+    for (n, policy) in PolicyKind::ALL.into_iter().enumerate() {
+        // Every policy with every size; of the backends each policy meets one, and the first two meet all.
+        let backends =
+            if n < 2 { &IoBackend::CHOICES[..] } else { &IoBackend::CHOICES[n % IoBackend::CHOICES.len()..][..1] };
+        for io in backends.iter().copied() {
             for (page, device, host) in [(4, 1, 0), (16, 10, 4), (64, 3, 0), (64, 3, 2), (256, 2, 8)] {
                 let runtime = devices[0]
                     .builder()
@@ -78,7 +81,7 @@ fn every_byte_is_the_files_for_every_setting(devices: Devices) {
 fn the_real_model_streams_through_a_tenth_of_its_size(devices: Devices) {
     let Some(path) = common::real_model() else { return };
     let bytes = std::fs::read(&path).unwrap();
-    for policy in PolicyKind::ALL {
+    for policy in [PolicyKind::Lru, PolicyKind::Plan, PolicyKind::Arc, PolicyKind::Lirs] {
         let runtime = devices[0]
             .builder()
             .policy(policy)

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use twox_hash::XxHash3_64;
 
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, closest};
 
 pub mod gguf;
 mod open;
@@ -159,10 +159,9 @@ impl ModelHeader {
         if let Some(t) = found.and_then(|at| self.tensors.get(at)) {
             return Ok(t);
         }
-        let closest = self.tensors.iter().take(MOST_COMPARED).map(|t| t.name.as_str());
-        let closest = closest.min_by_key(|other| distance(name, other));
+        let names = self.tensors.iter().take(MOST_COMPARED).map(|t| t.name.as_str());
         let error = Error::new(ErrorKind::NotFound, format!("the model has no tensor {}", quoted(name)));
-        Err(match closest {
+        Err(match closest(name, names) {
             Some(other) => error.remedy(format!("the closest name is {}", quoted(other))),
             None => error.remedy("it has no tensors at all"),
         })
@@ -191,14 +190,6 @@ impl ModelHeader {
 
 /// Most tensors among which the closest name is looked for: files may hold any number.
 const MOST_COMPARED: usize = 1 << 16;
-
-/// How many edits lie between two names; of long ones only the beginnings count, because files may hold names of any length.
-fn distance(a: &str, b: &str) -> usize {
-    const COMPARED: usize = 128;
-    let start = |text: &str| text.chars().take(COMPARED).collect::<Vec<_>>();
-    let (a, b) = (start(a), start(b));
-    strsim::generic_damerau_levenshtein(&a, &b)
-}
 
 fn inside(t: &TensorHeader, files: &[ModelFile]) -> bool {
     let end = t.offset.checked_add(t.len);

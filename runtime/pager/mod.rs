@@ -29,6 +29,7 @@ mod admit;
 mod bits;
 mod check;
 mod frames;
+mod links;
 mod lookahead;
 mod moves;
 mod numbers;

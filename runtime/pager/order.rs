@@ -1,43 +1,28 @@
 //! Pages in an order that changes: a list through an array by page number.
 
-use super::numbers::{PageNumbers, fit};
+use super::links::{Links, List};
+use super::numbers::PageNumbers;
 use super::policy::{Take, Want};
 use crate::ids::{PageId, SegmentId};
-
-/// The list's end.
-const NONE: u32 = u32::MAX;
-/// Not in the list.
-const ABSENT: u32 = u32::MAX - 1;
-const _: () = assert!(PageNumbers::LIMIT <= ABSENT);
-
-#[derive(Clone, Copy, Debug)]
-struct Link {
-    /// Towards the first to leave.
-    before: u32,
-    /// Towards the last to leave.
-    after: u32,
-}
 
 /// Pages in order of their last use, or of their coming: the first is the first to leave. 8 bytes for each page that
 /// exists, whether in the list or not.
 #[derive(Debug)]
 pub(super) struct Order {
     numbers: PageNumbers,
-    links: Vec<Link>,
-    first: u32,
-    last: u32,
-    len: u32,
+    links: Links,
+    list: List,
 }
 
 impl Order {
     pub(super) fn new() -> Self {
-        Self { numbers: PageNumbers::default(), links: Vec::new(), first: NONE, last: NONE, len: 0 }
+        Self { numbers: PageNumbers::default(), links: Links::default(), list: List::EMPTY }
     }
 
     /// A segment's pages may come from now on.
     pub(super) fn add_segment(&mut self, segment: SegmentId, pages: u32) {
         self.numbers.add(segment, pages);
-        fit(&mut self.links, self.numbers.end(), Link { before: ABSENT, after: ABSENT });
+        self.links.fit(self.numbers.end());
     }
 
     /// The segment is gone, and its pages with it.
@@ -46,7 +31,7 @@ impl Order {
             self.remove_number(number as u32);
         }
         self.numbers.remove(segment);
-        fit(&mut self.links, self.numbers.end(), Link { before: ABSENT, after: ABSENT });
+        self.links.fit(self.numbers.end());
     }
 
     pub(super) fn numbers(&self) -> &PageNumbers {
@@ -54,76 +39,36 @@ impl Order {
     }
 
     pub(super) fn len(&self) -> usize {
-        self.len as usize
-    }
-
-    fn present(&self, number: u32) -> bool {
-        self.links[number as usize].before != ABSENT
+        self.list.len as usize
     }
 
     pub(super) fn contains(&self, page: PageId) -> bool {
-        self.numbers.number(page).is_some_and(|number| self.present(number))
-    }
-
-    fn unlink(&mut self, number: u32) {
-        let Link { before, after } = self.links[number as usize];
-        match before {
-            NONE => self.first = after,
-            before => self.links[before as usize].after = after,
-        }
-        match after {
-            NONE => self.last = before,
-            after => self.links[after as usize].before = before,
-        }
-    }
-
-    fn link_last(&mut self, number: u32) {
-        self.links[number as usize] = Link { before: self.last, after: NONE };
-        match self.last {
-            NONE => self.first = number,
-            last => self.links[last as usize].after = number,
-        }
-        self.last = number;
-    }
-
-    fn link_first(&mut self, number: u32) {
-        self.links[number as usize] = Link { before: NONE, after: self.first };
-        match self.first {
-            NONE => self.last = number,
-            first => self.links[first as usize].before = number,
-        }
-        self.first = number;
+        self.numbers.number(page).is_some_and(|number| self.links.present(number))
     }
 
     /// If the page is there, it is now the last to leave.
     pub(super) fn touch(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
-            && self.present(number)
-            && self.last != number
+            && self.links.present(number)
         {
-            self.unlink(number);
-            self.link_last(number);
+            self.links.move_last(&mut self.list, number);
         }
     }
 
     /// The page comes, or is touched: it is the last to leave.
     pub(super) fn insert(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.present(number) {
-            self.unlink(number);
-        } else {
-            self.len += 1;
-        }
-        self.link_last(number);
+        self.remove_number(number);
+        self.links.push_last(&mut self.list, number);
     }
 
     /// If the page is there, it is now the first to leave.
     pub(super) fn demote(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
-            && self.present(number)
+            && self.links.present(number)
         {
-            self.unlink(number);
-            self.link_first(number);
+            self.links.remove(&mut self.list, number);
+            self.links.push_first(&mut self.list, number);
         }
     }
 
@@ -134,17 +79,14 @@ impl Order {
     }
 
     fn remove_number(&mut self, number: u32) {
-        if self.present(number) {
-            self.unlink(number);
-            self.links[number as usize] = Link { before: ABSENT, after: ABSENT };
-            self.len -= 1;
+        if self.links.present(number) {
+            self.links.remove(&mut self.list, number);
         }
     }
 
     /// The pages' numbers, the first to leave first.
     pub(super) fn present_numbers(&self) -> impl Iterator<Item = u32> {
-        let existing = |number: u32| (number != NONE).then_some(number);
-        std::iter::successors(existing(self.first), move |number| existing(self.links[*number as usize].after))
+        self.links.numbers(&self.list)
     }
 
     /// The pages, the first to leave first.
@@ -160,14 +102,14 @@ impl Order {
     /// Offers the pages, the first to leave first. One that is skipped is in use, so it counts as used now: were pinned
     /// pages to stay first in line, every search would begin with all of them.
     fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for _ in 0..self.len {
-            let number = self.first;
+        for _ in 0..self.list.len {
+            let number = self.list.first()?;
             let page = self.numbers.page(number);
             match take(page) {
                 Take::Yes => return Some(page),
                 Take::Skip => {
-                    self.unlink(number);
-                    self.link_last(number);
+                    self.links.remove(&mut self.list, number);
+                    self.links.push_last(&mut self.list, number);
                 }
                 Take::Stop => return None,
             }

@@ -4,6 +4,7 @@
 mod doctor;
 mod inspect;
 mod output;
+mod policies;
 mod probe;
 mod simulate;
 mod trial;
@@ -31,6 +32,8 @@ enum Command {
     Probe(probe::Options),
     /// Show a model's tensors and pages, and what memory budgets would hold of it
     Inspect(inspect::Options),
+    /// Run a recorded trace through policies, and compare their hits with the best possible
+    Policies(policies::Options),
 }
 
 /// What a command has to say, as an object and as text.
@@ -43,6 +46,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
+        Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
     };
     let written = match done {
         Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),

@@ -3,15 +3,30 @@
 //! A policy holds no bytes and no page state; it keeps an order. It is told of every use, in order, and of every page
 //! that enters and leaves the device tier, and is asked for victims. Policies are deterministic.
 
+mod arc;
+mod clock;
 mod cycle;
+mod fifo;
+mod lfu;
+mod lirs;
 mod lru;
+mod mru;
 pub mod opt;
 mod plan;
+mod queues;
+mod random;
+mod s3fifo;
+mod sieve;
+mod sketch;
+#[cfg(test)]
+mod tests;
+mod two_q;
+mod wtinylfu;
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, closest};
 use crate::ids::{PageId, SegmentId};
 
 pub use lru::LruPolicy;
@@ -111,6 +126,10 @@ pub trait Policy: Send + fmt::Debug {
 }
 
 /// The policies a runtime can be opened with.
+///
+/// `Plan` is for programs whose order of use is known or repeats. The others order pages by what was used, and fill
+/// nothing ahead except on a hint. `c` is the number of frames of the device tier. Each takes a few steps for a use and
+/// for a victim, however many pages there are, and allocates nothing for a hit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PolicyKind {
@@ -119,17 +138,103 @@ pub enum PolicyKind {
     /// Follows a declared or recognised order of use; least recently used where there is none.
     #[default]
     Plan,
+    /// First in, first out: the page that came longest ago goes.
+    ///
+    /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
+    Fifo,
+    /// Second chance: first in, first out, but a page that was used since it was last considered is passed over. One
+    /// reference bit a page, not set by the use that brings the page.
+    ///
+    /// F. J. Corbato, "A paging experiment with the Multics system", MIT Project MAC report MAC-M-384, 1968.
+    Clock,
+    /// Least frequently used, with ageing: the page with the fewest uses since it came goes, of several the one that has
+    /// had its count for longest. Counts end at 63, and are halved after `max(10 c, 4096)` uses.
+    ///
+    /// K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme", 2010; ageing:
+    /// J. T. Robinson and M. V. Devarakonda, "Data cache management using frequency-based replacement", SIGMETRICS 1990.
+    Lfu,
+    /// A hand goes from the oldest page to the newest, passes over what was used since it last came by, and evicts the
+    /// first that was not. No parameters.
+    ///
+    /// Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson and K. V. Rashmi, "SIEVE is simpler than LRU: an efficient turn-key
+    /// eviction algorithm for web caches", NSDI 2024.
+    Sieve,
+    /// A small queue for new pages (`c/10`), a main one (the rest) and a memory of those that left the small one
+    /// (`9c/10`). Two uses in the small queue lead to the main one. The variant of libCacheSim 0.3: pages leave from the
+    /// small queue unless the main one is larger than its share, and until pages had to leave for the first time what the
+    /// small queue has no room for goes to the main one.
+    ///
+    /// J. Yang, Y. Zhang, Z. Qiu, Y. Yue and K. V. Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023.
+    S3Fifo,
+    /// New pages pass through a queue (`Kin = c/4`), and come to the main one, least recently used, when they are wanted
+    /// again while they are remembered (`Kout = c/2`).
+    ///
+    /// T. Johnson and D. Shasha, "2Q: a low overhead high performance buffer management replacement algorithm", VLDB
+    /// 1994, the full version.
+    TwoQ,
+    /// Balances pages used once and pages used again by what it is sorry to have evicted; remembers `c` pages. No
+    /// parameters.
+    ///
+    /// N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
+    Arc,
+    /// Keeps pages whose last two uses were near each other; the others share `max(c/100, 1)` frames. Remembers pages as
+    /// long as its stack has `2c` at most.
+    ///
+    /// S. Jiang and X. Zhang, "LIRS: an efficient low inter-reference recency set replacement policy to improve buffer
+    /// cache performance", SIGMETRICS 2002.
+    Lirs,
+    /// A window for new pages (`max(c/100, 1)`), and a segmented LRU, four fifths of it protected, into which those come
+    /// that were used more often than what goes for them. Uses are counted in a sketch of four rows of four-bit counters
+    /// with conservative update, halved after `10 c` uses; no doorkeeper, and the window's size is fixed.
+    ///
+    /// G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on
+    /// Storage 13(4), 2017.
+    WTinyLfu,
+    /// Most recently used goes first. No parameters.
+    ///
+    /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems", VLDB
+    /// 1985.
+    Mru,
+    /// A random page goes. The seed is fixed: the same uses have the same victims in every run.
+    ///
+    /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
+    Random,
 }
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Lru, Self::Plan];
+    pub const ALL: [Self; 13] = [
+        Self::Lru,
+        Self::Plan,
+        Self::Fifo,
+        Self::Clock,
+        Self::Lfu,
+        Self::Sieve,
+        Self::S3Fifo,
+        Self::TwoQ,
+        Self::Arc,
+        Self::Lirs,
+        Self::WTinyLfu,
+        Self::Mru,
+        Self::Random,
+    ];
 
     /// The name users select it by.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Lru => "lru",
             Self::Plan => "plan",
+            Self::Fifo => "fifo",
+            Self::Clock => "clock",
+            Self::Lfu => "lfu",
+            Self::Sieve => "sieve",
+            Self::S3Fifo => "s3fifo",
+            Self::TwoQ => "2q",
+            Self::Arc => "arc",
+            Self::Lirs => "lirs",
+            Self::WTinyLfu => "wtinylfu",
+            Self::Mru => "mru",
+            Self::Random => "random",
         }
     }
 
@@ -138,6 +243,17 @@ impl PolicyKind {
         match self {
             Self::Lru => Box::new(LruPolicy::new()),
             Self::Plan => Box::new(PlanPolicy::new()),
+            Self::Fifo => Box::<fifo::FifoPolicy>::default(),
+            Self::Clock => Box::<clock::ClockPolicy>::default(),
+            Self::Lfu => Box::<lfu::LfuPolicy>::default(),
+            Self::Sieve => Box::<sieve::SievePolicy>::default(),
+            Self::S3Fifo => Box::<s3fifo::S3FifoPolicy>::default(),
+            Self::TwoQ => Box::<two_q::TwoQPolicy>::default(),
+            Self::Arc => Box::<arc::ArcPolicy>::default(),
+            Self::Lirs => Box::<lirs::LirsPolicy>::default(),
+            Self::WTinyLfu => Box::<wtinylfu::WTinyLfuPolicy>::default(),
+            Self::Mru => Box::<mru::MruPolicy>::default(),
+            Self::Random => Box::<random::RandomPolicy>::default(),
         }
     }
 }
@@ -153,9 +269,12 @@ impl FromStr for PolicyKind {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::new(ErrorKind::InvalidArgument, format!("policy {text:?} does not exist"))
-                .remedy(format!("choose one of: {names}"))
+            let names = Self::ALL.map(Self::name);
+            let remedy = match closest(text, names) {
+                Some(name) => format!("the closest name is {name}; choose one of: {}", names.join(", ")),
+                None => format!("choose one of: {}", names.join(", ")),
+            };
+            Error::new(ErrorKind::InvalidArgument, format!("policy {text:?} does not exist")).remedy(remedy)
         })
     }
 }

@@ -68,8 +68,9 @@ impl Trace {
     }
 }
 
-/// Hits of MIN on `order` with `frames` frames. O(n log frames).
-fn min_hits(order: &[u32], frames: usize) -> u64 {
+/// Uses of `order` that MIN finds resident with `frames` frames, every missing page being brought in at its use: of all
+/// policies that know only a page at a time, none has more. Pages go by numbers. Takes O(n log frames) steps for `n` uses.
+pub fn min_hits(order: &[u32], frames: usize) -> u64 {
     const NEVER: usize = usize::MAX;
     if frames == 0 {
         return 0;

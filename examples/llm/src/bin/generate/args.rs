@@ -43,7 +43,8 @@ pub struct Args {
     /// Bytes of a page: a power of two. Default: 2MiB, less where the device budget is small.
     #[arg(long)]
     pub page_size: Option<Bytes>,
-    /// Which page goes when a frame is needed: lru or plan.
+    /// Which page goes when a frame is needed: plan (follows the order of use), lru, fifo, clock, lfu, sieve, s3fifo, 2q,
+    /// arc, lirs, wtinylfu, mru or random.
     #[arg(long, default_value = "plan")]
     pub policy: PolicyKind,
     /// How far ahead of use pages are filled: auto, off, or a size.

@@ -1,0 +1,177 @@
+//! Doubly linked lists through an array by page number.
+
+use super::numbers::{PageNumbers, fit};
+
+/// A list's end.
+pub(super) const NONE: u32 = u32::MAX;
+/// In no list.
+const ABSENT: u32 = u32::MAX - 1;
+const _: () = assert!(PageNumbers::LIMIT <= ABSENT);
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    before: u32,
+    after: u32,
+}
+
+const UNLINKED: Link = Link { before: ABSENT, after: ABSENT };
+
+/// A list's ends and length. Which lists there are is their owner's business, and so is naming the right one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct List {
+    pub(super) first: u32,
+    pub(super) last: u32,
+    pub(super) len: u32,
+}
+
+impl List {
+    pub(super) const EMPTY: Self = Self { first: NONE, last: NONE, len: 0 };
+
+    pub(super) fn first(&self) -> Option<u32> {
+        (self.first != NONE).then_some(self.first)
+    }
+}
+
+/// The links of any number of lists, as long as no page is in two of them. 8 bytes for each page that exists, whether in
+/// a list or not.
+///
+/// A number is below the length that was [fitted](Self::fit) last.
+#[derive(Debug, Default)]
+pub(super) struct Links(Vec<Link>);
+
+impl Links {
+    /// Pages have numbers below `len` from now on. Those that have none any more were removed before.
+    pub(super) fn fit(&mut self, len: usize) {
+        fit(&mut self.0, len, UNLINKED);
+    }
+
+    /// Whether the page is in any list.
+    pub(super) fn present(&self, number: u32) -> bool {
+        self.0[number as usize].before != ABSENT
+    }
+
+    /// The page behind this one, which is in a list.
+    pub(super) fn after(&self, number: u32) -> Option<u32> {
+        Some(self.0[number as usize].after).filter(|after| *after != NONE)
+    }
+
+    /// Takes a page out of the list it is in.
+    pub(super) fn remove(&mut self, list: &mut List, number: u32) {
+        let Link { before, after } = std::mem::replace(&mut self.0[number as usize], UNLINKED);
+        match before {
+            NONE => list.first = after,
+            before => self.0[before as usize].after = after,
+        }
+        match after {
+            NONE => list.last = before,
+            after => self.0[after as usize].before = before,
+        }
+        list.len -= 1;
+    }
+
+    /// Puts a page that is in no list behind all others.
+    pub(super) fn push_last(&mut self, list: &mut List, number: u32) {
+        self.0[number as usize] = Link { before: list.last, after: NONE };
+        match list.last {
+            NONE => list.first = number,
+            last => self.0[last as usize].after = number,
+        }
+        list.last = number;
+        list.len += 1;
+    }
+
+    /// Puts a page of this list behind all others of it.
+    pub(super) fn move_last(&mut self, list: &mut List, number: u32) {
+        if list.last != number {
+            self.remove(list, number);
+            self.push_last(list, number);
+        }
+    }
+
+    /// Puts a page that is in no list before all others.
+    pub(super) fn push_first(&mut self, list: &mut List, number: u32) {
+        self.0[number as usize] = Link { before: NONE, after: list.first };
+        match list.first {
+            NONE => list.last = number,
+            first => self.0[first as usize].before = number,
+        }
+        list.first = number;
+        list.len += 1;
+    }
+
+    /// Puts all of `other` behind all of `list`; `other` is empty then. Whatever the lengths, it takes a few steps.
+    pub(super) fn append(&mut self, list: &mut List, other: &mut List) {
+        if other.len == 0 {
+            return;
+        }
+        match list.last {
+            NONE => list.first = other.first,
+            last => self.0[last as usize].after = other.first,
+        }
+        self.0[other.first as usize].before = list.last;
+        list.last = other.last;
+        list.len += other.len;
+        *other = List::EMPTY;
+    }
+
+    /// The pages of a list, first to last.
+    pub(super) fn numbers(&self, list: &List) -> impl Iterator<Item = u32> {
+        std::iter::successors(list.first(), move |number| self.after(*number))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+
+    /// Three lists against queues that are searched.
+    #[test]
+    fn do_what_queues_would() {
+        let mut links = Links::default();
+        links.fit(40);
+        let mut lists = [List::EMPTY; 3];
+        let mut model: [VecDeque<u32>; 3] = Default::default();
+        let mut x = 1u32;
+        for _ in 0..20_000 {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let (number, to) = ((x >> 8) % 40, (x >> 16) as usize % 3);
+            let at = (0..3).find(|at| model[*at].contains(&number));
+            assert_eq!(links.present(number), at.is_some());
+            if let Some(at) = at
+                && x >> 28 == 13
+            {
+                links.move_last(&mut lists[at], number);
+                model[at].retain(|other| *other != number);
+                model[at].push_back(number);
+                continue;
+            }
+            if let Some(at) = at {
+                links.remove(&mut lists[at], number);
+                model[at].retain(|other| *other != number);
+            }
+            match x >> 28 {
+                0..6 => {
+                    links.push_last(&mut lists[to], number);
+                    model[to].push_back(number);
+                }
+                6..12 => {
+                    links.push_first(&mut lists[to], number);
+                    model[to].push_front(number);
+                }
+                12 => {
+                    let [first, second, _] = &mut lists;
+                    links.append(first, second);
+                    let moved = std::mem::take(&mut model[1]);
+                    model[0].extend(moved);
+                }
+                _ => {}
+            }
+            for (list, model) in lists.iter().zip(&model) {
+                assert_eq!(links.numbers(list).collect::<VecDeque<_>>(), *model);
+                assert_eq!((list.len as usize, list.first()), (model.len(), model.front().copied()));
+                assert_eq!(list.last, model.back().copied().unwrap_or(NONE));
+            }
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! Least frequently used, with ageing.
+
+use super::{Policy, Take, Want};
+use crate::ids::{PageId, SegmentId};
+use crate::pager::links::{Links, List};
+use crate::pager::numbers::{PageNumbers, fit};
+
+/// Evicts the page that was used least often since it came; of several, the one whose count is as it is for longest. A
+/// count is 63 at most. After ten times as many uses as there are frames, 4096 at least, all counts are halved, so that
+/// what was used often once does not stay for ever.
+///
+/// One queue for each count, as in K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache
+/// eviction scheme", 2010. Halving is the ageing of J. T. Robinson and M. V. Devarakonda, "Data cache management using
+/// frequency-based replacement", SIGMETRICS 1990; it takes the same few steps whatever the number of pages. A page that
+/// was filled ahead has the count 1 too, and its first use is the one it was filled for. 12 bytes a page.
+#[derive(Debug)]
+pub(super) struct LfuPolicy {
+    numbers: PageNumbers,
+    links: Links,
+    /// By page: its count when it was last used; [`PENDING`]; and, from bit [`AGE_SHIFT`] on, how often counts had been
+    /// halved then.
+    state: Vec<u32>,
+    /// By count, those that have had it for longest first.
+    lists: [List; COUNTS],
+    /// A bit for each list that is not empty.
+    used: u64,
+    held: List,
+    age: u32,
+    uses: u64,
+    period: u64,
+}
+
+const COUNTS: usize = 64;
+/// Of a resident page: it was filled ahead and not used yet. Of another: it was missed, and comes.
+const PENDING: u32 = COUNTS as u32;
+const COUNT: u32 = COUNTS as u32 - 1;
+const AGE_SHIFT: u32 = 7;
+const AGE_MAX: u32 = u32::MAX >> AGE_SHIFT;
+const PERIOD_MIN: u64 = 4096;
+
+impl Default for LfuPolicy {
+    fn default() -> Self {
+        Self {
+            numbers: PageNumbers::default(),
+            links: Links::default(),
+            state: Vec::new(),
+            lists: [List::EMPTY; COUNTS],
+            used: 0,
+            held: List::EMPTY,
+            age: 0,
+            uses: 0,
+            period: PERIOD_MIN,
+        }
+    }
+}
+
+impl LfuPolicy {
+    fn fit(&mut self) {
+        let end = self.numbers.end();
+        self.links.fit(end);
+        fit(&mut self.state, end, 0);
+    }
+
+    /// The count of a resident page.
+    fn count(&self, number: u32) -> usize {
+        let state = self.state[number as usize];
+        let halved = self.age - (state >> AGE_SHIFT);
+        (state & COUNT).checked_shr(halved).unwrap_or(0) as usize
+    }
+
+    fn is_pending(&self, number: u32) -> bool {
+        self.state[number as usize] & PENDING != 0
+    }
+
+    fn unlink(&mut self, number: u32) {
+        let count = self.count(number);
+        self.links.remove(&mut self.lists[count], number);
+        if self.lists[count].len == 0 {
+            self.used &= !(1 << count);
+        }
+    }
+
+    /// Puts a page that is in no list behind the others that have this count. It is not pending then.
+    fn link(&mut self, number: u32, count: usize) {
+        self.links.push_last(&mut self.lists[count], number);
+        self.used |= 1 << count;
+        self.state[number as usize] = self.age << AGE_SHIFT | count as u32;
+    }
+
+    fn halve(&mut self) {
+        if self.age == AGE_MAX {
+            self.rejuvenate();
+        }
+        self.age += 1;
+        self.uses = 0;
+        for count in 1..COUNTS {
+            let mut list = std::mem::replace(&mut self.lists[count], List::EMPTY);
+            self.links.append(&mut self.lists[count / 2], &mut list);
+        }
+        self.used = (0..COUNTS).filter(|count| self.lists[*count].len > 0).fold(0, |bits, count| bits | 1 << count);
+    }
+
+    /// Ages are compared, so all begin again together. Once in 2^25 halvings this goes through all pages.
+    fn rejuvenate(&mut self) {
+        for number in 0..self.state.len() as u32 {
+            let pending = self.state[number as usize] & PENDING;
+            let count = if self.links.present(number) { self.count(number) as u32 } else { 0 };
+            self.state[number as usize] = count | pending;
+        }
+        self.age = 0;
+    }
+
+    /// The resident pages, the first to leave first.
+    fn resident(&self) -> impl Iterator<Item = PageId> {
+        let numbers = self.lists.iter().flat_map(|list| self.links.numbers(list));
+        numbers.map(|number| self.numbers.page(number))
+    }
+
+    fn offer_unchanged(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        for page in self.resident() {
+            match take(page) {
+                Take::Yes => return Some(page),
+                Take::Skip => {}
+                Take::Stop => return None,
+            }
+        }
+        None
+    }
+
+    /// Offers pages; those that are not taken are linked in `held`.
+    fn offer(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        while self.used != 0 {
+            let number = self.lists[self.used.trailing_zeros() as usize].first()?;
+            let page = self.numbers.page(number);
+            match take(page) {
+                Take::Yes => return Some(page),
+                Take::Skip => {
+                    self.unlink(number);
+                    self.links.push_last(&mut self.held, number);
+                }
+                Take::Stop => return None,
+            }
+        }
+        None
+    }
+}
+
+impl Policy for LfuPolicy {
+    fn name(&self) -> &'static str {
+        "lfu"
+    }
+
+    fn resize(&mut self, frames: u32, _host_frames: u32, _lookahead: u32) {
+        self.period = (10 * u64::from(frames)).max(PERIOD_MIN);
+    }
+
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.numbers.add(segment, pages);
+        self.fit();
+    }
+
+    fn accessed(&mut self, page: PageId) {
+        let Some(number) = self.numbers.number(page) else { return };
+        self.uses += 1;
+        if self.uses >= self.period {
+            self.halve();
+        }
+        match (self.links.present(number), self.is_pending(number)) {
+            (true, false) => {
+                let count = self.count(number);
+                self.unlink(number);
+                self.link(number, (count + 1).min(COUNTS - 1));
+            }
+            (true, true) => self.state[number as usize] &= !PENDING,
+            (false, _) => self.state[number as usize] |= PENDING,
+        }
+    }
+
+    fn inserted(&mut self, page: PageId) {
+        let Some(number) = self.numbers.number(page) else { return };
+        if self.links.present(number) {
+            return;
+        }
+        let wanted = self.is_pending(number);
+        self.link(number, 1);
+        if !wanted {
+            self.state[number as usize] |= PENDING;
+        }
+    }
+
+    fn removed(&mut self, page: PageId) {
+        let Some(number) = self.numbers.number(page) else { return };
+        if self.links.present(number) {
+            self.unlink(number);
+        }
+        self.state[number as usize] = 0;
+    }
+
+    fn forget(&mut self, segment: SegmentId) {
+        for number in self.numbers.of_segment(segment) {
+            if self.links.present(number as u32) {
+                self.unlink(number as u32);
+            }
+            self.state[number] = 0;
+        }
+        self.numbers.remove(segment);
+        self.fit();
+    }
+
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        if want == Want::Memory {
+            return self.offer_unchanged(take);
+        }
+        let taken = self.offer(take);
+        while let Some(number) = self.held.first() {
+            let (count, pending) = (self.count(number), self.state[number as usize] & PENDING);
+            self.links.remove(&mut self.held, number);
+            self.link(number, count);
+            self.state[number as usize] |= pending;
+        }
+        taken
+    }
+
+    fn tracked(&self) -> Vec<PageId> {
+        self.resident().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::PageIndex;
+
+    /// Where ages begin again, every page keeps its count and its place.
+    #[test]
+    fn ages_begin_again_without_a_trace() {
+        let page = |index| PageId { segment: SegmentId(0), index: PageIndex(index) };
+        let run = |age: u32| {
+            let mut policy = LfuPolicy { age, ..LfuPolicy::default() };
+            policy.segment(SegmentId(0), 8);
+            let mut x = 1u32;
+            let mut orders = Vec::new();
+            for step in 0..3_000u32 {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let index = (x >> 8) % (1 + (x >> 24) % 8);
+                policy.accessed(page(index));
+                if x >> 29 == 0 {
+                    policy.removed(page(index))
+                } else {
+                    policy.inserted(page(index))
+                }
+                if step % 300 == 299 {
+                    policy.halve();
+                }
+                orders.push(policy.tracked());
+            }
+            (orders, policy.age)
+        };
+        let (young, age) = run(0);
+        assert_eq!(age, 10);
+        let (old, age) = run(AGE_MAX - 4);
+        assert_eq!(age, 6, "they have begun again");
+        assert_eq!(young, old);
+    }
+}

@@ -1,0 +1,839 @@
+//! Every policy against a slow version of it that was written from its paper, and what the pager may expect of all.
+
+use std::collections::{BTreeSet, HashMap};
+
+use proptest::prelude::*;
+
+use super::sketch::Sketch;
+use super::{Policy, PolicyKind, Take, Want};
+use crate::ids::{PageId, PageIndex, SegmentId};
+
+fn page(number: u32) -> PageId {
+    PageId { segment: SegmentId(0), index: PageIndex(number) }
+}
+
+/// A cache that brings in what is missed, written so that it can be seen to be right. Returns what it evicts for a use.
+trait Model {
+    fn has(&self, page: u32) -> bool;
+    /// The page is there.
+    fn hit(&mut self, page: u32);
+    /// It is not, and is afterwards.
+    fn miss(&mut self, page: u32) -> Option<u32>;
+}
+
+fn take(list: &mut Vec<u32>, page: u32) -> bool {
+    let at = list.iter().position(|other| *other == page);
+    at.map(|at| list.remove(at)).is_some()
+}
+
+/// Least and most recently used, and first in first out: oldest first.
+struct Line {
+    frames: usize,
+    line: Vec<u32>,
+    touched: bool,
+    newest_goes: bool,
+}
+
+impl Model for Line {
+    fn has(&self, page: u32) -> bool {
+        self.line.contains(&page)
+    }
+    fn hit(&mut self, page: u32) {
+        if self.touched {
+            take(&mut self.line, page);
+            self.line.push(page);
+        }
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let full = self.line.len() == self.frames;
+        let victim = full.then(|| self.line.remove(if self.newest_goes { self.line.len() - 1 } else { 0 }));
+        self.line.push(page);
+        victim
+    }
+}
+
+/// Frames in a ring, and a hand.
+struct Ring {
+    frames: usize,
+    ring: Vec<(u32, bool)>,
+    hand: usize,
+}
+
+impl Model for Ring {
+    fn has(&self, page: u32) -> bool {
+        self.ring.iter().any(|(other, _)| *other == page)
+    }
+    fn hit(&mut self, page: u32) {
+        self.ring.iter_mut().filter(|(other, _)| *other == page).for_each(|(_, used)| *used = true);
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        if self.ring.len() < self.frames {
+            self.ring.push((page, false));
+            return None;
+        }
+        while self.ring[self.hand].1 {
+            self.ring[self.hand].1 = false;
+            self.hand = (self.hand + 1) % self.frames;
+        }
+        let (victim, _) = std::mem::replace(&mut self.ring[self.hand], (page, false));
+        self.hand = (self.hand + 1) % self.frames;
+        Some(victim)
+    }
+}
+
+/// The algorithm of the NSDI paper; the newest page first.
+struct SieveModel {
+    frames: usize,
+    queue: Vec<(u32, bool)>,
+    hand: Option<u32>,
+}
+
+impl Model for SieveModel {
+    fn has(&self, page: u32) -> bool {
+        self.queue.iter().any(|(other, _)| *other == page)
+    }
+    fn hit(&mut self, page: u32) {
+        self.queue.iter_mut().filter(|(other, _)| *other == page).for_each(|(_, visited)| *visited = true);
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let mut victim = None;
+        if self.queue.len() == self.frames {
+            let tail = self.queue.len() - 1;
+            let mut at =
+                self.hand.and_then(|hand| self.queue.iter().position(|(page, _)| *page == hand)).unwrap_or(tail);
+            while self.queue[at].1 {
+                self.queue[at].1 = false;
+                at = at.checked_sub(1).unwrap_or(tail);
+            }
+            self.hand = at.checked_sub(1).map(|before| self.queue[before].0);
+            victim = Some(self.queue.remove(at).0);
+        }
+        self.queue.insert(0, (page, false));
+        victim
+    }
+}
+
+/// Each page's count, and since when it has it.
+struct LfuModel {
+    frames: usize,
+    pages: Vec<(u32, u32, u64)>,
+    now: u64,
+    uses: usize,
+}
+
+impl LfuModel {
+    fn used(&mut self) {
+        self.now += 1;
+        self.uses += 1;
+        if self.uses == (10 * self.frames).max(4096) {
+            self.uses = 0;
+            self.pages.sort_by_key(|(_, count, since)| (*count, *since));
+            for (_, count, since) in &mut self.pages {
+                *count /= 2;
+                *since = self.now;
+                self.now += 1;
+            }
+        }
+    }
+}
+
+impl Model for LfuModel {
+    fn has(&self, page: u32) -> bool {
+        self.pages.iter().any(|(other, ..)| *other == page)
+    }
+    fn hit(&mut self, page: u32) {
+        self.used();
+        for (_, count, since) in self.pages.iter_mut().filter(|(other, ..)| *other == page) {
+            (*count, *since) = ((*count + 1).min(63), self.now);
+        }
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        self.used();
+        let mut victim = None;
+        if self.pages.len() == self.frames {
+            victim = self.pages.iter().min_by_key(|(_, count, since)| (*count, *since)).map(|(page, ..)| *page);
+            self.pages.retain(|(page, ..)| Some(*page) != victim);
+        }
+        self.pages.push((page, 1, self.now));
+        victim
+    }
+}
+
+/// The paper's full version; oldest first.
+#[derive(Default)]
+struct TwoQModel {
+    frames: usize,
+    a1in: Vec<u32>,
+    a1out: Vec<u32>,
+    am: Vec<u32>,
+}
+
+impl Model for TwoQModel {
+    fn has(&self, page: u32) -> bool {
+        self.a1in.contains(&page) || self.am.contains(&page)
+    }
+    fn hit(&mut self, page: u32) {
+        if take(&mut self.am, page) {
+            self.am.push(page);
+        }
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let (k_in, k_out) = ((self.frames / 4).max(1), (self.frames / 2).max(1));
+        let remembered = take(&mut self.a1out, page);
+        let mut victim = None;
+        if self.a1in.len() + self.am.len() == self.frames {
+            if self.a1in.len() > k_in || self.am.is_empty() {
+                let old = self.a1in.remove(0);
+                self.a1out.push(old);
+                if self.a1out.len() > k_out {
+                    self.a1out.remove(0);
+                }
+                victim = Some(old);
+            } else {
+                victim = Some(self.am.remove(0));
+            }
+        }
+        if remembered {
+            self.am.push(page)
+        } else {
+            self.a1in.push(page)
+        }
+        victim
+    }
+}
+
+/// The paper's algorithm with the two changes that the policy names; oldest first.
+#[derive(Default)]
+struct S3FifoModel {
+    frames: usize,
+    small: Vec<(u32, u32)>,
+    main: Vec<(u32, u32)>,
+    ghost: Vec<u32>,
+    evicted: bool,
+}
+
+impl S3FifoModel {
+    fn share(&self) -> usize {
+        (self.frames / 10).max(1)
+    }
+    fn evict_small(&mut self) -> Option<u32> {
+        while !self.small.is_empty() {
+            let (page, uses) = self.small.remove(0);
+            if uses > 1 {
+                self.main.push((page, 0));
+                continue;
+            }
+            self.ghost.push(page);
+            if self.ghost.len() > self.frames * 9 / 10 {
+                self.ghost.remove(0);
+            }
+            return Some(page);
+        }
+        None
+    }
+    fn evict_main(&mut self) -> Option<u32> {
+        while !self.main.is_empty() {
+            let (page, uses) = self.main.remove(0);
+            if uses == 0 {
+                return Some(page);
+            }
+            self.main.push((page, uses.min(3) - 1));
+        }
+        None
+    }
+}
+
+impl Model for S3FifoModel {
+    fn has(&self, page: u32) -> bool {
+        self.small.iter().chain(&self.main).any(|(other, _)| *other == page)
+    }
+    fn hit(&mut self, page: u32) {
+        for (_, uses) in self.small.iter_mut().chain(&mut self.main).filter(|(other, _)| *other == page) {
+            *uses += 1;
+        }
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let remembered = take(&mut self.ghost, page);
+        let mut victim = None;
+        if self.small.len() + self.main.len() == self.frames {
+            self.evicted = true;
+            let from_main = self.main.len() > self.frames - self.share();
+            victim = if from_main { None } else { self.evict_small() };
+            victim = victim.or_else(|| self.evict_main());
+        }
+        let spare = !self.evicted && self.small.len() >= self.share();
+        if remembered || spare {
+            self.main.push((page, 0))
+        } else {
+            self.small.push((page, 0))
+        }
+        victim
+    }
+}
+
+/// The four cases of the paper; least recently used first.
+#[derive(Default)]
+struct ArcModel {
+    c: usize,
+    p: f64,
+    t1: Vec<u32>,
+    t2: Vec<u32>,
+    b1: Vec<u32>,
+    b2: Vec<u32>,
+}
+
+impl ArcModel {
+    fn replace(&mut self, page: u32) -> u32 {
+        let t1 = self.t1.len() as f64;
+        if !self.t1.is_empty() && (t1 > self.p || self.b2.contains(&page) && t1 == self.p) || self.t2.is_empty() {
+            let old = self.t1.remove(0);
+            self.b1.push(old);
+            old
+        } else {
+            let old = self.t2.remove(0);
+            self.b2.push(old);
+            old
+        }
+    }
+    fn full(&self) -> bool {
+        self.t1.len() + self.t2.len() == self.c
+    }
+}
+
+impl Model for ArcModel {
+    fn has(&self, page: u32) -> bool {
+        self.t1.contains(&page) || self.t2.contains(&page)
+    }
+    fn hit(&mut self, page: u32) {
+        let _ = take(&mut self.t1, page) || take(&mut self.t2, page);
+        self.t2.push(page);
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let (b1, b2) = (self.b1.len() as f64, self.b2.len() as f64);
+        if self.b1.contains(&page) || self.b2.contains(&page) {
+            if self.b1.contains(&page) {
+                let delta = if b1 >= b2 { 1.0 } else { b2 / b1 };
+                self.p = (self.p + delta).min(self.c as f64);
+            } else {
+                let delta = if b2 >= b1 { 1.0 } else { b1 / b2 };
+                self.p = (self.p - delta).max(0.0);
+            }
+            // Pages only leave for others here, so a page with ghosts has a full cache.
+            let victim = self.replace(page);
+            let _ = take(&mut self.b1, page) || take(&mut self.b2, page);
+            self.t2.push(page);
+            return Some(victim);
+        }
+        let (l1, l2) = (self.t1.len() + self.b1.len(), self.t2.len() + self.b2.len());
+        let mut victim = None;
+        if l1 == self.c {
+            if self.t1.len() < self.c {
+                self.b1.remove(0);
+                victim = Some(self.replace(page));
+            } else {
+                victim = Some(self.t1.remove(0));
+            }
+        } else if l1 + l2 >= self.c {
+            if l1 + l2 == 2 * self.c {
+                self.b2.remove(0);
+            }
+            victim = self.full().then(|| self.replace(page));
+        }
+        self.t1.push(page);
+        victim
+    }
+}
+
+/// Stack and queue as in the paper; the bottom and the front first. What left and is in the stack, in that order, in
+/// `left`.
+#[derive(Default)]
+struct LirsModel {
+    frames: usize,
+    stack: Vec<u32>,
+    queue: Vec<u32>,
+    lir: BTreeSet<u32>,
+    left: Vec<u32>,
+}
+
+impl LirsModel {
+    fn lir_max(&self) -> usize {
+        self.frames - (self.frames / 100).max(1)
+    }
+    fn prune(&mut self) {
+        while self.stack.first().is_some_and(|bottom| !self.lir.contains(bottom)) {
+            let bottom = self.stack.remove(0);
+            take(&mut self.left, bottom);
+        }
+    }
+    fn make_lir(&mut self, page: u32) {
+        take(&mut self.stack, page);
+        self.stack.push(page);
+        self.lir.insert(page);
+        if self.lir.len() > self.lir_max() {
+            let at = self.stack.iter().position(|page| self.lir.contains(page)).unwrap();
+            let bottom = self.stack.remove(at);
+            self.lir.remove(&bottom);
+            self.queue.push(bottom);
+        }
+        self.prune();
+    }
+    fn limit(&mut self) {
+        while self.stack.len() > 2 * self.frames && !self.left.is_empty() {
+            let oldest = self.left.remove(0);
+            take(&mut self.stack, oldest);
+        }
+    }
+}
+
+impl Model for LirsModel {
+    fn has(&self, page: u32) -> bool {
+        self.lir.contains(&page) || self.queue.contains(&page)
+    }
+    fn hit(&mut self, page: u32) {
+        let stacked = take(&mut self.stack, page);
+        self.stack.push(page);
+        if !self.lir.contains(&page) {
+            take(&mut self.queue, page);
+            if stacked { self.make_lir(page) } else { self.queue.push(page) }
+        }
+        self.prune();
+        self.limit();
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        let stacked = take(&mut self.stack, page);
+        take(&mut self.left, page);
+        let mut victim = None;
+        if self.lir.len() + self.queue.len() == self.frames {
+            let front = self.queue.remove(0);
+            if self.stack.contains(&front) {
+                self.left.push(front);
+            }
+            victim = Some(front);
+        }
+        if stacked || self.lir.len() < self.lir_max() {
+            self.make_lir(page);
+        } else {
+            self.stack.push(page);
+            self.queue.push(page);
+            self.prune();
+        }
+        self.limit();
+        victim
+    }
+}
+
+/// Window and segments, least recently used first. How often pages were used it asks of the same sketch, which has tests
+/// of its own.
+struct WTinyLfuModel {
+    frames: usize,
+    window: Vec<u32>,
+    probation: Vec<u32>,
+    protected: Vec<u32>,
+    sketch: Sketch,
+}
+
+impl WTinyLfuModel {
+    fn window_max(&self) -> usize {
+        (self.frames / 100).max(1)
+    }
+}
+
+impl Model for WTinyLfuModel {
+    fn has(&self, page: u32) -> bool {
+        [&self.window, &self.probation, &self.protected].iter().any(|list| list.contains(&page))
+    }
+    fn hit(&mut self, page: u32) {
+        self.sketch.count(page);
+        if take(&mut self.window, page) {
+            self.window.push(page);
+            return;
+        }
+        let _ = take(&mut self.probation, page) || take(&mut self.protected, page);
+        self.protected.push(page);
+        if self.protected.len() > (self.frames - self.window_max()) * 4 / 5 {
+            let demoted = self.protected.remove(0);
+            self.probation.push(demoted);
+        }
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        self.sketch.count(page);
+        let full = self.window.len() + self.probation.len() + self.protected.len() == self.frames;
+        self.window.push(page);
+        if self.window.len() <= self.window_max() {
+            return None;
+        }
+        let candidate = self.window.remove(0);
+        if !full {
+            self.probation.push(candidate);
+            return None;
+        }
+        let main = if self.probation.is_empty() { &mut self.protected } else { &mut self.probation };
+        if main.is_empty() || self.sketch.estimate(candidate) <= self.sketch.estimate(main[0]) {
+            return Some(candidate);
+        }
+        let victim = main.remove(0);
+        self.probation.push(candidate);
+        Some(victim)
+    }
+}
+
+fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
+    let line = |touched, newest_goes| Box::new(Line { frames, line: Vec::new(), touched, newest_goes });
+    match kind {
+        PolicyKind::Lru => line(true, false),
+        PolicyKind::Fifo => line(false, false),
+        PolicyKind::Mru => line(true, true),
+        PolicyKind::Clock => Box::new(Ring { frames, ring: Vec::new(), hand: 0 }),
+        PolicyKind::Sieve => Box::new(SieveModel { frames, queue: Vec::new(), hand: None }),
+        PolicyKind::Lfu => Box::new(LfuModel { frames, pages: Vec::new(), now: 0, uses: 0 }),
+        PolicyKind::TwoQ => Box::new(TwoQModel { frames, ..TwoQModel::default() }),
+        PolicyKind::S3Fifo => Box::new(S3FifoModel { frames, ..S3FifoModel::default() }),
+        PolicyKind::Arc => Box::new(ArcModel { c: frames, ..ArcModel::default() }),
+        PolicyKind::Lirs => Box::new(LirsModel { frames, ..LirsModel::default() }),
+        PolicyKind::WTinyLfu => {
+            let mut sketch = Sketch::default();
+            sketch.reset(frames as u32);
+            let (window, probation, protected) = (Vec::new(), Vec::new(), Vec::new());
+            Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
+        }
+        // A plan's victims are compared where the plan is; a random page has no order.
+        PolicyKind::Plan | PolicyKind::Random => unreachable!("{kind} has no model"),
+    }
+}
+
+fn demand(policy: &mut dyn Policy) -> Option<u32> {
+    policy.victim(Want::Demand, &mut |_| Take::Yes).map(|page| page.index.0)
+}
+
+fn compare(kind: PolicyKind, frames: usize, uses: &[u32]) -> Result<(), TestCaseError> {
+    let mut model = model(kind, frames);
+    let mut policy = kind.build();
+    policy.resize(frames as u32, 0, 0);
+    policy.segment(SegmentId(0), uses.iter().max().map_or(1, |last| last + 1));
+    let mut resident = BTreeSet::new();
+    for (at, number) in uses.iter().copied().enumerate() {
+        policy.accessed(page(number));
+        prop_assert_eq!(resident.contains(&number), model.has(number), "{} at use {} of page {}", kind, at, number);
+        if resident.contains(&number) {
+            model.hit(number);
+            continue;
+        }
+        let mut victim = None;
+        if resident.len() == frames {
+            victim = demand(&mut *policy);
+            if let Some(victim) = victim {
+                prop_assert!(resident.remove(&victim), "{} at use {}: {} is not there", kind, at, victim);
+                policy.removed(page(victim));
+            }
+        }
+        policy.inserted(page(number));
+        resident.insert(number);
+        prop_assert_eq!(victim, model.miss(number), "{} at use {} of page {}", kind, at, number);
+    }
+    Ok(())
+}
+
+/// Few pages often, all of them now and then, and runs.
+fn trace(pages: u32, len: usize) -> impl Strategy<Value = Vec<u32>> {
+    let few = (pages / 8).max(1);
+    let one = prop_oneof![4 => 0..few, 3 => 0..pages, 1 => few..pages.max(few + 1)];
+    let part = prop_oneof![
+        6 => one.prop_map(|page| vec![page]),
+        1 => (0..pages, 1..pages.max(2) / 2 + 2).prop_map(move |(from, run)| (from..from + run).map(|n| n % pages).collect()),
+    ];
+    prop::collection::vec(part, 0..len).prop_map(|parts| parts.concat())
+}
+
+/// Each policy by itself, so that all that are wrong are told.
+macro_rules! victims_are_those_of_the_paper {
+    ($($name:ident $kind:ident)*) => {$(
+        mod $name {
+            use super::*;
+
+            proptest! {
+                #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(128) })]
+
+                #[test]
+                fn with_few_frames(
+                    (frames, uses) in (1usize..24, 2u32..60)
+                        .prop_flat_map(|(frames, pages)| (Just(frames), trace(pages, 300)))
+                ) {
+                    compare(PolicyKind::$kind, frames, &uses)?;
+                }
+            }
+
+            proptest! {
+                #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
+
+                /// Enough for a hundredth to be more than one page, and for ageing.
+                #[test]
+                fn with_many_frames(
+                    (frames, uses) in (150usize..420)
+                        .prop_flat_map(|frames| (Just(frames), trace(3 * frames as u32, 700)))
+                ) {
+                    compare(PolicyKind::$kind, frames, &uses)?;
+                }
+            }
+        }
+    )*};
+}
+
+victims_are_those_of_the_paper! {
+    lru Lru
+    fifo Fifo
+    clock Clock
+    lfu Lfu
+    sieve Sieve
+    s3fifo S3Fifo
+    two_q TwoQ
+    arc Arc
+    lirs Lirs
+    wtinylfu WTinyLfu
+    mru Mru
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Use(u32),
+    Come(u32),
+    Go(u32),
+    /// A search that skips pages whose bit is set, and stops after so many offers.
+    Search(Want, u64, usize),
+    Forget(u32),
+    Resize(u32),
+}
+
+const SEGMENT_PAGES: u32 = 16;
+
+fn event() -> impl Strategy<Value = Event> {
+    let page = 0..3 * SEGMENT_PAGES;
+    let want = prop_oneof![Just(Want::Demand), Just(Want::Room), Just(Want::Memory), Just(Want::Reserve),];
+    prop_oneof![
+        6 => page.clone().prop_map(Event::Use),
+        4 => page.clone().prop_map(Event::Come),
+        2 => page.prop_map(Event::Go),
+        4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10]).prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
+        1 => (0u32..3).prop_map(Event::Forget),
+        1 => (1u32..40).prop_map(Event::Resize),
+    ]
+}
+
+/// The contract of [`Policy`], whatever happens: no plain cache, but uses without comings, comings without uses, skipped
+/// offers, pages that go unasked, segments that are forgotten.
+fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCaseError> {
+    let page =
+        |number: u32| PageId { segment: SegmentId(number / SEGMENT_PAGES), index: PageIndex(number % SEGMENT_PAGES) };
+    let mut policy = kind.build();
+    policy.resize(12, 0, 0);
+    (0..3).for_each(|segment| policy.segment(SegmentId(segment), SEGMENT_PAGES));
+    let mut resident = BTreeSet::new();
+    for event in events {
+        match *event {
+            Event::Use(number) => policy.accessed(page(number)),
+            Event::Come(number) => {
+                policy.inserted(page(number));
+                resident.insert(page(number));
+            }
+            Event::Go(number) => {
+                policy.removed(page(number));
+                resident.remove(&page(number));
+            }
+            Event::Search(want, skip, stop) => {
+                let mut offered = BTreeSet::new();
+                let mut twice = None;
+                let mut stopped = false;
+                let mut wanted = None;
+                let before = policy.tracked();
+                let found = policy.victim(want, &mut |offer| {
+                    if !offered.insert(offer) {
+                        twice = Some(offer);
+                    }
+                    if offered.len() > stop {
+                        stopped = true;
+                        return Take::Stop;
+                    }
+                    if skip >> (offer.index.0 + offer.segment.0 * SEGMENT_PAGES) & 1 == 1 {
+                        return Take::Skip;
+                    }
+                    wanted = Some(offer);
+                    Take::Yes
+                });
+                prop_assert_eq!(twice, None, "{}: offered twice", kind);
+                prop_assert!(offered.is_subset(&resident), "{}: {:?} of {:?}", kind, offered, resident);
+                prop_assert_eq!(found, wanted, "{}: what was taken", kind);
+                prop_assert!(
+                    found.is_some() || stopped || offered == resident,
+                    "{}: gave up after {:?} of {:?}",
+                    kind,
+                    offered,
+                    resident
+                );
+                // The order in which a random policy has its pages means nothing.
+                if want == Want::Memory && kind != PolicyKind::Random {
+                    prop_assert_eq!(policy.tracked(), before, "{}: a search for memory changes nothing", kind);
+                }
+                if let Some(found) = found {
+                    policy.removed(found);
+                    resident.remove(&found);
+                }
+            }
+            Event::Forget(segment) => {
+                let gone: Vec<PageId> = resident.iter().copied().filter(|page| page.segment.0 == segment).collect();
+                for page in gone {
+                    policy.removed(page);
+                    resident.remove(&page);
+                }
+                policy.forget(SegmentId(segment));
+                policy.segment(SegmentId(segment), SEGMENT_PAGES);
+            }
+            Event::Resize(frames) => policy.resize(frames, 0, 0),
+        }
+        let tracked = policy.tracked();
+        let set: BTreeSet<PageId> = tracked.iter().copied().collect();
+        prop_assert_eq!(set.len(), tracked.len(), "{} tracks a page twice", kind);
+        prop_assert_eq!(&set, &resident, "{} after {:?}", kind, event);
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(192) })]
+
+    #[test]
+    fn every_policy_keeps_the_contract(events in prop::collection::vec(event(), 0..400)) {
+        for kind in PolicyKind::ALL {
+            keeps_the_contract(kind, &events)?;
+        }
+    }
+}
+
+#[test]
+fn policies_are_deterministic() {
+    for kind in PolicyKind::ALL {
+        let run = || {
+            let mut policy = kind.build();
+            policy.resize(50, 0, 0);
+            policy.segment(SegmentId(0), 200);
+            let mut resident = BTreeSet::new();
+            let mut victims = Vec::new();
+            let mut x = 1u32;
+            for _ in 0..4_000 {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let number = (x >> 8) % ((x >> 24) % 200 + 1);
+                policy.accessed(page(number));
+                if resident.insert(number) {
+                    if resident.len() > 50 {
+                        let victim = demand(&mut *policy).unwrap();
+                        resident.remove(&victim);
+                        policy.removed(page(victim));
+                        victims.push(victim);
+                    }
+                    policy.inserted(page(number));
+                }
+            }
+            victims
+        };
+        assert_eq!(run(), run(), "{kind}");
+    }
+}
+
+#[test]
+fn random_takes_every_page_about_as_often() {
+    let mut policy = PolicyKind::Random.build();
+    policy.segment(SegmentId(0), 10);
+    (0..10).for_each(|number| policy.inserted(page(number)));
+    let mut taken: HashMap<u32, u32> = HashMap::new();
+    for _ in 0..20_000 {
+        let victim = demand(&mut *policy).unwrap();
+        *taken.entry(victim).or_default() += 1;
+        policy.removed(page(victim));
+        policy.inserted(page(victim));
+    }
+    // 2000 each; the standard deviation is 42.
+    assert!((0..10).all(|number| (1_800..2_200).contains(&taken[&number])), "{taken:?}");
+}
+
+#[test]
+fn lfu_counts_to_63_and_forgets_by_halves() {
+    let mut policy = PolicyKind::Lfu.build();
+    policy.segment(SegmentId(0), 2);
+    let used = |policy: &mut dyn Policy, number, times| (0..times).for_each(|_| policy.accessed(page(number)));
+    let coming = |policy: &mut dyn Policy, number, times| {
+        used(policy, number, 1);
+        policy.inserted(page(number));
+        used(policy, number, times - 1);
+    };
+    coming(&mut *policy, 0, 63);
+    coming(&mut *policy, 1, 62);
+    let goes = |policy: &mut dyn Policy| policy.victim(Want::Memory, &mut |_| Take::Yes).map(|page| page.index.0);
+    assert_eq!(goes(&mut *policy), Some(1), "62 uses are fewer than 63");
+    used(&mut *policy, 1, 2);
+    assert_eq!(goes(&mut *policy), Some(0), "64 uses count as 63, and the other has had it for longer");
+    used(&mut *policy, 1, 4096);
+    for _ in 0..6 {
+        // Six halvings leave nothing of any count; uses after that count.
+        used(&mut *policy, 1, 4096);
+    }
+    policy.removed(page(1));
+    coming(&mut *policy, 1, 1);
+    assert_eq!(goes(&mut *policy), Some(0), "what was used often once does not stay for ever");
+}
+
+/// A page that was filled ahead and then used was used once.
+#[test]
+fn a_fill_ahead_and_its_use_are_one_use() {
+    for kind in [PolicyKind::Clock, PolicyKind::Sieve, PolicyKind::Lfu, PolicyKind::Arc] {
+        let mut policy = kind.build();
+        policy.resize(3, 0, 0);
+        policy.segment(SegmentId(0), 4);
+        policy.inserted(page(0));
+        policy.accessed(page(0));
+        for number in [1, 2] {
+            policy.accessed(page(number));
+            policy.inserted(page(number));
+        }
+        policy.accessed(page(2));
+        assert_eq!(demand(&mut *policy), Some(0), "{kind}: the oldest of those used once");
+    }
+}
+
+/// Pinned pages are not what every search begins with.
+#[test]
+fn pages_that_cannot_be_taken_are_not_offered_first_again() {
+    const PINNED: u32 = 500;
+    // Where the one that is to go was used last, or how often pages were used decides, they are offered again.
+    for kind in
+        [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve, PolicyKind::TwoQ, PolicyKind::Arc]
+    {
+        let mut policy = kind.build();
+        policy.resize(1_000, 0, 0);
+        policy.segment(SegmentId(0), 2_000);
+        for number in 0..1_000 {
+            policy.accessed(page(number));
+            policy.inserted(page(number));
+        }
+        let mut offers = 0;
+        for number in 1_000..1_400 {
+            policy.accessed(page(number));
+            let victim = policy.victim(Want::Demand, &mut |page| {
+                offers += 1;
+                if page.index.0 < PINNED { Take::Skip } else { Take::Yes }
+            });
+            policy.removed(victim.unwrap());
+            policy.inserted(page(number));
+        }
+        assert!(offers <= 400 + 2 * PINNED, "{kind}: {offers} offers");
+    }
+}
+
+#[test]
+fn names_are_found_and_others_refused_with_the_closest() {
+    for kind in PolicyKind::ALL {
+        assert_eq!(kind.name().parse::<PolicyKind>().unwrap(), kind);
+        assert_eq!(kind.build().name(), kind.name());
+    }
+    let message = "s3-fifo".parse::<PolicyKind>().unwrap_err().to_string();
+    for part in ["\"s3-fifo\"", "the closest name is s3fifo", "lru, plan, fifo", "wtinylfu"] {
+        assert!(message.contains(part), "{message}");
+    }
+}
