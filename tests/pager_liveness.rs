@@ -6,7 +6,7 @@ mod pager_world;
 
 use outcore::pager::{Backing, Place, PolicyKind, Priority, State};
 use outcore::{Error, ErrorKind, SegmentId};
-use pager_world::{World, config, page, run};
+use pager_world::{Use, World, config, page, run};
 
 fn world(frames: u32, host: u32, pages: u32) -> (World, SegmentId) {
     let mut world = World::new(config(frames, host, 2, true), PolicyKind::Lru);
@@ -233,6 +233,27 @@ fn regression_a_host_copy_stays_while_a_fill_reads_it() {
     world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
     world.complete_id(to_disk.id, true);
     world.with(|pager, fx| pager.evict([page(s, 1)].into_iter(), fx));
+    settle(&mut world);
+    world.drain();
+    world.read_all();
+}
+
+/// A page whose fill has failed while it was lent keeps its host copy, which can still leave.
+#[test]
+fn regression_a_host_copy_written_behind_a_failed_fill_can_leave() {
+    let (mut world, s) = world(2, 1, 4);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    end(&mut world, s, 0, true);
+    touch_other(&mut world, s, 1);
+    let to_disk = world.moves.iter().find(|(m, _)| m.to == Place::Disk).expect("the full host tier is cleaned").0;
+    world.pin(&[run(s, 0, 1)], Use::Stream, false).unwrap().unwrap_err();
+    let at = world.moves.iter().position(|(m, _)| matches!(m.to, Place::Device(_))).unwrap();
+    let fill = world.moves[at].0;
+    world.take_up(at);
+    world.complete_id(fill.id, false);
+    world.complete_id(to_disk.id, true);
+    world.unpin(0);
     settle(&mut world);
     world.drain();
     world.read_all();

@@ -138,7 +138,8 @@ impl Pager {
             ensure!(entry.put_off() == self.put_off.contains_key(&page), "{page:?}: put off {}", entry.put_off());
             ensure!(entry.host().is_some() || !entry.host_busy(), "{page:?}: busy without a host frame");
             ensure!(!entry.host_stale() || entry.host_busy(), "{page:?}: stale, but no move");
-            let leaves = entry.host().is_some() && !entry.host_busy() && word.state != State::Filling;
+            let on_its_way = word.state == State::Filling && filling.is_some_and(|fill| fill.failed.is_none());
+            let leaves = entry.host().is_some() && !entry.host_busy() && !on_its_way;
             let ordered = self.host.ordered(page);
             ensure!(!leaves || ordered, "{page:?}: its host copy never leaves");
             ensure!(!ordered || entry.host().is_some() && !entry.host_busy(), "{page:?}: ordered without a copy");

@@ -507,8 +507,9 @@ impl Pager {
             // The copy stays, dirty: nothing is lost, and there will be another attempt.
             Err(_) => self.put_off(page),
         }
-        // While the page is on its way up, a move may be reading this copy: `filled` enters it again.
-        if self.word(page).load().state != State::Filling {
+        // While the page is on its way up, a move may be reading this copy: `filled` enters it again, or did and was failed.
+        let failed = || self.filling.get(&page).is_some_and(|fill| fill.failed.is_some());
+        if self.word(page).load().state != State::Filling || failed() {
             self.host.entered(page);
         }
     }
