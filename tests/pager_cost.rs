@@ -184,6 +184,7 @@ fn policies_take_as_much_memory_as_they_say() {
         PolicyKind::Lirs => 17.0,
         PolicyKind::WTinyLfu => 9.0 + 8.0,
         PolicyKind::Plan => 16.0,
+        PolicyKind::Kv => 15.0,
         _ => 9.0,
     };
     for kind in PolicyKind::ALL {

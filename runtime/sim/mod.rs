@@ -52,6 +52,10 @@ impl Counts {
 
 const SEGMENT: SegmentId = SegmentId(0);
 
+fn page(number: u32) -> PageId {
+    PageId { segment: SEGMENT, index: PageIndex(number) }
+}
+
 /// A cache of a policy's.
 #[derive(Debug)]
 struct Cache {
@@ -69,7 +73,7 @@ impl Cache {
     }
 
     fn used(&mut self, number: u32) -> Result<()> {
-        let page = PageId { segment: SEGMENT, index: PageIndex(number) };
+        let page = page(number);
         self.counts.uses += 1;
         self.policy.accessed(page);
         if std::mem::replace(&mut self.resident[number as usize], true) {
@@ -118,14 +122,21 @@ impl Cache {
 }
 
 /// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first. A page that is missing comes
-/// at its use, in place of one that `policy` names if the cache is full. `policy` is new.
+/// at its use, in place of one that `policy` names if the cache is full. Of requests the policy is told the
+/// [chain](Policy::chain) first. `policy` is new.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`] if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
     let mut cache = Cache::new(policy, trace.pages(), frames);
-    for number in trace.uses() {
-        cache.used(*number)?;
+    let mut chain = Vec::new();
+    for request in trace.requests() {
+        if trace.has_requests() {
+            chain.clear();
+            chain.extend(request.iter().map(|number| page(*number)));
+            cache.policy.chain(&chain);
+        }
+        request.iter().try_for_each(|number| cache.used(*number))?;
     }
     Ok(cache.counts)
 }

@@ -20,6 +20,8 @@ const PAGES_MAX: usize = 1 << 31;
 pub struct Trace {
     uses: Vec<u32>,
     pages: u32,
+    /// Where each request's uses end; empty where requests are not known.
+    ends: Vec<u32>,
 }
 
 /// Gives ids the numbers of pages.
@@ -27,6 +29,7 @@ pub struct Trace {
 struct Numbering {
     numbers: HashMap<u64, u32>,
     uses: Vec<u32>,
+    ends: Vec<u32>,
 }
 
 impl Numbering {
@@ -45,7 +48,7 @@ impl Numbering {
     }
 
     fn end(self) -> Trace {
-        Trace { uses: self.uses, pages: self.numbers.len() as u32 }
+        Trace { uses: self.uses, pages: self.numbers.len() as u32, ends: self.ends }
     }
 }
 
@@ -123,6 +126,7 @@ impl Trace {
                 bad(format!("is not understood: {cause}")).remedy(EXPECTED)
             })?;
             request.hash_ids.into_iter().try_for_each(|id| numbering.push(id))?;
+            numbering.ends.push(numbering.uses.len() as u32);
         }
         if numbering.uses.is_empty() {
             return Err(Error::new(ErrorKind::Format, format!("the trace {name} has no ids")).remedy(EXPECTED));
@@ -133,6 +137,23 @@ impl Trace {
     /// The pages' numbers, in order of use.
     pub fn uses(&self) -> &[u32] {
         &self.uses
+    }
+
+    /// The uses of each request, in order; all of them as one where requests are not known.
+    pub fn requests(&self) -> impl Iterator<Item = &[u32]> {
+        let mut rest = self.uses.as_slice();
+        let last = self.ends.is_empty().then_some(self.uses.len());
+        let mut begin = 0;
+        self.ends.iter().map(|end| *end as usize).chain(last).map(move |end| {
+            let (request, after) = rest.split_at(end - begin);
+            (rest, begin) = (after, end);
+            request
+        })
+    }
+
+    /// Whether the requests are known, each of which uses a prefix chain.
+    pub fn has_requests(&self) -> bool {
+        !self.ends.is_empty()
     }
 
     /// How many different pages there are; all numbers are smaller.
@@ -167,6 +188,9 @@ mod tests {
 {"timestamp": 27, "hash_ids": [46, 9]}"#;
         let trace = read(text).unwrap();
         assert_eq!((trace.uses(), trace.pages()), (&[0, 1, 0, 2][..], 3));
+        assert_eq!(trace.requests().collect::<Vec<_>>(), [&[0, 1][..], &[], &[0, 2]]);
+        let ids = Trace::from_ids([4, 4, 5]).unwrap();
+        assert_eq!((ids.has_requests(), ids.requests().collect::<Vec<_>>()), (false, vec![&[0, 0, 1][..]]));
         let crlf = read(b"{\"hash_ids\": [5]}\r\n\r\n{\"hash_ids\": [5]}\r\n").unwrap();
         assert_eq!(crlf.uses(), [0, 0]);
     }

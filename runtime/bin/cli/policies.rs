@@ -23,7 +23,7 @@ pub struct Options {
     /// Capacities in pages, separated by commas
     #[arg(long, value_name = "LIST", value_delimiter = ',', required = true, value_parser = capacity)]
     capacity: Vec<NonZeroU32>,
-    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, mru, random;
+    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, mru, random;
     /// or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,

@@ -7,6 +7,7 @@ mod arc;
 mod clock;
 mod cycle;
 mod fifo;
+mod kv;
 mod lfu;
 mod lirs;
 mod lru;
@@ -88,6 +89,10 @@ pub trait Policy: Send + fmt::Debug {
     fn unit(&mut self, _pages: u32) {}
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
+    /// These pages are about to be used by one request, in this order: a prefix chain, of which each page's content depends on
+    /// those before it, and the last is usually not full yet. A runtime does not know of chains; whoever replays requests
+    /// does.
+    fn chain(&mut self, _pages: &[PageId]) {}
     /// A page is used.
     fn accessed(&mut self, page: PageId);
     /// A page is resident in the device tier.
@@ -190,6 +195,14 @@ pub enum PolicyKind {
     /// G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on
     /// Storage 13(4), 2017.
     WTinyLfu,
+    /// For key-value caches: the page with the least `last use + 1.5 gap log2(uses)` goes, `gap` being the geometric mean of
+    /// the times, in uses, after which chains are taken up again (of pages, where no [chain](Policy::chain) is told of); the
+    /// unfinished ends of chains go before all others. Counts outlive eviction.
+    ///
+    /// Recency and frequency in one sum, as in D. Lee et al., "LRFU: a spectrum of policies that subsumes the least recently
+    /// used and least frequently used policies", IEEE Transactions on Computers 50(12), 2001; the sum itself and its unit
+    /// are of this crate, see decision 0013.
+    Kv,
     /// Most recently used goes first. No parameters.
     ///
     /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems", VLDB
@@ -203,7 +216,7 @@ pub enum PolicyKind {
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Lru,
         Self::Plan,
         Self::Fifo,
@@ -215,6 +228,7 @@ impl PolicyKind {
         Self::Arc,
         Self::Lirs,
         Self::WTinyLfu,
+        Self::Kv,
         Self::Mru,
         Self::Random,
     ];
@@ -233,6 +247,7 @@ impl PolicyKind {
             Self::Arc => "arc",
             Self::Lirs => "lirs",
             Self::WTinyLfu => "wtinylfu",
+            Self::Kv => "kv",
             Self::Mru => "mru",
             Self::Random => "random",
         }
@@ -252,6 +267,7 @@ impl PolicyKind {
             Self::Arc => Box::<arc::ArcPolicy>::default(),
             Self::Lirs => Box::<lirs::LirsPolicy>::default(),
             Self::WTinyLfu => Box::<wtinylfu::WTinyLfuPolicy>::default(),
+            Self::Kv => Box::<kv::KvPolicy>::default(),
             Self::Mru => Box::<mru::MruPolicy>::default(),
             Self::Random => Box::<random::RandomPolicy>::default(),
         }

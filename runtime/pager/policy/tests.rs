@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use proptest::prelude::*;
 
+use super::kv::{Gap, class_of};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
 use crate::ids::{PageId, PageIndex, SegmentId};
@@ -477,6 +478,48 @@ impl Model for WTinyLfuModel {
     }
 }
 
+/// Every page ever used: when last, how often, and whether it is there.
+struct KvModel {
+    frames: usize,
+    pages: HashMap<u32, (u64, u16, bool)>,
+    now: u64,
+    gap: Gap,
+}
+
+impl KvModel {
+    fn used(&mut self, page: u32, there: bool) {
+        self.now += 1;
+        let known = self.pages.get(&page).copied();
+        if let Some((last, ..)) = known {
+            self.gap.saw(self.now - last);
+        }
+        self.pages.insert(page, (self.now, known.map_or(0, |(_, count, _)| count) + 1, there));
+    }
+}
+
+impl Model for KvModel {
+    fn has(&self, page: u32) -> bool {
+        self.pages.get(&page).is_some_and(|(.., there)| *there)
+    }
+    fn hit(&mut self, page: u32) {
+        self.used(page, true);
+    }
+    fn miss(&mut self, page: u32) -> Option<u32> {
+        self.used(page, false);
+        let there = self.pages.iter().filter(|(_, (.., there))| *there);
+        let value = |last: u64, count: u16| last as i64 + self.gap.worth(class_of(count)) as i64;
+        let full = there.clone().count() == self.frames;
+        // Where two are worth the same, the one with fewer uses goes.
+        let least = there.min_by_key(|(_, (last, count, _))| (value(*last, *count), class_of(*count)));
+        let victim = least.map(|(page, _)| *page).filter(|_| full);
+        if let Some(victim) = victim {
+            self.pages.entry(victim).and_modify(|(.., there)| *there = false);
+        }
+        self.pages.entry(page).and_modify(|(.., there)| *there = true);
+        victim
+    }
+}
+
 fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
     let line = |touched, newest_goes| Box::new(Line { frames, line: Vec::new(), touched, newest_goes });
     match kind {
@@ -496,6 +539,7 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
             let (window, probation, protected) = (Vec::new(), Vec::new(), Vec::new());
             Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
         }
+        PolicyKind::Kv => Box::new(KvModel { frames, pages: HashMap::new(), now: 0, gap: Gap::assume(frames as u64) }),
         // A plan's victims are compared where the plan is; a random page has no order.
         PolicyKind::Plan | PolicyKind::Random => unreachable!("{kind} has no model"),
     }
@@ -589,6 +633,7 @@ victims_are_those_of_the_paper! {
     arc Arc
     lirs Lirs
     wtinylfu WTinyLfu
+    kv Kv
     mru Mru
 }
 
