@@ -81,6 +81,23 @@ fn is_fatal(error: DriverError) -> bool {
     )
 }
 
+/// Whether an error is about a capture into a graph. It says nothing of the device; a call that ends with it has done nothing.
+fn is_of_capture(error: DriverError) -> bool {
+    use CUresult as R;
+    matches!(
+        error.0,
+        R::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | R::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+            | R::CUDA_ERROR_STREAM_CAPTURE_MERGE
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+            | R::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+            | R::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+            | R::CUDA_ERROR_CAPTURED_EVENT
+            | R::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+    )
+}
+
 static LIBRARY: OnceLock<Handle<c_void>> = OnceLock::new();
 
 /// Whether the driver's library has a function. cudarc panics where one is called that it has not.
@@ -301,23 +318,31 @@ impl Drop for Context {
 
 type Call<T = ()> = std::result::Result<T, DriverError>;
 
-/// What a call of the driver came to: the error, and whether the device is lost.
+/// What a call of the driver came to.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
+    /// The device is lost.
     pub(super) fatal: bool,
+    /// A capture forbids the call, or what it asks about was captured.
+    pub(super) captured: bool,
 }
 
 impl Failure {
     fn of(what: impl Into<String>, error: DriverError) -> Self {
-        Self { fatal: is_fatal(error), error: failed(what, error) }
+        Self { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
+    }
+
+    /// A stream that is being captured was not waited for, which would spoil the capture.
+    pub(super) fn captured(error: Error) -> Self {
+        Self { error, fatal: false, captured: true }
     }
 }
 
 /// A refusal of our own.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { error, fatal: false }
+        Self { error, fatal: false, captured: false }
     }
 }
 
@@ -597,7 +622,8 @@ impl Context {
         named("zero memory of the GPU", outcome.result())
     }
     /// # Safety
-    /// `function` may be called with `argument` once, on any thread, and neither panics nor calls the driver.
+    /// `function` may be called with `argument` on any thread, as often as graphs are launched that captured it, and neither
+    /// panics nor calls the driver.
     pub(super) unsafe fn call(
         &self,
         _: &Current<'_>,
