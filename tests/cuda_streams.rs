@@ -1137,6 +1137,150 @@ fn whatever_call_fails_a_stream_gets_the_files_bytes_or_an_error() {
     assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
 }
 
+/// Guards, tensors and streams that a closure dropped called the driver from its own thread, which CUDA forbids.
+#[test]
+fn regression_what_a_closure_drops_or_asks_for_makes_no_call_there() {
+    if Fake::load_or_skip("regression_what_a_closure_drops_or_asks_for_makes_no_call_there").is_none() {
+        return;
+    }
+    watched("regression_what_a_closure_drops_or_asks_for_makes_no_call_there", || {
+        let fake = Fake::load();
+        {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(3, 0).open().unwrap();
+            let tensors = pages(&runtime, 3);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let [first, second, third] = [0, 1, 2].map(|at| runtime.pin_device(&tensors[at..=at]).wait().unwrap());
+            let on_stream = runtime.pin_device_on(&tensors[..1], &stream).wait().unwrap();
+            // Not written yet: its page has only to be mapped and zeroed once there is a frame.
+            let wanted = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+            let mut waiting = Box::pin(runtime.pin_device(&wanted));
+            assert!(is_pending(waiting.as_mut()));
+            let gone = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+            let another = runtime.compute_stream().unwrap();
+            let (tell, told) = std::sync::mpsc::channel();
+            let (inner, own) = (runtime.clone(), stream.clone());
+            stream.call(move || {
+                drop((first, on_stream, gone));
+                second.unpin_after(&own).unwrap();
+                third.unpin_after(&another).unwrap();
+                let refused = [
+                    inner.alloc(DType::U8, &[PAGE]).map(drop).unwrap_err(),
+                    inner.compute_stream().map(drop).unwrap_err(),
+                ];
+                let later = tell.clone();
+                own.call(move || later.send(Vec::new()).unwrap());
+                tell.send(refused.to_vec()).unwrap();
+                drop((inner, another, own));
+            });
+            let refused = told.recv().unwrap();
+            assert_eq!(refused.len(), 2);
+            for error in refused {
+                assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
+                assert!(error.to_string().contains("closure"), "{error}");
+            }
+            assert!(told.recv().unwrap().is_empty(), "what a closure puts on the stream runs behind it");
+            let guard = wait_for_future(waiting).unwrap();
+            let mut byte = [1];
+            guard.copy_out(0, 7, &mut byte).unwrap();
+            assert_eq!(byte, [0]);
+            drop(guard);
+            stream.synchronize().unwrap();
+            wait_for("the pins to end", || (0..3).all(|at| state_of(&runtime, &tensors[at]).1 == 0));
+            drop((stream, tensors, wanted));
+            runtime.close().unwrap();
+        }
+        fake.finish();
+
+        // A closure that drops the last handle of the runtime.
+        {
+            let runtime = builder(1, 1).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = runtime.compute_stream().unwrap();
+            let (go, gone) = std::sync::mpsc::channel::<()>();
+            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let on = stream.clone();
+            stream.call(move || {
+                let _ = gone.recv();
+                drop((on, guard, tensors, runtime));
+            });
+            drop(stream);
+            go.send(()).unwrap();
+        }
+        wait_for("what the runtime made to be given back", || {
+            let left = fake.check_leaks();
+            let findings = fake.take_findings();
+            assert!(findings.iter().all(|finding| finding.starts_with("leak")), "{findings:#?}");
+            left == 0
+        });
+        fake.finish();
+    });
+}
+
+/// The driver copied to plain memory itself, and whoever submitted that waited for all that was on the stream, with the
+/// stream locked; so did the reaper then, and with it everybody.
+#[test]
+fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
+    if Fake::load_or_skip("regression_a_copy_on_an_adopted_stream_holds_up_nobody_else").is_none() {
+        return;
+    }
+    watched("regression_a_copy_on_an_adopted_stream_holds_up_nobody_else", || {
+        let fake = Fake::load();
+        {
+            let foreign = Foreign::new(&fake);
+            let may_end = Arc::new(AtomicBool::new(false));
+            let end = Arc::clone(&may_end);
+            fake.register_kernel(
+                "copy",
+                |_| Vec::new(),
+                move |_| {
+                    while !end.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
+                },
+            );
+            let runtime = builder(2, 0).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let pins = [(); 2].map(|()| runtime.pin_device_on(&tensors, &stream).wait().unwrap());
+            foreign.launch_at(stream.raw().unwrap(), 0, 0, 0);
+            let [ended, pin] = pins;
+            // Now the reaper asks about the stream.
+            ended.unpin().unwrap();
+            let before = fake.calls("cuMemcpyDtoHAsync");
+            let bytes = std::thread::scope(|scope| {
+                let copying = scope.spawn(|| {
+                    let mut bytes = vec![0; PAGE as usize];
+                    pin.copy_out(0, 0, &mut bytes).map(|()| bytes)
+                });
+                wait_for("the copy", || fake.calls("cuMemcpyDtoHAsync") > before);
+                let other = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+                drop(runtime.pin_device(&other).wait().unwrap());
+                assert!(!may_end.load(Ordering::Acquire), "the kernel still runs");
+                may_end.store(true, Ordering::Release);
+                copying.join().unwrap().unwrap()
+            });
+            assert!(bytes == bytes_of(0));
+            drop(pin);
+            stream.synchronize().unwrap();
+            // Forgotten streams leave their buffers to those that come.
+            drop(stream);
+            let locked = fake.calls("cuMemHostAlloc");
+            for _ in 0..3 {
+                let again = foreign.adopt(&runtime).unwrap();
+                let pin = runtime.pin_device_on(&tensors, &again).wait().unwrap();
+                pin.copy_out(0, 0, &mut [0; 5]).unwrap();
+                drop(pin);
+                again.synchronize().unwrap();
+            }
+            assert_eq!(fake.calls("cuMemHostAlloc"), locked);
+            drop(tensors);
+            runtime.close().unwrap();
+        }
+        fake.finish();
+    });
+}
+
 /// Takes note, when a mark is reported, of whether a kernel had run.
 #[derive(Default)]
 struct Marks {

@@ -42,6 +42,9 @@ pub(super) const COPIES_AT_ONCE: usize = 4;
 /// Of the buffer through which copies of unlocked memory go: enough that its host functions cost little beside the copies.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
 
+const LEFT_TO_THE_DRIVER: &str =
+    "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy";
+
 /// What a host function does.
 enum Work {
     Call(Box<dyn FnOnce() + Send>),
@@ -156,6 +159,9 @@ struct State {
     failure: Option<(u64, Error)>,
     /// Others have its handle, so that it may be captured.
     shared: bool,
+    /// For copies of unlocked memory, used in the stream's order. Without it they are the driver's affair, which may keep the
+    /// submitter waiting, and with it who asks for this lock. An adopted stream gets it with the first such copy.
+    bounce: Option<Locked>,
     /// The reaper knows that there are items.
     watched: bool,
     closing: bool,
@@ -176,8 +182,6 @@ pub(super) struct Stream {
     raw: StreamHandle,
     /// Made here, and destroyed here. One that is not may be gone once nothing is submitted to it any more.
     owned: bool,
-    /// Without it, copies of unlocked memory are the driver's affair, which may keep the submitter waiting.
-    bounce: Option<Locked>,
     /// Operations that the mapper has yet to hand on; changes under its lock.
     pub(super) deferred: AtomicU32,
     /// Nanoseconds that what ended last took; the reaper's.
@@ -215,10 +219,7 @@ impl Stream {
         let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
             Ok(bounce) => Some(bounce),
             Err(failure) => {
-                tracing::warn!(
-                    error = %core.note(failure),
-                    "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy"
-                );
+                tracing::warn!(error = %core.note(failure), "{LEFT_TO_THE_DRIVER}");
                 None
             }
         };
@@ -238,8 +239,8 @@ impl Stream {
 
     fn of(raw: StreamHandle, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
         let (deferred, pace) = Default::default();
-        let state = Mutex::new(State { shared: !owned, ..State::default() });
-        Arc::new(Self { raw, owned, bounce, deferred, pace, state })
+        let state = Mutex::new(State { shared: !owned, bounce, ..State::default() });
+        Arc::new(Self { raw, owned, deferred, pace, state })
     }
 
     /// Gives back what the driver made for it. Nothing of it is in flight.
@@ -252,8 +253,9 @@ impl Stream {
         if self.owned {
             outcomes.push(core.context.destroy_stream(&current, self.raw));
         }
-        outcomes.extend(self.bounce.map(|bounce| core.context.free_locked(&current, bounce)));
-        let left = self.state.into_inner().items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
+        let State { bounce, items, .. } = self.state.into_inner();
+        outcomes.extend(bounce.map(|bounce| core.context.free_locked(&current, bounce)));
+        let left = items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
         outcomes.extend(left.map(|event| core.context.destroy_event(&current, event)));
         for failure in outcomes.into_iter().filter_map(Outcome::err) {
             tracing::warn!(error = %failure.error, "destroy a CUDA stream");
@@ -380,7 +382,8 @@ impl Stream {
             // Of a mark, only what is known to be captured is refused.
             (Ok(_), Err(error)) if !is_mark || is_refusal(error) => item.result = Err(error.clone()),
             (Ok(current), _) => {
-                item.result = self.queue(core, current, op, &mut item);
+                let bounce = self.bounce(core, current, state, &op);
+                item.result = self.queue(core, current, op, bounce, &mut item);
                 if item.queued && (token.is_some() || !item.jobs.is_empty()) {
                     item.event = self.mark(core, current).ok().map(Arc::new);
                 }
@@ -399,11 +402,38 @@ impl Stream {
         state.items.push_back(item);
     }
 
+    /// The buffer that an operation's bytes go through, if they should and there is one.
+    fn bounce(&self, core: &Core, current: &Current<'_>, state: &mut State, op: &StreamOp) -> Option<HostPointer> {
+        let (StreamOp::CopyIn { host, len, .. } | StreamOp::CopyOut { host, len, .. }) = op else { return None };
+        if core.is_locked(*host, *len) {
+            return None;
+        }
+        if state.bounce.is_none() && !self.owned {
+            let taken = core.take_bounce(current);
+            state.bounce = taken.inspect_err(|error| tracing::warn!(%error, "{LEFT_TO_THE_DRIVER}")).ok();
+        }
+        state.bounce.as_ref().map(|bounce| bounce.base)
+    }
+
+    /// Gives up the buffer of a stream that [is spent](Self::is_spent).
+    pub(super) fn take_bounce(&self) -> Option<Locked> {
+        self.state.lock().bounce.take()
+    }
+
     /// Hands an operation to the driver.
-    fn queue(&self, core: &Core, current: &Current<'_>, op: StreamOp, item: &mut Item) -> Result<()> {
+    fn queue(
+        &self,
+        core: &Core,
+        current: &Current<'_>,
+        op: StreamOp,
+        bounce: Option<HostPointer>,
+        item: &mut Item,
+    ) -> Result<()> {
         match op {
-            StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, host, device, len, true),
-            StreamOp::CopyOut { device, host, len } => self.copy(core, current, item, host, device, len, false),
+            StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, (host, bounce), device, len, true),
+            StreamOp::CopyOut { device, host, len } => {
+                self.copy(core, current, item, (host, bounce), device, len, false)
+            }
             StreamOp::Zero { device, len } => {
                 core.check_mapped(device, len)?;
                 if len == 0 {
@@ -427,7 +457,7 @@ impl Stream {
         core: &Core,
         current: &Current<'_>,
         item: &mut Item,
-        host: HostPointer,
+        (host, bounce): (HostPointer, Option<HostPointer>),
         device: DeviceAddress,
         len: u64,
         into: bool,
@@ -447,7 +477,7 @@ impl Stream {
                 }
             })
         };
-        let Some(bounce) = self.bounce.as_ref().filter(|_| !core.is_locked(host, len)) else {
+        let Some(bounce) = bounce else {
             move_bytes(host, device, len)?;
             item.queued = true;
             return Ok(());
@@ -458,12 +488,12 @@ impl Stream {
             let place = host.offset(at);
             let size = part as usize;
             if into {
-                self.queue_job(core, current, item, Work::Copy { from: place, to: bounce.base, len: size })?;
-                move_bytes(bounce.base, device.offset(at), part)?;
+                self.queue_job(core, current, item, Work::Copy { from: place, to: bounce, len: size })?;
+                move_bytes(bounce, device.offset(at), part)?;
             } else {
-                move_bytes(bounce.base, device.offset(at), part)?;
+                move_bytes(bounce, device.offset(at), part)?;
                 item.queued = true;
-                self.queue_job(core, current, item, Work::Copy { from: bounce.base, to: place, len: size })?;
+                self.queue_job(core, current, item, Work::Copy { from: bounce, to: place, len: size })?;
             }
             at += part;
         }
@@ -499,6 +529,10 @@ impl Stream {
         let state = self.state.lock();
         if state.closing {
             return Err(super::super::stream::closed(&core.name));
+        }
+        if IN_HOST_FUNCTION.get() {
+            // Whoever hands the mark on asks.
+            return core.healthy();
         }
         let current = core.enter()?;
         self.not_captured(core, &current, &state)
@@ -564,6 +598,7 @@ impl Stream {
             let event = theirs.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.as_ref());
             let event = event.ok_or_else(|| {
                 Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
+                    .remedy("record another one, or wait for the first stream itself")
             })?;
             core.done(core.context.wait(&current, &self.raw, event))?;
         }
