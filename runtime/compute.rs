@@ -95,16 +95,11 @@ impl ComputeStream {
         self.engine().device.can_mark(self.0.id)
     }
 
-    /// Runs `then` when everything that is on the stream has ended, on a thread of the device.
-    pub(crate) fn mark(&self, then: impl FnOnce() + Send + 'static) {
-        let at_end = |result: Result<()>| {
-            if let Err(error) = result {
-                // Whoever asks the device for anything is told.
-                tracing::debug!(%error, "work on a compute stream ended with the device");
-            }
-            then();
-        };
-        self.engine().run(self.0.id, StreamOp::Mark, Box::new(at_end));
+    /// Runs `then` when everything that is on the stream has ended, on a thread of the device. It is given an
+    /// `InvalidArgument` if the stream was being captured by then: what uses it has no end that can be seen. With any other
+    /// error, nothing runs there any more.
+    pub(crate) fn mark(&self, then: impl FnOnce(Result<()>) + Send + 'static) {
+        self.engine().run(self.0.id, StreamOp::Mark, Box::new(then));
     }
 
     /// Makes what is put on the stream from now on wait for an event of the device.
@@ -140,13 +135,17 @@ impl ComputeStream {
     }
 
     /// Puts a closure on the stream. It must not wait for work of another stream, and on a CUDA device must not call the
-    /// CUDA driver. If it panics, [`synchronize`](Self::synchronize) says so.
+    /// CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
+    /// If it panics, [`synchronize`](Self::synchronize) says so; also if it is not run because the stream is
+    /// being captured into a graph, of which closures cannot be a part.
     pub fn call(&self, closure: impl FnOnce() + Send + 'static) {
-        let failure = Arc::clone(&self.0.failure);
+        let (failure, shared) = (Arc::clone(&self.0.failure), Arc::clone(&self.0.shared));
         let at_end = move |result: Result<()>| {
             if let Err(error) = result {
                 let _ = failure.set(error);
             }
+            // So the closure, which may not wait and may not call the driver, is never the runtime's last owner.
+            drop(shared);
         };
         self.engine().run(self.0.id, StreamOp::Call(Box::new(closure)), Box::new(at_end));
     }

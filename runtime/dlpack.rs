@@ -10,7 +10,7 @@ use dlpack_ffi as ffi;
 use crate::compute::ComputeStream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::pin::{DevicePin, DevicePinMut, UnpinRefused};
+use crate::pin::{DevicePin, DevicePinMut};
 use crate::tensor::Tensor;
 
 pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensorVersioned, DLTensor};
@@ -19,7 +19,8 @@ pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManag
 trait Guard: Send + Sized + 'static {
     const READ_ONLY: bool;
     fn tensor(&self, index: usize) -> Result<&Tensor>;
-    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>>;
+    /// Where that is refused the pages stay for good, unless nothing can use them any more.
+    fn unpin_after(self, stream: &ComputeStream) -> Result<()>;
 }
 
 impl Guard for DevicePin {
@@ -27,8 +28,8 @@ impl Guard for DevicePin {
     fn tensor(&self, index: usize) -> Result<&Tensor> {
         Self::tensor(self, index)
     }
-    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
-        Self::unpin_after(self, stream)
+    fn unpin_after(self, stream: &ComputeStream) -> Result<()> {
+        Ok(Self::unpin_after(self, stream)?)
     }
 }
 
@@ -37,8 +38,8 @@ impl Guard for DevicePinMut {
     fn tensor(&self, index: usize) -> Result<&Tensor> {
         Self::tensor(self, index)
     }
-    fn unpin_after(self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
-        Self::unpin_after(self, stream)
+    fn unpin_after(self, stream: &ComputeStream) -> Result<()> {
+        Ok(Self::unpin_after(self, stream)?)
     }
 }
 
@@ -87,11 +88,8 @@ unsafe extern "C" fn delete<G: Guard>(managed: *mut ffi::DLManagedTensorVersione
     let view = unsafe { Box::from_raw(managed.cast::<View<G>>()) };
     let View { guard, stream, .. } = *view;
     let Some(stream) = stream else { return };
-    let Err(refused) = guard.unpin_after(&stream) else { return };
-    if refused.error.kind() == ErrorKind::InvalidArgument {
-        // What runs on the stream cannot be told from here: better memory that never comes back than wrong bytes.
-        tracing::error!(error = %refused.error, "a DLPack view was given back too early, and stays pinned for good");
-        std::mem::forget(refused);
+    if let Err(error) = guard.unpin_after(&stream) {
+        tracing::warn!(%error, "a DLPack view was given back when its end could not be put on its stream");
     }
 }
 

@@ -182,7 +182,7 @@ enum Progress {
 }
 
 mod sealed {
-    use super::{EventId, Purpose, Result, Runs, Segment, Tensor, describe, runs_of};
+    use super::{Error, EventId, Purpose, Result, Runs, Segment, Tensor, describe, runs_of};
     use std::sync::Arc;
 
     /// What is to be pinned, and the guard it becomes.
@@ -213,8 +213,14 @@ mod sealed {
             describe(self.tensors())
         }
     }
+
+    /// A guard whose pages work on a stream may use, whatever becomes of the guard.
+    pub trait OnStream {
+        /// Its end behind a stream was refused, and nobody wants it any more: leaves no pins, or only such as stay for good.
+        fn let_go(&mut self, refused: &Error);
+    }
 }
-use sealed::Target;
+use sealed::{OnStream, Target};
 
 /// A wish for pins: await it, or [`wait`](Self::wait) for it. Nothing happens before. Dropping it gives the wish up;
 /// what is in flight for it goes on as a prefetch.
@@ -617,6 +623,13 @@ impl Pins {
         unlock(&self.segments, self.runs.as_slice());
     }
 
+    /// Nobody can tell when these pages are not used any more: better memory that never comes back than wrong bytes. The
+    /// segments stay with the pins, whose pages would go with them.
+    fn keep(self, why: &Error) {
+        tracing::error!(error = %why, "tensors used on a stream stay pinned for good: their use has no end that can be seen");
+        std::mem::forget(self);
+    }
+
     /// Leaves none.
     fn take(&mut self) -> Self {
         let none = Self { segments: Vec::new(), runs: Runs::Many(Vec::new()) };
@@ -684,10 +697,31 @@ impl Pinned {
     /// Has `give_back` end these pins when a stream has come so far. Refused, they stay.
     fn end_on(&mut self, stream: &ComputeStream, give_back: fn(&Pins)) -> Result<()> {
         self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
-        stream.can_mark()?;
+        if let Err(error) = stream.can_mark() {
+            if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Closed) || stream.is_lost() {
+                return Err(error);
+            }
+            // A call that failed, and perhaps only once. The mark finds the end of the stream without it.
+            tracing::debug!(%error, "ask whether a stream can be marked");
+        }
         let pins = self.pins.take();
-        stream.mark(move || give_back(&pins));
+        stream.mark(move |ended| match ended {
+            // A capture has begun since.
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
+            _ => give_back(&pins),
+        });
         Ok(())
+    }
+
+    /// See [`OnStream::let_go`].
+    fn let_go(&mut self, refused: &Error, give_back: fn(&Pins)) {
+        let pins = self.pins.take();
+        let Some(segment) = pins.segments.first() else { return };
+        if refused.kind() == ErrorKind::Closed || segment.shared.engine.device.lost().is_some() {
+            // What the runtime submitted has ended, and its frames go to no other page any more.
+            return give_back(&pins);
+        }
+        pins.keep(refused);
     }
 
     fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -889,8 +923,11 @@ pub struct DeviceBytes {
     pub len: Bytes,
 }
 
-/// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned; made an
-/// [`Error`], it drops it.
+/// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned.
+///
+/// Made an [`Error`], as by `?`, it leaves them pinned for good, with an error in the log, because what uses them may go on:
+/// unless the runtime was closed or the device lost, for then their frames go to no other page. So keep the guard, and give it
+/// another stream, or drop it when the work has ended.
 pub struct UnpinRefused<G> {
     /// To be dropped when the work has ended, or given another stream.
     pub guard: G,
@@ -916,9 +953,28 @@ impl<G> std::error::Error for UnpinRefused<G> {
     }
 }
 
-impl<G> From<UnpinRefused<G>> for Error {
-    fn from(refused: UnpinRefused<G>) -> Self {
-        refused.error
+impl<G: OnStream> From<UnpinRefused<G>> for Error {
+    fn from(UnpinRefused { mut guard, error }: UnpinRefused<G>) -> Self {
+        guard.let_go(&error);
+        error
+    }
+}
+
+impl OnStream for DevicePin {
+    fn let_go(&mut self, refused: &Error) {
+        self.0.let_go(refused, Pins::unpin);
+    }
+}
+
+impl OnStream for DevicePinMut {
+    fn let_go(&mut self, refused: &Error) {
+        self.0.let_go(refused, Pins::unlock);
+    }
+}
+
+impl OnStream for StreamPin {
+    fn let_go(&mut self, refused: &Error) {
+        self.pinned.let_go(refused, Pins::unpin);
     }
 }
 
@@ -1011,7 +1067,8 @@ fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<(
 ///
 /// It ends when everything that is on the stream when it is dropped has ended; whoever drops it waits for nothing. While
 /// the stream is captured into a graph nobody can tell when that is: [`unpin`](Self::unpin) refuses then, and a guard that
-/// is dropped all the same leaves its pages pinned for good, with an error in the log. [`close`](crate::Runtime::close)
+/// is dropped all the same leaves its pages pinned for good, with an error in the log; with them stay their tensors and the
+/// runtime, with all the memory it has, also after it was closed. [`close`](crate::Runtime::close)
 /// waits for the runtime's own streams; of adopted ones, what uses the pages of a guard that is dropped after it must have
 /// ended.
 ///
@@ -1049,7 +1106,7 @@ impl StreamPin {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) while the stream is being captured into a graph;
-    /// [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
+    /// [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it.
     pub fn unpin(mut self) -> std::result::Result<(), UnpinRefused<Self>> {
         self.end().map_err(|error| UnpinRefused { guard: self, error })
     }
@@ -1081,15 +1138,9 @@ impl StreamPin {
 
 impl Drop for StreamPin {
     fn drop(&mut self) {
-        let Err(error) = self.end() else { return };
-        let pins = self.pinned.pins.take();
-        if error.kind() == ErrorKind::Closed || self.stream.is_lost() {
-            // What the runtime submitted has ended, and its frames go to no other page any more.
-            return pins.unpin();
+        if let Err(error) = self.end() {
+            self.let_go(&error);
         }
-        // What runs on the stream cannot be told from here: better memory that never comes back than wrong bytes.
-        tracing::error!(%error, "tensors pinned for a stream stay pinned for good: their use has no end that can be seen");
-        std::mem::forget(pins);
     }
 }
 
@@ -1125,7 +1176,9 @@ impl DevicePin {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
-    /// captured into a graph; [`Closed`](ErrorKind::Closed); the failure of the device. The guard comes back with it.
+    /// captured into a graph; [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it; if it is
+    /// not wanted, [see](UnpinRefused) what becomes of its pages. A call of the driver that fails, and leaves the device
+    /// usable, is no reason: then the end of the stream is waited for in another way.
     pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
         self.0.end_on(stream, Pins::unpin).map_err(|error| UnpinRefused { guard: self, error })
     }

@@ -295,6 +295,34 @@ fn closing_finishes_what_waits_for_its_pages() {
     rig.finish(&fake);
 }
 
+/// The mapper ended while somebody else mapped a page, and what then waited for that page was never reported.
+#[test]
+fn regression_closing_finishes_what_waits_for_a_page_that_another_thread_maps() {
+    let name = "regression_closing_finishes_what_waits_for_a_page_that_another_thread_maps";
+    let Some(fake) = Fake::load_or_skip(name) else { return };
+    let rig = Rig::new(2);
+    std::thread::scope(|scope| {
+        fake.hold_calls("cuMemMap", true);
+        let mapping = scope.spawn(|| rig.device.map_here(FrameId::new(1), rig.page(1)));
+        in_call(&fake, "cuMemMap", 1);
+        let closing = scope.spawn(|| rig.device.close());
+        // There is no such frame, so nothing is mapped.
+        let probe = || rig.device.map(FrameId::new(99), rig.page(9)).unwrap_err().kind();
+        while probe() != ErrorKind::Closed {
+            std::thread::yield_now();
+        }
+        // A thread that ends now has the time to.
+        (0..10_000).for_each(|_| std::thread::yield_now());
+        rig.copy_in(1, 11, 1);
+        fake.hold_calls("cuMemMap", false);
+        mapping.join().unwrap().unwrap();
+        let (token, result) = rig.sink.take(1).pop().unwrap();
+        assert_eq!((token, result.is_ok()), (1, true));
+        closing.join().unwrap().unwrap();
+    });
+    rig.finish(&fake);
+}
+
 /// Waking a thread for one page costs more than the calls. A refusal is still that of the operation.
 #[test]
 fn a_lone_page_is_mapped_by_whoever_waits_for_it() {

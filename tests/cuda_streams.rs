@@ -11,7 +11,7 @@ mod harness;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -19,9 +19,9 @@ use common::synthetic;
 use control::{Fake, Launch, Reach};
 use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
+use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, control, fail_every_call, watched};
+use harness::{Rng, control, fail_every_call, fail_every_call_with, watched};
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamOp, Token,
 };
@@ -85,8 +85,13 @@ impl Foreign {
     }
 
     fn launch_at(&self, stream: RawStream, from: u64, to: u64, len: u64) {
+        self.try_launch(stream, from, to, len).unwrap();
+    }
+
+    /// Nothing is launched where a call fails.
+    fn try_launch(&self, stream: RawStream, from: u64, to: u64, len: u64) -> std::result::Result<(), DriverError> {
         let mut parameters = [&raw const from, &raw const to, &raw const len].map(|p| p.cast_mut().cast());
-        self.context.bind_to_thread().unwrap();
+        self.context.bind_to_thread()?;
         // SAFETY: the parameters are the kernel's; the driver has read them when it returns.
         unsafe {
             cudarc::driver::result::launch_kernel(
@@ -98,7 +103,15 @@ impl Foreign {
                 &mut parameters,
             )
         }
-        .unwrap();
+    }
+
+    fn begin_capture(&self) {
+        self.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED).unwrap();
+    }
+
+    fn end_capture(&self) -> Option<CudaGraph> {
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        self.stream.end_capture(flags).unwrap()
     }
 
     /// What is at a device address, once everything on the stream has ended.
@@ -391,24 +404,233 @@ fn whatever_call_fails_no_page_goes_from_under_a_stream() {
     if Fake::load_or_skip("whatever_call_fails_no_page_goes_from_under_a_stream").is_none() {
         return;
     }
+    kernels_read_while_calls_fail(|guard, stream| Ok(guard.unpin_after(stream)?));
+}
+
+#[test]
+fn whatever_call_fails_no_page_goes_from_under_a_dlpack_consumer() {
+    if Fake::load_or_skip("whatever_call_fails_no_page_goes_from_under_a_dlpack_consumer").is_none() {
+        return;
+    }
+    // Dropped, it calls its deleter.
+    kernels_read_while_calls_fail(|guard, stream| guard.into_dlpack(0, Some(stream)).map(drop));
+}
+
+/// Kernels read what is pinned, `end` ends the pin behind them, and others take the frame at once. The judge knows of each
+/// kernel what it reads, and that it has ended only if somebody has waited for it or asked.
+fn kernels_read_while_calls_fail(
+    end: impl Fn(outcore::DevicePin, &ComputeStream) -> Result<()> + Send + Sync + 'static,
+) {
     let file = synthetic(&[3 << 20, 1 << 20]);
-    let (runs, failed) = fail_every_call(move || {
-        let runtime = builder(2, 0).open()?;
-        let used = (|| {
-            let model = runtime.open_model(&file.path)?;
-            let tensors = [model.tensor("t0")?, model.tensor("t1")?];
-            let stream = runtime.compute_stream()?;
-            for at in [0, 1, 0] {
-                let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
-                stream.call(|| ());
-                guard.unpin_after(&stream)?;
-            }
-            stream.synchronize()
-        })();
-        let closed = runtime.close();
-        used.and(closed)
-    });
+    let (runs, failed) = fail_every_call_with(
+        |fake| (Foreign::new(fake), allocate(PAGE as usize)),
+        move |(foreign, result)| {
+            let runtime = builder(2, 0).open()?;
+            let used = (|| {
+                let model = runtime.open_model(&file.path)?;
+                let tensors = [model.tensor("t0")?, model.tensor("t1")?];
+                let stream = runtime.compute_stream()?;
+                let raw = stream.raw()?;
+                for at in [0, 1, 0] {
+                    let guard = runtime.pin_device(&tensors[at..=at]).wait()?;
+                    stream.call(|| ());
+                    // One that is not launched reads nothing.
+                    let _ = foreign.try_launch(raw, tensors[at].address(), *result, 1 << 20);
+                    end(guard, &stream)?;
+                    runtime.evict(&tensors[at]);
+                }
+                stream.synchronize()
+            })();
+            let closed = runtime.close();
+            used.and(closed)
+        },
+    );
     assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
+}
+
+/// The pages of such a guard went at once, from under the kernel.
+#[test]
+fn regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel() {
+    let name = "regression_a_call_that_fails_does_not_end_a_pin_before_its_kernel";
+    let Some(fake) = Fake::load_or_skip(name) else { return };
+    type End = fn(outcore::DevicePin, &ComputeStream) -> Result<()>;
+    let ends: [End; 2] =
+        [|guard, stream| Ok(guard.unpin_after(stream)?), |guard, stream| guard.into_dlpack(0, Some(stream)).map(drop)];
+    for end in ends {
+        for (call, count) in
+            [("cuCtxPushCurrent", 1), ("cuCtxPushCurrent", 2), ("cuStreamIsCapturing", 1), ("cuEventRecord", 1)]
+        {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(1, 0).open().unwrap();
+            let tensors = pages(&runtime, 2);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let result = allocate(PAGE as usize);
+            let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+            fake.hold_stream(foreign.stream.cu_stream(), true);
+            foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
+            let fired = fake.fired();
+            (1..=count).for_each(|n| fake.fail_nth(call, n, 999));
+            end(guard, &stream).unwrap();
+            assert_eq!(fake.fired() - fired, count, "{call}");
+            assert_eq!(runtime.evict(&tensors[0]), 0, "{call}: the kernel has not run");
+            let mut next = Box::pin(runtime.pin_device(&tensors[1..]));
+            assert!(is_pending(next.as_mut()), "{call}");
+            fake.hold_stream(foreign.stream.cu_stream(), false);
+            drop(wait_for_future(next).unwrap());
+            assert!(foreign.read(result, PAGE) == bytes_of(0), "{call}");
+            free(result).unwrap();
+            drop((stream, tensors));
+            runtime.close().unwrap();
+            fake.expect_clean();
+        }
+    }
+    fake.finish();
+}
+
+/// `?` made an error of the refusal, and the guard that came with it ended at once.
+#[test]
+fn regression_a_refused_guard_that_becomes_an_error_keeps_its_pages() {
+    let Some(fake) = Fake::load_or_skip("regression_a_refused_guard_that_becomes_an_error_keeps_its_pages") else {
+        return;
+    };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let tensors = pages(&runtime, 2);
+        let stream = foreign.adopt(&runtime).unwrap();
+        let result = allocate(PAGE as usize);
+        let read = runtime.pin_device(&tensors[..1]).wait().unwrap();
+        let written = runtime.pin_device_mut(&tensors[1..]).wait().unwrap();
+        fake.hold_stream(foreign.stream.cu_stream(), true);
+        foreign.launch(stream.raw().unwrap(), read.device_bytes(0).unwrap().address, result, PAGE);
+        foreign.begin_capture();
+        let errors: [outcore::Error; 2] =
+            [read.unpin_after(&stream).unwrap_err().into(), written.unpin_after(&stream).unwrap_err().into()];
+        assert!(errors.iter().all(|error| error.kind() == ErrorKind::InvalidArgument), "{errors:?}");
+        assert!(is_pending(pin!(runtime.pin_device_mut(&tensors[..1])).as_mut()), "it is still read");
+        assert!(is_pending(pin!(runtime.pin_device(&tensors[1..])).as_mut()), "it is still written");
+        drop(foreign.end_capture());
+        fake.hold_stream(foreign.stream.cu_stream(), false);
+        stream.synchronize().unwrap();
+        assert_eq!(runtime.evict(&tensors[0]) + runtime.evict(&tensors[1]), 0, "pinned for good");
+        // Of a runtime that was closed no frame goes to another page, and the guard ends.
+        let other = builder(1, 0).open().unwrap();
+        let theirs = pages(&other, 1);
+        let of_theirs = other.compute_stream().unwrap();
+        let guard = other.pin_device(&theirs).wait().unwrap();
+        other.clone().close().unwrap();
+        let error: outcore::Error = guard.unpin_after(&of_theirs).unwrap_err().into();
+        assert_eq!(error.kind(), ErrorKind::Closed);
+        assert_eq!(other.snapshot(&theirs[0]).pages[0].device.pins, 0);
+        free(result).unwrap();
+        drop((stream, tensors, of_theirs, theirs, other));
+        runtime.close().unwrap();
+        fake.expect_clean();
+        assert!(fake.check_leaks() > 0, "with what is pinned for good the runtime stays");
+    }
+    fake.take_findings();
+}
+
+/// A closure that was captured ran, and was freed, with each launch of the graph; and the event behind it cost the device.
+#[test]
+fn regression_a_closure_is_no_part_of_a_graph() {
+    let Some(fake) = Fake::load_or_skip("regression_a_closure_is_no_part_of_a_graph") else { return };
+    {
+        let foreign = Foreign::new(&fake);
+        let runtime = builder(2, 0).open().unwrap();
+        let tensors = pages(&runtime, 1);
+        let (stream, made) = (foreign.adopt(&runtime).unwrap(), runtime.compute_stream().unwrap());
+        // One of the runtime's own, captured by whoever has its handle.
+        let raw = made.raw().unwrap();
+        let result = allocate(PAGE as usize);
+        let ran = Arc::new(AtomicBool::new(false));
+        let run = || {
+            let ran = Arc::clone(&ran);
+            move || ran.store(true, Ordering::Release)
+        };
+        let guard = runtime.pin_device(&tensors).wait().unwrap();
+        foreign.begin_capture();
+        foreign.launch(stream.raw().unwrap(), guard.device_bytes(0).unwrap().address, result, PAGE);
+        stream.call(run());
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream lives as long as `made`.
+        unsafe { cudarc::driver::result::stream::begin_capture(raw.as_ptr().cast(), mode) }.unwrap();
+        made.call(run());
+        // SAFETY: as above; the graph is destroyed below.
+        let empty = unsafe { cudarc::driver::result::stream::end_capture(raw.as_ptr().cast()) }.unwrap();
+        // SAFETY: it was made above, and nothing was made of it.
+        unsafe { cudarc::driver::result::graph::destroy(empty) }.unwrap();
+        let graph = foreign.end_capture().unwrap();
+        for _ in 0..2 {
+            graph.launch().unwrap();
+        }
+        for refused in [&stream, &made] {
+            let error = refused.synchronize().unwrap_err();
+            assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
+            assert!(error.to_string().contains("captured"), "{error}");
+        }
+        assert!(foreign.read(result, PAGE) == bytes_of(0));
+        assert!(!ran.load(Ordering::Acquire) && Arc::strong_count(&ran) == 1, "what was refused is gone");
+        // The device goes on, and so do the streams.
+        guard.unpin_after(&stream).unwrap();
+        let again = foreign.adopt(&runtime).unwrap();
+        again.call(run());
+        again.synchronize().unwrap();
+        assert!(ran.load(Ordering::Acquire));
+        free(result).unwrap();
+        drop((graph, stream, made, again, tensors));
+        runtime.close().unwrap();
+    }
+    fake.finish();
+}
+
+/// As above, where the stream is captured only when it has been asked about.
+#[test]
+fn regression_a_capture_that_begins_under_a_submission_does_no_harm() {
+    let name = "regression_a_capture_that_begins_under_a_submission_does_no_harm";
+    if Fake::load_or_skip(name).is_none() {
+        return;
+    }
+    watched(name, || {
+        let fake = Fake::load();
+        for call in ["cuLaunchHostFunc", "cuEventRecord"] {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(2, 0).open().unwrap();
+            let tensors = pages(&runtime, 2);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let runs = Arc::new(AtomicU32::new(0));
+            let guard = runtime.pin_device(&tensors[..1]).wait().unwrap();
+            let before = fake.calls(call);
+            fake.hold_calls(call, true);
+            std::thread::scope(|scope| {
+                let submitted = scope.spawn(|| {
+                    let runs = Arc::clone(&runs);
+                    stream.call(move || _ = runs.fetch_add(1, Ordering::Relaxed));
+                });
+                wait_for("the call", || fake.calls(call) > before);
+                foreign.begin_capture();
+                fake.hold_calls(call, false);
+                submitted.join().unwrap();
+            });
+            let graph = foreign.end_capture();
+            // What was submitted has an end, whether it ran or not.
+            let outcome = stream.synchronize();
+            let captured = call == "cuLaunchHostFunc";
+            assert_eq!(outcome.is_err(), captured, "{outcome:?}");
+            for _ in 0..2 {
+                graph.iter().for_each(|graph| graph.launch().unwrap());
+            }
+            foreign.stream.synchronize().unwrap();
+            assert_eq!(runs.load(Ordering::Relaxed), u32::from(!captured));
+            guard.unpin_after(&stream).unwrap();
+            drop(runtime.pin_device(&tensors).wait().unwrap());
+            drop((graph, stream, tensors));
+            runtime.close().unwrap();
+            drop(foreign);
+            fake.expect_clean();
+        }
+        fake.finish();
+    });
 }
 
 fn pin_copy(runtime: &Runtime, tensor: &Tensor, bytes: &[u8]) {
@@ -913,6 +1135,150 @@ fn whatever_call_fails_a_stream_gets_the_files_bytes_or_an_error() {
         used.and(closed)
     });
     assert!(runs > 60 && failed > 20, "{runs} calls, of which {failed} mattered");
+}
+
+/// Guards, tensors and streams that a closure dropped called the driver from its own thread, which CUDA forbids.
+#[test]
+fn regression_what_a_closure_drops_or_asks_for_makes_no_call_there() {
+    if Fake::load_or_skip("regression_what_a_closure_drops_or_asks_for_makes_no_call_there").is_none() {
+        return;
+    }
+    watched("regression_what_a_closure_drops_or_asks_for_makes_no_call_there", || {
+        let fake = Fake::load();
+        {
+            let foreign = Foreign::new(&fake);
+            let runtime = builder(3, 0).open().unwrap();
+            let tensors = pages(&runtime, 3);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let [first, second, third] = [0, 1, 2].map(|at| runtime.pin_device(&tensors[at..=at]).wait().unwrap());
+            let on_stream = runtime.pin_device_on(&tensors[..1], &stream).wait().unwrap();
+            // Not written yet: its page has only to be mapped and zeroed once there is a frame.
+            let wanted = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+            let mut waiting = Box::pin(runtime.pin_device(&wanted));
+            assert!(is_pending(waiting.as_mut()));
+            let gone = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+            let another = runtime.compute_stream().unwrap();
+            let (tell, told) = std::sync::mpsc::channel();
+            let (inner, own) = (runtime.clone(), stream.clone());
+            stream.call(move || {
+                drop((first, on_stream, gone));
+                second.unpin_after(&own).unwrap();
+                third.unpin_after(&another).unwrap();
+                let refused = [
+                    inner.alloc(DType::U8, &[PAGE]).map(drop).unwrap_err(),
+                    inner.compute_stream().map(drop).unwrap_err(),
+                ];
+                let later = tell.clone();
+                own.call(move || later.send(Vec::new()).unwrap());
+                tell.send(refused.to_vec()).unwrap();
+                drop((inner, another, own));
+            });
+            let refused = told.recv().unwrap();
+            assert_eq!(refused.len(), 2);
+            for error in refused {
+                assert!(error.kind() == ErrorKind::InvalidArgument && error.advice().is_some(), "{error}");
+                assert!(error.to_string().contains("closure"), "{error}");
+            }
+            assert!(told.recv().unwrap().is_empty(), "what a closure puts on the stream runs behind it");
+            let guard = wait_for_future(waiting).unwrap();
+            let mut byte = [1];
+            guard.copy_out(0, 7, &mut byte).unwrap();
+            assert_eq!(byte, [0]);
+            drop(guard);
+            stream.synchronize().unwrap();
+            wait_for("the pins to end", || (0..3).all(|at| state_of(&runtime, &tensors[at]).1 == 0));
+            drop((stream, tensors, wanted));
+            runtime.close().unwrap();
+        }
+        fake.finish();
+
+        // A closure that drops the last handle of the runtime.
+        {
+            let runtime = builder(1, 1).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = runtime.compute_stream().unwrap();
+            let (go, gone) = std::sync::mpsc::channel::<()>();
+            let guard = runtime.pin_device(&tensors).wait().unwrap();
+            let on = stream.clone();
+            stream.call(move || {
+                let _ = gone.recv();
+                drop((on, guard, tensors, runtime));
+            });
+            drop(stream);
+            go.send(()).unwrap();
+        }
+        wait_for("what the runtime made to be given back", || {
+            let left = fake.check_leaks();
+            let findings = fake.take_findings();
+            assert!(findings.iter().all(|finding| finding.starts_with("leak")), "{findings:#?}");
+            left == 0
+        });
+        fake.finish();
+    });
+}
+
+/// The driver copied to plain memory itself, and whoever submitted that waited for all that was on the stream, with the
+/// stream locked; so did the reaper then, and with it everybody.
+#[test]
+fn regression_a_copy_on_an_adopted_stream_holds_up_nobody_else() {
+    if Fake::load_or_skip("regression_a_copy_on_an_adopted_stream_holds_up_nobody_else").is_none() {
+        return;
+    }
+    watched("regression_a_copy_on_an_adopted_stream_holds_up_nobody_else", || {
+        let fake = Fake::load();
+        {
+            let foreign = Foreign::new(&fake);
+            let may_end = Arc::new(AtomicBool::new(false));
+            let end = Arc::clone(&may_end);
+            fake.register_kernel(
+                "copy",
+                |_| Vec::new(),
+                move |_| {
+                    while !end.load(Ordering::Acquire) {
+                        std::thread::yield_now();
+                    }
+                },
+            );
+            let runtime = builder(2, 0).open().unwrap();
+            let tensors = pages(&runtime, 1);
+            let stream = foreign.adopt(&runtime).unwrap();
+            let pins = [(); 2].map(|()| runtime.pin_device_on(&tensors, &stream).wait().unwrap());
+            foreign.launch_at(stream.raw().unwrap(), 0, 0, 0);
+            let [ended, pin] = pins;
+            // Now the reaper asks about the stream.
+            ended.unpin().unwrap();
+            let before = fake.calls("cuMemcpyDtoHAsync");
+            let bytes = std::thread::scope(|scope| {
+                let copying = scope.spawn(|| {
+                    let mut bytes = vec![0; PAGE as usize];
+                    pin.copy_out(0, 0, &mut bytes).map(|()| bytes)
+                });
+                wait_for("the copy", || fake.calls("cuMemcpyDtoHAsync") > before);
+                let other = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+                drop(runtime.pin_device(&other).wait().unwrap());
+                assert!(!may_end.load(Ordering::Acquire), "the kernel still runs");
+                may_end.store(true, Ordering::Release);
+                copying.join().unwrap().unwrap()
+            });
+            assert!(bytes == bytes_of(0));
+            drop(pin);
+            stream.synchronize().unwrap();
+            // Forgotten streams leave their buffers to those that come.
+            drop(stream);
+            let locked = fake.calls("cuMemHostAlloc");
+            for _ in 0..3 {
+                let again = foreign.adopt(&runtime).unwrap();
+                let pin = runtime.pin_device_on(&tensors, &again).wait().unwrap();
+                pin.copy_out(0, 0, &mut [0; 5]).unwrap();
+                drop(pin);
+                again.synchronize().unwrap();
+            }
+            assert_eq!(fake.calls("cuMemHostAlloc"), locked);
+            drop(tensors);
+            runtime.close().unwrap();
+        }
+        fake.finish();
+    });
 }
 
 /// Takes note, when a mark is reported, of whether a kernel had run.

@@ -25,7 +25,15 @@ pub fn only_pageable(fake: &Fake, what: &str) {
 /// well, and the judge is content. Returns the runs and in how many the program failed; in the last, in which no call did,
 /// it did not.
 pub fn fail_every_call(program: impl Fn() -> Result<()> + Send + Sync + 'static) -> (u64, u64) {
-    let program = Arc::new(program);
+    fail_every_call_with(|_| (), move |()| program())
+}
+
+/// As [`fail_every_call`], of a program with something beside it that is made before calls fail, and goes after them.
+pub fn fail_every_call_with<T>(
+    beside: impl Fn(&Fake) -> T + Send + Sync + 'static,
+    program: impl Fn(&T) -> Result<()> + Send + Sync + 'static,
+) -> (u64, u64) {
+    let program = Arc::new((beside, program));
     let mut failed = 0;
     for n in 1.. {
         // Two ways to go on for who is told; which call gets which does not matter.
@@ -33,8 +41,10 @@ pub fn fail_every_call(program: impl Fn() -> Result<()> + Send + Sync + 'static)
         let (program, (tell, told)) = (Arc::clone(&program), mpsc::channel());
         watched(&format!("failing call {n} with {code}"), move || {
             let fake = Fake::load();
+            let (beside, program) = &*program;
+            let beside = beside(&fake);
             fake.fail_nth("*", n, code);
-            let outcome = program();
+            let outcome = program(&beside);
             if let Err(error) = &outcome {
                 assert_clear(error, &format!("call {n}"));
             }

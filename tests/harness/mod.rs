@@ -28,7 +28,7 @@ pub use any_device::{
 #[cfg(feature = "cuda")]
 pub use any_device::{control, small_pages};
 #[cfg(feature = "cuda")]
-pub use every_call::{fail_every_call, only_pageable};
+pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 
 /// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
 const HANG: Duration = Duration::from_secs(150);

@@ -3,7 +3,8 @@
 //!
 //! # Invariants
 //!
-//! 1. Nothing of cudarc is called before [`load`] has found the driver's library: it panics where there is none.
+//! 1. Nothing of cudarc is called before [`load`] has found the driver's library, and [`require`] the functions that are
+//!    used: it panics where there are none.
 //! 2. Every call that needs a context is made with the device's own current ([`Context::enter`]), and the caller's
 //!    current context is restored afterwards. So is the caller's mode of capture: while somebody captures a graph, calls
 //!    from any other thread may be forbidden and spoil it, but not those of a thread that has said it knows better.
@@ -78,6 +79,26 @@ fn is_fatal(error: DriverError) -> bool {
             | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | R::CUDA_ERROR_INVALID_PC
             | R::CUDA_ERROR_LAUNCH_FAILED
+            | R::CUDA_ERROR_DEVICE_UNAVAILABLE
+            | R::CUDA_ERROR_MPS_CLIENT_TERMINATED
+            | R::CUDA_ERROR_EXTERNAL_DEVICE
+    )
+}
+
+/// Whether an error is about a capture into a graph. It says nothing of the device; a call that ends with it has done nothing.
+fn is_of_capture(error: DriverError) -> bool {
+    use CUresult as R;
+    matches!(
+        error.0,
+        R::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | R::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+            | R::CUDA_ERROR_STREAM_CAPTURE_MERGE
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+            | R::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+            | R::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+            | R::CUDA_ERROR_CAPTURED_EVENT
+            | R::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
     )
 }
 
@@ -87,6 +108,67 @@ static LIBRARY: OnceLock<Handle<c_void>> = OnceLock::new();
 fn has_function(name: &CStr) -> bool {
     // SAFETY: the handle is that of a library that is never closed, and the name is a C string.
     LIBRARY.get().is_some_and(|library| !unsafe { libc::dlsym(library.0, name.as_ptr()) }.is_null())
+}
+
+/// The functions that are called before the driver's version is known, and to say what failed.
+const NEEDED_FIRST: [&CStr; 3] = [c"cuInit", c"cuDriverGetVersion", c"cuGetErrorString"];
+
+/// Every other function that is called here, by cudarc's functions too. Beyond these only `cuMemcpyBatchAsync_v2`, which is
+/// looked for where it would be used.
+const NEEDED: [&CStr; 42] = [
+    c"cuCtxGetStreamPriorityRange",
+    c"cuCtxPopCurrent_v2",
+    c"cuCtxPushCurrent_v2",
+    c"cuCtxSynchronize",
+    c"cuDeviceGet",
+    c"cuDeviceGetAttribute",
+    c"cuDeviceGetCount",
+    c"cuDeviceGetName",
+    c"cuDeviceGetPCIBusId",
+    c"cuDeviceGetUuid",
+    c"cuDevicePrimaryCtxRelease_v2",
+    c"cuDevicePrimaryCtxRetain",
+    c"cuDeviceTotalMem_v2",
+    c"cuEventCreate",
+    c"cuEventDestroy_v2",
+    c"cuEventQuery",
+    c"cuEventRecord",
+    c"cuEventSynchronize",
+    c"cuLaunchHostFunc",
+    c"cuMemAddressFree",
+    c"cuMemAddressReserve",
+    c"cuMemCreate",
+    c"cuMemFreeHost",
+    c"cuMemGetAllocationGranularity",
+    c"cuMemGetInfo_v2",
+    c"cuMemHostAlloc",
+    c"cuMemHostRegister_v2",
+    c"cuMemHostUnregister",
+    c"cuMemMap",
+    c"cuMemRelease",
+    c"cuMemSetAccess",
+    c"cuMemUnmap",
+    c"cuMemcpyDtoHAsync_v2",
+    c"cuMemcpyHtoDAsync_v2",
+    c"cuMemsetD8Async",
+    c"cuStreamCreateWithPriority",
+    c"cuStreamDestroy_v2",
+    c"cuStreamGetCtx",
+    c"cuStreamIsCapturing",
+    c"cuStreamSynchronize",
+    c"cuStreamWaitEvent",
+    c"cuThreadExchangeStreamCaptureMode",
+];
+
+/// # Errors
+/// [`ErrorKind::Unsupported`] if one of the functions is missing.
+fn require(functions: &[&CStr], is_there: impl Fn(&CStr) -> bool) -> Result<()> {
+    let Some(missing) = functions.iter().find(|name| !is_there(name)) else { return Ok(()) };
+    let message = format!("the CUDA driver's library has no function {}", missing.to_string_lossy());
+    Err(Error::new(ErrorKind::Unsupported, message).remedy(
+        "check that the libcuda.so that is found first (LD_LIBRARY_PATH) is the NVIDIA driver's own, and install a newer \
+         driver if it is",
+    ))
 }
 
 /// Finds the driver's library, once it is there for good.
@@ -113,9 +195,10 @@ fn load() -> Result<()> {
         .remedy("install the NVIDIA driver (in a container: start it with the GPU), or use the host device"))
 }
 
-/// The driver, initialised and new enough.
+/// The driver, initialised, new enough and whole.
 fn start() -> Result<i32> {
     load()?;
+    require(&NEEDED_FIRST, has_function)?;
     result::init().map_err(|error| failed("start the CUDA driver", error))?;
     let mut version = 0;
     // SAFETY: `version` is a valid place for the result.
@@ -127,6 +210,7 @@ fn start() -> Result<i32> {
         return Err(Error::new(ErrorKind::Unsupported, message)
             .remedy(format!("install one that supports CUDA {} or newer", dotted(OLDEST_DRIVER))));
     }
+    require(&NEEDED, has_function)?;
     Ok(version)
 }
 
@@ -301,23 +385,31 @@ impl Drop for Context {
 
 type Call<T = ()> = std::result::Result<T, DriverError>;
 
-/// What a call of the driver came to: the error, and whether the device is lost.
+/// What a call of the driver came to.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
+    /// The device is lost.
     pub(super) fatal: bool,
+    /// A capture forbids the call, or what it asks about was captured.
+    pub(super) captured: bool,
 }
 
 impl Failure {
     fn of(what: impl Into<String>, error: DriverError) -> Self {
-        Self { fatal: is_fatal(error), error: failed(what, error) }
+        Self { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
+    }
+
+    /// A stream that is being captured was not waited for, which would spoil the capture.
+    pub(super) fn captured(error: Error) -> Self {
+        Self { error, fatal: false, captured: true }
     }
 }
 
 /// A refusal of our own.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        Self { error, fatal: false }
+        Self { error, fatal: false, captured: false }
     }
 }
 
@@ -597,7 +689,8 @@ impl Context {
         named("zero memory of the GPU", outcome.result())
     }
     /// # Safety
-    /// `function` may be called with `argument` once, on any thread, and neither panics nor calls the driver.
+    /// `function` may be called with `argument` on any thread, as often as graphs are launched that captured it, and neither
+    /// panics nor calls the driver.
     pub(super) unsafe fn call(
         &self,
         _: &Current<'_>,
@@ -608,5 +701,52 @@ impl Context {
         // SAFETY: the caller's promise; the stream is not destroyed while it is borrowed.
         let outcome = unsafe { result::stream::launch_host_function(stream.0.0, function, argument) };
         named("put a closure on a CUDA stream", outcome)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// cudarc panics where one of them is called and missing.
+    #[test]
+    fn regression_a_driver_without_a_function_is_refused_by_its_name() {
+        for functions in [&NEEDED_FIRST[..], &NEEDED[..]] {
+            require(functions, |_| true).unwrap();
+            for hidden in functions {
+                let error = require(functions, |name| name != *hidden).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Unsupported);
+                let named = format!(" {} ", error).contains(&format!(" {}", hidden.to_string_lossy()));
+                assert!(named && error.advice().is_some(), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_function_that_is_called_by_name_is_needed() {
+        let mut called = 0;
+        for part in include_str!("driver.rs").split("sys::cu").skip(1) {
+            let Some((name, _)) = part.split_once('(') else { continue };
+            if !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') || name == "MemcpyBatchAsync_v2" {
+                continue;
+            }
+            let is_named = |needed: &&CStr| needed.to_bytes().strip_prefix(b"cu") == Some(name.as_bytes());
+            assert!(NEEDED.iter().chain(&NEEDED_FIRST).any(|needed| is_named(&needed)), "cu{name}");
+            called += 1;
+        }
+        assert!(called > 20, "{called}");
+    }
+
+    #[test]
+    fn what_takes_the_context_with_it_is_fatal_and_captures_are_not() {
+        use CUresult as R;
+        for code in
+            [R::CUDA_ERROR_DEVICE_UNAVAILABLE, R::CUDA_ERROR_MPS_CLIENT_TERMINATED, R::CUDA_ERROR_EXTERNAL_DEVICE]
+        {
+            assert!(is_fatal(DriverError(code)) && !is_of_capture(DriverError(code)), "{code:?}");
+        }
+        for code in [R::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, R::CUDA_ERROR_CAPTURED_EVENT] {
+            assert!(is_of_capture(DriverError(code)) && !is_fatal(DriverError(code)), "{code:?}");
+        }
     }
 }

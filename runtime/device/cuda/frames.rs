@@ -85,7 +85,7 @@ impl Layout {
         let count = self.frames.len();
         self.frames.get_mut(frame.index()).ok_or_else(|| {
             let message = format!("{frame:?} does not exist: the CUDA device has {count} frames");
-            Error::new(ErrorKind::InvalidArgument, message)
+            Error::new(ErrorKind::InvalidArgument, message).remedy("grow the frames first, or name one of those")
         })
     }
 
@@ -135,7 +135,10 @@ impl Layout {
 
     /// Wants nothing behind a whole reservation any more; returns the frames that have to leave.
     pub(super) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
-        let refuse = |message: String| Err(Error::new(ErrorKind::InvalidArgument, message));
+        let refuse = |message: String| {
+            let error = Error::new(ErrorKind::InvalidArgument, message);
+            Err(error.remedy("release what was reserved, as a whole and once"))
+        };
         let Some(occupants) = self.reservations.get(&base) else {
             return refuse("the range to release was never reserved".to_owned());
         };
@@ -196,7 +199,8 @@ impl Layout {
         let aligned = address.is_multiple_of(self.page);
         let Some(occupant) = self.slot(address).filter(|_| aligned).map(|occupant| *occupant) else {
             let message = format!("{frame:?} cannot be mapped to {address:#x}: not a page of a reserved range");
-            return Err(Error::new(ErrorKind::InvalidArgument, message));
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("map it to the base of a reservation plus a multiple of the page size"));
         };
         self.refused.remove(&address);
         if wanted == Some(address) {

@@ -14,6 +14,9 @@
 //! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
 //!    lock here; while it is not 0, whoever submits to that stream queues up too.
 //! 3. The driver is called, streams are submitted to, and the sink is told what was taken up, without the lock.
+//! 4. The thread takes nothing up, and does not end, while somebody maps a page of their own: an operation on that page may
+//!    be queued meanwhile. Once it has `ended`, nothing is queued any more.
+//! 5. Nothing is done on a thread on which the driver runs a closure: it is queued, since the driver must not be called there.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -27,7 +30,7 @@ use super::super::stream::closed;
 use super::super::{StreamId, StreamOp, Token};
 use super::Core;
 use super::frames::{Layout, Range, carry_out, refuse_all};
-use super::stream::{COPIES_AT_ONCE, Stream};
+use super::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FrameId;
 
@@ -44,6 +47,16 @@ pub(super) struct Deferred {
 enum Job {
     Frame(FrameId),
     Op(Deferred),
+    /// A reservation of so many pages is to be given back.
+    Release(u64, u32),
+}
+
+/// What [`Mapper::next`] takes up together.
+#[derive(Default)]
+struct Batch {
+    frames: Vec<FrameId>,
+    ops: Vec<Deferred>,
+    released: Vec<(u64, u32)>,
 }
 
 pub(super) struct State {
@@ -54,6 +67,8 @@ pub(super) struct State {
     /// Somebody maps a page of their own.
     others_at_work: bool,
     closing: bool,
+    /// The thread takes up nothing any more.
+    ended: bool,
 }
 
 pub(super) struct Mapper {
@@ -66,8 +81,8 @@ pub(super) struct Mapper {
 
 impl Mapper {
     pub(super) fn new(layout: Layout) -> Self {
-        let (jobs, at_work, others_at_work, closing) = Default::default();
-        let state = State { layout, jobs, at_work, others_at_work, closing };
+        let (jobs, at_work, others_at_work, closing, ended) = Default::default();
+        let state = State { layout, jobs, at_work, others_at_work, closing, ended };
         Self { state: Mutex::new(state), work: Condvar::new(), settled: Condvar::new(), thread: Mutex::default() }
     }
 
@@ -107,11 +122,16 @@ impl Mapper {
         }
         let moved = state.layout.place(frame, address)?;
         // Several at a time make runs, which are the thread's.
-        if here && !state.at_work && !state.others_at_work && state.jobs.is_empty() {
+        let idle = !state.at_work && !state.others_at_work && state.jobs.is_empty();
+        if here && idle && !IN_HOST_FUNCTION.get() {
             state.others_at_work = true;
             let (mut state, outcome) = self.settle(core, state, &moved);
             state.others_at_work = false;
+            let awaited = state.closing || !state.jobs.is_empty();
             drop(state);
+            if awaited {
+                self.work.notify_one();
+            }
             note_refusal(outcome);
             return Ok(());
         }
@@ -145,9 +165,13 @@ impl Mapper {
         (state, outcome)
     }
 
-    /// Queues an operation that cannot be handed to its stream yet; gives it back if it can.
+    /// Queues an operation that cannot be handed to its stream yet, or not by this thread; gives it back if it can, or if
+    /// the device is closed.
     pub(super) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
         let mut state = self.state.lock();
+        if state.ended {
+            return Some(deferred);
+        }
         let waits = match &deferred.op {
             StreamOp::CopyIn { device, len, .. }
             | StreamOp::CopyOut { device, len, .. }
@@ -155,7 +179,7 @@ impl Mapper {
             StreamOp::Call(_) | StreamOp::Mark => false,
         };
         // Where a change is under way the thread looks here once more, also when it is told to end.
-        if !waits && deferred.stream.deferred.load(Ordering::Relaxed) == 0 {
+        if !waits && deferred.stream.deferred.load(Ordering::Relaxed) == 0 && !IN_HOST_FUNCTION.get() {
             return Some(deferred);
         }
         deferred.stream.deferred.fetch_add(1, Ordering::Relaxed);
@@ -163,6 +187,18 @@ impl Mapper {
         drop(state);
         self.work.notify_one();
         None
+    }
+
+    /// Queues the end of a reservation; `false` if the device is closed.
+    pub(super) fn release_later(&self, base: u64, pages: u32) -> bool {
+        let mut state = self.state.lock();
+        if state.ended {
+            return false;
+        }
+        state.jobs.push_back(Job::Release(base, pages));
+        drop(state);
+        self.work.notify_one();
+        true
     }
 
     /// Waits until every operation that was submitted to the stream has been handed to it. That takes mappings, and no
@@ -194,18 +230,20 @@ impl Mapper {
         Ok(())
     }
 
-    /// The next things to do: frames, then operations; `None` when closed and nothing is left.
-    fn next(&self) -> Option<(Vec<FrameId>, Vec<Deferred>)> {
+    /// The next things to do: frames, then operations, then reservations to give back; `None` when closed and nothing is
+    /// left.
+    fn next(&self) -> Option<Batch> {
         let mut state = self.state.lock();
         state.at_work = false;
-        while state.jobs.is_empty() {
-            if state.closing {
+        while state.jobs.is_empty() || state.others_at_work {
+            if state.closing && !state.others_at_work {
+                state.ended = true;
                 return None;
             }
             self.work.wait(&mut state);
         }
         state.at_work = true;
-        let (mut frames, mut ops) = (Vec::new(), Vec::new());
+        let Batch { mut frames, mut ops, mut released } = Batch::default();
         while frames.len() < FRAMES_AT_ONCE
             && let Some(job) = state.jobs.pop_front()
         {
@@ -213,6 +251,7 @@ impl Mapper {
                 Job::Frame(frame) if frames.contains(&frame) => {}
                 Job::Frame(frame) => frames.push(frame),
                 Job::Op(op) => ops.push(op),
+                Job::Release(base, pages) => released.push((base, pages)),
             }
         }
         // Those that follow the last frame at once.
@@ -221,17 +260,22 @@ impl Mapper {
                 ops.push(op);
             }
         }
-        Some((frames, ops))
+        Some(Batch { frames, ops, released })
     }
 }
 
 fn run(core: &Arc<Core>) {
     let mapper = &core.mapper;
-    while let Some((frames, ops)) = mapper.next() {
+    while let Some(Batch { frames, ops, released }) = mapper.next() {
         let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
         drop(state);
         note_refusal(outcome);
         hand_on(core, ops);
+        for (base, pages) in released {
+            if let Err(error) = core.release(base, pages) {
+                tracing::warn!(%error, "release a segment's addresses");
+            }
+        }
     }
 }
 

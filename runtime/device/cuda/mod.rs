@@ -39,11 +39,11 @@ use super::{
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
-use driver::{Context, Current, EventHandle, Failure, Outcome};
+use driver::{Context, Current, EventHandle, Failure, Locked, Outcome};
 use frames::Layout;
 use mapper::{Deferred, Mapper};
 use reaper::Reaper;
-use stream::Stream;
+use stream::{BOUNCE_BYTES, IN_HOST_FUNCTION, Stream};
 
 /// What a CUDA device is made of.
 #[derive(Clone, Debug)]
@@ -75,6 +75,8 @@ struct Core {
     batches: AtomicBool,
     /// Events that nothing waits for.
     events: Mutex<Vec<EventHandle>>,
+    /// Locked buffers of adopted streams that were forgotten.
+    bounces: Mutex<Vec<Locked>>,
     /// Host memory that is locked, by address.
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams>,
@@ -129,9 +131,52 @@ impl Core {
         outcome.map_err(|failure| self.note(failure))
     }
 
+    /// # Errors
+    /// The first error that cost the device; a refusal in a closure on a stream; what the driver says.
     fn enter(&self) -> Result<Current<'_>> {
         self.healthy()?;
+        self.not_in_closure()?;
         self.done(self.context.enter())
+    }
+
+    /// Refuses what would call the driver, or wait for it, where the driver runs a closure.
+    fn not_in_closure(&self) -> Result<()> {
+        if !IN_HOST_FUNCTION.get() {
+            return Ok(());
+        }
+        let message = format!("a closure on a stream of {} asked for what only the CUDA driver can do", self.name);
+        Err(Error::new(ErrorKind::InvalidArgument, message).remedy(
+            "let the closure wake a task or a thread, and do it there: the driver must not be called by closures",
+        ))
+    }
+
+    /// Takes frames away from where they are, now, and goes on to change the layout.
+    fn vacate_and<T>(
+        &self,
+        vacate: impl FnOnce(&mut Layout) -> Result<Vec<FrameId>>,
+        change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>,
+    ) -> Result<T> {
+        self.not_in_closure()?;
+        let mut state = self.mapper.lock();
+        let frames = vacate(&mut state.layout)?;
+        let (mut state, vacated) = self.mapper.settle(self, state, &frames);
+        vacated?;
+        let current = self.enter()?;
+        self.done(change(&mut state.layout, &self.context, &current))
+    }
+
+    /// Gives a reservation back.
+    fn release(&self, base: u64, pages: u32) -> Result<()> {
+        self.vacate_and(
+            |layout| layout.vacate_range(base, pages),
+            |layout, context, current| layout.release(context, current, base, pages),
+        )
+    }
+
+    /// A bounce buffer for a stream, of those that are not used any more or new.
+    fn take_bounce(&self, current: &Current<'_>) -> Result<Locked> {
+        let unused = self.bounces.lock().pop();
+        unused.map_or_else(|| self.done(self.context.alloc_locked(current, BOUNCE_BYTES)), Ok)
     }
 
     /// Submits operations to a stream, in order; returns those with tokens that it has taken up.
@@ -190,6 +235,11 @@ impl Drop for Core {
         for event in self.events.get_mut().drain(..) {
             if let Err(failure) = self.context.destroy_event(&current, event) {
                 tracing::warn!(error = %failure.error, "destroy a CUDA event");
+            }
+        }
+        for bounce in self.bounces.get_mut().drain(..) {
+            if let Err(failure) = self.context.free_locked(&current, bounce) {
+                tracing::warn!(error = %failure.error, "free locked host memory");
             }
         }
         self.mapper.get_mut().clear(&self.context, &current);
@@ -277,6 +327,7 @@ impl CudaDevice {
                 reaper: Reaper::default(),
                 batches: AtomicBool::new(context.has_batches()),
                 events: Mutex::default(),
+                bounces: Mutex::default(),
                 locked: RwLock::default(),
                 streams: RwLock::default(),
                 poison: OnceLock::new(),
@@ -299,7 +350,7 @@ impl CudaDevice {
         let count = streams.all.len();
         streams.all.get(index as usize).cloned().ok_or_else(|| {
             let message = format!("stream {index} does not exist: {} has {count} streams", self.core.name);
-            Error::new(ErrorKind::InvalidArgument, message)
+            Error::new(ErrorKind::InvalidArgument, message).remedy("name a stream that this device has made or adopted")
         })
     }
 
@@ -320,6 +371,7 @@ impl CudaDevice {
         match spent {
             Some(index) => {
                 let spent = std::mem::replace(&mut streams.all[index], stream);
+                core.bounces.lock().extend(spent.take_bounce());
                 if let Err(error) = spent.failure() {
                     tracing::debug!(%error, "a stream that was forgotten had failed");
                 }
@@ -333,21 +385,6 @@ impl CudaDevice {
     fn change<T>(&self, change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>) -> Result<T> {
         let core = &self.core;
         let mut state = core.mapper.lock();
-        let current = core.enter()?;
-        core.done(change(&mut state.layout, &core.context, &current))
-    }
-
-    /// Takes frames away from where they are, now, and goes on to change the layout.
-    fn vacate_and<T>(
-        &self,
-        vacate: impl FnOnce(&mut Layout) -> Result<Vec<FrameId>>,
-        change: impl FnOnce(&mut Layout, &Context, &Current<'_>) -> Outcome<T>,
-    ) -> Result<T> {
-        let core = &self.core;
-        let mut state = core.mapper.lock();
-        let frames = vacate(&mut state.layout)?;
-        let (mut state, vacated) = core.mapper.settle(core, state, &frames);
-        vacated?;
         let current = core.enter()?;
         core.done(change(&mut state.layout, &core.context, &current))
     }
@@ -380,16 +417,18 @@ impl Device for CudaDevice {
 
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
         if pages == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages"));
+            return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages")
+                .remedy("reserve at least one page"));
         }
         self.change(|layout, context, current| layout.reserve(context, current, pages)).map(DeviceAddress)
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
-        self.vacate_and(
-            |layout| layout.vacate_range(base.get(), pages),
-            |layout, context, current| layout.release(context, current, base.get(), pages),
-        )
+        // What goes with a tensor that a closure drops.
+        if IN_HOST_FUNCTION.get() && self.core.mapper.release_later(base.get(), pages) {
+            return Ok(());
+        }
+        self.core.release(base.get(), pages)
     }
 
     fn free_memory(&self) -> Result<Bytes> {
@@ -439,11 +478,11 @@ impl Device for CudaDevice {
         if !cfg!(feature = "strict") {
             return Ok(());
         }
-        self.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
+        self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
-        self.vacate_and(
+        self.core.vacate_and(
             |layout| layout.vacate(frame).map(|()| vec![frame]),
             |layout, context, current| layout.discard(context, current, frame),
         )
@@ -464,6 +503,7 @@ impl Device for CudaDevice {
     fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
         let core = &self.core;
         core.locked.write().remove(&(memory.base.as_ptr() as u64));
+        core.not_in_closure()?;
         let current = core.done(core.context.enter())?;
         core.done(core.context.unlock(&current, memory.base))
     }
@@ -508,12 +548,18 @@ impl Device for CudaDevice {
             }
         };
         let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
+        if IN_HOST_FUNCTION.get() {
+            // Nobody is there any more to hand it on.
+            report_apart(&core.sink, token, closed(&core.name));
+            return None;
+        }
         let taken_up = core.hand_over(id, &stream, vec![(op, token)]);
         taken_up.into_iter().next().map(|(_, end)| end)
     }
 
     fn record(&self, stream: StreamId) -> Result<EventId> {
         let recorded = self.stream(stream.0)?;
+        self.core.not_in_closure()?;
         self.core.mapper.catch_up(&recorded);
         let number = recorded.record(&self.core)?;
         Ok(event_of(stream, number))
@@ -522,6 +568,7 @@ impl Device for CudaDevice {
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
         let (recorded, number) = event_parts(event);
         let (other, waiting) = (self.stream(recorded)?, self.stream(stream.0)?);
+        self.core.not_in_closure()?;
         self.core.mapper.catch_up(&waiting);
         waiting.wait(&self.core, &other, number)
     }
@@ -536,7 +583,7 @@ impl Device for CudaDevice {
     }
 
     fn close(&self) -> Result<()> {
-        if stream::IN_HOST_FUNCTION.get() {
+        if IN_HOST_FUNCTION.get() {
             let message = format!(
                 "{} cannot be closed by a closure on one of its streams: it would wait for itself",
                 self.core.name
@@ -560,7 +607,7 @@ impl Device for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        if stream::IN_HOST_FUNCTION.get() {
+        if IN_HOST_FUNCTION.get() {
             // A closure held the last owner. Its own stream cannot be waited for here; the threads end by themselves,
             // and the last of them gives everything back.
             self.core.streams.write().closed = true;

@@ -20,7 +20,8 @@
 //! # Failure
 //!
 //! What the driver will not say is waited for: until the event has happened or, where there is none, until everything on
-//! the stream has ended. Where that fails too the device is lost, and what was on the stream ends with the first cause.
+//! the stream has ended. Where that fails too the device is lost, and what was on the stream ends with the first cause. But
+//! where it fails because a graph is being captured, which says nothing of the device, it is tried again after a nap.
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -182,16 +183,21 @@ impl Worker {
                     First::Event(event) => match happened(core, current, &event) {
                         Ok(true) => {}
                         Ok(false) => break true,
+                        Err(failure) if failure.captured => {
+                            tracing::debug!(error = %failure.error);
+                            stream.unmark(core, event);
+                            continue;
+                        }
                         Err(failure) => {
                             tracing::debug!(error = %failure.error);
                             wait_for(core, stream, &event);
                         }
                     },
-                    First::Unmarked => {
-                        if let Err(error) = stream.finish(core) {
-                            core.poison(error);
-                        }
-                    }
+                    First::Unmarked => match stream.finish(core) {
+                        Ok(()) => {}
+                        Err(failure) if failure.captured => break true,
+                        Err(failure) => drop(core.poison(failure.error)),
+                    },
                 }
                 stream.retire(core, done);
                 ended += 1;

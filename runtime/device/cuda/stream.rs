@@ -8,12 +8,21 @@
 //!    said of the event and of the whole stream that they failed. Then closures that have not run never will:
 //!    [`Job::end`] takes them, and waits for one that is running.
 //! 3. Events are recorded, destroyed and reused by whoever holds the lock, or by the reaper, which alone takes items out.
+//!
+//! # Captures
+//!
+//! A stream whose handle others have may be captured into a graph at any moment, by any thread. What is put on it then does
+//! not run, now or ever as far as can be told, and would run with each launch of the graph. So under the stream's lock the
+//! driver is asked first, and what would be captured is refused. A capture that begins between the two is not excluded: then
+//! the driver calls its host functions with numbers of jobs that are gone, which is harmless, and will not say when the event
+//! happens; so the event is given up, and the item ends when all that has run on the stream has ended. Of copies, whose
+//! memory is then still borrowed by the graph, it is for the caller not to begin a capture while they are submitted.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -22,7 +31,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::super::stream::{call_caught, unknown_event};
 use super::super::{Completion, DeviceAddress, HostPointer, RawStream, StreamOp, Token};
 use super::Core;
-use super::driver::{BatchedCopy, Current, EventHandle, Locked, Outcome, StreamHandle};
+use super::driver::{BatchedCopy, Current, EventHandle, Failure, Locked, Outcome, StreamHandle};
 use super::frames::Range;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
@@ -32,6 +41,9 @@ pub(super) const COPIES_AT_ONCE: usize = 4;
 
 /// Of the buffer through which copies of unlocked memory go: enough that its host functions cost little beside the copies.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
+
+const LEFT_TO_THE_DRIVER: &str =
+    "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy";
 
 /// What a host function does.
 enum Work {
@@ -44,12 +56,29 @@ enum JobState {
     Ended(Result<()>),
 }
 
-/// Something a stream runs on a thread of the driver. The lock is held while it runs.
-struct Job(Mutex<JobState>);
+/// What the driver was given and has not run, by the number that it was given. No pointer, because host functions that were
+/// captured into a graph are called with each launch, when what they were to do is long gone.
+static JOBS: Mutex<BTreeMap<usize, Arc<Job>>> = Mutex::new(BTreeMap::new());
+
+/// Something a stream runs on a thread of the driver.
+struct Job {
+    /// Among [`JOBS`].
+    number: usize,
+    /// The lock is held while it runs.
+    state: Mutex<JobState>,
+}
 
 impl Job {
+    fn new(work: Work) -> Arc<Self> {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let job = Arc::new(Self { number, state: Mutex::new(JobState::Waiting(work)) });
+        JOBS.lock().insert(number, Arc::clone(&job));
+        job
+    }
+
     fn run(&self) {
-        let mut state = self.0.lock();
+        let mut state = self.state.lock();
         // A job that was ended first, because the device was taken for lost, stays ended.
         let ended = JobState::Ended(Ok(()));
         *state = JobState::Ended(match std::mem::replace(&mut *state, ended) {
@@ -66,7 +95,7 @@ impl Job {
 
     /// The result so far; `None` while it has not ended.
     fn result(&self) -> Option<Result<()>> {
-        match &*self.0.try_lock()? {
+        match &*self.state.try_lock()? {
             JobState::Waiting(_) => None,
             JobState::Ended(result) => Some(result.clone()),
         }
@@ -74,9 +103,14 @@ impl Job {
 
     /// The result; what has not run will not.
     fn end(&self) -> Result<()> {
-        let mut state = self.0.lock();
+        JOBS.lock().remove(&self.number);
+        let mut state = self.state.lock();
         if let JobState::Waiting(_) = &*state {
-            *state = JobState::Ended(Err(Error::new(ErrorKind::Device, "a closure on a stream was not run")));
+            let error = Error::new(
+                ErrorKind::Device,
+                "a closure on a stream was not run: the device failed, or the stream was captured",
+            );
+            *state = JobState::Ended(Err(error.remedy("put it there again, and begin no capture meanwhile")));
         }
         match &*state {
             JobState::Ended(result) => result.clone(),
@@ -85,10 +119,11 @@ impl Job {
     }
 }
 
-/// What the driver calls.
-unsafe extern "C" fn run_job(argument: *mut c_void) {
-    // SAFETY: `queue_job` passed a count of an `Arc<Job>`, and the driver calls once.
-    let job = unsafe { Arc::from_raw(argument.cast_const().cast::<Job>()) };
+/// What the driver calls, with the number of a job.
+extern "C" fn run_job(argument: *mut c_void) {
+    let job = JOBS.lock().remove(&argument.addr());
+    // One that has run or was ended, in a graph.
+    let Some(job) = job else { return };
     IN_HOST_FUNCTION.set(true);
     job.run();
     drop(job);
@@ -122,6 +157,11 @@ struct State {
     marked: u64,
     /// The first failure nobody was told of by token, and its number.
     failure: Option<(u64, Error)>,
+    /// Others have its handle, so that it may be captured.
+    shared: bool,
+    /// For copies of unlocked memory, used in the stream's order. Without it they are the driver's affair, which may keep the
+    /// submitter waiting, and with it who asks for this lock. An adopted stream gets it with the first such copy.
+    bounce: Option<Locked>,
     /// The reaper knows that there are items.
     watched: bool,
     closing: bool,
@@ -142,13 +182,21 @@ pub(super) struct Stream {
     raw: StreamHandle,
     /// Made here, and destroyed here. One that is not may be gone once nothing is submitted to it any more.
     owned: bool,
-    /// Without it, copies of unlocked memory are the driver's affair, which may keep the submitter waiting.
-    bounce: Option<Locked>,
     /// Operations that the mapper has yet to hand on; changes under its lock.
     pub(super) deferred: AtomicU32,
     /// Nanoseconds that what ended last took; the reaper's.
     pace: AtomicU32,
     state: Mutex<State>,
+}
+
+fn captured() -> Error {
+    let message = "the stream is being captured into a graph: nothing that is put on it runs";
+    Error::new(ErrorKind::InvalidArgument, message).remedy("end the capture first")
+}
+
+/// Whether an error is [`captured`], or what the driver says when it is asked about captures, which is never this kind.
+fn is_refusal(error: &Error) -> bool {
+    error.kind() == ErrorKind::InvalidArgument
 }
 
 /// Whether one writes what the other reads or writes.
@@ -171,10 +219,7 @@ impl Stream {
         let bounce = match core.context.alloc_locked(&current, BOUNCE_BYTES) {
             Ok(bounce) => Some(bounce),
             Err(failure) => {
-                tracing::warn!(
-                    error = %core.note(failure),
-                    "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy"
-                );
+                tracing::warn!(error = %core.note(failure), "{LEFT_TO_THE_DRIVER}");
                 None
             }
         };
@@ -193,8 +238,9 @@ impl Stream {
     }
 
     fn of(raw: StreamHandle, owned: bool, bounce: Option<Locked>) -> Arc<Self> {
-        let (deferred, pace, state) = Default::default();
-        Arc::new(Self { raw, owned, bounce, deferred, pace, state })
+        let (deferred, pace) = Default::default();
+        let state = Mutex::new(State { shared: !owned, bounce, ..State::default() });
+        Arc::new(Self { raw, owned, deferred, pace, state })
     }
 
     /// Gives back what the driver made for it. Nothing of it is in flight.
@@ -207,8 +253,9 @@ impl Stream {
         if self.owned {
             outcomes.push(core.context.destroy_stream(&current, self.raw));
         }
-        outcomes.extend(self.bounce.map(|bounce| core.context.free_locked(&current, bounce)));
-        let left = self.state.into_inner().items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
+        let State { bounce, items, .. } = self.state.into_inner();
+        outcomes.extend(bounce.map(|bounce| core.context.free_locked(&current, bounce)));
+        let left = items.into_iter().filter_map(|item| Arc::into_inner(item.event?));
         outcomes.extend(left.map(|event| core.context.destroy_event(&current, event)));
         for failure in outcomes.into_iter().filter_map(Outcome::err) {
             tracing::warn!(error = %failure.error, "destroy a CUDA stream");
@@ -228,13 +275,17 @@ impl Stream {
         }
         let before = state.submitted;
         let current = core.enter();
-        let batched = match &current {
-            Ok(current) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
+        let captured = match &current {
+            Ok(current) => self.not_captured(core, current, &state),
+            Err(_) => Ok(()),
+        };
+        let batched = match (&current, &captured) {
+            (Ok(current), Ok(())) if ops.len() > 1 => self.submit_batch(core, current, &mut state, &ops),
             _ => false,
         };
         if !batched {
             for (op, token) in ops {
-                self.submit_one(core, &current, &mut state, op, token);
+                self.submit_one(core, (&current, &captured), &mut state, op, token);
             }
         }
         // Without an event there is nothing to wait for but its end.
@@ -314,26 +365,28 @@ impl Stream {
     fn submit_one(
         &self,
         core: &Core,
-        current: &Result<Current<'_>>,
+        (current, captured): (&Result<Current<'_>>, &Result<()>),
         state: &mut State,
         op: StreamOp,
         token: Option<Token>,
     ) {
+        let is_mark = matches!(op, StreamOp::Mark);
         state.submitted += 1;
         let mut item =
             Item { number: state.submitted, token, queued: false, event: None, jobs: Vec::new(), result: Ok(()) };
-        match current {
-            Ok(current) => {
-                item.result = self.queue(core, current, op, &mut item);
+        match (current, captured) {
+            // What others put on the stream is not refused with it: the end of a mark is theirs, and has no failure but the
+            // device's. Without an event the reaper waits for the whole stream.
+            (Err(_), _) if is_mark => item.queued = true,
+            (Err(error), _) => item.result = Err(error.clone()),
+            // Of a mark, only what is known to be captured is refused.
+            (Ok(_), Err(error)) if !is_mark || is_refusal(error) => item.result = Err(error.clone()),
+            (Ok(current), _) => {
+                let bounce = self.bounce(core, current, state, &op);
+                item.result = self.queue(core, current, op, bounce, &mut item);
                 if item.queued && (token.is_some() || !item.jobs.is_empty()) {
-                    // Without an event the reaper waits for the whole stream.
                     item.event = self.mark(core, current).ok().map(Arc::new);
                 }
-            }
-            Err(error) => {
-                // What others put on the stream is not refused with it: the end of a mark is theirs.
-                item.queued = matches!(op, StreamOp::Mark);
-                item.result = Err(error.clone());
             }
         }
         if token.is_none() && item.jobs.is_empty() {
@@ -349,11 +402,38 @@ impl Stream {
         state.items.push_back(item);
     }
 
+    /// The buffer that an operation's bytes go through, if they should and there is one.
+    fn bounce(&self, core: &Core, current: &Current<'_>, state: &mut State, op: &StreamOp) -> Option<HostPointer> {
+        let (StreamOp::CopyIn { host, len, .. } | StreamOp::CopyOut { host, len, .. }) = op else { return None };
+        if core.is_locked(*host, *len) {
+            return None;
+        }
+        if state.bounce.is_none() && !self.owned {
+            let taken = core.take_bounce(current);
+            state.bounce = taken.inspect_err(|error| tracing::warn!(%error, "{LEFT_TO_THE_DRIVER}")).ok();
+        }
+        state.bounce.as_ref().map(|bounce| bounce.base)
+    }
+
+    /// Gives up the buffer of a stream that [is spent](Self::is_spent).
+    pub(super) fn take_bounce(&self) -> Option<Locked> {
+        self.state.lock().bounce.take()
+    }
+
     /// Hands an operation to the driver.
-    fn queue(&self, core: &Core, current: &Current<'_>, op: StreamOp, item: &mut Item) -> Result<()> {
+    fn queue(
+        &self,
+        core: &Core,
+        current: &Current<'_>,
+        op: StreamOp,
+        bounce: Option<HostPointer>,
+        item: &mut Item,
+    ) -> Result<()> {
         match op {
-            StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, host, device, len, true),
-            StreamOp::CopyOut { device, host, len } => self.copy(core, current, item, host, device, len, false),
+            StreamOp::CopyIn { host, device, len } => self.copy(core, current, item, (host, bounce), device, len, true),
+            StreamOp::CopyOut { device, host, len } => {
+                self.copy(core, current, item, (host, bounce), device, len, false)
+            }
             StreamOp::Zero { device, len } => {
                 core.check_mapped(device, len)?;
                 if len == 0 {
@@ -377,7 +457,7 @@ impl Stream {
         core: &Core,
         current: &Current<'_>,
         item: &mut Item,
-        host: HostPointer,
+        (host, bounce): (HostPointer, Option<HostPointer>),
         device: DeviceAddress,
         len: u64,
         into: bool,
@@ -397,7 +477,7 @@ impl Stream {
                 }
             })
         };
-        let Some(bounce) = self.bounce.as_ref().filter(|_| !core.is_locked(host, len)) else {
+        let Some(bounce) = bounce else {
             move_bytes(host, device, len)?;
             item.queued = true;
             return Ok(());
@@ -408,12 +488,12 @@ impl Stream {
             let place = host.offset(at);
             let size = part as usize;
             if into {
-                self.queue_job(core, current, item, Work::Copy { from: place, to: bounce.base, len: size })?;
-                move_bytes(bounce.base, device.offset(at), part)?;
+                self.queue_job(core, current, item, Work::Copy { from: place, to: bounce, len: size })?;
+                move_bytes(bounce, device.offset(at), part)?;
             } else {
-                move_bytes(bounce.base, device.offset(at), part)?;
+                move_bytes(bounce, device.offset(at), part)?;
                 item.queued = true;
-                self.queue_job(core, current, item, Work::Copy { from: bounce.base, to: place, len: size })?;
+                self.queue_job(core, current, item, Work::Copy { from: bounce, to: place, len: size })?;
             }
             at += part;
         }
@@ -421,10 +501,10 @@ impl Stream {
     }
 
     fn queue_job(&self, core: &Core, current: &Current<'_>, item: &mut Item, work: Work) -> Result<()> {
-        let job = Arc::new(Job(Mutex::new(JobState::Waiting(work))));
-        let argument = Arc::into_raw(Arc::clone(&job));
-        // SAFETY: `run_job` takes one count of the job, catches panics, and does not call the driver.
-        let outcome = unsafe { core.context.call(current, &self.raw, run_job, argument.cast_mut().cast()) };
+        let job = Job::new(work);
+        let argument = std::ptr::without_provenance_mut(job.number);
+        // SAFETY: `run_job` takes any number, also of a job that is gone, catches panics, and does not call the driver.
+        let outcome = unsafe { core.context.call(current, &self.raw, run_job, argument) };
         match outcome {
             Ok(()) => {
                 item.queued = true;
@@ -432,26 +512,39 @@ impl Stream {
                 Ok(())
             }
             Err(failure) => {
-                // SAFETY: the driver did not take the count that was made for it.
-                drop(unsafe { Arc::from_raw(argument) });
+                JOBS.lock().remove(&job.number);
                 Err(core.note(failure))
             }
         }
     }
 
+    /// The handle, for others.
     pub(super) fn raw(&self) -> RawStream {
+        self.state.lock().shared = true;
         self.raw.raw()
     }
 
     /// Refuses where an event would say nothing of what runs.
     pub(super) fn can_mark(&self, core: &Core) -> Result<()> {
-        if self.state.lock().closing {
+        let state = self.state.lock();
+        if state.closing {
             return Err(super::super::stream::closed(&core.name));
         }
+        if IN_HOST_FUNCTION.get() {
+            // Whoever hands the mark on asks.
+            return core.healthy();
+        }
         let current = core.enter()?;
-        if core.done(core.context.is_capturing(&current, &self.raw))? {
-            let message = "the stream is being captured into a graph: nothing that is put on it runs";
-            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("end the capture first"));
+        self.not_captured(core, &current, &state)
+    }
+
+    /// Whether what is put on the stream runs.
+    ///
+    /// # Errors
+    /// [A refusal](is_refusal) while it is being captured; what the driver says if it will not tell.
+    fn not_captured(&self, core: &Core, current: &Current<'_>, state: &State) -> Result<()> {
+        if state.shared && core.done(core.context.is_capturing(current, &self.raw))? {
+            return Err(captured());
         }
         Ok(())
     }
@@ -474,6 +567,7 @@ impl Stream {
         let number = state.submitted;
         if state.completed < number && state.marked < number && !state.closing {
             let current = core.enter()?;
+            self.not_captured(core, &current, &state)?;
             let event = Some(Arc::new(self.mark(core, &current)?));
             state.items.push_back(Item { number, token: None, queued: true, event, jobs: Vec::new(), result: Ok(()) });
             state.marked = number;
@@ -504,6 +598,7 @@ impl Stream {
             let event = theirs.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.as_ref());
             let event = event.ok_or_else(|| {
                 Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
+                    .remedy("record another one, or wait for the first stream itself")
             })?;
             core.done(core.context.wait(&current, &self.raw, event))?;
         }
@@ -527,8 +622,12 @@ impl Stream {
         let current = core.enter()?;
         let after = state.items.iter().filter(|item| item.number >= number);
         let Some(event) = after.filter_map(|item| item.event.as_ref()).next() else { return Ok(Poll::Pending) };
-        if !core.done(core.context.happened(&current, event))? {
-            return Ok(Poll::Pending);
+        match core.context.happened(&current, event) {
+            Ok(true) => {}
+            Ok(false) => return Ok(Poll::Pending),
+            // The reaper finds another way to learn of it.
+            Err(failure) if failure.captured => return Ok(Poll::Pending),
+            Err(failure) => return Err(core.note(failure)),
         }
         // The reaper has yet to learn of it, and of closures that failed.
         for item in state.items.iter().take_while(|item| item.number <= number).filter(|item| item.token.is_none()) {
@@ -585,6 +684,19 @@ impl Stream {
         first
     }
 
+    /// Gives up an event that will not say when it happens, because it was captured.
+    pub(super) fn unmark(&self, core: &Core, event: Arc<EventHandle>) {
+        let mut state = self.state.lock();
+        for item in &mut state.items {
+            if item.event.as_ref().is_some_and(|own| Arc::ptr_eq(own, &event)) {
+                item.event = None;
+            }
+        }
+        if let Some(event) = Arc::into_inner(event) {
+            core.return_event(event);
+        }
+    }
+
     /// Takes out the first item, which has ended or never will, and those whose event is the same.
     pub(super) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
         let mut state = self.state.lock();
@@ -618,20 +730,21 @@ impl Stream {
     /// Waits for everything on it.
     ///
     /// # Errors
-    /// What the driver says; the device is lost then.
-    pub(super) fn finish(&self, core: &Core) -> Result<()> {
+    /// What the driver says. Unless a capture forbids it, for now, the device is lost then.
+    pub(super) fn finish(&self, core: &Core) -> Outcome {
         let finish = || {
             let current = core.context.enter()?;
-            if self.owned {
-                core.context.finish_stream(&current, &self.raw)
-            } else {
+            if !self.owned {
                 // The stream may be gone by now; what was on it is not.
-                core.context.finish(&current)
+                return core.context.finish(&current);
             }
+            if self.state.lock().shared && core.context.is_capturing(&current, &self.raw)? {
+                return Err(Failure::captured(captured()));
+            }
+            core.context.finish_stream(&current, &self.raw)
         };
         // Asked again, because a context that is lost says so again.
-        let outcome = finish().or_else(|failure| finish().map_err(|_| failure));
-        outcome.map_err(|failure| core.poison(failure.error))
+        finish().or_else(|failure| finish().map_err(|_| failure))
     }
 
     /// Everything that has a token was reported. What nobody waits for is waited for here, unless it is another's.
@@ -639,7 +752,7 @@ impl Stream {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
         state.completed = state.submitted;
-        if let Err(error) = finished {
+        if let Err(error) = finished.map_err(|failure| core.poison(failure.error)) {
             let number = state.submitted;
             state.failure.get_or_insert((number, error));
         }
