@@ -24,7 +24,7 @@ bench: ## The measurements behind the tables in docs/results
 	@scripts/need.sh cargo cc python3 pip
 	@scripts/bench.sh
 
-gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, for a machine with a GPU
+gpu-check: ## Pack what proves the CUDA device into target/gpu-check/bundle, for a machine with a GPU; compiles the kernels first
 	@scripts/need.sh cargo cc python3 binutils
 	@scripts/gpu_check_bundle.sh
 

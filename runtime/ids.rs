@@ -117,7 +117,7 @@ pub struct PageSize {
 }
 
 impl PageSize {
-    /// 2 MiB: the size of a huge page on x86-64, and the default of the host device.
+    /// 2 MiB: the size of a huge page on x86-64, and the default of every device (`docs/decisions/0014-page-size-on-a-gpu.md`).
     pub const DEFAULT: Self = Self { log2: 21 };
     const MIN_LOG2: u8 = 12;
     const MAX_LOG2: u8 = 30;

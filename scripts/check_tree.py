@@ -29,6 +29,7 @@ UNSAFE_ALLOWED = {
     "examples/llm/tests/cuda.rs": "asks the dynamic linker for NVRTC",
     "tests/fake-cuda/": "emulates a C library: pointers from C, raw mappings, and the loading of it",
     "tests/cuda_rig/": "reads and writes the host slab's memory",
+    "tests/cuda_real.rs": "launches kernels on streams of its own, and has them adopted",
     "tests/cuda_reaper.rs": "has streams of its own adopted",
     "tests/cuda_streams.rs": "launches kernels on streams of its own, and has them adopted",
     "tests/dlpack.rs": "reads and writes through C structures",

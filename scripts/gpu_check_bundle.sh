@@ -2,10 +2,15 @@
 # Packs everything that the GPU check needs into one folder: gpu_check_bundle.sh [--profile PROFILE] [--out DIR]
 #
 # The folder (target/gpu-check/bundle) can be copied to a machine that has a GPU and its driver, Python 3 and glibc 2.36 or
-# newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes, the device and runtime
-# tests, generate and make_model, kernels where scripts/check_kernels.sh has made them, the newest results for comparison.
+# newer; it needs no network and no compiler there: `./run.sh [--quick]`. What is packed: probes; the tests of the device, the
+# runtime and the GPU's kernels; generate and make_model; the kernels, compiled here; the newest results for comparison.
 #
-# It fails if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one holds a path of this machine.
+# The kernels are compiled by scripts/check_kernels.sh with the compilers of scripts/fetch_nvcc.sh, or with NVCC; KERNELS_DIR
+# names a folder that has them compiled. Without them the folder is not made, unless GPU_CHECK_WITHOUT_KERNELS=1 says that the
+# other machine has NVRTC.
+#
+# It fails if there are no kernels, if the folder is larger than 48 MiB, if a program needs a newer glibc, or if one holds a
+# path of this machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,6 +26,23 @@ done
 limit_bytes=$((48 << 20))
 newest_glibc=2.36
 
+# Before anything that takes long. In the folder of ordinary builds, where `make test` leaves the same.
+kernels=${KERNELS_DIR:-${CARGO_TARGET_DIR:-target}/kernels}
+if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" != 1 ]; then
+    if [ -z "${KERNELS_DIR:-}" ]; then
+        scripts/need.sh c++ pip
+        if ! { [ -n "${NVCC:-}" ] || scripts/fetch_nvcc.sh; } || ! scripts/check_kernels.sh; then
+            echo "gpu_check_bundle: the kernels were not compiled; NVCC names another compiler, KERNELS_DIR a folder of" \
+                "compiled ones, and GPU_CHECK_WITHOUT_KERNELS=1 packs none" >&2
+            exit 1
+        fi
+    fi
+    if [ ! -f "$kernels/kernels.fatbin" ]; then
+        echo "gpu_check_bundle: $kernels holds no kernels.fatbin; scripts/check_kernels.sh makes one" >&2
+        exit 1
+    fi
+fi
+
 # Paths of this machine end up in the messages of panics, unless they are named differently. These are other flags than
 # those of ordinary builds, so that the build is kept apart from theirs.
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")/gpu-check
@@ -32,38 +54,41 @@ rm -rf "$out"
 mkdir -p "$out/bin" "$out/kernels" "$out/previous"
 out=$(cd "$out" && pwd)
 
-# The features of outcore-llm that are there: its CUDA device may not be part of this tree.
-llm_features=$(cargo metadata --no-deps --format-version 1 | python3 -c '
-import json, sys
-for package in json.load(sys.stdin)["packages"]:
-    if package["name"] == "outcore-llm":
-        print("--features outcore-llm/cuda" if "cuda" in package["features"] else "")')
-
-# shellcheck disable=SC2086  # the features are words of their own
-cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda $llm_features \
+cargo build --profile "$profile" -p outcore-gpu-check -p outcore-llm --features outcore-gpu-check/cuda,outcore-llm/cuda \
     --bin gpu-probe --bin generate --bin make_model
 folder=$CARGO_TARGET_DIR/$([ "$profile" = dev ] && echo debug || echo "$profile")
 cp "$folder/gpu-probe" "$folder/generate" "$folder/make_model" "$out/bin/"
 
-# Test binaries are named with a hash; cargo says where they are.
-cargo test --profile "$profile" -p outcore --features cuda --test device_suite --test cuda --no-run --message-format json |
-    python3 -c '
+# Test binaries are named with a hash; cargo says where they are. pack_tests PACKAGE FEATURES NAME=PACKED...
+pack_tests() {
+    local package=$1 features=$2 name targets=()
+    shift 2
+    for name in "$@"; do
+        [ "${name%%=*}" = lib ] && targets+=(--lib) || targets+=(--test "${name%%=*}")
+    done
+    cargo test --profile "$profile" -p "$package" --features "$features" "${targets[@]}" --no-run --message-format json |
+        python3 -c '
 import json, shutil, sys
 found = {}
 for line in sys.stdin:
     message = json.loads(line)
-    if message.get("executable") and "test" in message["target"]["kind"]:
-        found[message["target"]["name"]] = message["executable"]
-for name in ["device_suite", "cuda"]:
-    shutil.copy(found[name], sys.argv[1] + "/bin/" + name)
-' "$out"
+    if message.get("executable") and message["profile"]["test"]:
+        kind = message["target"]["kind"]
+        found[message["target"]["name"] if "test" in kind else "lib"] = message["executable"]
+for pair in sys.argv[2:]:
+    name, packed = pair.split("=")
+    shutil.copy(found[name], sys.argv[1] + "/bin/" + packed)
+' "$out" "$@"
+}
+pack_tests outcore cuda device_suite=device_suite cuda=cuda cuda_real=cuda_real
+pack_tests outcore-llm cuda lib=kernels cuda=forward
 strip "$out"/bin/*
 
 cp benches/gpu-check/run.sh benches/gpu-check/report.py benches/gpu-check/extra.py "$out/"
-find "${KERNELS_DIR:-$(dirname "$target")/kernels}" -maxdepth 1 \( -name '*.fatbin' -o -name '*.cubin' -o -name '*.ptx' \) \
-    -exec cp {} "$out/kernels/" \; 2>/dev/null || true
-if [ -z "$(ls -A "$out/kernels")" ]; then
-    echo "gpu_check_bundle: no compiled kernels: the generate part will say that they are not in this bundle"
+if [ "${GPU_CHECK_WITHOUT_KERNELS:-}" = 1 ]; then
+    echo "gpu_check_bundle: WITHOUT kernels: the parts kernels and generate will need NVRTC"
+else
+    cp "$kernels/kernels.fatbin" "$out/kernels/"
 fi
 newest=$(find docs/results -name 'gpu-*.json' | sort | tail -n 1)
 [ -z "$newest" ] || cp "$newest" "$out/previous/"

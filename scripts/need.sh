@@ -56,7 +56,7 @@ for tool in "$@"; do
             ;;
         c++)
             command -v c++ >/dev/null || command -v g++ >/dev/null ||
-                lack "a C++ compiler" "libFuzzer is built with it; install g++ with the system's package manager"
+                lack "a C++ compiler" "libFuzzer and the GPU's kernels are built with it; install g++ with the system's package manager"
             ;;
         rustfmt)
             cargo fmt --version >/dev/null 2>&1 || lack "rustfmt" "with rustup, run 'rustup component add rustfmt'"

@@ -2,13 +2,22 @@
 # All tests, or only the named steps: test.sh [STEP...]
 #
 # Every step runs even when an earlier one failed, so that one run shows everything; any failure fails the whole. Steps
-# print the test runners' own closing lines, and there is one line for each at the end. Without a terminal a step that
-# takes longer than STEP_SECONDS (1200) is stopped and has failed.
+# print the test runners' own closing lines, and there is one line for each at the end: ok, FAILED, or SKIPPED for what this
+# machine has not. Where something is known to be there, OUTCORE_REQUIRE tells the tests, and one that would skip for want of
+# it fails. Without a terminal a step that takes longer than STEP_SECONDS (1200) is stopped and has failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels doctests strict loom examples)
+steps=(checker workspace kernels without-cuda doctests strict loom examples)
 target=${CARGO_TARGET_DIR:-target}
+
+# What a step ends with that could not do what it is for.
+skipped=77
+
+# Whether the compilers of fetch_nvcc.sh, or NVCC, are there.
+has_nvcc() {
+    [ -x "${NVCC:-$target/nvcc/nvidia/cu13/bin/nvcc}" ]
+}
 
 # The structural checker can fail.
 step_checker() {
@@ -26,11 +35,19 @@ step_workspace() {
 
 # The GPU's kernels, compiled for GPUs where the compilers can be had. They were run, from their source, with the rest.
 step_kernels() {
-    if scripts/fetch_nvcc.sh; then
-        scripts/check_kernels.sh
-    else
+    if ! has_nvcc; then
         echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
+        exit "$skipped"
     fi
+    scripts/check_kernels.sh
+}
+
+# What generate says of a GPU in a build that cannot compute on one. The packages are those of `workspace`, so that only
+# outcore-llm is built again. A filter that matches nothing would pass, so the tests are counted.
+step_without-cuda() {
+    cargo test --workspace --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda --test generate without_the_feature 2>&1 |
+        tee "$target/without-cuda.log"
+    grep -qE '^test result: ok\. 1 passed' "$target/without-cuda.log" || { echo "without-cuda: no test ran" >&2; exit 1; }
 }
 
 step_doctests() {
@@ -107,22 +124,42 @@ fi
 
 results=()
 failed=0
+# What tests may not skip for want of. Cargo builds the emulated CUDA driver.
+required=(emulated)
 
 # The real model. Without a network the end-to-end tests skip and say so.
 printf '== model\n'
 if [ -x scripts/fetch_model.sh ] && scripts/fetch_model.sh </dev/null; then
     results+=("ok      model for the end-to-end tests")
+    required+=(model)
 else
     echo "WARNING: no real model: the end-to-end tests will SKIP" >&2
     results+=("SKIPPED the model could not be fetched: no test ran a real model")
 fi
+
+printf '\n== compilers\n'
+compiler=${CXX:-c++}
+if command -v "${compiler%% *}" >/dev/null; then
+    required+=(c++)
+else
+    results+=("SKIPPED there is no C++ compiler ($compiler): no test ran the GPU's kernels")
+fi
+if has_nvcc || scripts/fetch_nvcc.sh </dev/null; then
+    [ ! -e "$target/nvcc/nvidia/cu13/lib/libnvrtc.so.13" ] || required+=(nvrtc)
+else
+    results+=("SKIPPED the GPU compilers could not be fetched: NVRTC was not run")
+fi
+OUTCORE_REQUIRE=$(IFS=,; echo "${required[*]}")
+export OUTCORE_REQUIRE
 
 for name in "${steps[@]}"; do
     printf '\n== %s\n' "$name"
     begin=$SECONDS
     status=0
     "${limit[@]}" bash scripts/test.sh --step "$name" || status=$?
-    if [ "$status" -eq 0 ]; then
+    if [ "$status" -eq "$skipped" ]; then
+        results+=("SKIPPED $name, which says why")
+    elif [ "$status" -eq 0 ]; then
         results+=("ok      $name, $((SECONDS - begin)) s")
     else
         results+=("FAILED  $name, $((SECONDS - begin)) s, status $status")

@@ -7,6 +7,7 @@ one JSON object a line. Ends with 1 if the part failed, and with 3 if the machin
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -67,20 +68,35 @@ def passed_tests(output):
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
 
 
-def tests(arguments, name):
-    status, out, errors = run([binary(arguments, name), "cuda_real", "--test-threads=4"], OUTCORE_REAL_CUDA="1")
+def run_tests(path, module, threads, **environment):
+    """Runs the tests of a module. How many passed, what they printed, and why the part is to fail, or None."""
+    # What tests print that pass is shown too: what they skipped, and what they measured.
+    status, out, errors = run([path, module, f"--test-threads={threads}", "--show-output"], **environment)
     passed, failed = passed_tests(out)
-    number("tests passed", "tests", [passed])
-    number("tests failed", "tests", [failed])
-    skipped = [line for line in errors.splitlines() if "SKIPPED" in line]
+    # Not everything can be had on every machine; what was skipped is told, and is no test that passed.
+    skipped = [line.strip() for line in (out + errors).splitlines() if line.startswith("SKIPPED")]
     for line in skipped:
-        record("note", text=line.strip())
+        record("note", text=line)
+    number(f"{path.name}: tests passed", "tests", [passed - len(skipped)])
+    number(f"{path.name}: tests failed", "tests", [failed])
+    why = None
     if status != 0 or failed:
         names = re.findall(r"^test (\S+) \.\.\. FAILED$", out, re.M)
         print(out[-4000:], errors[-4000:], sep="\n", file=sys.stderr)
-        fail(f"{failed} tests failed: {', '.join(names)}" if names else f"{name} ended with {status}")
-    if passed == 0 or skipped:
-        fail(f"{passed} tests passed and {len(skipped)} were skipped: nothing was shown")
+        why = f"{failed} tests failed: {', '.join(names)}" if names else f"{path.name} ended with {status}"
+    elif passed <= len(skipped):
+        why = f"{path.name}: {passed} tests passed, of which {len(skipped)} were skipped: nothing was shown"
+    return out, skipped, why
+
+
+def tests(arguments, *names):
+    """On the real driver, every binary; what cannot be skipped there is what they are for."""
+    reasons = []
+    for name in names:
+        _, skipped, why = run_tests(binary(arguments, name), "cuda_real", 4, OUTCORE_REAL_CUDA="1")
+        reasons += [why] if why else [f"{name} skipped {len(skipped)} tests"] if skipped else []
+    if reasons:
+        fail("; ".join(reasons))
 
 
 def device_suite(arguments):
@@ -88,7 +104,59 @@ def device_suite(arguments):
 
 
 def runtime_suite(arguments):
-    tests(arguments, "cuda")
+    tests(arguments, "cuda", "cuda_real")
+
+
+# What is computed on the GPU, against the CPU: binary, module, and of which lines the verdicts take the largest error.
+# The CPU rounds the activations that meet some types of weights to eight bits, the GPU never does.
+ERRORS = [
+    ("kernels", "cuda::tests", {"1e-5": ("kernels and cuBLAS against sums in f64", 1e-3)}),
+    (
+        "forward",
+        "on_a_gpu",
+        {
+            "1e-3": ("logits against the CPU's, weights in f32, f16, bf16 and types whose activations are not rounded", 1e-3),
+            "3e-2": ("logits against the CPU's, types for which the CPU rounds activations to eight bits", 3e-2),
+        },
+    ),
+]
+
+
+def compiled_kernels(arguments):
+    """The file of kernels that were compiled before, where the bundle has one."""
+    folder = Path(arguments.bundle) / "kernels"
+    return next((file for ending in ["fatbin", "cubin", "ptx"] for file in sorted(folder.glob(f"*.{ending}"))), None)
+
+
+def finite(error):
+    """The number in a text. What is none is larger than every number, and JSON can hold it."""
+    value = float(error)
+    return value if math.isfinite(value) else sys.float_info.max
+
+
+def kernels(arguments):
+    environment = {"OUTCORE_TEST_GPU": "0"}
+    file = compiled_kernels(arguments)
+    if file:
+        environment["OUTCORE_TEST_KERNELS"] = str(file)
+    else:
+        record("note", text="no compiled kernels are in this bundle: NVRTC has to compile them")
+    reasons = []
+    for name, module, wanted in ERRORS:
+        out, _, why = run_tests(binary(arguments, name), module, 1, **environment)
+        reasons += [why] if why else []
+        found = re.findall(r"^relative error (\S+), (\S+) allowed: (.*)$", out, re.M)
+        for allowed, (what, most) in wanted.items():
+            errors = [(finite(error), case) for error, bound, case in found if bound == allowed]
+            if not errors:
+                reasons.append(f"{name}: nothing was compared within {allowed}")
+                continue
+            largest, case = max(errors)
+            record("chosen", name=f"largest error, {what}", value=f"{largest:.2e} of {len(errors)}: {case}")
+            formula = "length of the difference / length of what is right; largest of all that were compared"
+            verdict(what, largest, "relative", {"at_most": most}, formula)
+    if reasons:
+        fail("; ".join(reasons))
 
 
 def sanitizer(arguments):
@@ -145,12 +213,11 @@ def generate(arguments):
     _, usage, _ = run([program, "--help"])
     if "cuda" not in usage:
         not_possible("the generate of this bundle has no CUDA device")
-    folder = Path(arguments.bundle) / "kernels"
-    kernels = [file for ending in ["fatbin", "cubin", "ptx"] for file in sorted(folder.glob(f"*.{ending}"))]
+    file = compiled_kernels(arguments)
     tokens = "8" if arguments.scale == "tiny" else "32"
     common = ["--prompt-tokens", "1,2,3,4,5,6,7,8", "--tokens", tokens, "--device", "cuda", "--page-size", "2MiB", "--json"]
-    if kernels and "--kernels" in usage:
-        common += ["--kernels", kernels[0]]
+    if file and "--kernels" in usage:
+        common += ["--kernels", file]
     else:
         record("note", text="no compiled kernels are in this bundle: generate has to compile its own")
     for name, path in models(arguments):
@@ -250,6 +317,7 @@ def accelerate(arguments):
 PARTS = {
     "device-suite": device_suite,
     "runtime-suite": runtime_suite,
+    "kernels": kernels,
     "sanitizer": sanitizer,
     "generate": generate,
     "accelerate": accelerate,

@@ -114,6 +114,8 @@ def amount(value, unit):
         return f"{value / 2**30:.3f} GiB" if value >= 2**29 else f"{value / 2**20:.1f} MiB"
     if unit == "ratio":
         return f"{value:.3f}"
+    if unit == "relative":
+        return f"{value:.1e}"
     digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
     return f"{value:.{digits}f} {unit}"
 

@@ -56,7 +56,7 @@ done
 
 # Part and the most seconds it may take. What is quick and says most comes first.
 parts=(
-    machine:30 copies:60 mapping:60 events:30 device-suite:60 runtime-suite:90 lock:60 disk:100 pin:20 first-page:40
+    machine:30 copies:60 mapping:60 events:30 device-suite:60 runtime-suite:90 kernels:90 lock:60 disk:100 pin:20 first-page:40
     overlap:90 oversized:200 three-tier:120 generate:120 accelerate:120 sweep:90 sanitizer:90
 )
 names=("${parts[@]%%:*}")
@@ -98,7 +98,7 @@ echo "GPU: $gpu; results go to $out"
 
 command_of() {
     case $1 in
-        device-suite | runtime-suite | generate | accelerate | sanitizer)
+        device-suite | runtime-suite | kernels | generate | accelerate | sanitizer)
             command=(python3 "$here/extra.py" "$1" --bundle "$here" --scale "$scale" --dir "$work" --results "$results")
             ;;
         *) command=("$probe" run "$1" --scale "$scale" --dir "$work" "${memory[@]}") ;;

@@ -194,6 +194,20 @@ pub fn real_is_wanted() -> bool {
     std::env::var_os(REAL).is_some_and(|value| value == "1")
 }
 
+/// Names what is known to be there, with commas between: `emulated` (the emulated driver's library), `c++` (a compiler),
+/// `nvrtc`, `model`. A test that would skip for want of one of these fails.
+pub const REQUIRE: &str = "OUTCORE_REQUIRE";
+
+/// Says that a test is skipped, because of `why`, for want of `what`.
+///
+/// # Panics
+/// If [`REQUIRE`] names `what`.
+pub fn skipped(test: &str, what: &str, why: &str) {
+    let required = std::env::var(REQUIRE).unwrap_or_default();
+    assert!(!required.split(',').any(|one| one == what), "{test} skips, though {REQUIRE} names {what}: {why}");
+    eprintln!("SKIPPED {test}: {why}");
+}
+
 /// The emulated driver, in the hands of one test.
 pub struct Fake {
     _only: MutexGuard<'static, ()>,
@@ -207,7 +221,7 @@ impl Fake {
             return None;
         }
         if library().is_none() {
-            eprintln!("SKIPPED {test}: the emulated CUDA driver is not beside this test; `cargo test` builds it");
+            skipped(test, "emulated", "the emulated CUDA driver is not beside this test; `cargo test` builds it");
             return None;
         }
         Some(Self::load())

@@ -20,7 +20,7 @@ use cudarc::driver::{
 use cudarc::nvrtc::Ptx;
 
 use outcore::device::RawStream;
-use outcore::{ComputeStream, DevicePin, Runtime};
+use outcore::{ComputeStream, DevicePin, Runtime, StreamPin, Tensor};
 
 use crate::Failure;
 
@@ -260,6 +260,11 @@ pub(crate) struct Adopted<'a> {
 }
 
 impl Adopted<'_> {
+    /// Pins for the stream: work that is put on it from now on finds the bytes.
+    pub(crate) fn pin(&self, runtime: &Runtime, tensors: &[Tensor]) -> Result<StreamPin> {
+        Ok(runtime.pin_device_on(tensors, &self.stream).wait()?)
+    }
+
     /// Unpins behind everything that is on the stream by now.
     pub(crate) fn unpin(&self, guard: DevicePin) -> Result {
         guard.unpin_after(&self.stream).map_err(|refused| {

@@ -11,6 +11,7 @@ mod compute;
 mod cuda;
 mod model;
 mod parts;
+mod processor;
 mod report;
 
 use std::path::PathBuf;

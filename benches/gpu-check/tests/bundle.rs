@@ -141,6 +141,7 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
         "cuda",
         "[ \"$1 $OUTCORE_REAL_CUDA\" = 'cuda_real 1' ] && echo 'test result: ok. 7 passed; 0 failed; 0 ignored'",
     );
+    says(&bundle, "cuda_real", "echo 'SKIPPED one: no reason'; echo 'test result: ok. 3 passed; 0 failed; 0 ignored'");
     says(&bundle, "make_model", ": >\"$1\"");
     // Hashes that follow the budget, and so differ between the runs.
     let report = r#"{"decode_tok_s":2.0,"pass_s_median":0.5,"peak_device_bytes":1,"device_budget_bytes":2,"logits_xxh3":"'$budget'"}"#;
@@ -155,12 +156,58 @@ fn tests_that_did_not_run_and_logits_that_differ_are_found() {
     let part = |name: &str| &results["parts"][name];
     assert_eq!(part("device-suite")["status"], "failed", "{text}");
     assert!(part("device-suite")["error"].as_str().unwrap().contains("nothing was shown"), "{text}");
-    assert_eq!(part("runtime-suite")["status"], "ok", "{text}");
-    assert_eq!(part("runtime-suite")["numbers"]["tests passed"]["median"], 7, "{text}");
+    // A test that is for a GPU has nothing to skip on one.
+    assert_eq!(part("runtime-suite")["status"], "failed", "{text}");
+    assert!(part("runtime-suite")["error"].as_str().unwrap().contains("cuda_real skipped 1 tests"), "{text}");
+    assert_eq!(part("runtime-suite")["numbers"]["cuda: tests passed"]["median"], 7, "{text}");
+    assert_eq!(part("runtime-suite")["numbers"]["cuda_real: tests passed"]["median"], 2, "{text}");
     assert_eq!(part("generate")["status"], "ok", "{text}");
     let verdicts = part("generate")["verdicts"].as_object().unwrap();
     assert!(verdicts.len() == 1 && verdicts.values().all(|verdict| verdict["pass"] == false), "{text}");
     assert!(text.contains("1 missed: generate:"), "{text}");
+}
+
+/// The largest error of each kind is judged, what was skipped is told, and a comparison that is missing is a failure.
+#[test]
+fn what_the_gpu_computes_is_judged_by_the_largest_error() {
+    let bundle = Bundle::new();
+    fs::create_dir(bundle.path("kernels")).unwrap();
+    fs::write(bundle.path("kernels/kernels.fatbin"), "").unwrap();
+    let ended = "echo 'test result: ok. 9 passed; 0 failed; 0 ignored'";
+    let wanted = "[ \"$OUTCORE_TEST_GPU\" = 0 ] && [ -f \"$OUTCORE_TEST_KERNELS\" ] || exit 7";
+    let line = |error: &str, allowed: &str| format!("echo 'relative error {error}, {allowed} allowed: a case'");
+    let kernels = [wanted, "[ \"$1\" = cuda::tests ] || exit 8", &line("2e-7", "1e-5"), &line("1e-8", "1e-5"), ended];
+    says(&bundle, "kernels", &kernels.join("\n"));
+    let skipped = "echo 'SKIPPED with_cublas: there is none'";
+    let forward = |error| {
+        let lines = [&line(error, "1e-3"), &line("2e-5", "1e-3"), &line("1e-2", "3e-2"), skipped, ended];
+        [&[wanted, "[ \"$1\" = on_a_gpu ] || exit 8"], &lines.map(|line| -> &str { line })[..]].concat().join("\n")
+    };
+    // By name: the kernels, logits of types that the CPU rounds activations for, all other logits.
+    let judged = |results: &Value, wanted: [bool; 3]| {
+        let part = &results["parts"]["kernels"];
+        let verdicts: Vec<_> = part["verdicts"].as_object().unwrap().values().map(|one| one["pass"] == true).collect();
+        assert_eq!(verdicts, wanted, "{part}");
+        part.clone()
+    };
+    says(&bundle, "forward", &forward("3e-6"));
+    let output = bundle.run(&["--only", "kernels"], &[]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let part = judged(&bundle.results(), [true, true, true]);
+    assert_eq!(part["verdicts"]["kernels and cuBLAS against sums in f64"]["value"], 2e-7, "{part}");
+    assert_eq!(part["numbers"]["forward: tests passed"]["median"], 8, "{part}");
+    assert!(part["notes"][0].as_str().unwrap().contains("with_cublas"), "{part}");
+
+    for wrong in ["2e-3", "NaN", "inf"] {
+        says(&bundle, "forward", &forward(wrong));
+        let output = bundle.run(&["--only", "kernels"], &[]);
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+        judged(&bundle.results(), [true, true, false]);
+    }
+    says(&bundle, "forward", &format!("{}\n{ended}", line("1e-6", "1e-3")));
+    let output = bundle.run(&["--only", "kernels"], &[]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(said(&output).contains("nothing was compared within 3e-2"), "{}", said(&output));
 }
 
 #[test]

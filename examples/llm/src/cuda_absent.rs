@@ -31,6 +31,17 @@ impl Gpu {
             .into())
     }
 
+    /// Whether cuBLAS multiplies.
+    pub fn has_cublas(&self) -> bool {
+        match self.0 {}
+    }
+
+    /// The same GPU without cuBLAS.
+    #[must_use]
+    pub fn without_cublas(self) -> Self {
+        self
+    }
+
     /// What the driver says of it.
     pub fn info(&self) -> &CudaDeviceInfo {
         match self.0 {}

@@ -1,6 +1,7 @@
 //! The forward pass on a GPU over an emulated driver that judges it (`tests/fake-cuda`): logits are the CPU's, `generate`
 //! gives the same words, and what cannot be is refused with a remedy. The kernels run from their own source, compiled for
-//! the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one.
+//! the CPU (`cuda/emulated.rs`). No GPU takes part, unless `OUTCORE_TEST_GPU` names one: the tests in `on_a_gpu` then run there,
+//! the others are about the emulated driver.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -13,7 +14,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use emulated::{Driver, driver, driver_library, kernel_library, ptx_file};
+use emulated::{Driver, driver, driver_library, folder, kernel_library, ptx_file, skipped};
 use outcore::device::{DeviceCall, DeviceHook};
 use outcore::{Bytes, DeviceChoice, ErrorKind, Lookahead, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
@@ -24,7 +25,13 @@ use outcore_llm::{
 };
 use serde_json::Value;
 
-const GENERATE: &str = env!("CARGO_BIN_EXE_generate");
+/// The program, which cargo puts a folder above the tests. By where this test is: it is packed for other machines too, and
+/// holds no path of the one that built it.
+fn generate_program() -> PathBuf {
+    let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
+    deps.parent().unwrap().join("generate")
+}
+
 const PAGE: u64 = 2 << 20;
 const PROMPT: [u32; 9] = [72, 101, 108, 108, 111, 72, 5, 299, 0];
 
@@ -47,14 +54,17 @@ fn spec(arch: Arch, dtype: WeightType) -> Spec {
 
 /// A session on the GPU, with its weights in `frames` pages.
 fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<CudaSession> {
-    let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref())?);
+    session_on(driver, Gpu::open(&driver.device, driver.kernels.as_deref())?, files, frames, pass)
+}
+
+fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: usize) -> Result<CudaSession> {
     let runtime = Runtime::builder()
         .device(DeviceChoice::Cuda(driver.device.clone()))
         .device_budget(Bytes::new(frames * PAGE))
         .open()?;
     let model = runtime.open_parsed(files.header().clone())?;
     let weights = Arc::new(PagedWeights::open(&runtime, &model, files)?);
-    CudaSession::new(Arc::new(CudaModel::load(files, weights, gpu)?), 32, pass)
+    CudaSession::new(Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?), 32, pass)
 }
 
 /// Logits of the CPU after the prompt and after each of three more tokens, and these tokens.
@@ -76,6 +86,8 @@ fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) {
     let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
     let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
     let all = length(&mut want.iter().map(|b| f64::from(*b)));
+    // `make gpu-check` reads this line.
+    println!("relative error {:.3e}, {tolerance:.0e} allowed: {what}", off / all);
     assert!(all > 0.0 && off <= tolerance * all, "{what}: off by {off} of {all}");
 }
 
@@ -97,66 +109,152 @@ fn gguf(folder: &Path, spec: &Spec) -> ModelFiles {
     ModelFiles::open(path).unwrap()
 }
 
-#[test]
-fn every_weight_type_gives_the_logits_of_the_cpu() {
-    let Some(driver) = driver("every_weight_type_gives_the_logits_of_the_cpu") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    for dtype in WeightType::ALL {
-        let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
-        assert_same_logits(&driver, &dtype.to_string(), &files, dtype, PROMPT.len());
-    }
-    driver.finish();
-}
+/// What runs on a GPU as it does on the emulated driver.
+mod on_a_gpu {
+    use super::*;
 
-#[test]
-fn every_architecture_gives_the_logits_of_the_cpu_from_either_container() {
-    let Some(driver) = driver("every_architecture_gives_the_logits_of_the_cpu_from_either_container") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    for (arch, dtype) in
-        [(Arch::Qwen2, WeightType::F32), (Arch::Qwen3, WeightType::F16), (Arch::Llama, WeightType::BF16)]
-    {
-        let spec = spec(arch, dtype);
-        let files = gguf(folder.path(), &spec);
-        assert_same_logits(&driver, &format!("{arch:?} as GGUF"), &files, dtype, PROMPT.len());
-        let shards = folder.path().join(format!("{arch:?}"));
-        spec.write_safetensors(&shards, 2).unwrap();
-        let files = ModelFiles::open(&shards).unwrap();
-        // A prompt that takes several passes, the last of one token.
-        assert_same_logits(&driver, &format!("{arch:?} as safetensors"), &files, dtype, 4);
+    #[test]
+    fn every_weight_type_gives_the_logits_of_the_cpu() {
+        let Some(driver) = driver("every_weight_type_gives_the_logits_of_the_cpu") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        for dtype in WeightType::ALL {
+            let files = gguf(folder.path(), &spec(Arch::Llama, dtype));
+            assert_same_logits(&driver, &dtype.to_string(), &files, dtype, PROMPT.len());
+        }
+        driver.finish();
     }
-    driver.finish();
-}
 
-#[test]
-fn how_a_prompt_is_cut_changes_no_bit() {
-    let Some(driver) = driver("how_a_prompt_is_cut_changes_no_bit") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
-    let logits = |pass| session(&driver, &files, 4, pass).unwrap().forward(&PROMPT).unwrap().to_vec();
-    let whole = logits(PROMPT.len());
-    for pass in [1, 2, 8] {
-        assert_eq!(logits(pass), whole, "{pass} at a time");
+    #[test]
+    fn every_architecture_gives_the_logits_of_the_cpu_from_either_container() {
+        let Some(driver) = driver("every_architecture_gives_the_logits_of_the_cpu_from_either_container") else {
+            return;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        for (arch, dtype) in
+            [(Arch::Qwen2, WeightType::F32), (Arch::Qwen3, WeightType::F16), (Arch::Llama, WeightType::BF16)]
+        {
+            let spec = spec(arch, dtype);
+            let files = gguf(folder.path(), &spec);
+            assert_same_logits(&driver, &format!("{arch:?} as GGUF"), &files, dtype, PROMPT.len());
+            let shards = folder.path().join(format!("{arch:?}"));
+            spec.write_safetensors(&shards, 2).unwrap();
+            let files = ModelFiles::open(&shards).unwrap();
+            // A prompt that takes several passes, the last of one token.
+            assert_same_logits(&driver, &format!("{arch:?} as safetensors"), &files, dtype, 4);
+        }
+        driver.finish();
     }
-    driver.finish();
-}
 
-#[test]
-fn a_session_refuses_what_it_has_no_room_for_and_goes_on() {
-    let Some(driver) = driver("a_session_refuses_what_it_has_no_room_for_and_goes_on") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
-    {
-        let mut session = session(&driver, &files, 4, 8).unwrap();
-        assert!(matches!(session.forward(&[]), Err(Error::Invalid(_))));
-        assert!(matches!(session.forward(&[5000]), Err(Error::Invalid(_))));
-        assert!(matches!(session.forward(&[1; 33]), Err(Error::Invalid(_))));
-        assert_eq!(session.len(), 0);
-        let best = argmax(session.forward(&PROMPT).unwrap());
-        assert_eq!(session.sample(&mut Sampler::greedy()).unwrap(), best);
-        // The best few are the host's to choose among.
-        assert_eq!(session.sample(&mut Sampler::new(1.0, 1).top_k(1)).unwrap(), best);
+    #[test]
+    fn how_a_prompt_is_cut_changes_no_bit() {
+        let Some(driver) = driver("how_a_prompt_is_cut_changes_no_bit") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q4_K));
+        let logits = |pass| session(&driver, &files, 4, pass).unwrap().forward(&PROMPT).unwrap().to_vec();
+        let whole = logits(PROMPT.len());
+        for pass in [1, 2, 8] {
+            assert_eq!(logits(pass), whole, "{pass} at a time");
+        }
+        driver.finish();
     }
-    driver.finish();
+
+    #[test]
+    fn a_session_refuses_what_it_has_no_room_for_and_goes_on() {
+        let Some(driver) = driver("a_session_refuses_what_it_has_no_room_for_and_goes_on") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+        {
+            let mut session = session(&driver, &files, 4, 8).unwrap();
+            assert!(matches!(session.forward(&[]), Err(Error::Invalid(_))));
+            assert!(matches!(session.forward(&[5000]), Err(Error::Invalid(_))));
+            assert!(matches!(session.forward(&[1; 33]), Err(Error::Invalid(_))));
+            assert_eq!(session.len(), 0);
+            let best = argmax(session.forward(&PROMPT).unwrap());
+            assert_eq!(session.sample(&mut Sampler::greedy()).unwrap(), best);
+            // The best few are the host's to choose among.
+            assert_eq!(session.sample(&mut Sampler::new(1.0, 1).top_k(1)).unwrap(), best);
+        }
+        driver.finish();
+    }
+
+    /// Wherever in a pass: what was launched is waited for, the session is as it was before, and goes on.
+    #[test]
+    fn a_pass_that_is_given_up_leaves_the_session_as_it_was() {
+        let Some(driver) = driver("a_pass_that_is_given_up_leaves_the_session_as_it_was") else { return };
+        let folder = tempfile::tempdir().unwrap();
+        let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
+        let want = session(&driver, &files, 4, 8).unwrap().forward(&PROMPT).unwrap().to_vec();
+        // The model has three pages, the budget two: a pass maps at least as many as the model has.
+        for maps in [1, 2, 3] {
+            let flag = Arc::new(AtomicBool::new(false));
+            let hook = Raising { left: AtomicU32::new(maps), flag: flag.clone() };
+            let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
+            let runtime = Runtime::builder()
+                .device(DeviceChoice::Cuda(driver.device.clone()))
+                .device_budget(Bytes::new(2 * PAGE))
+                .lookahead(Lookahead::Off)
+                .device_hook(Arc::new(hook))
+                .open()
+                .unwrap();
+            let model = runtime.open_parsed(files.header().clone()).unwrap();
+            let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
+            let cuda = CudaModel::load(&files, Arc::new(weights), gpu).unwrap();
+            let mut session = CudaSession::new(Arc::new(cuda), 32, 8).unwrap();
+            assert!(!flag.load(Ordering::SeqCst), "the flag is raised before the pass");
+            assert!(matches!(session.forward(&PROMPT), Err(Error::Cancelled)), "{maps} pages into the pass");
+            assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
+            assert_eq!(session.forward(&PROMPT).unwrap(), want, "{maps} pages into the pass");
+            assert_eq!(session.len(), PROMPT.len());
+        }
+        driver.finish();
+    }
+
+    /// Of the errors that callers tell apart.
+    #[test]
+    fn a_missing_gpu_is_not_found() {
+        let Some(driver) = driver("a_missing_gpu_is_not_found") else { return };
+        let error = Gpu::open(&"9".parse().unwrap(), driver.kernels.as_deref()).unwrap_err();
+        assert!(matches!(&error, Error::Outcore(inner) if inner.kind() == ErrorKind::NotFound), "{error}");
+        driver.finish();
+    }
+
+    #[test]
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas() {
+        let Some(driver) = driver("prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_without_cublas") else {
+            return;
+        };
+        prompts_of_sixteen_bit_weights(&driver, false);
+        driver.finish();
+    }
+
+    #[test]
+    fn prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas() {
+        let name = "prompts_of_sixteen_bit_weights_give_the_logits_of_the_cpu_with_cublas";
+        let Some(driver) = driver(name) else { return };
+        let has = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap().has_cublas();
+        if has {
+            prompts_of_sixteen_bit_weights(&driver, true);
+        } else {
+            skipped(name, "cublas", "there is no cuBLAS that works with this driver");
+        }
+        driver.finish();
+    }
+
+    /// Of several tokens together, as products with many vectors: by cuBLAS or by the kernels.
+    fn prompts_of_sixteen_bit_weights(driver: &Driver, cublas: bool) {
+        let folder = tempfile::tempdir().unwrap();
+        for dtype in [WeightType::F16, WeightType::BF16] {
+            let files = gguf(folder.path(), &spec(Arch::Qwen2, dtype));
+            let gpu = Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap();
+            let gpu = if cublas { gpu } else { gpu.without_cublas() };
+            assert_eq!(gpu.has_cublas(), cublas);
+            let (want, _) = expected(&files);
+            let mut session = session_on(driver, gpu, &files, 4, PROMPT.len()).unwrap();
+            let what =
+                format!("{dtype}, a prompt of {}, {}", PROMPT.len(), if cublas { "cuBLAS" } else { "own kernels" });
+            assert_near(&what, session.forward(&PROMPT).unwrap(), &want[0], 1e-3);
+        }
+    }
 }
 
 /// Whatever call of the driver fails: an error, nothing left behind, nothing in the wrong order.
@@ -185,6 +283,8 @@ fn a_call_that_fails_is_an_error_and_leaves_nothing() {
             fake.fail_nth(call, nth, UNKNOWN);
             let error = run().unwrap_err();
             assert!(error.to_string().contains("CUDA_ERROR_UNKNOWN"), "{call} {nth} of {made}: {error}");
+            let Error::Outcore(inner) = &error else { panic!("{call} {nth} of {made}: {error}") };
+            assert!(inner.advice().is_some(), "what to do about it? {call} {nth} of {made}: {error}");
             driver.finish();
         }
     }
@@ -192,24 +292,47 @@ fn a_call_that_fails_is_an_error_and_leaves_nothing() {
     driver.finish();
 }
 
+/// Nothing is to be done about it but to start again, and that is said.
+#[test]
+fn a_gpu_that_is_lost_in_a_pass_says_what_to_do() {
+    const ILLEGAL_ADDRESS: u32 = 700;
+    let Some(driver) = driver("a_gpu_that_is_lost_in_a_pass_says_what_to_do") else { return };
+    let Some(fake) = &driver.fake else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let files = gguf(folder.path(), &Spec { layers: 1, vocab: 400, ..spec(Arch::Llama, WeightType::F16) });
+    {
+        let mut session = session(&driver, &files, 3, 8).unwrap();
+        fake.lose_at("cuLaunchKernel", 3, ILLEGAL_ADDRESS);
+        let error = session.forward(&PROMPT).map(drop).unwrap_err();
+        let Error::Outcore(error) = &error else { panic!("{error}") };
+        assert!(error.to_string().contains("ILLEGAL_ADDRESS"), "{error}");
+        assert!(error.advice().is_some_and(|advice| advice.contains("start the program again")), "{error}");
+    }
+    // What a lost device can no longer be asked to give back.
+    fake.take_findings();
+}
+
 // ---- the program ----
 
-fn real_model() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
+fn real_model(test: &str) -> Option<PathBuf> {
+    // Cargo says where the package is to the tests that it runs.
+    let package = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let path = package.join("../../models/SmolLM2-135M-Instruct.Q4_1.gguf");
     if path.is_file() {
         return Some(path);
     }
-    eprintln!("SKIPPED: {} is absent; scripts/fetch_model.sh gets it", path.display());
+    skipped(test, "model", &format!("{} is absent; scripts/fetch_model.sh gets it", path.display()));
     None
 }
 
 /// `generate` with the emulated driver and the kernels in it; its caches in `folder`.
 fn generate(folder: &Path, args: &[&str]) -> Option<Command> {
-    let (Some(driver), Some(kernels)) = (driver_library(), kernel_library()) else {
-        eprintln!("SKIPPED: there is no emulated driver with kernels");
+    let Some(driver) = driver_library() else {
+        skipped("generate", "emulated", "the emulated CUDA driver is not beside this test");
         return None;
     };
-    let mut command = Command::new(GENERATE);
+    let kernels = kernel_library("generate")?;
+    let mut command = Command::new(generate_program());
     command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG").env("XDG_CACHE_HOME", folder);
     command.env("LD_PRELOAD", format!("{}:{}", driver.display(), kernels.display()));
     Some(command)
@@ -225,7 +348,8 @@ fn json_of(output: &Output) -> Value {
 
 #[test]
 fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
-    let (Some(model), Some(kernels)) = (real_model(), ptx_file()) else { return };
+    const NAME: &str = "generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model";
+    let (Some(model), Some(kernels)) = (real_model(NAME), ptx_file(NAME)) else { return };
     let folder = tempfile::tempdir().unwrap();
     let (model, kernels) = (model.to_str().unwrap(), kernels.to_str().unwrap());
     let args =
@@ -233,7 +357,7 @@ fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
     let on_gpu = [&args[..], &["--device", "cuda:0", "--kernels", kernels]].concat();
     let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
     let got = json_of(&command.output().unwrap());
-    let want = json_of(&Command::new(GENERATE).args(args).stdin(Stdio::null()).output().unwrap());
+    let want = json_of(&Command::new(generate_program()).args(args).stdin(Stdio::null()).output().unwrap());
     for field in ["prompt_tokens", "tokens", "text"] {
         assert_eq!(got[field], want[field], "{field}");
     }
@@ -253,7 +377,7 @@ fn long_prompt(tokens: u32) -> String {
 /// Activations of a long prompt in one pass would leave a small GPU no room for pages.
 #[test]
 fn regression_a_long_prompt_leaves_a_gpu_room_for_pages() {
-    let Some(kernels) = ptx_file() else { return };
+    let Some(kernels) = ptx_file("regression_a_long_prompt_leaves_a_gpu_room_for_pages") else { return };
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("m.gguf");
     Spec { context: 256, layers: 1, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
@@ -293,42 +417,10 @@ impl DeviceHook for Raising {
     }
 }
 
-/// Wherever in a pass: what was launched is waited for, the session is as it was before, and goes on.
-#[test]
-fn a_pass_that_is_given_up_leaves_the_session_as_it_was() {
-    let Some(driver) = driver("a_pass_that_is_given_up_leaves_the_session_as_it_was") else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let files = gguf(folder.path(), &spec(Arch::Llama, WeightType::Q8_0));
-    let want = session(&driver, &files, 4, 8).unwrap().forward(&PROMPT).unwrap().to_vec();
-    // The model has three pages, the budget two: a pass maps at least as many as the model has.
-    for maps in [1, 2, 3] {
-        let flag = Arc::new(AtomicBool::new(false));
-        let hook = Raising { left: AtomicU32::new(maps), flag: flag.clone() };
-        let gpu = Arc::new(Gpu::open(&driver.device, driver.kernels.as_deref()).unwrap());
-        let runtime = Runtime::builder()
-            .device(DeviceChoice::Cuda(driver.device.clone()))
-            .device_budget(Bytes::new(2 * PAGE))
-            .lookahead(Lookahead::Off)
-            .device_hook(Arc::new(hook))
-            .open()
-            .unwrap();
-        let model = runtime.open_parsed(files.header().clone()).unwrap();
-        let weights = PagedWeights::open(&runtime, &model, &files).unwrap().cancelled_by(flag.clone());
-        let cuda = CudaModel::load(&files, Arc::new(weights), gpu).unwrap();
-        let mut session = CudaSession::new(Arc::new(cuda), 32, 8).unwrap();
-        assert!(!flag.load(Ordering::SeqCst), "the flag is raised before the pass");
-        assert!(matches!(session.forward(&PROMPT), Err(Error::Cancelled)), "{maps} pages into the pass");
-        assert!(session.is_empty() && flag.swap(false, Ordering::SeqCst));
-        assert_eq!(session.forward(&PROMPT).unwrap(), want, "{maps} pages into the pass");
-        assert_eq!(session.len(), PROMPT.len());
-    }
-    driver.finish();
-}
-
 /// The program, with a report of what was done; and the judge finds nothing.
 #[test]
 fn an_interrupt_ends_a_pass_on_a_gpu() {
-    let Some(kernels) = ptx_file() else { return };
+    let Some(kernels) = ptx_file("an_interrupt_ends_a_pass_on_a_gpu") else { return };
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("m.gguf");
     Spec { context: 512, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
@@ -366,7 +458,7 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("m.gguf");
     spec(Arch::Llama, WeightType::Q8_0).write_gguf(&model).unwrap();
-    let Some(kernels) = ptx_file() else { return };
+    let Some(kernels) = ptx_file("what_cannot_run_on_a_gpu_says_why_and_what_to_do") else { return };
     let (model, kernels) = (model.to_str().unwrap(), kernels.to_str().unwrap());
     let base = ["--model", model, "--prompt-tokens", "1,2", "--tokens", "2", "--device"];
     let run = |more: &[&str], set: &[(&str, &str)]| {
@@ -405,12 +497,12 @@ fn what_cannot_run_on_a_gpu_says_why_and_what_to_do() {
 }
 
 /// Where cargo's tests find the libraries of `scripts/fetch_nvcc.sh`.
-fn nvrtc() -> Option<PathBuf> {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../nvcc/nvidia/cu13/lib");
+fn nvrtc(test: &str) -> Option<PathBuf> {
+    let folder = folder().join("../nvcc/nvidia/cu13/lib");
     if folder.join("libnvrtc.so.13").exists() {
         return Some(folder);
     }
-    eprintln!("SKIPPED: no NVRTC at {}; scripts/fetch_nvcc.sh gets it", folder.display());
+    skipped(test, "nvrtc", &format!("no NVRTC at {}; scripts/fetch_nvcc.sh gets it", folder.display()));
     None
 }
 
@@ -436,7 +528,7 @@ fn cudarc_finds_nvrtc() -> bool {
 /// NVRTC's own PTX of the real source, whose kernels the emulated driver then runs: names and parameters agree.
 #[test]
 fn kernels_are_compiled_once_and_a_damaged_cache_entry_again() {
-    let Some(nvrtc) = nvrtc() else { return };
+    let Some(nvrtc) = nvrtc("kernels_are_compiled_once_and_a_damaged_cache_entry_again") else { return };
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("m.gguf");
     spec(Arch::Llama, WeightType::Q4_K).write_gguf(&model).unwrap();
@@ -464,7 +556,7 @@ fn kernels_are_compiled_once_and_a_damaged_cache_entry_again() {
 #[test]
 fn without_a_driver_the_gpu_is_refused() {
     let refusal = {
-        let mut command = Command::new(GENERATE);
+        let mut command = Command::new(generate_program());
         command.args(["--model", "m.gguf", "--prompt-tokens", "1", "--device", "cuda"]).stdin(Stdio::null());
         // Cargo's own folders, where no driver is: the emulated one is not called libcuda.so there.
         command.output().unwrap()
@@ -475,13 +567,4 @@ fn without_a_driver_the_gpu_is_refused() {
         return;
     }
     refused(&refusal, &["no CUDA driver", "libcuda.so.1"]);
-}
-
-/// Of the errors that callers tell apart.
-#[test]
-fn a_missing_gpu_is_not_found() {
-    let Some(driver) = driver("a_missing_gpu_is_not_found") else { return };
-    let error = Gpu::open(&"9".parse().unwrap(), driver.kernels.as_deref()).unwrap_err();
-    assert!(matches!(&error, Error::Outcore(inner) if inner.kind() == ErrorKind::NotFound), "{error}");
-    driver.finish();
 }

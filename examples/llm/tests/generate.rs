@@ -524,9 +524,6 @@ fn arguments_that_cannot_be_meant_are_refused() {
     refused(&with(&["--verify", "maybe"]), &["maybe", "always"]);
     refused(&with(&["--device", "toaster"]), &["toaster", "host"]);
     refused(&with(&["--device", "host", "--kernels", "k.ptx"]), &["--kernels", "--device cuda"]);
-    if !cfg!(feature = "cuda") {
-        refused(&with(&["--device", "cuda:1"]), &["cuda:1", "feature `cuda`", "--device host"]);
-    }
     refused(&with(&["--tokens", "2", "--timeline", "/nowhere/at/all.json"]), &["/nowhere/at/all.json", "No such file"]);
     refused(&["--prompt", ""], &["empty"]);
     refused(&[], &["--prompt", "required"]);
@@ -537,6 +534,14 @@ fn arguments_that_cannot_be_meant_are_refused() {
     refused(&["--prompt-tokens", "5,-1"], &["-1"]);
     refused(&["--prompt-tokens", "5,x"], &["x"]);
     refused(&["--prompt-tokens", ""], &["--prompt-tokens"]);
+}
+
+/// `make test` builds the program once without the feature, for this test.
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_is_refused_without_the_feature() {
+    let output = generate(&["--model", text(&MODELS.small), "--prompt", "Hi", "--device", "cuda:1"]);
+    refused(&output, &["cuda:1", "feature `cuda`", "--device host"]);
 }
 
 #[test]

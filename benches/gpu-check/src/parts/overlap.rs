@@ -12,7 +12,7 @@ use crate::model::{ModelFile, Opened};
 use crate::report::{Goal, Report, Spread, Unit};
 
 use super::copies::Link;
-use super::pass::{Passes, builder};
+use super::pass::{Passed, Passes, Pinned, builder, report_processor};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
 
@@ -28,6 +28,11 @@ struct Rounds {
     compute: Vec<f64>,
     transfer: Vec<f64>,
     measured: Vec<f64>,
+    /// The same pass, pinned for the stream.
+    for_stream: Vec<f64>,
+    eta_for_stream: Vec<f64>,
+    passed: Vec<Passed>,
+    passed_for_stream: Vec<Passed>,
 }
 
 pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
@@ -80,6 +85,12 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             rounds.compute.push(alone);
             rounds.transfer.push(transfer);
             rounds.measured.push(passed.seconds);
+            rounds.passed.push(passed);
+            let passed = passes.run_pinned(*amount, Pinned::ForStream)?;
+            let transfer = passed.moved as f64 / rate / 1e9;
+            rounds.for_stream.push(passed.seconds);
+            rounds.eta_for_stream.push((alone + transfer - passed.seconds) / alone.min(transfer));
+            rounds.passed_for_stream.push(passed);
         }
     }
     report.number("host to device, one copy", Unit::GigabytesPerSecond, &rates, None);
@@ -91,6 +102,11 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
         report.number(format!("{of}: transfer, at the rate of one copy"), Unit::Seconds, &rounds.transfer, None);
         report.number(format!("{of}: pass"), Unit::Seconds, &rounds.measured, None);
         report.number(format!("{of}: eta"), Unit::Ratio, &rounds.eta, None);
+        let for_stream = format!("{of}: pass, pinned for the stream");
+        report.number(for_stream.clone(), Unit::Seconds, &rounds.for_stream, Some(&format!("{of}: pass")));
+        report.number(format!("{of}: eta, pinned for the stream"), Unit::Ratio, &rounds.eta_for_stream, None);
+        report_processor(report, &format!("{of}: pass"), settings.page.bytes(), &rounds.passed);
+        report_processor(report, &for_stream, settings.page.bytes(), &rounds.passed_for_stream);
         if let Some(spread) = Spread::of(&rounds.eta) {
             let formula = "(computing + transfer - pass) / min(computing, transfer); median of rounds";
             report.verdict(&format!("overlap at {of}"), spread.median, Unit::Ratio, Goal::AtLeast(0.95), formula);

@@ -15,7 +15,7 @@ use crate::model::{ModelFile, Opened, Shape, expected_sums};
 use crate::report::{Goal, Report, Spread, Unit};
 
 use super::copies::Link;
-use super::pass::{Passes, builder, verify};
+use super::pass::{Passes, Pinned, builder, report_processor, verify};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
 
@@ -102,6 +102,7 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     let through_disk = through_link.saturating_sub(plan.host.get());
     let (mut seconds, mut shares, mut rates, mut disks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let (mut moved, mut rooflines, mut read) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut by_thread, mut for_stream) = (Vec::new(), Vec::new());
     for _ in 0..settings.pick(3, 2, 1) {
         let rate = link.up_rate()?;
         let mut roofline = alone.max(through_link as f64 / rate / 1e9);
@@ -117,6 +118,8 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
         shares.push(passed.seconds / roofline);
         moved.push(passed.moved as f64 / through_link.max(1) as f64);
         read.push(passed.read as f64 / through_disk.max(1) as f64);
+        by_thread.push(passed);
+        for_stream.push(passes.run_pinned(Amount(1), Pinned::ForStream)?);
     }
     let used = free.saturating_sub(gpu.memory()?.0) as f64;
     report.number("host to device, one copy", Unit::GigabytesPerSecond, &rates, None);
@@ -124,6 +127,10 @@ fn run(settings: &Settings, report: &mut Report<'_>, gpu: &Gpu, file: &ModelFile
     report.number("computing, alone", Unit::Seconds, &[alone], None);
     report.number("roofline", Unit::Seconds, &rooflines, None);
     report.number("pass", Unit::Seconds, &seconds, Some("roofline"));
+    let seconds_for_stream: Vec<f64> = for_stream.iter().map(|passed| passed.seconds).collect();
+    report.number("pass, pinned for the stream", Unit::Seconds, &seconds_for_stream, Some("roofline"));
+    report_processor(report, "pass", settings.page.bytes(), &by_thread);
+    report_processor(report, "pass, pinned for the stream", settings.page.bytes(), &for_stream);
     let through: Vec<f64> = seconds.iter().map(|s| total as f64 / s / 1e9).collect();
     report.number("weights used", Unit::GigabytesPerSecond, &through, None);
     report.number("bytes over the link / least possible", Unit::Ratio, &moved, None);

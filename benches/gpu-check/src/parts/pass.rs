@@ -1,13 +1,15 @@
 //! A pass over tensors in order: pin, compute, unpin behind the computing. What every part that runs the runtime
-//! does.
+//! does. Pins are for whoever asks, and waited for by the thread that launches, or for the stream, which then waits itself.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use outcore::{DeviceChoice, PolicyKind, Runtime, RuntimeBuilder, Tensor};
 
 use crate::compute::{Amount, Compute};
 use crate::cuda::{Adopted, Event, EventKind, Gpu};
+use crate::processor::Processor;
+use crate::report::{Report, Unit};
 use crate::{Failure, Settings};
 
 type Result<T = ()> = std::result::Result<T, Failure>;
@@ -18,14 +20,25 @@ pub(super) fn builder(settings: &Settings) -> Result<RuntimeBuilder> {
     Ok(Runtime::builder().device(device).page_size(settings.page).policy(PolicyKind::Plan).scratch_dir(&settings.dir))
 }
 
+/// Who waits for a tensor's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pinned {
+    /// The thread that launches: `pin_device`.
+    ByThread,
+    /// The stream: `pin_device_on`.
+    ForStream,
+}
+
 /// What a pass came to.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Passed {
     pub(super) seconds: f64,
     /// Bytes that crossed the link to the device.
     pub(super) moved: u64,
     /// Bytes that were read from the disk.
     pub(super) read: u64,
+    /// What it cost the processor.
+    pub(super) processor: Processor,
 }
 
 /// Runs passes. The thread that pins runs ahead of the GPU, by [`IN_FLIGHT`] tensors at most: with all frames pinned
@@ -50,7 +63,12 @@ impl<'a> Passes<'a> {
     }
 
     pub(super) fn run(&mut self, amount: Amount) -> Result<Passed> {
+        self.run_pinned(amount, Pinned::ByThread)
+    }
+
+    pub(super) fn run_pinned(&mut self, amount: Amount, pinned: Pinned) -> Result<Passed> {
         let before = self.runtime.traffic();
+        let processor = Processor::now();
         let mut busy: VecDeque<Event> = VecDeque::new();
         let start = Instant::now();
         let outcome = self.tensors.iter().try_for_each(|tensor| {
@@ -60,9 +78,21 @@ impl<'a> Passes<'a> {
                 event.synchronize()?;
                 self.idle.push(event);
             }
-            let guard = self.runtime.pin_device(std::slice::from_ref(tensor)).wait()?;
-            let submitted = self.compute.work(tensor.address(), amount);
-            self.stream.unpin(guard)?;
+            let one = std::slice::from_ref(tensor);
+            let submitted = match pinned {
+                Pinned::ByThread => {
+                    let guard = self.runtime.pin_device(one).wait()?;
+                    let submitted = self.compute.work(tensor.address(), amount);
+                    self.stream.unpin(guard)?;
+                    submitted
+                }
+                Pinned::ForStream => {
+                    let pin = self.stream.pin(self.runtime, one)?;
+                    let submitted = self.compute.work(tensor.address(), amount);
+                    pin.unpin().map_err(|refused| refused.error)?;
+                    submitted
+                }
+            };
             let event = self.idle.pop().map_or_else(|| self.gpu.event(EventKind::Blocking), Ok)?;
             self.compute.stream.record(&event)?;
             busy.push_back(event);
@@ -72,11 +102,13 @@ impl<'a> Passes<'a> {
         let seconds = start.elapsed().as_secs_f64();
         self.idle.extend(busy);
         outcome.and(ended)?;
+        let processor = Processor::now().since(&processor);
         let after = self.runtime.traffic();
         Ok(Passed {
             seconds,
             moved: after.link_in.saturating_sub(before.link_in).get(),
             read: after.disk_read.saturating_sub(before.disk_read).get(),
+            processor,
         })
     }
 
@@ -90,6 +122,24 @@ impl<'a> Passes<'a> {
             last = self.run(Amount(0))?;
         }
         Ok(last)
+    }
+}
+
+/// Reports what passes cost the processor for each page that came over the link, in all and by thread.
+pub(super) fn report_processor(report: &mut Report<'_>, of: &str, page: u64, passes: &[Passed]) {
+    let mut threads: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+    let mut all = Vec::new();
+    for passed in passes.iter().filter(|passed| passed.moved >= page) {
+        let a_page = |seconds: f64| seconds * 1e6 / (passed.moved / page) as f64;
+        all.push(a_page(passed.processor.all()));
+        for (name, seconds) in passed.processor.threads() {
+            threads.entry(name).or_default().push(a_page(seconds));
+        }
+    }
+    report.number(format!("{of}: processor time for a page moved"), Unit::Microseconds, &all, None);
+    // A thread that did nothing worth a line in any pass has none.
+    for (name, spent) in threads.iter().filter(|(_, spent)| spent.iter().any(|spent| *spent > 0.05)) {
+        report.number(format!("{of}: of which the thread {name}"), Unit::Microseconds, spent, None);
     }
 }
 

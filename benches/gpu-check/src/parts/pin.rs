@@ -1,9 +1,11 @@
-//! Pinning a tensor that is resident: what a model pays for each tensor of each token.
+//! Pinning a tensor that is resident: what a model pays for each tensor of each token. For whoever asks, and for a stream,
+//! of which the driver then has to be asked whether it is being captured, and to record an event.
 
 use std::time::Instant;
 
 use crate::Failure;
 use crate::Settings;
+use crate::cuda::Gpu;
 use crate::model::{ModelFile, Opened};
 use crate::report::{Goal, Report, Spread, Unit};
 
@@ -24,6 +26,9 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
     let judged = pages.iter().copied().filter(|pages| *pages <= JUDGED).max();
     let runtime = builder(settings)?.device_budget(outcore::Bytes::new(2 * file.shape.bytes())).open()?;
     let opened = Opened::new(&runtime, &file, 1)?;
+    let gpu = Gpu::open(settings.device)?;
+    let stream = gpu.stream()?;
+    let adopted = stream.adopted_by(&runtime)?;
     let count = settings.pick(20_000_u32, 10_000, 200);
     for pages in pages {
         let part = [opened.tensors[0].rows(0..pages * page / row)?];
@@ -37,6 +42,17 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(count));
         }
         report.number(format!("pin and unpin {pages} resident pages"), Unit::Microseconds, &times, None);
+        let mut for_stream = Vec::new();
+        for _ in 0..settings.rounds() {
+            let start = Instant::now();
+            for _ in 0..count {
+                adopted.pin(&runtime, &part)?.unpin().map_err(|refused| refused.error)?;
+            }
+            for_stream.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(count));
+            stream.synchronize()?;
+        }
+        let name = format!("pin for a stream and unpin {pages} resident pages");
+        report.number(name, Unit::Microseconds, &for_stream, Some(&format!("pin and unpin {pages} resident pages")));
         if Some(pages) == judged
             && let Some(spread) = Spread::of(&times)
         {
@@ -45,6 +61,7 @@ pub(super) fn run(settings: &Settings, report: &mut Report<'_>) -> Result {
             report.verdict("pin of a resident tensor", spread.median, Unit::Microseconds, Goal::AtMost(1.0), formula);
         }
     }
+    drop(adopted);
     drop(opened);
     runtime.close()?;
     Ok(())

@@ -6,7 +6,7 @@
 mod emulated;
 
 use cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, ValidAsZeroBits};
-use emulated::{Driver, driver};
+use emulated::{Driver, driver, skipped};
 
 use super::gpu::Gpu;
 use super::kernels::{Attention, Product};
@@ -68,6 +68,8 @@ fn near(what: &str, got: &[f32], want: &[f32]) {
     let length = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
     let off = length(&mut got.iter().zip(want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
     let all = length(&mut want.iter().map(|b| f64::from(*b)));
+    // `make gpu-check` reads this line.
+    println!("relative error {:.3e}, 1e-5 allowed: {what}", if all > 0.0 { off / all } else { off });
     assert!(off <= 1e-5 * all, "{what}: off by {off} of {all}");
 }
 
@@ -147,6 +149,52 @@ fn every_weight_type_is_multiplied_with_one_vector_and_with_many() {
                     let expected: Vec<f32> =
                         start.iter().zip(&together[j * stride..]).map(|(start, sum)| start + sum).collect();
                     assert_eq!(get(gpu, &one), expected, "{dtype}, {k}, vector {j}");
+                }
+            }
+        }
+    });
+}
+
+/// The halves that a prompt's vectors are split into, beside the kernels' own product.
+#[test]
+fn cublas_multiplies_sixteen_bit_matrices_with_many_vectors() {
+    const NAME: &str = "cublas_multiplies_sixteen_bit_matrices_with_many_vectors";
+    on_gpu(NAME, |gpu| {
+        let Some(gemm) = &gpu.gemm else {
+            return skipped(NAME, "cublas", "there is no cuBLAS that works with this driver");
+        };
+        for dtype in [WeightType::F16, WeightType::BF16] {
+            for (k, rows, m) in [(77, 13, 11), (512, 21, 2), (1024, 64, 33)] {
+                let (bytes, weights) = rows_of(dtype, rows, k, 3);
+                // Vectors that the weights' type holds exactly.
+                let (x_bytes, x) = rows_of(dtype, m, k, 4);
+                let stride = rows + 3;
+                let start = numbers(m * stride, 5);
+                let want = |j: usize, r: usize, from: f32| -> f32 {
+                    let pairs = weights[r * k..(r + 1) * k].iter().zip(&x[j * k..(j + 1) * k]);
+                    (f64::from(from) + pairs.map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>()) as f32
+                };
+                let (w, vectors) = (put(gpu, &bytes), put(gpu, &x_bytes));
+                for accumulate in [false, true] {
+                    let out = put(gpu, &start);
+                    let product = Product {
+                        dtype,
+                        weights: w.address,
+                        k: k as u32,
+                        rows: rows as u32,
+                        x: vectors.address,
+                        m: m as u32,
+                        out: out.address,
+                        stride: stride as u32,
+                        accumulate,
+                    };
+                    gemm.multiply(&product).unwrap();
+                    let mut expected = start.clone();
+                    for (j, r) in (0..m).flat_map(|j| (0..rows).map(move |r| (j, r))) {
+                        let from = if accumulate { start[j * stride + r] } else { 0.0 };
+                        expected[j * stride + r] = want(j, r, from);
+                    }
+                    near(&format!("cuBLAS, {dtype}, {rows} x {k} by {m}"), &get(gpu, &out), &expected);
                 }
             }
         }

@@ -13,17 +13,21 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-pub use control::Fake;
+pub use control::{Fake, skipped};
 use outcore::device::CudaDeviceSelector;
 use twox_hash::XxHash3_64;
 
-const SOURCES: [&str; 3] =
-    [include_str!("../../src/cuda/kernels.cu"), include_str!("emulation.h"), include_str!("emulation.cpp")];
+/// What the library is made of, by their places in the package. They are in the test, which may run where no sources are,
+/// and holds no path of the machine that built it.
+const SOURCES: [(&str, &str); 3] = [
+    ("src/cuda/kernels.cu", include_str!("../../src/cuda/kernels.cu")),
+    ("tests/cuda/emulation.h", include_str!("emulation.h")),
+    ("tests/cuda/emulation.cpp", include_str!("emulation.cpp")),
+];
 
-fn folder() -> PathBuf {
-    // Where cargo puts what tests make; unit tests are not told, and are in its `debug/deps`.
-    option_env!("CARGO_TARGET_TMPDIR")
-        .map_or_else(|| std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("tmp"), PathBuf::from)
+/// Where cargo puts what tests make: `tmp` in the folder in whose `debug/deps` this test is.
+pub fn folder() -> PathBuf {
+    std::env::current_exe().unwrap().ancestors().nth(3).unwrap().join("tmp")
 }
 
 /// The emulated driver's library, where cargo has built it.
@@ -36,41 +40,50 @@ pub fn driver_library() -> Option<PathBuf> {
 
 /// The kernels as a library of host functions; built once for each state of their source. `None`, said aloud, where there
 /// is no C++ compiler.
-pub fn kernel_library() -> Option<&'static Path> {
-    static LIBRARY: OnceLock<Option<PathBuf>> = OnceLock::new();
-    LIBRARY.get_or_init(build).as_deref()
+pub fn kernel_library(test: &str) -> Option<&'static Path> {
+    static LIBRARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    match LIBRARY.get_or_init(build) {
+        Ok(path) => Some(path),
+        Err(why) => {
+            skipped(test, "c++", why);
+            None
+        }
+    }
 }
 
-fn build() -> Option<PathBuf> {
+/// What is said of a machine without a C++ compiler is the error.
+fn build() -> Result<PathBuf, String> {
     let options = ["-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-strict-aliasing"];
     // Its check of longjmp knows one stack only.
     let fortify = "-U_FORTIFY_SOURCE";
-    let key = format!("{}{options:?}", SOURCES.concat());
+    let key = format!("{}{options:?}", SOURCES.map(|(_, text)| text).concat());
     let library = folder().join(format!("libemulated_kernels_{:016x}.so", XxHash3_64::oneshot(key.as_bytes())));
     if library.exists() {
-        return Some(library);
+        return Ok(library);
     }
     std::fs::create_dir_all(folder()).unwrap();
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let unfinished = library.with_extension(format!("{}.tmp", std::process::id()));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/emulation.cpp");
+    let sources = library.with_extension(format!("{}.src", std::process::id()));
+    for (name, text) in SOURCES {
+        std::fs::create_dir_all(sources.join(name).parent().unwrap()).unwrap();
+        std::fs::write(sources.join(name), text).unwrap();
+    }
     let mut command = Command::new(&compiler);
     command
         .args(options)
         .arg(fortify)
         .args(["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-o"])
         .arg(&unfinished)
-        .arg(source);
-    let output = match command.arg("-ldl").output() {
-        Ok(output) => output,
-        Err(error) => {
-            eprintln!("SKIPPED: there is no C++ compiler ({compiler}: {error}); the kernels' source is not run");
-            return None;
-        }
-    };
+        .arg(sources.join("tests/cuda/emulation.cpp"));
+    let output = command.arg("-ldl").output();
+    std::fs::remove_dir_all(&sources).unwrap();
+    let output = output.map_err(|error| {
+        format!("there is no C++ compiler ({compiler}: {error}), so that the kernels' source cannot be run")
+    })?;
     assert!(output.status.success(), "the kernels do not compile: {}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(unfinished, &library).unwrap();
-    Some(library)
+    Ok(library)
 }
 
 fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
@@ -89,8 +102,8 @@ fn open(path: &Path) -> *mut c_void {
 }
 
 /// A PTX text that names the kernels, which is all that the emulated driver reads of a module.
-pub fn ptx_file() -> Option<PathBuf> {
-    let library = kernel_library()?;
+pub fn ptx_file(test: &str) -> Option<PathBuf> {
+    let library = kernel_library(test)?;
     let path = library.with_extension("ptx");
     if !path.exists() {
         // SAFETY: the function has no parameters and returns a C string that lives as long as the library.
@@ -121,11 +134,11 @@ pub fn driver(test: &str) -> Option<Driver> {
         return Some(Driver { fake: None, device: device.parse().unwrap(), kernels });
     }
     if driver_library().is_none() {
-        eprintln!("SKIPPED {test}: liboutcore_fake_cuda.so is not beside this test; `cargo test` builds it");
+        skipped(test, "emulated", "liboutcore_fake_cuda.so is not beside this test; `cargo test` builds it");
         return None;
     }
-    let library = kernel_library()?;
-    let kernels = ptx_file()?;
+    let library = kernel_library(test)?;
+    let kernels = ptx_file(test)?;
     let fake = Fake::load();
     // SAFETY: the function has no parameters and returns a bool.
     let registered = unsafe {
