@@ -642,8 +642,8 @@ impl<'a> World<'a> {
         let Move { id, from, to, .. } = planned;
         self.devices[at].moves.insert(id, InFlight { planned, lane: None, time: 0 });
         match (from, to) {
-            (Place::Disk, Place::Device(_)) | (Place::Host(_), Place::Disk) => self.to_disk(at, planned),
-            (Place::Device(_), Place::Disk) if planned.staging.is_none() => self.to_disk(at, planned),
+            (Place::Disk, Place::Device(_)) | (Place::Host(_), Place::Disk) => self.queue_disk(at, planned),
+            (Place::Device(_), Place::Disk) if planned.staging.is_none() => self.queue_disk(at, planned),
             (_, Place::Device(_)) => self.devices[at].streams[0].waiting.push_back(id),
             (Place::Device(_), _) => self.devices[at].streams[1].waiting.push_back(id),
             _ => return Err(internal(format!("no way from {from:?} to {to:?}"))),
@@ -651,7 +651,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn to_disk(&mut self, at: usize, Move { id, page, priority, .. }: Move) {
+    fn queue_disk(&mut self, at: usize, Move { id, page, priority, .. }: Move) {
         let now = self.moment();
         let bytes = self.valid(page) as u32;
         self.devices[at].queue.push(Token(id.get()), priority, bytes, id, now);
@@ -741,7 +741,7 @@ impl<'a> World<'a> {
             self.devices[at].streams[way].bytes += self.settings.page_size.bytes();
         }
         if way == 1 && planned.to == Place::Disk {
-            self.to_disk(at, planned);
+            self.queue_disk(at, planned);
             return Ok(());
         }
         self.end(at, id, false)

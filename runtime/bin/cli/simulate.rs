@@ -94,7 +94,7 @@ fn params(text: &str) -> Result<u64> {
     };
     let params = number.parse::<f64>().map_err(|_| bad())? * scale;
     // Bytes of so many parameters of 16 bytes can still be counted.
-    if params >= 1.0 && params <= 1e18 { Ok(params as u64) } else { Err(bad()) }
+    if (1.0..=1e18).contains(&params) { Ok(params as u64) } else { Err(bad()) }
 }
 
 #[derive(Debug, Serialize)]
