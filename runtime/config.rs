@@ -92,6 +92,18 @@ impl FromStr for Lookahead {
     }
 }
 
+/// Buffers of the staging ring, where `asked` is what was asked for, if anything.
+pub(crate) fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
+    const DEFAULT_PAGES: u64 = 16;
+    const DEFAULT_BYTES: Bytes = Bytes::mib(64);
+    let pages = match asked {
+        Some(bytes) => bytes.get() / page.bytes(),
+        None => DEFAULT_PAGES.min(DEFAULT_BYTES.get() / page.bytes()),
+    };
+    // Two: one for a demand, one for whatever else is under way.
+    pages.clamp(2, u64::from(u32::MAX)) as u32
+}
+
 /// Where the device tier is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

@@ -94,7 +94,7 @@ struct Stall {
     nanos: AtomicU64,
 }
 
-const CAUSES: [WaitCause; 7] = [
+pub(crate) const CAUSES: [WaitCause; 7] = [
     WaitCause::Disk,
     WaitCause::Host,
     WaitCause::Zero,

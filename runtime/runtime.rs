@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::compute::ComputeStream;
-use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify, staging_pages};
 use crate::device::{
     Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
     SimClock, SimDevice, SimDeviceConfig, open_cuda,
@@ -696,15 +696,4 @@ fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
         Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
             .remedy("choose larger pages")
     })
-}
-
-fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
-    const DEFAULT_PAGES: u64 = 16;
-    const DEFAULT_BYTES: Bytes = Bytes::mib(64);
-    let pages = match asked {
-        Some(bytes) => bytes.get() / page.bytes(),
-        None => DEFAULT_PAGES.min(DEFAULT_BYTES.get() / page.bytes()),
-    };
-    // Two: one for a demand, one for whatever else is under way.
-    pages.clamp(2, u64::from(u32::MAX)) as u32
 }

@@ -284,6 +284,89 @@ fn policies_refuses_bad_input() {
     refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["line 1 of the trace"]);
 }
 
+const SIMULATED: [&str; 7] = ["simulate", "--params", "7B", "--layers", "32", "--machine", "rtx4090"];
+
+fn simulated(more: &[&'static str]) -> Vec<&'static str> {
+    SIMULATED.iter().chain(more).copied().collect()
+}
+
+#[test]
+fn simulate_tells_how_long_passes_take_elsewhere() {
+    let found = json(&simulated(&["--json", "--passes", "3", "--device-budget", "6GB"]));
+    assert_eq!(found["machine"], "rtx4090");
+    assert_eq!(found["passes_s"].as_array().unwrap().len(), 3);
+    let seconds = |name: &str| found[name].as_f64().unwrap();
+    // 14 GB less what stays, over a disk of 7.45 GB/s; the first reads everything.
+    assert!((1.8..2.2).contains(&seconds("first_pass_s")), "{found}");
+    assert!((1.0..1.5).contains(&seconds("median_pass_s")), "{found}");
+    assert!(found["disk_read"]["utilisation"].as_f64().unwrap() > 0.9, "{found}");
+    assert!(found["stalls"].as_array().unwrap().iter().any(|stall| stall["tier"] == "disk"), "{found}");
+    // Another seed is another run, the same one is the same.
+    let with = |seed| text(&simulated(&["--json", "--device-budget", "6GB", "--seed", seed]));
+    assert_eq!(with("7"), with("7"));
+    assert_ne!(with("7"), with("8"));
+    let table = text(&simulated(&["--device-budget", "6GB"]));
+    for part in ["7000000000 parameters of BF16", "median of the others", "host to device", "late prefetch"] {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+}
+
+#[test]
+fn simulate_reads_real_headers_and_machine_files() {
+    let dir = scratch();
+    let model = dir.path().join("model.gguf");
+    fs::write(&model, support::rich_gguf().bytes()).unwrap();
+    let machine = dir.path().join("mine.json");
+    let fields = r#"{"name": "mine", "devices": 2, "device_memory": 1e9, "host_memory": 1e9, "link": null,
+        "disk": {"read_bytes_per_second": 1e9, "write_bytes_per_second": 1e9, "latency_us": 100, "depth": 8},
+        "compute": {"bytes_per_second": 1e10, "step_us": 1}, "jitter": 0}"#;
+    fs::write(&machine, fields).unwrap();
+    let run = |more: &[&str]| {
+        let mut arguments = vec!["simulate", string(&model), "--machine", string(&machine), "--page-size", "4KiB"];
+        arguments.extend(more);
+        json(&arguments)
+    };
+    let found = run(&["--json", "--host-budget", "1MiB"]);
+    assert_eq!((&found["machine"], &found["devices"]), (&Value::from("mine"), &Value::from(2)));
+    assert!(found["first_pass_s"].as_f64().unwrap() > 0.0);
+    // Bad files.
+    let refuse = |path: &Path, parts: &[&str]| {
+        refused(&["simulate", string(&model), "--machine", string(path)], 1, parts);
+    };
+    refuse(&dir.path().join("none.json"), &["none.json", "check the path"]);
+    for (from, to, parts) in [
+        ("\"latency_us\": 100, ", "", &["mine.json", "disk.latency_us is missing"][..]),
+        ("1e10", "-5", &["compute.bytes_per_second is -5", "from 1 to"]),
+        ("\"depth\": 8", "\"depth\": \"8\"", &["disk.depth is \"8\", not a number"]),
+        ("\"jitter\"", "\"jiter\"", &["jiter does not exist", "the closest is jitter"]),
+        ("{\"name\"", "\"name\"", &["mine.json", "not JSON"]),
+    ] {
+        fs::write(&machine, fields.replacen(from, to, 1)).unwrap();
+        refuse(&machine, parts);
+    }
+    // A header that is only partly there.
+    let bytes = fs::read(&model).unwrap();
+    fs::write(&model, &bytes[..200]).unwrap();
+    refused(&["simulate", string(&model), "--machine", "laptop"], 1, &["model.gguf"]);
+}
+
+#[test]
+fn simulate_refuses_bad_input() {
+    refused(&["simulate", "m", "--machine", "h20"], 1, &["\"h20\"", "rtx4090", "the closest name is h200"]);
+    refused(&["simulate", "m", "--machine", "h200"], 1, &["m", "check the path"]);
+    refused(&["simulate", "--machine", "h200"], 2, &["MODEL"]);
+    refused(&simulated(&["--passes", "0"]), 2, &["0 passes", "at least 1"]);
+    refused(&simulated(&["--passes", "many"]), 2, &["\"many\"", "whole number"]);
+    refused(&simulated(&["--policy", "plann"]), 2, &["the closest name is plan"]);
+    refused(&simulated(&["--device-budget", "25GB"]), 1, &["more than machine rtx4090 has"]);
+    refused(&simulated(&["--device-budget", "1MiB"]), 1, &["holds no page of 2.0 MiB"]);
+    let large = simulated(&["--device-budget", "64MiB", "--step", "1GiB"]);
+    refused(&large, 1, &["are wanted at once, but the device budget holds 32"]);
+    refused(&simulated(&["--experts", "4", "--experts-used", "5"]), 1, &["5 of 4"]);
+    refused(&["simulate", "--params", "lots", "--machine", "h200"], 2, &["\"lots\"", "70B"]);
+    refused(&["simulate", "--params", "1B", "--layers", "0", "--machine", "h200"], 1, &["at least one layer"]);
+}
+
 #[test]
 fn a_misspelt_command_line_is_explained() {
     refused(&[], 2, &["Usage"]);
@@ -295,7 +378,7 @@ fn a_misspelt_command_line_is_explained() {
     refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
     refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
     assert!(text(&["--version"]).starts_with("outcore 0."));
-    for command in ["doctor", "probe", "inspect", "policies"] {
+    for command in ["doctor", "probe", "inspect", "policies", "simulate"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
 }

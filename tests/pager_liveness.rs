@@ -4,7 +4,7 @@
 
 mod pager_world;
 
-use outcore::pager::{Backing, Place, PolicyKind, Priority, State};
+use outcore::pager::{Backing, Place, PolicyKind, Priority, State, WaitCause};
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Use, World, config, page, run};
 
@@ -674,5 +674,20 @@ fn regression_a_frame_trimmed_during_a_shrink_does_not_come_back() {
     assert_eq!((given, world.pager.device_frames()), (1, (2, 2)));
     world.discarded(0);
     assert_eq!(world.pager.device_frames(), (2, 2));
+    world.drain();
+}
+
+/// A writer that rescues a victim waits for the copy that still reads its frame, and is told so.
+#[test]
+fn regression_a_writer_of_a_rescued_victim_waits_for_a_reason() {
+    let mut world = World::new(config(2, 2, 2, true), PolicyKind::Lru);
+    let s = world.segment(Backing::ReadWrite, 1);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict(std::iter::once(page(s, 0)), fx));
+    assert!(matches!(world.moves[0].0.to, Place::Host(_)), "{:?}", world.moves);
+    let id = world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
+    assert!(!world.ended.iter().any(|(ended, _)| *ended == id));
+    world.complete(0, true);
+    assert_eq!(world.ended.last(), Some(&(id, Ok(WaitCause::WriteBack))));
     world.drain();
 }

@@ -44,6 +44,16 @@ impl LinkModel {
         self.bandwidth
     }
 
+    /// What every operation takes beside its bytes.
+    pub const fn latency(&self) -> Duration {
+        self.latency
+    }
+
+    /// Whether the two directions are independent.
+    pub const fn duplex(&self) -> bool {
+        self.duplex
+    }
+
     /// How long one operation of `len` bytes occupies the link.
     pub fn time_of(&self, len: u64) -> Duration {
         let nanos = (u128::from(len) * 1_000_000_000).div_ceil(u128::from(self.bandwidth.get()));
@@ -67,11 +77,16 @@ impl LinkSchedule {
     /// Gives the link an operation of `len` bytes at time `now` and returns when it ends: operations of one direction
     /// follow each other.
     pub fn admit(&mut self, now: Duration, direction: Direction, len: u64) -> Duration {
+        self.occupy(now, direction, self.model.time_of(len))
+    }
+
+    /// [`admit`](Self::admit) for an operation that occupies the link for `time`.
+    pub fn occupy(&mut self, now: Duration, direction: Direction, time: Duration) -> Duration {
         let lane = match direction {
             Direction::Out if self.model.duplex => &mut self.free[1],
             _ => &mut self.free[0],
         };
-        *lane = now.max(*lane).saturating_add(self.model.time_of(len));
+        *lane = now.max(*lane).saturating_add(time);
         *lane
     }
 }

@@ -359,6 +359,7 @@ impl Pager {
             let pages: Vec<PageId> = self.requests[key].pages().collect();
             if pages.iter().any(|page| self.entry(*page).copying_out()) {
                 // The copy of a victim that was rescued still reads the frame.
+                self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::WriteBack);
                 continue;
             }
             let clean: Vec<bool> = pages.iter().map(|page| self.word(*page).load().state == State::Clean).collect();

@@ -151,7 +151,7 @@ pub enum WaitCause {
     LatePrefetch,
     /// Every frame was pinned or in motion.
     Frames,
-    /// A victim had to be written back first.
+    /// A victim had to be written back, or copied down, first.
     WriteBack,
     /// A writer, or readers in a writer's way, held the page.
     Guard,

@@ -1,6 +1,13 @@
-//! Policies on recorded traces: a cache of a fixed number of pages that holds no bytes.
+//! Simulations: policies on recorded traces, and whole machines.
 //!
-//! What decides is the [`Policy`] that a runtime would use, told of uses, comings and goings as the pager tells it, but
+//! # Machines
+//!
+//! [`simulate`] runs passes over a model ([`Workload`]) on a machine that is only described ([`MachineModel`]): the pager that
+//! a runtime has, under a virtual clock. What it models, and what not, is in `docs/simulator.md`.
+//!
+//! # Traces
+//!
+//! A cache of a fixed number of pages that holds no bytes. What decides is the [`Policy`] that a runtime would use, told of uses, comings and goings as the pager tells it, but
 //! for fills ahead and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio found here is
 //! that of the code that ships, and can be compared with what other simulators find on the same trace.
 //!
@@ -18,7 +25,10 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
+mod machine;
+mod simulate;
 mod trace;
+mod workload;
 
 use std::num::NonZeroU32;
 
@@ -27,7 +37,10 @@ use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::pager::policy::opt::min_hits;
 use crate::pager::policy::{Policy, Take, Want};
 
+pub use machine::{ComputeModel, DiskModel, MachineModel};
+pub use simulate::{Flow, Settings, Simulated, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
+pub use workload::{Even, Share, Span, Step, Workload};
 
 /// Uses of a trace, and how many found their page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

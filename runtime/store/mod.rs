@@ -48,6 +48,7 @@ pub use self::probe::{
     BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
 };
 pub use self::queue::QueueDepth;
+pub(crate) use self::queue::{Lane, Limits, Queue};
 pub use self::scratch::{ScratchFile, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
 pub use crate::pager::Priority;

@@ -70,7 +70,7 @@ impl fmt::Display for QueueDepth {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(crate) struct Limits {
     pub total: u32,
     pub background: u32,
     /// Bytes.
@@ -93,7 +93,7 @@ impl Limits {
 
 /// What a started operation counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lane {
+pub(crate) enum Lane {
     Demand,
     /// Not demand, and its bytes.
     Other(u32),
@@ -107,7 +107,7 @@ struct Waiting<T> {
 }
 
 #[derive(Debug)]
-pub(super) struct Queue<T> {
+pub(crate) struct Queue<T> {
     limits: Limits,
     waiting: [BTreeMap<u64, Waiting<T>>; PRIORITIES],
     places: HashMap<Token, (Priority, u64)>,

@@ -11,7 +11,7 @@ use outcore::{Bytes, PageSize, Result};
 use serde::Serialize;
 
 use super::output::{Side, Table, percent, printable, size};
-use super::simulate::{self, row_bytes};
+use super::residency::{self, row_bytes};
 use super::{Report, page_size};
 
 #[derive(Debug, Args)]
@@ -185,7 +185,7 @@ fn consider(model: &ModelHeader, page: PageSize, budget: Bytes, minimum: u64, pa
     };
     if report.runs {
         // More frames than pages behave as enough of them do.
-        let pass = simulate::pass(model, page, u32::try_from(frames.min(2 * pages + 1)).unwrap_or(u32::MAX))?;
+        let pass = residency::pass(model, page, u32::try_from(frames.min(2 * pages + 1)).unwrap_or(u32::MAX))?;
         report.pages_streamed_per_pass = pass.pages_streamed;
         report.bytes_streamed_per_pass = pass.streamed;
         report.unit_pages = pass.unit_pages;

@@ -6,6 +6,7 @@ mod inspect;
 mod output;
 mod policies;
 mod probe;
+mod residency;
 mod simulate;
 mod trial;
 
@@ -34,6 +35,8 @@ enum Command {
     Inspect(inspect::Options),
     /// Run a recorded trace through policies, and compare their hits with the best possible
     Policies(policies::Options),
+    /// Say how long passes over a model would take on a machine that is not there
+    Simulate(simulate::Options),
 }
 
 /// What a command has to say, as an object and as text.
@@ -47,6 +50,7 @@ pub fn main() -> ExitCode {
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
+        Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
     };
     let written = match done {
         Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),

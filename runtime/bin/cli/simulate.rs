@@ -1,164 +1,296 @@
-//! What a budget would hold of a model: the pager and policy of the runtime, driven over the model's tensors with moves
-//! that end at once and carry no bytes.
+//! `outcore simulate`: how long passes over a model would take on a machine that is not there.
 
-use std::sync::Arc;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::str::FromStr;
 
-use outcore::format::ModelHeader;
-use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Place, Submitted, Unpin};
-use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentId};
+use clap::Args;
+use outcore::sim::{self, Even, Flow, MachineModel, Settings, Simulated, Workload};
+use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result, format};
+use serde::Serialize;
 
-/// One pass over a model under a budget, once the first passes are over.
-#[derive(Clone, Copy, Debug)]
-pub struct Pass {
-    /// Bytes read from disk.
-    pub streamed: u64,
-    /// Pages read from disk.
-    pub pages_streamed: u64,
-    /// Pages of the largest set pinned as a unit.
-    pub unit_pages: u64,
+use super::output::{Side, Table, percent, printable, size};
+use super::{Report, page_size};
+
+/// What `outcore simulate` takes.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// A GGUF or safetensors model: a file, one file of a split model, an index.json, or a folder; only headers are read
+    #[arg(value_name = "MODEL", required_unless_present = "params", conflicts_with_all = ["params", "layers", "dtype"])]
+    model: Option<PathBuf>,
+    /// In place of a model: so many parameters, such as 70B or 1T, in equal layers
+    #[arg(long, value_name = "N", value_parser = params)]
+    params: Option<u64>,
+    /// With --params: the parameters' type
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    dtype: DType,
+    /// With --params: layers
+    #[arg(long, value_name = "N", default_value_t = 80)]
+    layers: u32,
+    /// With --params: experts of each layer
+    #[arg(long, value_name = "N", requires = "params")]
+    experts: Option<u32>,
+    /// Experts of a layer that a pass uses. Default: what a GGUF model says, else all
+    #[arg(long, value_name = "N")]
+    experts_used: Option<u32>,
+    /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one (docs/simulator.md)
+    #[arg(long, value_name = "NAME|FILE")]
+    machine: String,
+    /// Which pages stay: a policy, as in `outcore policies`
+    #[arg(long, value_name = "NAME", default_value = "plan")]
+    policy: PolicyKind,
+    /// Memory for pages of each device. Default: 90 % of it
+    #[arg(long, value_name = "SIZE")]
+    device_budget: Option<Bytes>,
+    /// Memory of the host for pages, for all devices together
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    host_budget: Bytes,
+    /// Size of a page: a power of two from 4KiB to 1GiB
+    #[arg(long, value_name = "SIZE", value_parser = page_size, default_value = "2MiB")]
+    page_size: PageSize,
+    /// How far ahead of use fills start: auto, off, or a size
+    #[arg(long, value_name = "SIZE", default_value = "auto")]
+    lookahead: Lookahead,
+    /// The most of a tensor that is pinned at once. Default: as `generate` does, 8MiB but at most a 32nd of the budget
+    #[arg(long, value_name = "SIZE")]
+    step: Option<Bytes>,
+    /// Steps that are pinned ahead of the one that is computed. Default: 1 where there is a link, else 0
+    #[arg(long, value_name = "N")]
+    steps_ahead: Option<u32>,
+    /// Passes, from 1 up
+    #[arg(long, value_name = "N", value_parser = passes, default_value = "4")]
+    passes: NonZeroU32,
+    /// Of everything that is drawn by chance: the same seed gives the same numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// One JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
 }
 
-/// Passes before the one that counts: the first fills, the second settles.
-const PASSES_BEFORE: u32 = 2;
-
-struct Simulation {
-    pager: Pager,
-    segments: Vec<(SegmentId, Arc<[PageWord]>, u64)>,
-    page: PageSize,
-    fx: Effects,
-    pages_streamed: u64,
-    streamed: u64,
+fn wrong(message: String, remedy: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message).remedy(remedy)
 }
 
-/// Passes over the tensors in file order, each pinned as a whole if it fits in half the frames, else in row ranges that
-/// do.
-pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
-    let config = PagerConfig {
-        frames,
-        host_frames: 0,
-        staging: 0,
-        direct_io: true,
-        lookahead: Lookahead::Auto.pages(page, frames),
-        page_bytes: page.bytes(),
+fn passes(text: &str) -> Result<NonZeroU32> {
+    match u32::from_str(text).map(NonZeroU32::new) {
+        Ok(Some(passes)) => Ok(passes),
+        Ok(None) => Err(wrong("0 passes simulate nothing".to_owned(), "give at least 1")),
+        Err(_) => Err(wrong(format!("{text:?} is no number of passes"), "give a whole number from 1 to 4294967295")),
+    }
+}
+
+fn params(text: &str) -> Result<u64> {
+    let bad = || wrong(format!("{text:?} is no number of parameters"), "give a number and K, M, B or T, such as 70B");
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale = match unit.to_ascii_uppercase().as_str() {
+        "" => 1.0,
+        "K" => 1e3,
+        "M" => 1e6,
+        "B" => 1e9,
+        "T" => 1e12,
+        _ => return Err(bad()),
     };
-    let mut simulation = Simulation {
-        pager: Pager::new(config, PolicyKind::Plan.build()),
-        segments: Vec::new(),
-        page,
-        fx: Effects::default(),
-        pages_streamed: 0,
-        streamed: 0,
+    let params = number.parse::<f64>().map_err(|_| bad())? * scale;
+    // Bytes of so many parameters of 16 bytes can still be counted.
+    if (1.0..=1e18).contains(&params) { Ok(params as u64) } else { Err(bad()) }
+}
+
+#[derive(Debug, Serialize)]
+pub struct Found {
+    model: String,
+    machine: String,
+    devices: NonZeroU32,
+    policy: &'static str,
+    page_bytes: u64,
+    device_budget_bytes: u64,
+    host_budget_bytes: u64,
+    seed: u64,
+    model_bytes: u64,
+    pages: u64,
+    frames: u32,
+    host_frames: u32,
+    unit_pages: u32,
+    first_pass_s: f64,
+    median_pass_s: f64,
+    passes_s: Vec<f64>,
+    total_s: f64,
+    hit_ratio: f64,
+    stall_s: f64,
+    stalls: Vec<Stall>,
+    disk_read: FlowReport,
+    disk_written: FlowReport,
+    link_in: FlowReport,
+    link_out: FlowReport,
+    compute: FlowReport,
+    uses: u64,
+    hits: u64,
+    faults: u64,
+    evictions: u64,
+    demotions: u64,
+    events: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Stall {
+    cause: &'static str,
+    tier: &'static str,
+    count: u64,
+    seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct FlowReport {
+    bytes: u64,
+    busy_s: f64,
+    utilisation: f64,
+}
+
+impl From<Flow> for FlowReport {
+    fn from(flow: Flow) -> Self {
+        Self { bytes: flow.bytes.get(), busy_s: flow.busy.as_secs_f64(), utilisation: flow.utilisation }
+    }
+}
+
+pub fn run(options: &Options) -> Result<Found> {
+    let machine = MachineModel::find(&options.machine)?;
+    let (workload, model) = workload(options)?;
+    let device_budget = options.device_budget.unwrap_or(Bytes::new(machine.device_memory.get() / 10 * 9));
+    let step_pages = match options.step {
+        None => None,
+        Some(step) => {
+            let pages = options.page_size.pages_for(step.get());
+            let pages = u32::try_from(pages).ok().and_then(NonZeroU32::new);
+            Some(
+                pages
+                    .ok_or_else(|| wrong(format!("a step of {step}"), "give at least a page, at most 2^32 of them"))?,
+            )
+        }
     };
-    for file in &model.files {
-        let pages = u32::try_from(page.pages_for(file.len).max(1)).map_err(|_| too_many(page))?;
-        let (id, words) = simulation.pager.add_segment(Backing::File, pages);
-        simulation.segments.push((id, words, file.len));
-    }
-    let units = simulation.units(model, frames)?;
-    simulation.pager.declare_plan(&units, true, &mut simulation.fx);
-    simulation.settle()?;
-    for _ in 0..PASSES_BEFORE {
-        simulation.run(&units)?;
-    }
-    let (streamed, pages) = (simulation.streamed, simulation.pages_streamed);
-    simulation.run(&units)?;
-    Ok(Pass {
-        streamed: simulation.streamed - streamed,
-        pages_streamed: simulation.pages_streamed - pages,
-        unit_pages: units.iter().map(|run| u64::from(run.count)).max().unwrap_or(0),
-    })
+    let settings = Settings {
+        policy: options.policy,
+        page_size: options.page_size,
+        lookahead: options.lookahead,
+        step_pages,
+        steps_ahead: options.steps_ahead.unwrap_or(u32::from(machine.link.is_some())),
+        passes: options.passes,
+        seed: options.seed,
+        ..Settings::new(device_budget, options.host_budget)
+    };
+    let done = sim::simulate(&workload, &machine, &settings)?;
+    Ok(found(options, &machine, &settings, model, workload.bytes(), &done))
 }
 
-fn too_many(page: PageSize) -> Error {
-    Error::new(ErrorKind::InvalidArgument, format!("a file has too many pages of {}", Bytes::new(page.bytes())))
-        .remedy("choose larger pages")
+fn workload(options: &Options) -> Result<(Workload, String)> {
+    if let Some(path) = &options.model {
+        let header = format::open(path)?;
+        return Ok((Workload::of_model(&header, options.experts_used)?, path.display().to_string()));
+    }
+    let Options { params, dtype, layers, .. } = *options;
+    let params = params.unwrap_or_default();
+    let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));
+    let workload = Workload::even(Even { params, dtype, layers, experts })?;
+    Ok((workload, format!("{params} parameters of {} in {layers} layers", dtype.name())))
 }
 
-impl Simulation {
-    fn units(&self, model: &ModelHeader, frames: u32) -> Result<Vec<PageRun>> {
-        let half = u64::from((frames / 2).max(1));
-        let mut units = Vec::new();
-        for tensor in model.tensors.iter().filter(|tensor| tensor.len > 0) {
-            let Some((segment, ..)) = self.segments.get(tensor.file as usize) else { continue };
-            let mut push = |offset: u64, len: u64| -> Result<()> {
-                let first = self.page.page_of(offset);
-                let count = self.page.page_of(offset + len - 1) - first + 1;
-                let (Ok(first), Ok(count)) = (u32::try_from(first), u32::try_from(count)) else {
-                    return Err(too_many(self.page));
-                };
-                units.push(PageRun { segment: *segment, first: PageIndex::new(first), count });
-                Ok(())
-            };
-            let row = row_bytes(&tensor.shape, tensor.len);
-            let whole = self.page.page_of(tensor.end() - 1) - self.page.page_of(tensor.offset) < half;
-            if whole || row == tensor.len {
-                push(tensor.offset, tensor.len)?;
-                continue;
-            }
-            // As many rows as fit in half the frames wherever they begin.
-            let step = ((half - 1) * self.page.bytes() / row).max(1) * row;
-            let mut at = 0;
-            while at < tensor.len {
-                push(tensor.offset + at, step.min(tensor.len - at))?;
-                at += step;
-            }
-        }
-        Ok(units)
-    }
-
-    fn run(&mut self, units: &[PageRun]) -> Result<()> {
-        for unit in units {
-            let submitted = self.pager.submit(std::slice::from_ref(unit), false, &mut self.fx)?;
-            self.settle()?;
-            if let Submitted::Waiting(id) = submitted {
-                let at = self.fx.done.iter().position(|(done, _)| *done == id);
-                let (_, result) = at.map(|at| self.fx.done.swap_remove(at)).ok_or_else(|| {
-                    Error::new(ErrorKind::Internal, "a simulated request was not served").remedy("report this as a bug")
-                })?;
-                result?;
-            }
-            let mut wanted = false;
-            if let Some((_, words, _)) = self.segments.iter().find(|(id, ..)| *id == unit.segment) {
-                let first = unit.first.get() as usize;
-                for word in words.iter().skip(first).take(unit.count as usize) {
-                    wanted |= word.unpin() == Unpin::Wanted;
-                }
-            }
-            if wanted {
-                self.pager.pump(&mut self.fx);
-            }
-            self.settle()?;
-        }
-        Ok(())
-    }
-
-    /// Ends every move that was started.
-    fn settle(&mut self) -> Result<()> {
-        loop {
-            let moves = std::mem::take(&mut self.fx.moves);
-            self.fx.protect.clear();
-            self.fx.raised.clear();
-            if moves.is_empty() {
-                return Ok(());
-            }
-            for movement in moves {
-                if movement.from == Place::Disk {
-                    let file = self.segments.iter().find(|(id, ..)| *id == movement.page.segment);
-                    let start = u64::from(movement.page.index.get()) * self.page.bytes();
-                    let len = file.map_or(0, |(.., len)| len.saturating_sub(start).min(self.page.bytes()));
-                    self.streamed += len;
-                    self.pages_streamed += 1;
-                }
-                self.pager.complete(movement.id, Ok(()), &mut self.fx);
-            }
-        }
+fn found(
+    options: &Options,
+    machine: &MachineModel,
+    settings: &Settings,
+    model: String,
+    model_bytes: u64,
+    done: &Simulated,
+) -> Found {
+    let stalls = done.stalls.iter().flat_map(|stall| {
+        stall.tiers.iter().filter(|tier| tier.count > 0).map(|tier| Stall {
+            cause: stall.name,
+            tier: tier.tier.name(),
+            count: tier.count,
+            seconds: tier.time.as_secs_f64(),
+        })
+    });
+    let stalls: Vec<Stall> = stalls.collect();
+    Found {
+        model,
+        machine: machine.name.clone(),
+        devices: machine.devices,
+        policy: settings.policy.name(),
+        page_bytes: settings.page_size.bytes(),
+        device_budget_bytes: settings.device_budget.get(),
+        host_budget_bytes: settings.host_budget.get(),
+        seed: options.seed,
+        model_bytes,
+        pages: done.pages,
+        frames: done.frames,
+        host_frames: done.host_frames,
+        unit_pages: done.unit_pages,
+        first_pass_s: done.first().as_secs_f64(),
+        median_pass_s: done.median().as_secs_f64(),
+        passes_s: done.passes.iter().map(std::time::Duration::as_secs_f64).collect(),
+        total_s: done.time.as_secs_f64(),
+        hit_ratio: done.hit_ratio(),
+        stall_s: done.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum(),
+        stalls,
+        disk_read: done.disk_read.into(),
+        disk_written: done.disk_written.into(),
+        link_in: done.link_in.into(),
+        link_out: done.link_out.into(),
+        compute: done.compute.into(),
+        uses: done.pager.uses,
+        hits: done.pager.hits,
+        faults: done.pager.faults,
+        evictions: done.pager.evictions,
+        demotions: done.pager.demotions,
+        events: done.events,
     }
 }
 
-/// Bytes of one row of the outermost extent; of the whole tensor if it has no rows that can be addressed.
-pub fn row_bytes(shape: &[u64], len: u64) -> u64 {
-    match shape.first() {
-        Some(&rows) if rows > 0 && len.is_multiple_of(rows) => (len / rows).max(1),
-        _ => len,
+impl Report for Found {
+    fn text(&self) -> String {
+        let seconds = |s: f64| format!("{s:.6} s");
+        let mut text = format!("{} on {}, simulated\n", printable(&self.model), printable(&self.machine));
+        let mut about = Table::pairs();
+        about.pair("model", format!("{}, {} pages of {}", size(self.model_bytes), self.pages, size(self.page_bytes)));
+        about.pair("devices", format!("{}, each with {} frames", self.devices, self.frames));
+        about.pair("host tiers", format!("{} frames each", self.host_frames));
+        about.pair("policy", self.policy);
+        about.pair("largest step", format!("{} pages of a device", self.unit_pages));
+        about.pair("first pass", seconds(self.first_pass_s));
+        about.pair("median of the others", seconds(self.median_pass_s));
+        about.pair("passes", self.passes_s.len().to_string());
+        about.pair("hits", format!("{} of {} uses", percent(self.hits, self.uses), self.uses));
+        about.pair("stalled", format!("{} in all, of {}", seconds(self.stall_s), seconds(self.total_s)));
+        text += &about.text();
+        let mut flows = Table::new(&[("link", Side::Left), ("bytes", Side::Right), ("busy", Side::Right)]);
+        for (name, flow) in [
+            ("disk, read", &self.disk_read),
+            ("disk, written", &self.disk_written),
+            ("host to device", &self.link_in),
+            ("device to host", &self.link_out),
+            ("compute", &self.compute),
+        ] {
+            let share = format!("{:.1} %", 100.0 * flow.utilisation);
+            flows.row([name.to_owned(), size(flow.bytes), share]);
+        }
+        text += "\n";
+        text += &flows.text();
+        if !self.stalls.is_empty() {
+            let head = [
+                ("stalled by", Side::Left),
+                ("bytes were in", Side::Left),
+                ("times", Side::Right),
+                ("time", Side::Right),
+            ];
+            let mut table = Table::new(&head);
+            for stall in &self.stalls {
+                let row =
+                    [stall.cause.to_owned(), stall.tier.to_owned(), stall.count.to_string(), seconds(stall.seconds)];
+                table.row(row);
+            }
+            text += "\n";
+            text += &table.text();
+        }
+        text
     }
 }

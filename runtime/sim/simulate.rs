@@ -1,0 +1,1010 @@
+//! A machine, simulated: the pager of the runtime under a virtual clock.
+//!
+//! Each device has a pager, the queue that a store has, and two streams for copies, all of them the code that a runtime
+//! runs. What is modelled is how long a read, a write, a copy and a computation take. Time goes from event to event.
+//!
+//! # Invariants
+//!
+//! 1. The same workload, machine and settings give the same result, bit for bit: events at the same time happen in the order
+//!    in which they were made, random numbers come from one generator, and nothing depends on an address, a hash or a clock.
+//! 2. What ends a simulation is an error or the end of its last pass: an event that does not come is an error.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::machine::{DiskModel, MachineModel};
+use super::workload::{Share, Span, Workload};
+use crate::config::{Lookahead, staging_pages};
+use crate::device::{Direction, LinkSchedule, Token};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, Tier};
+use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
+use crate::pager::{
+    Access, AccessLog, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, PagerStats, Place, PolicyKind,
+    Submitted, TryPin, Unpin, WaitCause,
+};
+use crate::store::{Lane, Limits, Queue};
+
+/// A step's size where not everything fits, as the example that runs models chooses it: so many bytes, but at most this part
+/// of the device budget.
+const STEP_BYTES: u64 = 8 << 20;
+const STEP_SHARE: u32 = 32;
+/// How often a step is asked for again in a row when moves fail, before the failure is the simulation's.
+const ATTEMPTS: u32 = 1000;
+
+/// What is simulated beside the machine and the workload.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Which pages stay.
+    pub policy: PolicyKind,
+    /// Memory for frames of each device.
+    pub device_budget: Bytes,
+    /// Memory for the host tiers of all devices together.
+    pub host_budget: Bytes,
+    /// Bytes of a page.
+    pub page_size: PageSize,
+    /// How far ahead of use fills start.
+    pub lookahead: Lookahead,
+    /// Pages that one pin of a large tensor takes; `None` is 8 MiB of them, but at most a 32nd of the frames, and at least 2;
+    /// where everything fits, whole tensors.
+    pub step_pages: Option<NonZeroU32>,
+    /// How many steps beyond the one that is computed are pinned: none where the caller computes, as on the host; one or
+    /// more where it is ahead of a stream, as with a GPU.
+    pub steps_ahead: u32,
+    /// Passes, one after the other.
+    pub passes: NonZeroU32,
+    /// Of all that is drawn.
+    pub seed: u64,
+    /// Reads, writes and copies fail by chance, one in so many. A step whose pages did not come is asked for again.
+    pub fail_one_in: Option<NonZeroU32>,
+    /// Whether the pagers' invariants are checked at every event, which makes each event cost as much as all pages.
+    pub checked: bool,
+}
+
+impl Settings {
+    /// The settings of a runtime's defaults with these budgets: policy [`Plan`](PolicyKind::Plan), pages of 2 MiB, four
+    /// passes.
+    pub fn new(device_budget: Bytes, host_budget: Bytes) -> Self {
+        Self {
+            policy: PolicyKind::Plan,
+            device_budget,
+            host_budget,
+            page_size: PageSize::DEFAULT,
+            lookahead: Lookahead::Auto,
+            step_pages: None,
+            steps_ahead: 0,
+            passes: NonZeroU32::MIN.saturating_add(3),
+            seed: 0,
+            fail_one_in: None,
+            checked: false,
+        }
+    }
+}
+
+/// Bytes that went one way, and for how long.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Flow {
+    /// How many. Those of operations that failed do not count.
+    pub bytes: Bytes,
+    /// Time in which they took the disk or a link, latencies included on a link and not on a disk; on average over the devices
+    /// where each has its own.
+    pub busy: Duration,
+    /// That time as a share of all time.
+    pub utilisation: f64,
+}
+
+/// What came of a simulation.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Simulated {
+    /// How long each pass took.
+    pub passes: Vec<Duration>,
+    /// The sum of these.
+    pub time: Duration,
+    /// Time in which a device had nothing to compute because pages were not there, by cause; the sum over all devices.
+    pub stalls: Vec<StallStats>,
+    /// Reads of the disk.
+    pub disk_read: Flow,
+    /// Writes to the disk.
+    pub disk_written: Flow,
+    /// Copies from host to device memory.
+    pub link_in: Flow,
+    /// Copies from device to host memory.
+    pub link_out: Flow,
+    /// What was computed on.
+    pub compute: Flow,
+    /// The pagers' counters, summed over the devices.
+    pub pager: PagerStats,
+    /// Pages of all pagers.
+    pub pages: u64,
+    /// Frames of each device tier.
+    pub frames: u32,
+    /// Frames of each host tier.
+    pub host_frames: u32,
+    /// Pages of the largest set that was pinned at once.
+    pub unit_pages: u32,
+    /// Moves that failed.
+    pub failures: u64,
+    /// Steps that could not be computed because the bytes of a page were lost.
+    pub lost_steps: u64,
+    /// Events.
+    pub events: u64,
+}
+
+impl Simulated {
+    /// The first pass, which finds nothing resident.
+    pub fn first(&self) -> Duration {
+        self.passes.first().copied().unwrap_or_default()
+    }
+
+    /// The median of the other passes; of the only one, if there is one.
+    pub fn median(&self) -> Duration {
+        let mut later = self.passes.iter().copied().skip(usize::from(self.passes.len() > 1)).collect::<Vec<_>>();
+        later.sort_unstable();
+        later.get(later.len() / 2).copied().unwrap_or_default()
+    }
+
+    /// Hits over all uses; 0 where there were none.
+    pub fn hit_ratio(&self) -> f64 {
+        if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
+    }
+}
+
+/// Runs passes of `workload` on `machine`. With several devices, each has an equal part of every span and of the host budget,
+/// and none begins a step before all have ended the one before it.
+///
+/// ```
+/// use outcore::sim::{Even, MachineModel, Settings, Workload, simulate};
+/// use outcore::{Bytes, DType};
+///
+/// let model = Even { params: 70_000_000_000, dtype: DType::BF16, layers: 80, experts: None };
+/// let machine = MachineModel::named("h200")?;
+/// let settings = Settings::new(Bytes::gib(100), Bytes::ZERO);
+/// let done = simulate(&Workload::even(model)?, &machine, &settings)?;
+/// assert_eq!(done.passes.len(), 4);
+/// assert!(done.median() < done.first());
+/// # Ok::<(), outcore::Error>(())
+/// ```
+///
+/// # Errors
+/// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a budget holds no page, or what one step pins does not fit: the pager's own
+/// error; [`InvalidArgument`](ErrorKind::InvalidArgument) if a budget is more than the machine has, or a segment or a budget
+/// has too many pages; [`Io`](ErrorKind::Io) if a step fails a thousand times in a row.
+pub fn simulate(workload: &Workload, machine: &MachineModel, settings: &Settings) -> Result<Simulated> {
+    World::new(workload, machine, settings)?.run()
+}
+
+/// Nanoseconds since the start.
+type Nanos = u64;
+
+/// What happens on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// The disk is done with a move.
+    Disk(MoveId),
+    /// A stream is done with its copy: 0 copies in, 1 out.
+    Copied(usize),
+    /// The step is computed.
+    Computed,
+}
+
+#[derive(Debug)]
+struct InFlight {
+    planned: Move,
+    /// What it counts against in the store's queue, while the disk has it.
+    lane: Option<Lane>,
+    /// How long the operation under way takes the disk or its stream.
+    time: Nanos,
+}
+
+/// A stream of copies.
+#[derive(Debug, Default)]
+struct Stream {
+    waiting: VecDeque<MoveId>,
+    running: Option<MoveId>,
+    busy: Nanos,
+    bytes: u64,
+}
+
+/// A step of a pass as it is pinned.
+#[derive(Clone, Debug)]
+struct Unit {
+    runs: Vec<PageRun>,
+    bytes: u64,
+    writes: bool,
+    planned: bool,
+    /// Whether it is of the first step, and not the same in every pass: known, and hinted, when the pass begins.
+    hinted: bool,
+}
+
+/// Why somebody waits.
+#[derive(Clone, Copy, Debug)]
+struct Wait {
+    cause: WaitCause,
+    tier: Tier,
+}
+
+/// The program on one device.
+#[derive(Debug, Default)]
+struct Caller {
+    /// The next unit to pin.
+    next: usize,
+    request: Option<(RequestId, Tier)>,
+    /// Units that are pinned and not computed yet, in order: whether there was a wait, and whether the bytes are there.
+    pinned: VecDeque<(Option<Wait>, bool)>,
+    computing: bool,
+    /// Units of this pass that have been computed.
+    ended: usize,
+    attempts: u32,
+}
+
+#[derive(Debug)]
+struct Device {
+    pager: Pager,
+    log: AccessLog,
+    words: Vec<Arc<[PageWord]>>,
+    queue: Queue<MoveId>,
+    moves: HashMap<MoveId, InFlight>,
+    link: Option<LinkSchedule>,
+    streams: [Stream; 2],
+    caller: Caller,
+    fx: Effects,
+}
+
+/// The disk that all share.
+#[derive(Debug, Default)]
+struct Disk {
+    free: Nanos,
+    /// Reads, writes.
+    busy: [Nanos; 2],
+    bytes: [u64; 2],
+}
+
+/// Random numbers: splitmix64. G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+#[derive(Clone, Copy, Debug)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// From 0 up to but not including 1.
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        ((u128::from(self.next()) * u128::from(n)) >> 64) as u32
+    }
+}
+
+struct World<'a> {
+    workload: &'a Workload,
+    machine: &'a MachineModel,
+    settings: &'a Settings,
+    devices: Vec<Device>,
+    disk: Disk,
+    /// The units of the pass under way, the same on every device.
+    units: Vec<Unit>,
+    /// The unit that devices may compute, how many have computed it, and since when they may.
+    current: usize,
+    arrived: usize,
+    opened: Nanos,
+    now: Nanos,
+    serial: u64,
+    events: BinaryHeap<Reverse<(Nanos, u64, usize, Event)>>,
+    random: Random,
+    /// The store's queue wants moments. Only what is between two of them matters.
+    epoch: Instant,
+    pass_from: Nanos,
+    computed: (u64, Nanos),
+    stalls: [[(u64, Nanos); Tier::ALL.len()]; CAUSES.len()],
+    /// Bytes of each segment on each device.
+    lens: Vec<u64>,
+    done: Simulated,
+}
+
+fn invalid(message: String, remedy: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message).remedy(remedy)
+}
+
+impl<'a> World<'a> {
+    fn new(workload: &'a Workload, machine: &'a MachineModel, settings: &'a Settings) -> Result<Self> {
+        let count = u64::from(machine.devices.get());
+        let page = settings.page_size;
+        for (tier, budget, memory) in [
+            ("device", settings.device_budget, machine.device_memory),
+            ("host", settings.host_budget, machine.host_memory),
+        ] {
+            if budget > memory {
+                let what = format!("a {tier} budget of {budget} is more than machine {} has: {memory}", machine.name);
+                return Err(invalid(what, "give a smaller one, or choose another machine"));
+            }
+        }
+        let frames_of = |tier: &str, budget: Bytes| {
+            u32::try_from(budget.get() / page.bytes()).map_err(|_| {
+                invalid(format!("a {tier} budget of {budget} has too many pages of {page:?}"), "choose larger pages")
+            })
+        };
+        let frames = frames_of("device", settings.device_budget)?;
+        let host_frames = frames_of("host", Bytes::new(settings.host_budget.get() / count))?;
+        if frames == 0 {
+            let (budget, least) = (settings.device_budget, Bytes::new(page.bytes()));
+            let what = format!("a device budget of {budget} holds no page of {least}");
+            return Err(Error::new(ErrorKind::BudgetTooSmall, what)
+                .remedy(format!("give at least {least}, or choose smaller pages")));
+        }
+        let lens: Vec<u64> = workload.segments().iter().map(|(_, len)| len.div_ceil(count)).collect();
+        let direct_io = machine.link.is_none();
+        let config = PagerConfig {
+            frames,
+            host_frames,
+            staging: if direct_io { 0 } else { staging_pages(None, page) },
+            direct_io,
+            lookahead: settings.lookahead.pages(page, frames),
+            page_bytes: page.bytes(),
+        };
+        let mut devices = Vec::with_capacity(machine.devices.get() as usize);
+        let mut pages = 0u64;
+        for _ in 0..count {
+            let mut pager = Pager::new(config, settings.policy.build());
+            let mut words = Vec::with_capacity(lens.len());
+            for ((backing, _), len) in workload.segments().iter().zip(&lens) {
+                let of_segment = u32::try_from(page.pages_for(*len).max(1)).ok().filter(|n| pager.has_room_for(*n));
+                let Some(of_segment) = of_segment else {
+                    let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
+                    return Err(invalid(what, "choose larger pages"));
+                };
+                // A new pager names its segments in order, from 0.
+                words.push(pager.add_segment(*backing, of_segment).1);
+                pages += u64::from(of_segment);
+            }
+            devices.push(Device {
+                pager,
+                log: AccessLog::new(),
+                words,
+                queue: Queue::new(Limits::of_depth(machine.disk.depth)),
+                moves: HashMap::new(),
+                link: machine.link.map(LinkSchedule::new),
+                streams: Default::default(),
+                caller: Caller::default(),
+                fx: Effects::default(),
+            });
+        }
+        let done = Simulated {
+            passes: Vec::new(),
+            time: Duration::ZERO,
+            stalls: Vec::new(),
+            disk_read: Flow::default(),
+            disk_written: Flow::default(),
+            link_in: Flow::default(),
+            link_out: Flow::default(),
+            compute: Flow::default(),
+            pager: PagerStats::default(),
+            pages,
+            frames,
+            host_frames,
+            unit_pages: 0,
+            failures: 0,
+            lost_steps: 0,
+            events: 0,
+        };
+        Ok(Self {
+            workload,
+            machine,
+            settings,
+            devices,
+            disk: Disk::default(),
+            units: Vec::new(),
+            current: 0,
+            arrived: 0,
+            opened: 0,
+            now: 0,
+            serial: 0,
+            events: BinaryHeap::new(),
+            random: Random(settings.seed),
+            epoch: Instant::now(),
+            pass_from: 0,
+            computed: (0, 0),
+            stalls: Default::default(),
+            lens,
+            done,
+        })
+    }
+
+    fn run(mut self) -> Result<Simulated> {
+        self.begin_pass()?;
+        while self.done.passes.len() < self.settings.passes.get() as usize {
+            let Some(Reverse((now, _, at, event))) = self.events.pop() else {
+                return Err(internal("nothing moves, but a pass has not ended".to_owned()));
+            };
+            self.now = now;
+            self.done.events += 1;
+            self.happen(at, event)?;
+        }
+        Ok(self.report())
+    }
+
+    fn begin_pass(&mut self) -> Result<()> {
+        let pass = self.done.passes.len() as u64;
+        self.units = self.expand(pass)?;
+        self.current = 0;
+        self.opened = self.now;
+        self.pass_from = self.now;
+        let widest = self.units.iter().map(|unit| unit.runs.iter().map(|run| run.count).sum::<u32>()).max();
+        self.done.unit_pages = self.done.unit_pages.max(widest.unwrap_or(0));
+        let units = std::mem::take(&mut self.units);
+        for at in 0..self.devices.len() {
+            let device = &mut self.devices[at];
+            device.caller = Caller::default();
+            if pass == 0 {
+                let cycle: Vec<PageRun> =
+                    units.iter().filter(|unit| unit.planned).flat_map(|unit| unit.runs.iter().copied()).collect();
+                device.pager.declare_plan(&cycle, true, &mut device.fx);
+            }
+            for unit in units.iter().take_while(|unit| unit.hinted) {
+                device.pager.record(&device.log);
+                device.pager.prefetch(&unit.runs, &mut device.fx);
+            }
+        }
+        self.units = units;
+        (0..self.devices.len()).try_for_each(|at| self.go_on(at))
+    }
+
+    /// The units of a pass.
+    fn expand(&self, pass: u64) -> Result<Vec<Unit>> {
+        let count = u64::from(self.machine.devices.get());
+        let page = self.settings.page_size;
+        let needed: u64 = self.lens.iter().map(|len| page.pages_for(*len)).sum();
+        let whole = u64::from(self.done.frames) >= needed;
+        let most = match self.settings.step_pages {
+            Some(pages) => u64::from(pages.get()),
+            None if whole => u64::MAX,
+            None => u64::from(self.done.frames / STEP_SHARE).min(page.pages_for(STEP_BYTES)).max(2),
+        };
+        let mut units = Vec::new();
+        let mut draws: HashMap<(u32, u32, u32), Vec<u32>> = HashMap::new();
+        let mut draw = |group: u32, parts: u32, used: u32| {
+            draws
+                .entry((group, parts, used))
+                .or_insert_with(|| {
+                    // Of the seed, the pass and the group alone, so that steps of a group may come in any order.
+                    let mut random = Random(self.settings.seed ^ (pass << 32 | u64::from(group)));
+                    random.0 = random.next();
+                    let mut drawn = Vec::with_capacity(used as usize);
+                    while drawn.len() < used as usize && drawn.len() < parts as usize {
+                        let part = random.below(parts);
+                        if !drawn.contains(&part) {
+                            drawn.push(part);
+                        }
+                    }
+                    drawn.sort_unstable();
+                    drawn
+                })
+                .clone()
+        };
+        for (number, step) in self.workload.steps().iter().enumerate() {
+            let mut used: Vec<Vec<Span>> = Vec::new();
+            match step.share {
+                Share::All => used.push(step.spans.clone()),
+                Share::Parts { group, parts, used: drawn } => {
+                    for part in draw(group, parts, drawn) {
+                        let cut = |span: &Span, part: u32| {
+                            (u128::from(span.len) * u128::from(part) / u128::from(parts)) as u64
+                        };
+                        let of_part = |span: &Span| {
+                            let (from, to) = (cut(span, part), cut(span, part + 1));
+                            Span { offset: span.offset + from, len: to - from, ..*span }
+                        };
+                        used.push(step.spans.iter().map(of_part).filter(|span| span.len > 0).collect());
+                    }
+                }
+                Share::Member { group, parts, used: drawn, member } => {
+                    if draw(group, parts, drawn).contains(&member) {
+                        used.push(step.spans.clone());
+                    }
+                }
+            }
+            let planned = step.share == Share::All;
+            let hinted = number == 0 && !planned;
+            for mut spans in used {
+                for span in &mut spans {
+                    let end = (span.offset + span.len).div_ceil(count);
+                    span.offset /= count;
+                    span.len = end - span.offset;
+                    span.row = (span.row / count).max(1);
+                }
+                let mut push = |spans: &[Span]| -> Result<()> {
+                    let mut runs = spans.iter().map(|span| self.run_of(span)).collect::<Result<Vec<_>>>()?;
+                    PageRun::normalize(&mut runs);
+                    let bytes = spans.iter().map(|span| span.len).sum();
+                    units.push(Unit { runs, bytes, writes: step.writes, planned, hinted });
+                    Ok(())
+                };
+                let [span] = spans[..] else {
+                    if !spans.is_empty() {
+                        push(&spans)?;
+                    }
+                    continue;
+                };
+                let whole = u64::from(self.run_of(&span)?.count) <= most;
+                // A range of n bytes that begins anywhere touches at most n / P + 2 pages, less one if n is a multiple of P.
+                let rows = (most - 1).saturating_mul(page.bytes()) / span.row;
+                let tile = if whole { span.len } else { rows.max(1).saturating_mul(span.row) };
+                let mut from = 0;
+                while from < span.len {
+                    let len = tile.min(span.len - from);
+                    push(&[Span { offset: span.offset + from, len, ..span }])?;
+                    from += len;
+                }
+            }
+        }
+        Ok(units)
+    }
+
+    fn run_of(&self, span: &Span) -> Result<PageRun> {
+        let page = self.settings.page_size;
+        let first = page.page_of(span.offset);
+        let count = page.page_of(span.offset + span.len - 1) - first + 1;
+        let (Ok(first), Ok(count)) = (u32::try_from(first), u32::try_from(count)) else {
+            return Err(internal(format!("a span of {} bytes at {}", span.len, span.offset)));
+        };
+        Ok(PageRun { segment: SegmentId(span.segment), first: PageIndex(first), count })
+    }
+
+    fn happen(&mut self, at: usize, event: Event) -> Result<()> {
+        match event {
+            Event::Disk(id) => self.disk_ended(at, id)?,
+            Event::Copied(stream) => self.copied(at, stream)?,
+            Event::Computed => return self.computed(at),
+        }
+        self.go_on(at)
+    }
+
+    fn schedule(&mut self, end: Nanos, at: usize, event: Event) {
+        self.serial += 1;
+        self.events.push(Reverse((end, self.serial, at, event)));
+    }
+
+    fn jittered(&mut self, time: Duration) -> Nanos {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX >> 8);
+        if self.machine.jitter == 0.0 {
+            return nanos;
+        }
+        let off = self.machine.jitter * (2.0 * self.random.unit() - 1.0);
+        (nanos as f64 * (1.0 + off)) as u64
+    }
+
+    fn fails(&mut self) -> bool {
+        self.settings.fail_one_in.is_some_and(|one_in| self.random.below(one_in.get()) == 0)
+    }
+
+    /// Bytes of a page that exist on disk.
+    fn valid(&self, page: PageId) -> u64 {
+        let bytes = self.settings.page_size.bytes();
+        let start = u64::from(page.index.0) * bytes;
+        self.lens[page.segment.index()].saturating_sub(start).min(bytes)
+    }
+
+    /// Carries out what the pager wants, and does what the program can do, until neither has anything left.
+    fn go_on(&mut self, at: usize) -> Result<()> {
+        loop {
+            self.settle(at)?;
+            self.start_disk(at);
+            self.start_copies(at);
+            if self.settings.checked {
+                self.devices[at].pager.check_invariants().map_err(internal)?;
+            }
+            if !self.advance(at)? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn settle(&mut self, at: usize) -> Result<()> {
+        while !self.devices[at].fx.is_empty() {
+            let device = &mut self.devices[at];
+            let Effects { protect: _, moves, raised, discard, done, released: _ } = std::mem::take(&mut device.fx);
+            for planned in moves {
+                self.start(at, planned)?;
+            }
+            let device = &mut self.devices[at];
+            for (id, priority) in raised {
+                if let Some(entry) = device.moves.get_mut(&id) {
+                    entry.planned.priority = priority;
+                }
+                device.queue.raise(Token(id.get()), priority);
+            }
+            for frame in discard {
+                device.pager.discarded(frame, &mut device.fx);
+            }
+            for (id, result) in done {
+                let waited = self.devices[at].caller.request.take_if(|(request, _)| *request == id);
+                if let Some((_, tier)) = waited {
+                    let granted = result.map(|Granted { cause, .. }| Some(Wait { cause, tier }));
+                    self.answered(at, granted)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins a move where its bytes are.
+    fn start(&mut self, at: usize, planned: Move) -> Result<()> {
+        let Move { id, from, to, .. } = planned;
+        self.devices[at].moves.insert(id, InFlight { planned, lane: None, time: 0 });
+        match (from, to) {
+            (Place::Disk, Place::Device(_)) | (Place::Host(_), Place::Disk) => self.queue_disk(at, planned),
+            (Place::Device(_), Place::Disk) if planned.staging.is_none() => self.queue_disk(at, planned),
+            (_, Place::Device(_)) => self.devices[at].streams[0].waiting.push_back(id),
+            (Place::Device(_), _) => self.devices[at].streams[1].waiting.push_back(id),
+            _ => return Err(internal(format!("no way from {from:?} to {to:?}"))),
+        }
+        Ok(())
+    }
+
+    fn queue_disk(&mut self, at: usize, Move { id, page, priority, .. }: Move) {
+        let now = self.moment();
+        let bytes = self.valid(page) as u32;
+        self.devices[at].queue.push(Token(id.get()), priority, bytes, id, now);
+    }
+
+    fn moment(&self) -> Instant {
+        // A clock that ends is read at its end: only how lately a page was in demand depends on it.
+        self.epoch.checked_add(Duration::from_nanos(self.now)).unwrap_or(self.epoch)
+    }
+
+    fn start_disk(&mut self, at: usize) {
+        let now = self.moment();
+        while let Some((id, lane)) = self.devices[at].queue.pop(now) {
+            let Some(planned) = self.devices[at].moves.get(&id).map(|entry| entry.planned) else { continue };
+            let DiskModel { read, write, .. } = self.machine.disk;
+            let rate = if planned.from == Place::Disk { read } else { write };
+            let time = self.jittered(time_of(self.valid(planned.page), rate));
+            let latency = self.jittered(self.machine.disk.latency);
+            let begin = self.disk.free.max(self.now.saturating_add(latency));
+            self.disk.free = begin.saturating_add(time);
+            if let Some(entry) = self.devices[at].moves.get_mut(&id) {
+                (entry.lane, entry.time) = (Some(lane), time);
+            }
+            self.schedule(self.disk.free, at, Event::Disk(id));
+        }
+    }
+
+    fn disk_ended(&mut self, at: usize, id: MoveId) -> Result<()> {
+        let Some(entry) = self.devices[at].moves.get_mut(&id) else { return Ok(()) };
+        let (planned, lane, time) = (entry.planned, entry.lane.take(), entry.time);
+        let read = planned.from == Place::Disk;
+        self.disk.busy[usize::from(!read)] += time;
+        if let Some(lane) = lane {
+            self.devices[at].queue.finished(lane);
+        }
+        if self.fails() {
+            return self.end(at, id, true);
+        }
+        self.disk.bytes[usize::from(!read)] += self.valid(planned.page);
+        if read && planned.staging.is_some() {
+            self.devices[at].streams[0].waiting.push_back(id);
+            return Ok(());
+        }
+        self.end(at, id, false)
+    }
+
+    fn start_copies(&mut self, at: usize) {
+        for way in [0, 1] {
+            let device = &mut self.devices[at];
+            if device.streams[way].running.is_some() {
+                continue;
+            }
+            let Some(id) = device.streams[way].waiting.pop_front() else { continue };
+            device.streams[way].running = Some(id);
+            let zero = device.moves.get(&id).is_some_and(|entry| entry.planned.from == Place::Zero);
+            let page = self.settings.page_size.bytes();
+            let computes = self.machine.compute.bandwidth;
+            let time = match &self.machine.link {
+                _ if zero => time_of(page, computes),
+                Some(link) => link.time_of(page),
+                // Within one memory every byte is read and written.
+                None => time_of(2 * page, computes),
+            };
+            let time = self.jittered(time);
+            let direction = if way == 0 { Direction::In } else { Direction::Out };
+            let now = Duration::from_nanos(self.now);
+            let end = match &mut self.devices[at].link {
+                Some(link) if !zero => link.occupy(now, direction, Duration::from_nanos(time)),
+                _ => now + Duration::from_nanos(time),
+            };
+            if let Some(entry) = self.devices[at].moves.get_mut(&id) {
+                entry.time = if zero { 0 } else { time };
+            }
+            self.schedule(u64::try_from(end.as_nanos()).unwrap_or(u64::MAX), at, Event::Copied(way));
+        }
+    }
+
+    fn copied(&mut self, at: usize, way: usize) -> Result<()> {
+        let Some(id) = self.devices[at].streams[way].running.take() else { return Ok(()) };
+        let Some(entry) = self.devices[at].moves.get(&id) else { return Ok(()) };
+        let (planned, time) = (entry.planned, entry.time);
+        self.devices[at].streams[way].busy += time;
+        if self.fails() {
+            return self.end(at, id, true);
+        }
+        if planned.from != Place::Zero {
+            self.devices[at].streams[way].bytes += self.settings.page_size.bytes();
+        }
+        if way == 1 && planned.to == Place::Disk {
+            self.queue_disk(at, planned);
+            return Ok(());
+        }
+        self.end(at, id, false)
+    }
+
+    /// A move has ended.
+    fn end(&mut self, at: usize, id: MoveId, failed: bool) -> Result<()> {
+        let device = &mut self.devices[at];
+        device.moves.remove(&id);
+        let result = if failed {
+            self.done.failures += 1;
+            Err(Error::new(ErrorKind::Io, "a simulated move failed").remedy("let fewer fail"))
+        } else {
+            Ok(())
+        };
+        device.pager.record(&device.log);
+        device.pager.complete(id, result, &mut device.fx);
+        Ok(())
+    }
+
+    /// The program does one thing, if it can.
+    fn advance(&mut self, at: usize) -> Result<bool> {
+        let current = self.current;
+        let caller = &mut self.devices[at].caller;
+        if !caller.computing
+            && caller.ended == current
+            && let Some((wait, valid)) = caller.pinned.front().copied()
+        {
+            caller.computing = true;
+            self.waited(wait);
+            let unit = &self.units[current];
+            let bytes = if valid { unit.bytes } else { 0 };
+            let compute = &self.machine.compute;
+            let time = compute.step.saturating_add(time_of(bytes, compute.bandwidth));
+            let time = self.jittered(time);
+            self.computed.0 += bytes;
+            self.computed.1 += time;
+            self.schedule(self.now.saturating_add(time), at, Event::Computed);
+            return Ok(true);
+        }
+        let ahead = self.settings.steps_ahead as usize;
+        if caller.request.is_none() && caller.next < self.units.len() && caller.next - caller.ended <= ahead {
+            self.pin(at)?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// A device had nothing to compute since the step was open to all.
+    fn waited(&mut self, wait: Option<Wait>) {
+        let (Some(Wait { cause, tier }), true) = (wait, self.now > self.opened) else { return };
+        if let Some(row) = CAUSES.iter().position(|known| *known == cause) {
+            let (count, time) = &mut self.stalls[row][tier as usize];
+            *count += 1;
+            *time += self.now - self.opened;
+        }
+    }
+
+    /// Pins the next unit as the runtime does: without the pager if it is one run of resident pages, else by a request.
+    fn pin(&mut self, at: usize) -> Result<()> {
+        let Self { devices, units, .. } = self;
+        let device = &mut devices[at];
+        let unit = &units[device.caller.next];
+        if let [run] = unit.runs[..]
+            && !unit.writes
+            && device.try_pin_run(run)
+        {
+            return self.answered(at, Ok(None));
+        }
+        device.pager.record(&device.log);
+        let tier = device.pager.awaited(&unit.runs).map_or(Tier::Device, |(_, tier)| tier);
+        let nested = !device.caller.pinned.is_empty();
+        let submitted = if nested {
+            device.pager.submit_nested(&unit.runs, unit.writes, &mut device.fx)
+        } else {
+            device.pager.submit(&unit.runs, unit.writes, &mut device.fx)
+        };
+        match submitted {
+            Ok(Submitted::Ready(_)) => self.answered(at, Ok(None)),
+            Ok(Submitted::Waiting(id)) => {
+                device.caller.request = Some((id, tier));
+                Ok(())
+            }
+            Err(error) => self.answered(at, Err(error)),
+        }
+    }
+
+    /// The unit that was to be pinned is pinned, or its request has failed.
+    fn answered(&mut self, at: usize, granted: Result<Option<Wait>>) -> Result<()> {
+        let caller = &mut self.devices[at].caller;
+        match granted {
+            Ok(wait) => {
+                caller.attempts = 0;
+                caller.pinned.push_back((wait, true));
+            }
+            Err(error) if error.kind() == ErrorKind::Io && caller.attempts < ATTEMPTS => {
+                caller.attempts += 1;
+                return Ok(());
+            }
+            Err(error) if error.kind() == ErrorKind::Poisoned => {
+                self.done.lost_steps += 1;
+                caller.pinned.push_back((None, false));
+            }
+            Err(error) => return Err(error),
+        }
+        caller.next += 1;
+        Ok(())
+    }
+
+    fn computed(&mut self, at: usize) -> Result<()> {
+        let Self { devices, units, .. } = self;
+        let device = &mut devices[at];
+        let unit = &units[device.caller.ended];
+        if let Some((_, true)) = device.caller.pinned.pop_front() {
+            device.unpin(unit);
+        }
+        device.caller.computing = false;
+        device.caller.ended += 1;
+        self.arrived += 1;
+        self.go_on(at)?;
+        if self.arrived < self.devices.len() {
+            return Ok(());
+        }
+        self.arrived = 0;
+        self.current += 1;
+        self.opened = self.now;
+        if self.current < self.units.len() {
+            return (0..self.devices.len()).try_for_each(|at| self.go_on(at));
+        }
+        self.done.passes.push(Duration::from_nanos(self.now - self.pass_from));
+        if self.done.passes.len() < self.settings.passes.get() as usize {
+            self.begin_pass()?;
+        }
+        Ok(())
+    }
+
+    fn report(self) -> Simulated {
+        let mut done = self.done;
+        done.time = Duration::from_nanos(self.now);
+        let all = (self.now as f64).max(1.0);
+        let devices = self.devices.len() as u64;
+        let flow = |bytes: u64, busy: Nanos, shared: bool| {
+            let busy = if shared { busy } else { busy / devices };
+            let utilisation = (busy as f64 / all).min(1.0);
+            Flow { bytes: Bytes::new(bytes), busy: Duration::from_nanos(busy), utilisation }
+        };
+        let stream = |way: usize| {
+            let sum = |of: fn(&Stream) -> u64| self.devices.iter().map(|device| of(&device.streams[way])).sum::<u64>();
+            flow(sum(|stream| stream.bytes), sum(|stream| stream.busy), false)
+        };
+        done.disk_read = flow(self.disk.bytes[0], self.disk.busy[0], true);
+        done.disk_written = flow(self.disk.bytes[1], self.disk.busy[1], true);
+        (done.link_in, done.link_out) = (stream(0), stream(1));
+        done.compute = flow(self.computed.0, self.computed.1, false);
+        for device in &self.devices {
+            add(&mut done.pager, &device.pager.stats());
+        }
+        done.stalls = CAUSES
+            .iter()
+            .zip(&self.stalls)
+            .map(|(cause, tiers)| {
+                let tiers = Tier::ALL.map(|tier| {
+                    let (count, time) = tiers[tier as usize];
+                    TierStalls { tier, count, time: Duration::from_nanos(time) }
+                });
+                let count = tiers.iter().map(|stalls| stalls.count).sum();
+                let time = tiers.iter().map(|stalls| stalls.time).sum();
+                StallStats { cause: *cause, name: cause_name(*cause), count, time, tiers }
+            })
+            .collect();
+        done
+    }
+}
+
+impl Device {
+    /// Pins every page of a run without the pager, or none.
+    fn try_pin_run(&mut self, run: PageRun) -> bool {
+        let first = run.first.index();
+        let words = &self.words[run.segment.index()][first..first + run.count as usize];
+        if words.iter().any(|word| !word.load().is_resident()) {
+            return false;
+        }
+        let mut pump = false;
+        for (at, word) in words.iter().enumerate() {
+            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
+            let first_use = match word.try_pin() {
+                TryPin::Hit => false,
+                TryPin::FirstUse => true,
+                TryPin::Busy => {
+                    // Pages in the hands of a writer, of which a program that waits for each of its pins has none.
+                    for word in &words[..at] {
+                        let _ = word.unpin();
+                    }
+                    return false;
+                }
+            };
+            pump |= first_use;
+            let access = Access { page, first_use };
+            if !self.log.push(access) {
+                self.pager.record(&self.log);
+                let _ = self.log.push(access);
+            }
+        }
+        if pump {
+            // A page filled ahead has been reached: the pager may look further.
+            self.pager.record(&self.log);
+            self.pager.pump(&mut self.fx);
+        }
+        true
+    }
+
+    fn unpin(&mut self, unit: &Unit) {
+        let words = unit.runs.iter().flat_map(|run| {
+            let first = run.first.index();
+            &self.words[run.segment.index()][first..first + run.count as usize]
+        });
+        if unit.writes {
+            for word in words {
+                let _ = word.unlock();
+            }
+            self.pager.record(&self.log);
+            self.pager.unlocked(&unit.runs, &mut self.fx);
+        } else if words.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted)) {
+            self.pager.record(&self.log);
+            self.pager.pump(&mut self.fx);
+        }
+    }
+}
+
+fn time_of(bytes: u64, rate: Bytes) -> Duration {
+    let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate.get().max(1)));
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+fn internal(what: String) -> Error {
+    Error::new(ErrorKind::Internal, format!("simulation: {what}")).remedy("report this as a bug")
+}
+
+fn add(sum: &mut PagerStats, more: &PagerStats) {
+    let PagerStats {
+        uses,
+        hits,
+        prefetched,
+        late,
+        faults,
+        fills_disk,
+        fills_host,
+        fills_zero,
+        evictions,
+        demotions,
+        write_backs,
+        poisoned,
+    } = more;
+    sum.uses += uses;
+    sum.hits += hits;
+    sum.prefetched += prefetched;
+    sum.late += late;
+    sum.faults += faults;
+    sum.fills_disk += fills_disk;
+    sum.fills_host += fills_host;
+    sum.fills_zero += fills_zero;
+    sum.evictions += evictions;
+    sum.demotions += demotions;
+    sum.write_backs += write_backs;
+    sum.poisoned += poisoned;
+}

@@ -1,0 +1,406 @@
+//! What a simulated program does: passes over tensors, step by step.
+
+use std::collections::BTreeMap;
+
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::{Metadata, ModelHeader, TensorHeader};
+use crate::pager::Backing;
+
+/// Bytes of a segment that are used together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Which of the workload's segments.
+    pub segment: u32,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Bytes of a row: where a span is pinned in several steps, each has whole rows.
+    pub row: u64,
+}
+
+/// How much of a step a pass uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share {
+    /// All of it, in every pass.
+    All,
+    /// `used` of `parts` equal parts, drawn anew for every pass: the rows of an embedding, a layer's experts in one tensor.
+    /// Steps of one group that draw as many of as many use the same parts.
+    Parts {
+        /// The draw it follows.
+        group: u32,
+        /// Equal parts, at least one.
+        parts: u32,
+        /// How many are used.
+        used: u32,
+    },
+    /// All of it in passes that draw part `member`, nothing in others: an expert that has tensors of its own.
+    Member {
+        /// The draw it follows.
+        group: u32,
+        /// How many there are to draw from.
+        parts: u32,
+        /// How many are drawn.
+        used: u32,
+        /// Which of them this is.
+        member: u32,
+    },
+}
+
+/// Spans that are pinned as a unit, computed on, and let go. A step of one span is pinned in several, one after the other,
+/// where the simulation's settings say so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// What is pinned.
+    pub spans: Vec<Span>,
+    /// How much of it.
+    pub share: Share,
+    /// Whether it is pinned for writing.
+    pub writes: bool,
+}
+
+/// The same steps in every pass, but for what is drawn.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    segments: Vec<(Backing, u64)>,
+    steps: Vec<Step>,
+}
+
+/// Tensors of an even model: its parameters in so many layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Even {
+    /// Parameters in all.
+    pub params: u64,
+    /// Their type.
+    pub dtype: DType,
+    /// Layers, each one matrix.
+    pub layers: u32,
+    /// Experts of each layer, and how many of them a pass uses.
+    pub experts: Option<(u32, u32)>,
+}
+
+impl Workload {
+    /// Passes of `steps` over segments, each with its kind and its bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if there is no step, if a step has no byte, names a segment that is not there or does
+    /// not lie within it, draws from no parts or more than there are, or writes to a file.
+    pub fn new(segments: Vec<(Backing, u64)>, steps: Vec<Step>) -> Result<Self> {
+        let wrong = |at: usize, what: String| {
+            Err(Error::new(ErrorKind::InvalidArgument, format!("step {at} of the workload {what}"))
+                .remedy("correct the step, or leave it out"))
+        };
+        if steps.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the workload has no step")
+                .remedy("give a model that has tensors"));
+        }
+        for (at, step) in steps.iter().enumerate() {
+            if step.spans.is_empty() {
+                return wrong(at, "has no span".to_owned());
+            }
+            for span in &step.spans {
+                let Some((backing, len)) = segments.get(span.segment as usize) else {
+                    return wrong(at, format!("names segment {} of {}", span.segment, segments.len()));
+                };
+                if span.len == 0 || span.offset.checked_add(span.len).is_none_or(|end| end > *len) {
+                    return wrong(at, format!("has {} bytes at {} of {len}", span.len, span.offset));
+                }
+                if step.writes && *backing == Backing::File {
+                    return wrong(at, "writes to a model file".to_owned());
+                }
+            }
+            if let Share::Parts { parts, used, .. } | Share::Member { parts, used, .. } = step.share
+                && (parts == 0 || used == 0 || used > parts)
+            {
+                return wrong(at, format!("draws {used} of {parts} parts"));
+            }
+        }
+        Ok(Self { segments, steps })
+    }
+
+    /// Decode passes over a model: one row of the embeddings; the layers in order, in each the order in which a transformer
+    /// uses its tensors; the output. Of a layer's experts `experts_used` are drawn for every pass; without that number, as
+    /// many as the model's GGUF metadata say, or else all are used. Names are those of GGUF and of the Llama family in
+    /// safetensors. Tensors with other names come before the layers, in file order; a model without layers is used in file
+    /// order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if the model has no tensor with bytes, or `experts_used` are more than a layer has.
+    pub fn of_model(model: &ModelHeader, experts_used: Option<u32>) -> Result<Self> {
+        let used = experts_used.or_else(|| experts_of(&model.metadata));
+        let tensors: Vec<(&TensorHeader, Role)> =
+            model.tensors.iter().filter(|tensor| tensor.len > 0).map(|tensor| (tensor, role(&tensor.name))).collect();
+        let mut experts: BTreeMap<u32, u32> = BTreeMap::new();
+        for (_, role) in &tensors {
+            if let Role::Layer { layer, expert: Some(Expert::One(n)), .. } = role {
+                let count = experts.entry(*layer).or_default();
+                *count = (*count).max(n + 1);
+            }
+        }
+        let layered = tensors.iter().any(|(_, role)| matches!(role, Role::Layer { .. }));
+        let tied = !tensors.iter().any(|(_, role)| *role == Role::Output);
+        let span = |tensor: &TensorHeader| {
+            let rows = tensor.shape.iter().rev().skip(1).product::<u64>().max(1);
+            let row = if tensor.len.is_multiple_of(rows) { tensor.len / rows } else { tensor.len };
+            Span { segment: tensor.file, offset: tensor.offset, len: tensor.len, row: row.max(1) }
+        };
+        let mut steps = Vec::with_capacity(tensors.len() + 1);
+        for (at, (tensor, role)) in tensors.iter().enumerate() {
+            let extent = tensor.shape.first().map_or(1, |n| u32::try_from(*n).unwrap_or(u32::MAX)).max(1);
+            let share = match role {
+                Role::Embedding if layered => Share::Parts { group: u32::MAX, parts: extent, used: 1 },
+                Role::Layer { layer, expert: Some(Expert::All), .. } if used.is_some() => {
+                    Share::Parts { group: *layer, parts: extent, used: used.unwrap_or(extent) }
+                }
+                Role::Layer { layer, expert: Some(Expert::One(member)), .. } if used.is_some() => {
+                    let parts = experts.get(layer).copied().unwrap_or(1);
+                    Share::Member { group: *layer, parts, used: used.unwrap_or(parts), member: *member }
+                }
+                _ => Share::All,
+            };
+            let step = Step { spans: vec![span(tensor)], share, writes: false };
+            let place = if layered { role.place() } else { Place::default() };
+            if *role == Role::Embedding && layered && tied {
+                let output = Step { share: Share::All, ..step.clone() };
+                steps.push(((Role::Output.place(), at), output));
+            }
+            steps.push(((place, at), step));
+        }
+        steps.sort_by_key(|(order, _)| *order);
+        let segments = model.files.iter().map(|file| (Backing::File, file.len)).collect();
+        Self::new(segments, steps.into_iter().map(|(_, step)| step).collect())
+    }
+
+    /// Passes over a model of equal layers, one behind the other in one file.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if there is no layer, or less than a block of parameters for each of its parts; if a
+    /// pass would use no expert or more than there are.
+    pub fn even(model: Even) -> Result<Self> {
+        let Even { params, dtype, layers, experts } = model;
+        let (parts, used) = experts.unwrap_or((1, 1));
+        let pieces = u64::from(layers) * u64::from(parts);
+        let blocks = params.checked_div(pieces).map_or(0, |each| each / dtype.block_elements());
+        let piece = blocks * dtype.block_bytes();
+        if piece == 0 {
+            let what = format!("{params} parameters do not fill {layers} layers of {parts} parts");
+            return Err(Error::new(ErrorKind::InvalidArgument, what)
+                .remedy("give at least one layer, and more parameters than layers"));
+        }
+        let layer = piece * u64::from(parts);
+        let steps = (0..layers)
+            .map(|at| {
+                let spans = vec![Span { segment: 0, offset: u64::from(at) * layer, len: layer, row: 1 }];
+                let share = if used == parts { Share::All } else { Share::Parts { group: at, parts, used } };
+                Step { spans, share, writes: false }
+            })
+            .collect();
+        Self::new(vec![(Backing::File, u64::from(layers) * layer)], steps)
+    }
+
+    /// The segments: where their pages come from, and their bytes.
+    pub fn segments(&self) -> &[(Backing, u64)] {
+        &self.segments
+    }
+
+    /// The steps of a pass, in order.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+
+    /// Bytes of all segments.
+    pub fn bytes(&self) -> u64 {
+        self.segments.iter().map(|(_, len)| len).sum()
+    }
+}
+
+fn experts_of(metadata: &Metadata) -> Option<u32> {
+    let Metadata::Gguf(metadata) = metadata else { return None };
+    let (key, _) = metadata.iter().find(|(key, _)| key.ends_with(".expert_used_count"))?;
+    metadata.get_u32(key).filter(|used| *used > 0)
+}
+
+/// The part a tensor plays in a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Role {
+    Embedding,
+    Other,
+    Layer { layer: u32, part: u32, expert: Option<Expert> },
+    Norm,
+    Output,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Expert {
+    /// The tensor holds all of a layer's experts.
+    All,
+    /// It belongs to one.
+    One(u32),
+}
+
+/// Where in a pass a tensor is used: stage, layer, expert, part.
+type Place = (u32, u32, u32, u32);
+
+impl Role {
+    fn place(self) -> Place {
+        match self {
+            Self::Embedding => (0, 0, 0, 0),
+            Self::Other => (1, 0, 0, 0),
+            Self::Layer { layer, part, expert: Some(Expert::One(n)) } => (2, layer, n + 1, part),
+            // What all experts share, and what comes after them.
+            Self::Layer { layer, part, .. } => (2, layer, 0, part),
+            Self::Norm => (3, 0, 0, 0),
+            Self::Output => (4, 0, 0, 0),
+        }
+    }
+}
+
+/// Parts of a layer in the order of their use, by what their names begin with behind the layer's number.
+const PARTS: [&[&str]; 12] = [
+    &["attn_norm", "input_layernorm"],
+    &["attn_qkv", "attn_q.", "self_attn.q_proj", "attn_q_a", "self_attn.q_a_proj"],
+    &["attn_k.", "self_attn.k_proj", "attn_kv", "self_attn.kv_a_proj", "self_attn.kv_b_proj"],
+    &["attn_v.", "self_attn.v_proj"],
+    &["attn_q_norm", "self_attn.q_norm"],
+    &["attn_k_norm", "self_attn.k_norm"],
+    &["attn_output", "self_attn.o_proj"],
+    &["ffn_norm", "post_attention_layernorm"],
+    &["ffn_gate_inp", "mlp.gate.", "block_sparse_moe.gate."],
+    &["ffn_gate", "mlp.gate_proj", "mlp.experts", "block_sparse_moe.experts"],
+    &["ffn_up", "mlp.up_proj"],
+    &["ffn_down", "mlp.down_proj"],
+];
+
+fn role(name: &str) -> Role {
+    match name.split_once('.').map_or(name, |(first, _)| first) {
+        "token_embd" => return Role::Embedding,
+        "output_norm" => return Role::Norm,
+        "output" | "lm_head" => return Role::Output,
+        _ => {}
+    }
+    let name = name.strip_prefix("language_model.").unwrap_or(name);
+    if name.starts_with("model.embed_tokens.") {
+        return Role::Embedding;
+    }
+    if name.starts_with("model.norm.") {
+        return Role::Norm;
+    }
+    let rest = name.strip_prefix("blk.").or_else(|| name.strip_prefix("model.layers."));
+    let Some((number, inside)) = rest.and_then(|rest| rest.split_once('.')) else { return Role::Other };
+    let Ok(layer) = number.parse() else { return Role::Other };
+    let listed = PARTS.iter().position(|names| names.iter().any(|start| inside.starts_with(start)));
+    let mut part = listed.unwrap_or(PARTS.len()) as u32;
+    let mut expert = inside.split('.').next().filter(|part| part.ends_with("_exps")).map(|_| Expert::All);
+    if let Some((_, of_one)) = inside.split_once("experts.")
+        && let Some((number, projection)) = of_one.split_once('.')
+        && let Ok(number @ 0..0x00FF_FFFF) = number.parse()
+    {
+        expert = Some(Expert::One(number));
+        // gate, up, down; or w1, w3, w2.
+        let order = [["gate", "w1"], ["up", "w3"], ["down", "w2"]];
+        part = order.iter().position(|names| names.iter().any(|name| projection.starts_with(name))).unwrap_or(3) as u32;
+    }
+    Role::Layer { layer, part, expert }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(names: &[&str]) -> Vec<Place> {
+        names.iter().map(|name| role(name).place()).collect()
+    }
+
+    #[test]
+    fn a_pass_goes_through_both_kinds_of_names_in_the_order_of_a_transformer() {
+        let gguf = [
+            "token_embd.weight",
+            "rope_freqs.weight",
+            "blk.0.attn_norm.weight",
+            "blk.0.attn_q.weight",
+            "blk.0.attn_k.weight",
+            "blk.0.attn_v.weight",
+            "blk.0.attn_output.weight",
+            "blk.0.ffn_norm.weight",
+            "blk.0.ffn_gate_inp.weight",
+            "blk.0.ffn_gate_exps.weight",
+            "blk.0.ffn_up_exps.weight",
+            "blk.0.ffn_down_exps.weight",
+            "blk.0.something.weight",
+            "blk.2.attn_norm.weight",
+            "blk.10.attn_norm.weight",
+            "output_norm.weight",
+            "output.weight",
+        ];
+        assert!(places(&gguf).windows(2).all(|pair| pair[0] < pair[1]), "{:?}", places(&gguf));
+        let hub = [
+            "model.embed_tokens.weight",
+            "vision.patch.weight",
+            "model.layers.3.input_layernorm.weight",
+            "model.layers.3.self_attn.q_proj.weight",
+            "model.layers.3.self_attn.k_proj.bias",
+            "model.layers.3.self_attn.v_proj.weight",
+            "model.layers.3.self_attn.o_proj.weight",
+            "model.layers.3.post_attention_layernorm.weight",
+            "model.layers.3.mlp.gate.weight",
+            "model.layers.3.mlp.experts.0.gate_proj.weight",
+            "model.layers.3.mlp.experts.0.up_proj.weight",
+            "model.layers.3.mlp.experts.0.down_proj.weight",
+            "model.layers.3.mlp.experts.1.gate_proj.weight",
+            "model.layers.11.input_layernorm.weight",
+            "model.norm.weight",
+            "lm_head.weight",
+        ];
+        assert!(places(&hub).windows(2).all(|pair| pair[0] < pair[1]), "{:?}", places(&hub));
+    }
+
+    #[test]
+    fn experts_are_known_by_their_names() {
+        let expert = |name: &str| match role(name) {
+            Role::Layer { expert, .. } => expert,
+            other => panic!("{name}: {other:?}"),
+        };
+        assert_eq!(expert("blk.4.ffn_up_exps.weight"), Some(Expert::All));
+        assert_eq!(expert("blk.4.ffn_up_shexp.weight"), None);
+        assert_eq!(expert("model.layers.4.mlp.experts.17.up_proj.weight"), Some(Expert::One(17)));
+        assert_eq!(expert("model.layers.4.block_sparse_moe.experts.2.w3.weight"), Some(Expert::One(2)));
+        assert_eq!(role("blk.x.attn_q.weight"), Role::Other);
+        assert_eq!(role("t7"), Role::Other);
+    }
+
+    #[test]
+    fn an_even_model_has_its_parameters_and_no_more() {
+        let model = Even { params: 1_000_000, dtype: DType::BF16, layers: 7, experts: Some((4, 2)) };
+        let workload = Workload::even(model).unwrap();
+        assert_eq!(workload.steps().len(), 7);
+        assert!(workload.bytes() <= 2_000_000 && workload.bytes() > 2_000_000 - 2 * 28);
+        for wrong in [
+            Even { layers: 0, ..model },
+            Even { params: 6, ..model },
+            Even { experts: Some((4, 5)), ..model },
+            Even { experts: Some((0, 0)), ..model },
+        ] {
+            assert_eq!(Workload::even(wrong).unwrap_err().kind(), ErrorKind::InvalidArgument, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn steps_that_cannot_be_are_refused() {
+        let span = Span { segment: 0, offset: 10, len: 90, row: 1 };
+        let step = |span: Span| Step { spans: vec![span], share: Share::All, writes: false };
+        let refused = |steps: Vec<Step>| {
+            let error = Workload::new(vec![(Backing::File, 100)], steps).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            error.to_string()
+        };
+        assert!(refused(Vec::new()).contains("no step"));
+        assert!(refused(vec![step(span), step(Span { len: 91, ..span })]).contains("step 1"));
+        assert!(refused(vec![step(Span { len: 0, ..span })]).contains("0 bytes"));
+        assert!(refused(vec![step(Span { offset: u64::MAX, ..span })]).contains("of 100"));
+        assert!(refused(vec![step(Span { segment: 1, ..span })]).contains("segment 1 of 1"));
+        assert!(refused(vec![Step { writes: true, ..step(span) }]).contains("writes"));
+        let share = Share::Parts { group: 0, parts: 3, used: 4 };
+        assert!(refused(vec![Step { share, ..step(span) }]).contains("4 of 3"));
+    }
+}

@@ -1,0 +1,386 @@
+//! The promise: a simulated machine gives the same result for the same seed, bit for bit; its times are those that the model's
+//! arithmetic says; and whatever the machine, the workload and the failures, the pager's invariants hold at every event.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+
+use std::fmt::Debug;
+use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use harness::{Rng, seed};
+use outcore::pager::Backing;
+use outcore::sim::{
+    ComputeModel, DiskModel, Even, MachineModel, Settings, Share, Simulated, Span, Step, Workload, simulate,
+};
+use outcore::store::QueueDepth;
+use outcore::{Bytes, DType, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Tier, WaitCause, format};
+
+const PAGE: u64 = 1 << 20;
+/// Of the even model below: a page in a millisecond.
+const RATE: Bytes = Bytes::new(1_048_576_000);
+
+fn count(n: u32) -> NonZeroU32 {
+    NonZeroU32::new(n).unwrap()
+}
+
+/// A page takes 1 ms on the link and a tenth of that on the disk; nothing has a latency.
+fn machine() -> MachineModel {
+    MachineModel {
+        name: "test".to_owned(),
+        devices: NonZeroU32::MIN,
+        device_memory: Bytes::gib(16),
+        host_memory: Bytes::gib(16),
+        link: Some(LinkModel::new(RATE, Duration::ZERO, true).unwrap()),
+        disk: DiskModel {
+            read: Bytes::new(10 * RATE.get()),
+            write: Bytes::new(10 * RATE.get()),
+            latency: Duration::ZERO,
+            depth: QueueDepth::DEFAULT,
+        },
+        compute: ComputeModel { bandwidth: Bytes::new(1 << 50), step: Duration::ZERO },
+        jitter: 0.0,
+    }
+}
+
+/// One tensor of a page in each of so many layers.
+fn pages(n: u32) -> Workload {
+    Workload::even(Even { params: u64::from(n) * PAGE, dtype: DType::U8, layers: n, experts: None }).unwrap()
+}
+
+fn settings(frames: u64) -> Settings {
+    Settings {
+        page_size: PageSize::new(Bytes::new(PAGE)).unwrap(),
+        passes: count(6),
+        checked: true,
+        ..Settings::new(Bytes::new(frames * PAGE), Bytes::ZERO)
+    }
+}
+
+fn stalled(done: &Simulated) -> Duration {
+    done.stalls.iter().map(|stall| stall.time).sum()
+}
+
+fn by_cause(done: &Simulated, cause: WaitCause, tier: Tier) -> Duration {
+    let stall = done.stalls.iter().find(|stall| stall.cause == cause).unwrap();
+    stall.tiers.iter().find(|stalls| stalls.tier == tier).unwrap().time
+}
+
+/// A random case; small, so that all its pages can be looked at at every event.
+#[derive(Clone, Debug)]
+struct Case {
+    machine: MachineModel,
+    workload: Workload,
+    settings: Settings,
+}
+
+fn random_case(rng: &mut Rng) -> Case {
+    let page = PageSize::new(Bytes::kib(4)).unwrap();
+    let rate = |rng: &mut Rng| Bytes::new(1 << (10 + rng.below(24)));
+    let micros = |rng: &mut Rng| Duration::from_micros(*rng.pick(&[0, 1, 10, 1000]));
+    let link = (!rng.one_in(4)).then(|| LinkModel::new(rate(rng), micros(rng), rng.one_in(2)).unwrap());
+    let frames = 1 + rng.below(24);
+    let host = rng.below(3) * rng.below(16);
+    let devices = *rng.pick(&[1, 1, 1, 2, 3]);
+    let machine = MachineModel {
+        name: "random".to_owned(),
+        devices: count(devices),
+        device_memory: Bytes::gib(1),
+        host_memory: Bytes::gib(1),
+        link,
+        disk: DiskModel {
+            read: rate(rng),
+            write: rate(rng),
+            latency: micros(rng),
+            depth: QueueDepth::new(*rng.pick(&[1, 2, 16, 64])).unwrap(),
+        },
+        compute: ComputeModel { bandwidth: rate(rng), step: micros(rng) },
+        jitter: *rng.pick(&[0.0, 0.1, 0.9]),
+    };
+    let segments: Vec<(Backing, u64)> = (0..1 + rng.below(3))
+        .map(|_| {
+            let backing = if rng.one_in(3) { Backing::ReadWrite } else { Backing::File };
+            (backing, (1 + rng.below(40)) * 4096 * u64::from(devices) + rng.below(4096))
+        })
+        .collect();
+    let mut steps = Vec::new();
+    for _ in 0..1 + rng.below(40) {
+        let spans: Vec<Span> = (0..1 + rng.below(3))
+            .map(|_| {
+                let segment = rng.below(segments.len() as u64);
+                let all = segments[segment as usize].1;
+                let offset = rng.below(all);
+                // Most fit by themselves.
+                let most = (all - offset).min(1 + frames * 4096 / 2 * u64::from(devices));
+                let len = 1 + rng.below(most);
+                Span { segment: segment as u32, offset, len, row: 1 + rng.below(300) }
+            })
+            .collect();
+        let writes = spans.iter().all(|span| segments[span.segment as usize].0 == Backing::ReadWrite) && rng.one_in(2);
+        let parts = 1 + rng.below(8) as u32;
+        let used = 1 + rng.below(u64::from(parts)) as u32;
+        let group = rng.below(3) as u32;
+        let share = match rng.below(4) {
+            0 => Share::Parts { group, parts, used },
+            1 => Share::Member { group, parts, used, member: rng.below(u64::from(parts)) as u32 },
+            _ => Share::All,
+        };
+        steps.push(Step { spans, share, writes });
+    }
+    // At least one step is in every pass.
+    steps.push(Step { spans: vec![Span { segment: 0, offset: 0, len: 1, row: 1 }], share: Share::All, writes: false });
+    let settings = Settings {
+        policy: *rng.pick(&PolicyKind::ALL),
+        page_size: page,
+        lookahead: *rng.pick(&[Lookahead::Auto, Lookahead::Off, Lookahead::Bytes(Bytes::kib(16))]),
+        step_pages: if rng.one_in(2) { None } else { Some(count(1 + rng.below(8) as u32)) },
+        steps_ahead: rng.below(3) as u32,
+        passes: count(1 + rng.below(4) as u32),
+        seed: rng.next(),
+        fail_one_in: *rng.pick(&[None, None, Some(count(3)), Some(count(30))]),
+        checked: true,
+        ..Settings::new(Bytes::new(frames * 4096), Bytes::new(host * 4096 * u64::from(devices)))
+    };
+    Case { machine, workload: Workload::new(segments, steps).unwrap(), settings }
+}
+
+/// What has to be true of every result.
+fn judge(case: &Case, done: &Simulated) {
+    let Case { machine, settings, .. } = case;
+    assert_eq!(done.passes.len(), settings.passes.get() as usize);
+    assert_eq!(done.passes.iter().sum::<Duration>(), done.time);
+    let pager = &done.pager;
+    assert_eq!(pager.uses, pager.hits + pager.prefetched + pager.late + pager.faults, "{pager:?}");
+    for flow in [done.disk_read, done.disk_written, done.link_in, done.link_out, done.compute] {
+        assert!(flow.busy <= done.time && (0.0..=1.0).contains(&flow.utilisation), "{flow:?} in {:?}", done.time);
+    }
+    assert!(stalled(done) <= done.time * machine.devices.get());
+    if settings.fail_one_in.is_none() {
+        assert_eq!((done.failures, done.lost_steps, pager.poisoned), (0, 0, 0));
+        if machine.devices.get() == 1 {
+            assert_eq!(stalled(done) + done.compute.busy, done.time, "a device computes or waits for pages");
+        }
+    }
+    if machine.link.is_none() {
+        assert!(done.frames > 0);
+    }
+}
+
+/// `None` if a step was too large for the budget, else how many events it took.
+fn run(case: &Case) -> Option<u64> {
+    match simulate(&case.workload, &case.machine, &case.settings) {
+        Ok(done) => {
+            judge(case, &done);
+            Some(done.events)
+        }
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{error}");
+            None
+        }
+    }
+}
+
+/// Cases from `first` on until told to stop; how many ran, and their events.
+fn swarm(first: u64, mut go_on: impl FnMut(u64) -> bool) -> (u64, u64) {
+    let (mut ran, mut events) = (0, 0);
+    for at in 0.. {
+        if !go_on(at) {
+            break;
+        }
+        let seed = first.wrapping_add(at);
+        let case = random_case(&mut Rng::new(seed));
+        // Whatever it says, it says of which case it is.
+        match catch_unwind(AssertUnwindSafe(|| run(&case))) {
+            Ok(Some(more)) => (ran, events) = (ran + 1, events + more),
+            Ok(None) => {}
+            Err(panic) => {
+                eprintln!("OUTCORE_SEED={seed} replays it as the first case: {case:?}");
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+    (ran, events)
+}
+
+#[test]
+fn swarm_of_machines_workloads_and_failures() {
+    const CASES: u64 = 300;
+    let (ran, events) = swarm(seed("swarm_of_machines_workloads_and_failures"), |at| at < CASES);
+    eprintln!("{ran} of {CASES} cases fit their budgets, {events} events");
+    assert!(ran >= CASES / 4, "most cases are of no use: {ran} of {CASES}");
+}
+
+#[test]
+#[ignore = "takes OUTCORE_SOAK_SECONDS (1200); make soak runs it"]
+fn soak_swarm() {
+    let seconds = std::env::var("OUTCORE_SOAK_SECONDS").map_or(1200, |text| text.parse().unwrap());
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let (ran, events) = swarm(seed("soak_swarm"), |_| Instant::now() < end);
+    eprintln!("{ran} cases fit their budgets, {events} events");
+}
+
+#[test]
+fn the_same_seed_gives_the_same_result_bit_for_bit() {
+    let bits = |done: &dyn Debug| format!("{done:?}");
+    for at in 0..40 {
+        let mut case = random_case(&mut Rng::new(at));
+        case.settings.checked = false;
+        let once = || simulate(&case.workload, &case.machine, &case.settings);
+        let (first, second) = (once(), once());
+        assert_eq!(bits(&first), bits(&second), "case {at}");
+    }
+    let machine = MachineModel::named("dgx-h200").unwrap();
+    let model = Even { params: 2_000_000_000, dtype: DType::BF16, layers: 16, experts: Some((8, 2)) };
+    let workload = Workload::even(model).unwrap();
+    let with = |seed| {
+        let settings = Settings { seed, ..Settings::new(Bytes::mib(128), Bytes::mib(512)) };
+        bits(&simulate(&workload, &machine, &settings).unwrap())
+    };
+    assert_eq!(with(1), with(1));
+    assert_ne!(with(1), with(2), "the seed makes a difference");
+}
+
+#[test]
+fn what_is_resident_is_computed_on_and_nothing_else() {
+    let mut machine = machine();
+    machine.compute = ComputeModel { bandwidth: RATE, step: Duration::from_micros(7) };
+    let done = simulate(&pages(50), &machine, &settings(50)).unwrap();
+    let step = Duration::from_micros(1007);
+    for pass in &done.passes[1..] {
+        assert_eq!(*pass, 50 * step);
+    }
+    assert_eq!(done.disk_read.bytes, Bytes::new(50 * PAGE), "every page is read once");
+    assert_eq!(done.link_in.bytes, Bytes::new(50 * PAGE));
+    assert_eq!(done.pager.faults + done.pager.late + done.pager.prefetched, 50);
+    assert_eq!(done.median(), 50 * step);
+}
+
+#[test]
+fn a_pass_that_streams_takes_as_long_as_its_link() {
+    // 100 pages, 40 frames: what stays is 40 less those that stream.
+    let done = simulate(&pages(100), &machine(), &settings(40)).unwrap();
+    let later = done.link_in.bytes.get() - 100 * PAGE;
+    let each = later / 5 / PAGE;
+    assert!((60..=70).contains(&each), "{each} pages stream in a pass");
+    let link = Duration::from_millis(each);
+    let pass = done.median();
+    assert!(pass >= link && pass <= link + link / 20, "{pass:?} for {link:?} of link");
+    assert!(done.link_in.utilisation > 0.95, "{:?}", done.link_in);
+    assert_eq!(stalled(&done) + done.compute.busy, done.time);
+    // With as much compute as the link takes, nearly all of it is hidden.
+    let mut busy = machine();
+    busy.compute.step = link / 100;
+    let hidden = simulate(&pages(100), &busy, &settings(40)).unwrap().median();
+    assert!(hidden >= link && hidden <= link + link / 10, "{hidden:?} for {link:?} of link and of compute");
+}
+
+#[test]
+fn lru_on_a_cycle_hits_nothing_and_plan_does() {
+    let of = |policy| simulate(&pages(100), &machine(), &Settings { policy, ..settings(40) }).unwrap();
+    let (lru, plan) = (of(PolicyKind::Lru), of(PolicyKind::Plan));
+    assert_eq!(lru.pager.hits, 0);
+    assert!(plan.hit_ratio() > 0.25, "{}", plan.hit_ratio());
+    // On demand a page is read and then copied, with nothing beside it.
+    assert_eq!(lru.median(), 100 * Duration::from_nanos(1_100_001));
+    assert_eq!(by_cause(&lru, WaitCause::Disk, Tier::Disk), lru.time - lru.compute.busy);
+}
+
+#[test]
+fn a_host_tier_takes_the_disk_out_of_the_pass() {
+    let mut machine = machine();
+    // A tenth of the link's rate.
+    machine.disk.read = Bytes::new(RATE.get() / 10);
+    let settings = settings(40);
+    let without = simulate(&pages(100), &machine, &settings).unwrap();
+    let host_budget = Bytes::new(100 * PAGE);
+    let with = simulate(&pages(100), &machine, &Settings { host_budget, ..settings }).unwrap();
+    assert!(with.median() * 4 < without.median(), "{:?} with, {:?} without", with.median(), without.median());
+    assert!(with.pager.fills_host > 0 && with.link_out.bytes > Bytes::ZERO, "{:?}", with.pager);
+    assert_eq!(without.link_out.bytes, Bytes::ZERO);
+}
+
+#[test]
+fn devices_share_the_disk_and_nothing_else() {
+    let mut machine = machine();
+    machine.link = Some(LinkModel::new(Bytes::new(100 * RATE.get()), Duration::ZERO, true).unwrap());
+    machine.disk.read = RATE;
+    let settings = Settings { passes: count(1), ..settings(200) };
+    let alone = simulate(&pages(200), &machine, &settings).unwrap();
+    machine.devices = count(4);
+    let four = simulate(&pages(200), &machine, &settings).unwrap();
+    // Parts of a page each: the devices read what one would.
+    assert_eq!(four.disk_read.bytes, alone.disk_read.bytes);
+    let (four, alone) = (four.median().as_secs_f64(), alone.median().as_secs_f64());
+    assert!((four / alone - 1.0).abs() < 0.05, "{four} s on four, {alone} s on one");
+}
+
+#[test]
+fn a_pass_uses_only_the_experts_it_draws() {
+    let model = Even { params: 64 * PAGE * 8, dtype: DType::U8, layers: 8, experts: Some((64, 4)) };
+    let done = simulate(&Workload::even(model).unwrap(), &machine(), &settings(600)).unwrap();
+    assert_eq!(done.pager.uses, 6 * 8 * 4);
+    assert!(done.pager.hits > 0 && done.pager.faults > 100, "{:?}", done.pager);
+}
+
+#[test]
+fn what_is_written_comes_to_the_disk() {
+    let span = |offset| Span { segment: 0, offset, len: PAGE, row: 1 };
+    let steps = (0..30).map(|at| Step { spans: vec![span(at * PAGE)], share: Share::All, writes: true }).collect();
+    let workload = Workload::new(vec![(Backing::ReadWrite, 30 * PAGE)], steps).unwrap();
+    let done = simulate(&workload, &machine(), &settings(10)).unwrap();
+    assert!(done.disk_written.bytes >= Bytes::new(5 * 20 * PAGE), "{:?}", done.disk_written);
+    assert_eq!(done.link_out.bytes, done.disk_written.bytes);
+    assert!(done.pager.fills_zero >= 30);
+    // What goes down and what comes up share a link that is not duplex.
+    let link = Some(LinkModel::new(RATE, Duration::ZERO, false).unwrap());
+    let shared = simulate(&workload, &MachineModel { link, ..machine() }, &settings(10)).unwrap();
+    assert!(shared.median() > done.median(), "{:?} shared, {:?} duplex", shared.median(), done.median());
+}
+
+#[test]
+fn failures_cost_time_and_nothing_else() {
+    let calm = settings(40);
+    let failing = Settings { fail_one_in: Some(count(10)), ..calm.clone() };
+    let calm = simulate(&pages(100), &machine(), &calm).unwrap();
+    let failing = simulate(&pages(100), &machine(), &failing).unwrap();
+    assert!(failing.failures > 20, "{}", failing.failures);
+    assert_eq!(failing.lost_steps, 0);
+    assert!(failing.time > calm.time);
+    let hopeless = Settings { fail_one_in: Some(count(1)), ..settings(40) };
+    let error = simulate(&pages(100), &machine(), &hopeless).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io);
+}
+
+#[test]
+fn bad_settings_are_refused() {
+    let refused = |machine: &MachineModel, settings: &Settings| {
+        let error = simulate(&pages(100), machine, settings).unwrap_err();
+        (error.kind(), error.to_string())
+    };
+    let whole = Settings { step_pages: Some(count(200)), ..settings(10) };
+    let one = Workload::even(Even { params: 100 * PAGE, dtype: DType::U8, layers: 1, experts: None }).unwrap();
+    let error = simulate(&one, &machine(), &whole).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
+    assert!(error.to_string().contains("100 pages (100.0 MiB) are wanted at once"), "{error}");
+    let (kind, text) = refused(&machine(), &settings(0));
+    assert!(kind == ErrorKind::BudgetTooSmall && text.contains("holds no page of 1.0 MiB"), "{text}");
+    let (kind, text) = refused(&machine(), &settings(1 << 20));
+    assert!(kind == ErrorKind::InvalidArgument && text.contains("machine test has: 16.0 GiB"), "{text}");
+    let much = Settings { host_budget: Bytes::gib(17), ..settings(10) };
+    let (kind, text) = refused(&machine(), &much);
+    assert!(kind == ErrorKind::InvalidArgument && text.contains("a host budget of 17.0 GiB"), "{text}");
+}
+
+#[test]
+fn a_model_in_file_order_reads_what_its_tensors_have() {
+    let made = common::synthetic(&[5 << 20, 3, 2 << 20, 9 << 20]);
+    let header = format::open(&made.path).unwrap();
+    let workload = Workload::of_model(&header, None).unwrap();
+    let names: Vec<u64> = workload.steps().iter().map(|step| step.spans[0].offset).collect();
+    assert!(names.windows(2).all(|pair| pair[0] < pair[1]), "{names:?}");
+    let done = simulate(&workload, &machine(), &settings(32)).unwrap();
+    assert_eq!(done.disk_read.bytes.get(), made.bytes.len() as u64, "the tail page is short");
+}
