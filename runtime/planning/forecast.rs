@@ -114,15 +114,19 @@ impl Run {
         self.streamed == Bytes::ZERO
     }
 
-    /// The longest of what is known, and what it is; `None` if nothing is known to take time.
-    fn longest(&self) -> Option<(f64, Bottleneck)> {
+    /// What is known to take time.
+    fn times(&self) -> impl Iterator<Item = (f64, Bottleneck)> + use<> {
         let known = [
             (self.compute_s, Bottleneck::Compute),
             (self.link_s, Bottleneck::Link),
             (Some(self.disk_s), Bottleneck::Disk),
         ];
-        let taking = known.into_iter().filter_map(|(seconds, what)| Some((seconds.filter(|s| *s > 0.0)?, what)));
-        taking.max_by(|a, b| a.0.total_cmp(&b.0))
+        known.into_iter().filter_map(|(seconds, what)| Some((seconds.filter(|s| *s > 0.0)?, what)))
+    }
+
+    /// The longest of what is known, and what it is; `None` if nothing is known to take time.
+    fn longest(&self) -> Option<(f64, Bottleneck)> {
+        self.times().max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
     /// Seconds of a pass, or of a step: the longest of computing, link and disk, which work side by side. `None` if nothing
@@ -134,6 +138,14 @@ impl Run {
     /// What takes longest.
     pub fn bottleneck(&self) -> Option<Bottleneck> {
         self.longest().map(|(_, what)| what)
+    }
+
+    /// What takes more than half as long as the bottleneck. Both cannot be hidden behind each other entirely, so a pass
+    /// takes longer than either.
+    pub fn beside(&self) -> Option<Bottleneck> {
+        let (longest, bottleneck) = self.longest()?;
+        let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
+        others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
     }
 
     /// Tokens a second, of all sequences together; at most, if computing is not known.

@@ -99,6 +99,15 @@ fn what_is_missing_comes_over_the_links_of_its_tier() {
 }
 
 #[test]
+fn what_takes_about_as_long_as_the_bottleneck_is_named() {
+    let at = |compute: f64| run(&infer(), &Resources { compute: Some(compute), ..resources(48, 0, "2GB/s", None) });
+    let disk = at(0.001).disk_s;
+    let found = [0.4, 0.6, 1.5, 2.5].map(|share| (at(disk * share).bottleneck(), at(disk * share).beside()));
+    let (compute, disk) = (Some(Bottleneck::Compute), Some(Bottleneck::Disk));
+    assert_eq!(found, [(disk, None), (disk, compute), (compute, disk), (compute, None)]);
+}
+
+#[test]
 fn budgets_follow_the_runtimes_rules() {
     let found = run(&infer(), &resources(48, 60, "2GB/s", Some("20GB/s")));
     let frames = (found.device_budget.get() / found.page_size.bytes()) as u32;

@@ -237,6 +237,8 @@ struct PassReport {
     /// The longest of these; none if nothing moves and computing is not known.
     pass_s: Option<f64>,
     bottleneck: Option<&'static str>,
+    /// What takes more than half as long: a pass then takes longer than the longest.
+    beside: Option<&'static str>,
     tokens: u64,
     /// At most, if computing is not known.
     tokens_per_s: Option<f64>,
@@ -454,6 +456,7 @@ impl From<&Run> for PassReport {
             disk_s: run.disk_s,
             pass_s: run.pass_s(),
             bottleneck: run.bottleneck().map(planning::Bottleneck::name),
+            beside: run.beside().map(planning::Bottleneck::name),
             tokens: run.tokens,
             tokens_per_s: run.tokens_per_second(),
         }
@@ -626,6 +629,12 @@ impl Report for Plan {
                     verdict.pair("", "keys and values are paged too: there is no room for them");
                 }
                 verdict.pair("speed", self.speed(pass));
+                if let Some(beside) = pass.beside {
+                    verdict.pair(
+                        "",
+                        format!("expect less: {beside} takes more than half as long, and they slow each other down"),
+                    );
+                }
                 verdict.pair(
                     "budgets",
                     format!(
