@@ -51,6 +51,7 @@ impl fmt::Display for Change {
             Self::Kv(kv) => write!(f, "keys and values in {kv}"),
             Self::Batch(batch) => write!(f, "a batch of {batch}"),
             Self::Context(context) => write!(f, "a context of {context}"),
+            Self::Checkpointing(Checkpointing::None) => f.write_str("no checkpointing"),
             Self::Checkpointing(checkpointing) => write!(f, "{checkpointing} checkpointing"),
             Self::Optimizer(optimizer) => write!(f, "optimizer {optimizer}"),
         }

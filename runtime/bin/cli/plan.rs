@@ -515,6 +515,7 @@ impl Plan {
         let job = &self.job;
         let how = match (job.kv, job.optimizer, job.checkpointing) {
             (Some(kv), ..) => format!("keys and values in {kv}"),
+            (_, Some(optimizer), Some("none")) => format!("{optimizer}, no checkpointing"),
             (_, Some(optimizer), Some(checkpointing)) => format!("{optimizer}, {checkpointing} checkpointing"),
             _ => String::new(),
         };
