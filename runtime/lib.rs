@@ -39,7 +39,7 @@
 //! the remedy. The library prints nothing; it reports through [`tracing`].
 //!
 //! The modules that are public beside this surface are the parts it is made of: [`mod@format`] (headers of model files),
-//! [`machine`] (what the machine gives), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
+//! [`machine`] (what the machine gives), [`planning`] (what a job needs, and how fast it can be), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
 //! state machine that decides). Their traits are documented with their contracts.
 
 mod compute;
@@ -54,6 +54,7 @@ pub mod machine;
 mod observe;
 pub mod pager;
 mod pin;
+pub mod planning;
 mod runtime;
 mod segment;
 pub mod sim;

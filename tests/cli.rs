@@ -213,6 +213,250 @@ fn escape_sequences_in_a_model_do_not_reach_the_terminal() {
     assert!(!table.contains('\u{1b}') && table.contains("gone\\n"), "{table:?}");
 }
 
+/// A GGUF model of the Llama family with `layers` layers: 64 wide, 4 heads of 16, 2 of keys and values, 128 tokens.
+fn small_llama(layers: u32, without: &str) -> support::GgufFile {
+    use support::Kv;
+    let mut file = support::GgufFile::default().kv("general.architecture", Kv::str("llama"));
+    for (key, value) in [
+        ("block_count", layers),
+        ("embedding_length", 64),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+        ("feed_forward_length", 256),
+        ("context_length", 2048),
+    ] {
+        if key != without {
+            file = file.kv(&format!("llama.{key}"), Kv::U32(value));
+        }
+    }
+    // F16 is 1, F32 is 0.
+    file = file.tensor("token_embd.weight", &[64, 128], 1, 64 * 128 * 2);
+    for layer in 0..layers {
+        for (name, rows, columns) in
+            [("attn_q", 64, 64), ("attn_k", 32, 64), ("ffn_gate", 256, 64), ("ffn_up", 256, 64), ("ffn_down", 64, 256)]
+        {
+            file = file.tensor(&format!("blk.{layer}.{name}.weight"), &[columns, rows], 1, rows * columns * 2);
+        }
+    }
+    file.tensor("output.weight", &[64, 128], 0, 64 * 128 * 4)
+}
+
+#[test]
+fn plan_counts_a_models_classes_from_its_header() {
+    let dir = scratch();
+    let path = dir.path().join("small.gguf");
+    fs::write(&path, small_llama(3, "").bytes()).unwrap();
+    let run = |more: &[&str]| {
+        let fixed = ["plan", string(&path), "--device-memory", "1GiB", "--disk", "1GB/s", "--json"];
+        json(&[&fixed[..], more].concat())
+    };
+    let found = run(&["--context", "100", "--batch", "3"]);
+    let layer = 64 * 64 + 32 * 64 + 3 * 256 * 64;
+    let parameters = 3 * layer + 2 * 64 * 128;
+    assert_eq!(found["shape"]["parameters"], parameters);
+    assert_eq!(found["shape"]["dtype"], "F16");
+    assert_eq!((&found["shape"]["vocab"], &found["shape"]["gated"]), (&Value::from(128), &Value::from(true)));
+    assert_eq!(found["memory"]["weights_bytes"], 2 * (parameters - 64 * 128) + 4 * 64 * 128);
+    assert_eq!(found["memory"]["kv_bytes"], 2 * 3 * 2 * 16 * 2 * 100 * 3);
+    assert_eq!(found["memory"]["gradients_bytes"], 0);
+    assert_eq!(found["pass"]["paged_bytes"], 2 * 3 * layer + 4 * 64 * 128, "the embedding is read by rows");
+    assert_eq!((&found["fit"], &found["pass"]["pass_s"]), (&Value::from("resident"), &Value::Null));
+    assert_eq!(
+        run(&["--kv", "q8"])["memory"]["kv_bytes"],
+        2 * 3 * 2 * 16 * 2048 * 34 / 32,
+        "of the model's own context"
+    );
+
+    let trained = run(&["--train", "--optimizer", "adam", "--context", "64", "--checkpoint", "full"]);
+    let classes = ["weights_bytes", "gradients_bytes", "optimizer_bytes"].map(|class| &trained["memory"][class]);
+    assert_eq!(classes, [4 * parameters, 4 * parameters, 8 * parameters].map(Value::from).each_ref());
+    assert_eq!(trained["recommended"]["scratch_file_bytes"], 16 * parameters);
+    assert_eq!((&trained["pass"]["tokens"], &trained["memory"]["kv_bytes"]), (&Value::from(64), &Value::from(0)));
+
+    let table = text(&["plan", string(&path), "--device-memory", "1GiB", "--disk", "1GB/s", "--context", "9999"]);
+    for part in ["GGUF", "keys and values", "headroom", "more than the 2048", "nothing moves", "policy plan"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+}
+
+#[test]
+fn plan_reads_the_config_beside_safetensors() {
+    let dir = scratch();
+    fs::write(dir.path().join("model.safetensors"), support::rich_safetensors()).unwrap();
+    let config = dir.path().join("config.json");
+    let run = ["plan", string(dir.path()), "--device-memory", "1GiB", "--disk", "1GB/s", "--json"];
+    refused(&run, 1, &["config.json", "beside"]);
+    let good = r#"{"num_hidden_layers":24,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":1,"head_dim":32,
+        "intermediate_size":96,"vocab_size":1000,"max_position_embeddings":512}"#;
+    fs::write(&config, good).unwrap();
+    let found = json(&run);
+    assert_eq!(found["memory"]["kv_bytes"], 2 * 24 * 32 * 2 * 512);
+    assert_eq!(found["format"], "safetensors");
+    for (key, bad) in [
+        ("num_hidden_layers", good.replace("\"num_hidden_layers\":24,", "")),
+        ("num_hidden_layers", good.replace(":24", ":0")),
+        ("hidden_size", good.replace(":64", ":\"64\"")),
+        ("num_key_value_heads", good.replace(":1,", ":[1,2],")),
+        ("3 heads of keys and values", good.replace(":1,", ":3,")),
+        ("config.json", good[..40].to_owned()),
+        ("config.json", "[]".to_owned()),
+        ("kv_lora_rank", good.replace("{", "{\"kv_lora_rank\":512,")),
+    ] {
+        fs::write(&config, bad).unwrap();
+        refused(&run, 1, &[key, "("]);
+    }
+}
+
+/// What is said to stream is what the pager and its policy stream, which `inspect` runs.
+#[test]
+fn plan_and_inspect_agree_on_what_streams() {
+    let dir = scratch();
+    let path = dir.path().join("small.gguf");
+    fs::write(&path, small_llama(300, "").bytes()).unwrap();
+    for memory in ["8MiB", "16MiB", "24MiB"] {
+        let found = json(&[
+            "plan",
+            string(&path),
+            "--device-memory",
+            memory,
+            "--disk",
+            "1GB/s",
+            "--headroom",
+            "0",
+            "--context",
+            "1",
+            "--json",
+        ]);
+        assert_eq!(found["fit"], "streamed");
+        let [budget, page] = ["device_budget_bytes", "page_bytes"].map(|key| found["recommended"][key].to_string());
+        let inspected = json(&["inspect", string(&path), "--page-size", &page, "--budget", &budget, "--json"]);
+        let simulated = inspected["budgets"][0]["bytes_streamed_per_pass"].as_f64().unwrap();
+        let planned = found["pass"]["disk_read_bytes"].as_f64().unwrap();
+        // There a request pins a tensor of one or two pages, here as many as a thirty-second of the frames: as many more
+        // may stream.
+        let [budget, page] = [&budget, &page].map(|bytes| bytes.parse::<f64>().unwrap());
+        let pages = (planned - simulated) / page;
+        assert!((0.0..budget / page / 32.0).contains(&pages), "{memory}: {planned} planned, {simulated} simulated");
+        assert_eq!(found["pass"]["disk_s"].as_f64().unwrap(), planned / 1e9);
+    }
+}
+
+#[test]
+fn plan_needs_no_file() {
+    let llama =
+        ["--params", "69B", "--layers", "80", "--hidden", "8192", "--heads", "64", "--kv-heads", "8", "--ffn", "28672"];
+    let limits = ["--device-memory", "48GiB", "--host-memory", "60GiB", "--disk", "2GB/s", "--link", "20GB/s"];
+    let run = |more: &[&'static str]| -> Vec<&'static str> { [&["plan"][..], &llama[..], &limits, more].concat() };
+    let found = json(&run(&["--vocab", "32000", "--context", "4096", "--target", "100", "--json"]));
+    assert_eq!(found["memory"]["kv_bytes"].as_u64(), Some(320 << 10 << 12));
+    assert_eq!(found["memory"]["weights_bytes"], 138_000_000_000u64);
+    assert_eq!((&found["fit"], &found["pass"]["bottleneck"]), (&Value::from("streamed"), &Value::from("disk")));
+    let pass = &found["pass"];
+    let seconds = pass["disk_read_bytes"].as_f64().unwrap() / 2e9;
+    assert!((pass["pass_s"].as_f64().unwrap() - seconds).abs() < 1e-9, "{pass}");
+    assert!((pass["tokens_per_s"].as_f64().unwrap() * seconds - 1.0).abs() < 1e-9, "{pass}");
+    let changes = found["changes"].as_array().unwrap();
+    assert!(
+        changes.iter().any(|change| change["change"] == "weights in Q8_0" && change["speedup"].as_f64() > Some(2.0))
+    );
+    assert_eq!(found["target"]["reached"], false);
+    assert!(found["model"].is_null());
+
+    let table = text(&run(&["--target", "1"]));
+    for part in ["vocabulary: 32000 (estimate)", "bound by disk", "at most", "host memory", "to reach 1.00 tok/s"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    let table = text(&run(&["--target", "0.01", "--compute", "80ms"]));
+    assert!(table.contains("0.010 tok/s are reached") && !table.contains("at most"), "{table}");
+
+    // What cannot run says what it takes, and predicts nothing.
+    let small = ["plan", "--params", "7B", "--device-memory", "8GiB", "--disk", "2GB/s", "--train"];
+    let found = json(&[&small[..], &["--json"]].concat());
+    assert_eq!(
+        (&found["fit"], &found["pass"], &found["recommended"]),
+        (&Value::from("too small"), &Value::Null, &Value::Null)
+    );
+    assert!(found["changes"].as_array().unwrap().iter().any(|change| change["change"] == "full checkpointing"));
+    let table = text(&small);
+    assert!(table.contains("does not run") && !table.contains("a step of"), "{table}");
+}
+
+#[test]
+fn plan_refuses_bad_input() {
+    let dir = scratch();
+    let path = dir.path().join("small.gguf");
+    let whole = small_llama(2, "").bytes();
+    fs::write(&path, &whole).unwrap();
+    let good = ["plan", string(&path), "--device-memory", "1GiB", "--disk", "1GB/s"];
+    let with = |more: &[&'static str]| [&good[..], more].concat();
+    for (more, parts) in [
+        (&["--params", "7B"][..], &["MODEL", "--params"][..]),
+        (&["--layers", "7"], &["--layers", "MODEL"]),
+        (&["--host-memory", "lots"], &["lots", "512MiB"]),
+        (&["--host-memory", "-5GiB"], &["-5GiB", "not understood"]),
+        (&["--link", "16Gb/s"], &["a small b means bits", "2GB/s"]),
+        (&["--link", "0GB/s"], &["0 bytes per second"]),
+        (&["--link", "-1GB/s"], &["-1GB/s", "not understood"]),
+        (&["--context", "0"], &["0 is not from 1"]),
+        (&["--context", "-3"], &["-3", "whole number"]),
+        (&["--batch", "1.5"], &["1.5", "whole number"]),
+        (&["--train", "--infer"], &["--infer", "--train"]),
+        (&["--train", "--kv", "f16"], &["--kv", "--train"]),
+        (&["--optimizer", "adam"], &["--train"]),
+        (&["--train", "--optimizer", "adamw"], &["adamw", "the closest name is adam"]),
+        (&["--kv", "q4"], &["q4", "f16", "q8"]),
+        (&["--target", "0"], &["above 0"]),
+        (&["--compute", "5"], &["80ms"]),
+        (&["--compute", "-5ms"], &["-5ms"]),
+        (&["--headroom", "20%"], &["--headroom"]),
+    ] {
+        refused(&with(more), 2, parts);
+    }
+    refused(&["plan", string(&path), "--device-memory", "0", "--disk", "1GB/s"], 2, &["0 bytes", "24GiB"]);
+    refused(&["plan", string(&path), "--device-memory", "1GiB", "--disk", "2GB"], 2, &["2GB", "2GB/s"]);
+    refused(&["plan", string(&path), "--device-memory", "1GiB"], 2, &["--disk"]);
+    refused(&["plan", "--device-memory", "1GiB", "--disk", "2GB/s"], 2, &["MODEL"]);
+    let described = |more: &[&'static str]| [&["plan", "--device-memory", "1GiB", "--disk", "2GB/s"], more].concat();
+    refused(&described(&["--params", "70 dozen"]), 2, &["70 dozen", "7B"]);
+    refused(&described(&["--params", "7B", "--dtype", "bf17"]), 2, &["bf17", "BF16"]);
+    refused(&described(&["--params", "7B", "--heads", "8", "--kv-heads", "3"]), 1, &["3 heads of keys", "check both"]);
+    refused(
+        &described(&["--params", "7B", "--batch", "1000000000000", "--context", "1000000000000"]),
+        1,
+        &["keys and values"],
+    );
+    refused(&described(&["--params", "7B", "--dtype", "q4_k", "--train"]), 1, &["Q4_K", "BF16"]);
+
+    refused(
+        &["plan", string(&dir.path().join("none")), "--device-memory", "1GiB", "--disk", "1GB/s"],
+        1,
+        &["none", "path"],
+    );
+    for len in [5, 30, 400, whole.len() - 1] {
+        fs::write(&path, &whole[..len]).unwrap();
+        refused(&good, 1, &["small.gguf", "incomplete"]);
+    }
+    for key in ["block_count", "embedding_length", "attention.head_count", "feed_forward_length"] {
+        fs::write(&path, small_llama(2, key).bytes()).unwrap();
+        refused(&with(&["--json"]), 1, &[&format!("llama.{key}"), "small.gguf", "describe the model"]);
+    }
+    fs::write(&path, small_llama(2, "attention.head_count_kv").bytes()).unwrap();
+    assert_eq!(json(&with(&["--json"]))["shape"]["kv_heads"], 4, "as many as there are heads");
+    let odd = |key: &str, value| small_llama(2, key).kv(&format!("llama.{key}"), value).bytes();
+    for (bytes, parts) in [
+        (odd("block_count", support::Kv::U32(0)), ["llama.block_count", "from 1"]),
+        (odd("block_count", support::Kv::str("two")), ["llama.block_count", "string"]),
+        (odd("attention.head_count", support::Kv::U32(65)), ["65 heads", "check both"]),
+        (
+            odd("attention.head_count_kv", support::Kv::Array(4, vec![support::Kv::U32(2); 2])),
+            ["llama.attention.head_count_kv", "layers that differ"],
+        ),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        refused(&good, 1, &parts);
+    }
+}
+
 /// Requests of three conversations in turn, each longer than before.
 fn made_trace() -> String {
     let line = |turn: u64, who: u64| {
@@ -378,7 +622,7 @@ fn a_misspelt_command_line_is_explained() {
     refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
     refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
     assert!(text(&["--version"]).starts_with("outcore 0."));
-    for command in ["doctor", "probe", "inspect", "policies", "simulate"] {
+    for command in ["doctor", "probe", "inspect", "plan", "policies", "simulate"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
 }

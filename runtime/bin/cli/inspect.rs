@@ -1,15 +1,14 @@
 //! `outcore inspect`: a model's tensors and pages, and what memory budgets would hold of it. Reads headers only.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs::File;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::Args;
 use outcore::format::{self, Metadata, ModelHeader, TensorHeader};
 use outcore::{Bytes, PageSize, Result};
 use serde::Serialize;
 
+use super::config::config_beside;
 use super::output::{Side, Table, percent, printable, size};
 use super::residency::{self, row_bytes};
 use super::{Report, page_size};
@@ -294,7 +293,9 @@ fn interesting(model: &ModelHeader) -> BTreeMap<String, String> {
                 let value: String = value.chars().take(80).collect();
                 found.insert(printable(key), printable(&value));
             }
-            if let Some(config) = model.files.first().and_then(|file| config_beside(&file.path)) {
+            // It is only shown, so a bad one is ignored.
+            let config = model.files.first().and_then(|file| config_beside(&file.path).ok());
+            if let Some(config) = config.and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
                 for (name, key) in [
                     ("architecture", "model_type"),
                     ("layers", "num_hidden_layers"),
@@ -315,16 +316,6 @@ fn interesting(model: &ModelHeader) -> BTreeMap<String, String> {
         _ => {}
     }
     found
-}
-
-/// The `config.json` that model repositories keep beside safetensors files. It is only shown, so a bad one is ignored.
-fn config_beside(file: &Path) -> Option<serde_json::Value> {
-    const MOST: u64 = 1 << 20;
-    let mut text = String::new();
-    let file = File::open(file.with_file_name("config.json")).ok()?;
-    file.metadata().ok()?.is_file().then_some(())?;
-    file.take(MOST).read_to_string(&mut text).ok()?;
-    serde_json::from_str(&text).ok()
 }
 
 impl Report for Inspection {

@@ -1,9 +1,11 @@
 //! Arguments, output and exit status. 0: done; 1: it failed, and standard error says why and what to do; 2: the command
 //! line was not understood.
 
+mod config;
 mod doctor;
 mod inspect;
 mod output;
+mod plan;
 mod policies;
 mod probe;
 mod residency;
@@ -17,7 +19,7 @@ use clap::{Parser, Subcommand};
 use outcore::{Bytes, PageSize, Result};
 use serde::Serialize;
 
-/// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs.
+/// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can be.
 #[derive(Debug, Parser)]
 #[command(name = "outcore", version)]
 struct Arguments {
@@ -33,6 +35,8 @@ enum Command {
     Probe(probe::Options),
     /// Show a model's tensors and pages, and what memory budgets would hold of it
     Inspect(inspect::Options),
+    /// Say what memory a job needs, what of it would move, how fast that can be, and what would help
+    Plan(plan::Options),
     /// Run a recorded trace through policies, and compare their hits with the best possible
     Policies(policies::Options),
     /// Say how long passes over a model would take on a machine that is not there
@@ -49,6 +53,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
+        Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
         Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
     };

@@ -32,6 +32,7 @@ use crate::ids::{PageId, SegmentId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
+pub(crate) use plan::stay;
 
 /// What a frame is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

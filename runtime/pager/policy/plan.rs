@@ -445,6 +445,16 @@ fn streamed_of_unit(unit: u32, frames: u32, pages: u32) -> u32 {
     (streamed as u32 + 2).min(unit)
 }
 
+/// How many pages stay for good, of a plan that names `pages`, with `frames` in the device tier, fills that start
+/// `lookahead` pages ahead, and requests that pin `unit` pages at most. The others stream.
+pub(crate) fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
+    if pages <= frames {
+        return frames;
+    }
+    let streaming = lookahead.saturating_add(streamed_of_unit(unit, frames, pages)).saturating_add(STREAM_SLACK);
+    frames.saturating_sub(streaming)
+}
+
 impl PlanPolicy {
     /// Without a plan.
     pub fn new() -> Self {
@@ -463,12 +473,7 @@ impl PlanPolicy {
         let frames = self.frames;
         let host = self.host_frames as usize;
         if let Some(plan) = &mut self.plan {
-            let pages = plan.planned;
-            let device = if pages <= frames {
-                frames
-            } else {
-                frames.saturating_sub(self.lookahead + streamed_of_unit(self.unit, frames, pages) + STREAM_SLACK)
-            };
+            let device = stay(frames, plan.planned, self.lookahead, self.unit);
             plan.divide(device as usize, host);
         }
     }

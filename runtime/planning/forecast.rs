@@ -1,0 +1,321 @@
+//! Where a job's pages would be, what moves in each pass, and how long that takes.
+
+use std::fmt;
+
+use super::memory::{Job, Memory, Work};
+use super::units::Bandwidth;
+use crate::config::Lookahead;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, PageSize};
+use crate::pager::PolicyKind;
+use crate::pager::policy::stay;
+
+/// What a request pins at most where not everything fits: tiles as large as the example's.
+const TILE: Bytes = Bytes::mib(8);
+/// Of the frames, one part in this many at most is one request's.
+const TILE_SHARE: u64 = 32;
+/// Frames below which pages get smaller, where the device allows it.
+const FRAMES_FOR_DEFAULT: u64 = 128;
+const LEAST_PAGE: Bytes = Bytes::kib(64);
+/// Fewest frames in which a pass can be computed: a row may lie across two pages.
+const LEAST_FRAMES: u64 = 2;
+/// Buffers through which pages pass to and from a device with memory of its own, out of the host's memory.
+const STAGING_PAGES: u64 = 16;
+
+/// What a job may use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Resources {
+    /// The device's memory: a GPU's, or without one the process's.
+    pub device: Bytes,
+    /// The host's memory, beside it.
+    pub host: Bytes,
+    /// What the disk reads and writes, together.
+    pub disk: Bandwidth,
+    /// Between host and device, each way; `None` if the device is the host itself.
+    pub link: Option<Bandwidth>,
+    /// Seconds of a pass in which nothing has to be waited for, if that is known.
+    pub compute: Option<f64>,
+}
+
+/// What bounds a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bottleneck {
+    /// Computing.
+    Compute,
+    /// The link between host and device.
+    Link,
+    /// The disk.
+    Disk,
+}
+
+impl Bottleneck {
+    /// Its name in lower case.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Compute => "compute",
+            Self::Link => "link",
+            Self::Disk => "disk",
+        }
+    }
+}
+
+impl fmt::Display for Bottleneck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// How a job would run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Run {
+    /// What to give the runtime as device budget: whole pages, no more than there are.
+    pub device_budget: Bytes,
+    /// What to give it as host budget.
+    pub host_budget: Bytes,
+    /// Bytes of a page.
+    pub page_size: PageSize,
+    /// How far ahead of use fills start: what [`Lookahead::Auto`] makes of it.
+    pub lookahead: Bytes,
+    /// Which page goes.
+    pub policy: PolicyKind,
+    /// What the scratch file takes on disk: all read-write tensors that are paged.
+    pub scratch_file: Bytes,
+    /// Whether keys and values are paged too, because there is no room for them.
+    pub kv_paged: bool,
+    /// What is paged and used in each pass.
+    pub paged: Bytes,
+    /// Of it, what has no place in the device tier for good: it streams.
+    pub streamed: Bytes,
+    /// Of that, what the host tier holds.
+    pub in_host: Bytes,
+    /// Fills of one pass.
+    pub filled: Bytes,
+    /// What one pass copies down from the device.
+    pub copied_down: Bytes,
+    /// What one pass reads from disk.
+    pub disk_read: Bytes,
+    /// What one pass writes to disk.
+    pub disk_written: Bytes,
+    /// Seconds the link needs for a pass; `None` without one.
+    pub link_s: Option<f64>,
+    /// Seconds the disk needs.
+    pub disk_s: f64,
+    /// Seconds of computing, if known.
+    pub compute_s: Option<f64>,
+    /// Tokens of a pass or a step: of all sequences.
+    pub tokens: u64,
+}
+
+impl Run {
+    /// Whether nothing moves once everything is there.
+    pub fn is_resident(&self) -> bool {
+        self.streamed == Bytes::ZERO
+    }
+
+    /// What is known to take time.
+    fn times(&self) -> impl Iterator<Item = (f64, Bottleneck)> + use<> {
+        let known = [
+            (self.compute_s, Bottleneck::Compute),
+            (self.link_s, Bottleneck::Link),
+            (Some(self.disk_s), Bottleneck::Disk),
+        ];
+        known.into_iter().filter_map(|(seconds, what)| Some((seconds.filter(|s| *s > 0.0)?, what)))
+    }
+
+    /// The longest of what is known, and what it is; `None` if nothing is known to take time.
+    fn longest(&self) -> Option<(f64, Bottleneck)> {
+        self.times().max_by(|a, b| a.0.total_cmp(&b.0))
+    }
+
+    /// Seconds of a pass, or of a step: the longest of computing, link and disk, which work side by side. `None` if nothing
+    /// moves and computing is not known.
+    pub fn pass_s(&self) -> Option<f64> {
+        self.longest().map(|(seconds, _)| seconds)
+    }
+
+    /// What takes longest.
+    pub fn bottleneck(&self) -> Option<Bottleneck> {
+        self.longest().map(|(_, what)| what)
+    }
+
+    /// What takes more than half as long as the bottleneck. Both cannot be hidden behind each other entirely, so a pass
+    /// takes longer than either.
+    pub fn beside(&self) -> Option<Bottleneck> {
+        let (longest, bottleneck) = self.longest()?;
+        let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
+        others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
+    }
+
+    /// Tokens a second, of all sequences together; at most, if computing is not known.
+    pub fn tokens_per_second(&self) -> Option<f64> {
+        self.pass_s().map(|seconds| self.tokens as f64 / seconds)
+    }
+}
+
+/// What a job needs, and how it would run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Forecast {
+    /// What it needs.
+    pub memory: Memory,
+    /// The least device memory in which it runs at all.
+    pub least_device: Bytes,
+    /// How it runs; `None` if not even one page fits beside what cannot be paged.
+    pub run: Option<Run>,
+}
+
+/// Pages that are used alike.
+struct Group {
+    bytes: u64,
+    /// Bytes that a pass fills, and copies down, if none of the pages has a place in the device tier.
+    filled: f64,
+    copied_down: f64,
+    /// Whether a pass uses a page more than once: the policy keeps these first.
+    often: bool,
+}
+
+impl Group {
+    fn new(bytes: Bytes, fills: u64, copies_down: u64) -> Self {
+        let all = bytes.get() as f64;
+        let (filled, copied_down) = (all * fills as f64, all * copies_down as f64);
+        Self { bytes: bytes.get(), filled, copied_down, often: fills > 1 }
+    }
+}
+
+/// How `job` would run with `resources`, once the first passes are over.
+///
+/// Tiers are exclusive. What streams is filled once for each use in a pass: the host tier's share over the link alone, the
+/// disk's share over both. What a pass changed is copied down once. The division between pages that stay and pages that
+/// stream is that of the policy `plan`.
+///
+/// # Errors
+/// As [`Job::memory`]; [`ErrorKind::InvalidArgument`] if there are more than 2^32 pages.
+pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
+    let gpu = resources.link.is_some();
+    let memory = job.memory(gpu)?;
+    let within = |size: Bytes| {
+        let share = u128::from(size.get()) * 100 / (100 + u128::from(job.headroom_percent));
+        Bytes::new(u64::try_from(share).unwrap_or(u64::MAX))
+    };
+    let usable = within(resources.device);
+    let page_of = |room: Bytes| page_size(room, gpu);
+    let unpaged = memory.activations + memory.scratch;
+    let least = |besides: Bytes| besides + Bytes::new(page_of(usable.saturating_sub(besides)).bytes() * LEAST_FRAMES);
+    let with_headroom = |size: Bytes| {
+        let grown = (u128::from(size.get()) * (100 + u128::from(job.headroom_percent))).div_ceil(100);
+        Bytes::new(u64::try_from(grown).unwrap_or(u64::MAX))
+    };
+    let kv_paged = least(unpaged + memory.kv) > usable;
+    let besides = if kv_paged { unpaged } else { unpaged + memory.kv };
+    let least_pages = Bytes::new(page_size(Bytes::ZERO, gpu).bytes() * LEAST_FRAMES);
+    let least_device = with_headroom(unpaged + least_pages);
+    if least(besides) > usable {
+        return Ok(Forecast { memory, least_device, run: None });
+    }
+
+    let room = usable.saturating_sub(besides);
+    let page = page_of(room);
+    let groups = groups(job, &memory, kv_paged, page);
+    let pages_of = |group: &Group| page.pages_for(group.bytes);
+    let (all, often) = groups.iter().fold((0u64, 0u64), |(all, often), group| {
+        let pages = pages_of(group);
+        (all.saturating_add(pages), often + if group.often { pages } else { 0 })
+    });
+    let all = u32::try_from(all).map_err(|_| {
+        Error::new(
+            ErrorKind::InvalidArgument,
+            format!("the job has more than 2^32 pages of {}", Bytes::new(page.bytes())),
+        )
+        .remedy("give more device memory, so that pages are larger, or a smaller model")
+    })?;
+    let frames = u32::try_from(room.get() / page.bytes()).unwrap_or(u32::MAX).min(all.max(1));
+    let lookahead = Lookahead::Auto.pages(page, frames);
+    let unit =
+        (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
+    let stays = u64::from(stay(frames, all, lookahead, unit as u32).min(all));
+    let often_stay = often.min(stays);
+    let once = u64::from(all) - often;
+    let once_stay = once.min(stays - often_stay);
+    let streams = |stay: u64, of: u64| if of == 0 { 0.0 } else { (of - stay) as f64 / of as f64 };
+    let shares = [streams(once_stay, once), streams(often_stay, often)];
+    let sum = |part: fn(&Group) -> f64| -> f64 {
+        groups.iter().map(|group| part(group) * shares[usize::from(group.often)]).sum()
+    };
+    let streamed = sum(|group| group.bytes as f64);
+
+    let staging = if gpu { Bytes::new(page.bytes() * STAGING_PAGES) } else { Bytes::ZERO };
+    let host_pages = within(resources.host).saturating_sub(staging).get() / page.bytes();
+    let wanted_of_host = (streamed / page.bytes() as f64).ceil() as u64;
+    let host_budget = Bytes::new(host_pages.min(wanted_of_host) * page.bytes());
+    let in_host = streamed.min(host_budget.get() as f64);
+    let from_disk = if streamed > 0.0 { 1.0 - in_host / streamed } else { 0.0 };
+    let bytes = |n: f64| Bytes::new(n.round() as u64);
+    let (filled, copied_down) = (sum(|group| group.filled), sum(|group| group.copied_down));
+    let (disk_read, disk_written) = (bytes(filled * from_disk), bytes(copied_down * from_disk));
+    let run = Run {
+        device_budget: Bytes::new(u64::from(frames) * page.bytes()),
+        host_budget,
+        page_size: page,
+        lookahead: Bytes::new(u64::from(lookahead) * page.bytes()),
+        policy: PolicyKind::Plan,
+        scratch_file: match job.work {
+            Work::Infer { .. } if kv_paged => memory.kv,
+            Work::Infer { .. } => Bytes::ZERO,
+            Work::Train { .. } => memory.weights + memory.gradients + memory.optimizer,
+        },
+        kv_paged,
+        paged: Bytes::new(groups.iter().fold(0, |sum: u64, group| sum.saturating_add(group.bytes))),
+        streamed: bytes(streamed),
+        in_host: bytes(in_host),
+        filled: bytes(filled),
+        copied_down: bytes(copied_down),
+        disk_read,
+        disk_written,
+        link_s: resources.link.map(|link| link.seconds(bytes(filled.max(copied_down)))),
+        disk_s: resources.disk.seconds(disk_read + disk_written),
+        compute_s: resources.compute,
+        tokens: match job.work {
+            Work::Infer { .. } => job.batch,
+            Work::Train { .. } => job.batch.saturating_mul(job.context),
+        },
+    };
+    Ok(Forecast { memory, least_device, run: Some(run) })
+}
+
+/// What a pass or a step does with what is paged.
+fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Group> {
+    match job.work {
+        Work::Infer { .. } => {
+            let mut groups = vec![Group::new(job.shape.used, 1, 0)];
+            if kv_paged && memory.kv > Bytes::ZERO {
+                // Each sequence's newest keys and newest values are in one page a layer.
+                let shape = &job.shape;
+                let changed = 2 * u128::from(shape.layers) * u128::from(job.batch) * u128::from(page.bytes());
+                let kv = memory.kv.get();
+                let mut group = Group::new(memory.kv, 1, 0);
+                group.copied_down = changed.min(u128::from(kv)) as f64;
+                groups.push(group);
+            }
+            groups
+        }
+        // Weights are read forwards, backwards, and by the update, which changes them; gradients are written backwards and
+        // read by the update; the optimizer's state is only the update's.
+        Work::Train { .. } => vec![
+            Group::new(memory.weights, 3, 1),
+            Group::new(memory.gradients, 2, 1),
+            Group::new(memory.optimizer, 1, 1),
+        ],
+    }
+}
+
+/// The default, and on the host less where the budget is small, so that there is something to stream through.
+fn page_size(room: Bytes, gpu: bool) -> PageSize {
+    if gpu {
+        return PageSize::DEFAULT;
+    }
+    let fitting = (room.get() / FRAMES_FOR_DEFAULT).max(1);
+    let size = (1u64 << fitting.ilog2()).clamp(LEAST_PAGE.get(), PageSize::DEFAULT.bytes());
+    PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT)
+}
