@@ -731,7 +731,7 @@ mod tests {
                 continue;
             }
             let is_named = |needed: &&CStr| needed.to_bytes().strip_prefix(b"cu") == Some(name.as_bytes());
-            assert!(NEEDED.iter().chain(&NEEDED_FIRST).any(|needed| is_named(&needed)), "cu{name}");
+            assert!(NEEDED.iter().chain(&NEEDED_FIRST).any(is_named), "cu{name}");
             called += 1;
         }
         assert!(called > 20, "{called}");

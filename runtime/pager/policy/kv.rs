@@ -242,7 +242,7 @@ impl Policy for KvPolicy {
         let is_known = |number: &u32| self.count[*number as usize] > 0;
         let numbers = || pages.iter().filter_map(|page| self.numbers.number(*page));
         let deepest = numbers().take_while(is_known).skip(1).last().map(|number| self.since(number));
-        self.end = numbers().last().filter(|number| !is_known(number));
+        self.end = numbers().next_back().filter(|number| !is_known(number));
         if let Some(gap) = deepest {
             self.gap.saw(gap.into());
         }
