@@ -8,7 +8,9 @@
 mod control;
 mod cuda_rig;
 
+use std::sync::Arc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use control::Fake;
 use cuda_rig::{PAGE, Rig};
@@ -320,6 +322,38 @@ fn regression_closing_finishes_what_waits_for_a_page_that_another_thread_maps() 
         assert_eq!((token, result.is_ok()), (1, true));
         closing.join().unwrap().unwrap();
     });
+    rig.finish(&fake);
+}
+
+/// Another thread does it, unless the frame is wanted again by then.
+#[test]
+fn what_a_closure_gives_back_goes_without_a_call_there() {
+    let Some(fake) = Fake::load_or_skip("what_a_closure_gives_back_goes_without_a_call_there") else { return };
+    let rig = Rig::new(3);
+    rig.map(1, 1);
+    rig.copy_in(1, 9, 1);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    let (used, freed) = (fake.used_bytes(0), fake.calls("cuMemAddressFree"));
+    let (device, spare, page) = (Arc::clone(&rig.device), rig.device.reserve(2).unwrap(), rig.page(2));
+    let call = move || {
+        device.discard(FrameId::new(1)).unwrap();
+        device.release(spare, 2).unwrap();
+        device.discard(FrameId::new(2)).unwrap();
+        device.map(FrameId::new(2), page).unwrap();
+        // What cannot be done later is refused.
+        let refused = device.reserve(1).unwrap_err();
+        assert!(refused.kind() == ErrorKind::InvalidArgument && refused.advice().is_some(), "{refused}");
+    };
+    rig.device.submit(rig.back, StreamOp::Call(Box::new(call)), Some(Token(7)));
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    rig.copy_in(2, 22, 2);
+    rig.sink.take(1).pop().unwrap().1.unwrap();
+    assert_eq!(rig.byte_at(2), Some(22));
+    let start = Instant::now();
+    while (fake.used_bytes(0), fake.calls("cuMemAddressFree")) != (used - PAGE, freed + 1) {
+        assert!(start.elapsed() < Duration::from_secs(60), "{} of {used} bytes are left", fake.used_bytes(0));
+        std::thread::yield_now();
+    }
     rig.finish(&fake);
 }
 

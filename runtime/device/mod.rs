@@ -27,7 +27,8 @@
 //!    [`Completions`] are told when it is taken up; of one that is refused they are not. Of two events of one stream the
 //!    later one is the greater. To be told is no promise: an operation may end without.
 //! 8. An adopted stream stays its owner's: the device records events on it and nothing else of its own accord, and never
-//!    destroys it. `forget_stream` waits for nothing; tokens submitted before are reported all the same.
+//!    destroys it. `forget_stream` waits for nothing; tokens submitted before are reported all the same. On a stream that is
+//!    being captured into a graph every operation is refused, so that none becomes part of the graph.
 //! 9. `close` waits for everything submitted, then joins its threads. Afterwards `submit` completes with
 //!    [`ErrorKind::Closed`], not on the caller's stack. Mappings stay until the device is
 //!    dropped.
@@ -209,7 +210,8 @@ pub enum StreamOp {
         len: u64,
     },
     /// Run a closure on the stream's timeline. It must not wait for closures of another stream, which may run on the same
-    /// thread, and on a CUDA device it must not call the CUDA driver.
+    /// thread, and on a CUDA device it must not call the CUDA driver. There the device makes no such call either, whatever
+    /// of it the closure uses: `map`, `submit`, `release` and `discard` are queued, what cannot be is refused.
     Call(Box<dyn FnOnce() + Send>),
     /// Do nothing: it has ended when everything that is on the stream before it has, also what others put there.
     Mark,
@@ -330,7 +332,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Whether [`StreamOp::Mark`] would mean anything on this stream now.
     ///
     /// # Errors
-    /// `InvalidArgument` while the stream is being captured into a graph: nothing that is put on it runs. `Closed`.
+    /// `InvalidArgument` while the stream is being captured into a graph: nothing that is put on it runs. `Closed`. With
+    /// another kind the device could not tell; it is asked again when the mark is put there.
     fn can_mark(&self, stream: StreamId) -> Result<()>;
     /// Queues `op`; where `token` is given, its completion is reported, and the event behind it returned if it has been
     /// taken up (contract rule 7).

@@ -193,6 +193,11 @@ impl Layout {
         Ok(())
     }
 
+    /// Whether a frame is to be behind an address.
+    pub(super) fn is_wanted(&self, frame: FrameId) -> bool {
+        self.frames.get(frame.index()).is_some_and(|frame| frame.wanted.is_some())
+    }
+
     /// Wants a frame behind an address. Returns the frames this moves, in the order in which they have to move.
     pub(super) fn place(&mut self, frame: FrameId, address: u64) -> Result<Vec<FrameId>> {
         let wanted = self.frame(frame)?.wanted;

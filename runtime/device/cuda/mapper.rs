@@ -47,8 +47,15 @@ pub(super) struct Deferred {
 enum Job {
     Frame(FrameId),
     Op(Deferred),
-    /// A reservation of so many pages is to be given back.
-    Release(u64, u32),
+    GiveBack(GiveBack),
+}
+
+/// What goes when a closure has dropped something.
+pub(super) enum GiveBack {
+    /// A reservation of so many pages, by its base.
+    Addresses(u64, u32),
+    /// The memory of a frame, unless it is wanted again by then.
+    Memory(FrameId),
 }
 
 /// What [`Mapper::next`] takes up together.
@@ -56,7 +63,7 @@ enum Job {
 struct Batch {
     frames: Vec<FrameId>,
     ops: Vec<Deferred>,
-    released: Vec<(u64, u32)>,
+    given_back: Vec<GiveBack>,
 }
 
 pub(super) struct State {
@@ -189,16 +196,23 @@ impl Mapper {
         None
     }
 
-    /// Queues the end of a reservation; `false` if the device is closed.
-    pub(super) fn release_later(&self, base: u64, pages: u32) -> bool {
+    /// Queues what a closure may not do itself; `false` if the device is closed.
+    ///
+    /// # Errors
+    /// If there is no such frame.
+    pub(super) fn give_back_later(&self, what: GiveBack) -> Result<bool> {
         let mut state = self.state.lock();
         if state.ended {
-            return false;
+            return Ok(false);
         }
-        state.jobs.push_back(Job::Release(base, pages));
+        if let GiveBack::Memory(frame) = &what {
+            // Behind an address again, it was wanted since.
+            state.layout.vacate(*frame)?;
+        }
+        state.jobs.push_back(Job::GiveBack(what));
         drop(state);
         self.work.notify_one();
-        true
+        Ok(true)
     }
 
     /// Waits until every operation that was submitted to the stream has been handed to it. That takes mappings, and no
@@ -230,8 +244,7 @@ impl Mapper {
         Ok(())
     }
 
-    /// The next things to do: frames, then operations, then reservations to give back; `None` when closed and nothing is
-    /// left.
+    /// The next things to do: frames, then operations, then what to give back; `None` when closed and nothing is left.
     fn next(&self) -> Option<Batch> {
         let mut state = self.state.lock();
         state.at_work = false;
@@ -243,7 +256,7 @@ impl Mapper {
             self.work.wait(&mut state);
         }
         state.at_work = true;
-        let Batch { mut frames, mut ops, mut released } = Batch::default();
+        let Batch { mut frames, mut ops, mut given_back } = Batch::default();
         while frames.len() < FRAMES_AT_ONCE
             && let Some(job) = state.jobs.pop_front()
         {
@@ -251,7 +264,7 @@ impl Mapper {
                 Job::Frame(frame) if frames.contains(&frame) => {}
                 Job::Frame(frame) => frames.push(frame),
                 Job::Op(op) => ops.push(op),
-                Job::Release(base, pages) => released.push((base, pages)),
+                Job::GiveBack(what) => given_back.push(what),
             }
         }
         // Those that follow the last frame at once.
@@ -260,20 +273,24 @@ impl Mapper {
                 ops.push(op);
             }
         }
-        Some(Batch { frames, ops, released })
+        Some(Batch { frames, ops, given_back })
     }
 }
 
 fn run(core: &Arc<Core>) {
     let mapper = &core.mapper;
-    while let Some(Batch { frames, ops, released }) = mapper.next() {
+    while let Some(Batch { frames, ops, given_back }) = mapper.next() {
         let (state, outcome) = mapper.settle(core, mapper.lock(), &frames);
         drop(state);
         note_refusal(outcome);
         hand_on(core, ops);
-        for (base, pages) in released {
-            if let Err(error) = core.release(base, pages) {
-                tracing::warn!(%error, "release a segment's addresses");
+        for what in given_back {
+            let outcome = match what {
+                GiveBack::Addresses(base, pages) => core.release(base, pages),
+                GiveBack::Memory(frame) => core.discard_unwanted(frame),
+            };
+            if let Err(error) = outcome {
+                tracing::warn!(%error, "give back what a closure dropped");
             }
         }
     }

@@ -41,7 +41,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use driver::{Context, Current, EventHandle, Failure, Locked, Outcome};
 use frames::Layout;
-use mapper::{Deferred, Mapper};
+use mapper::{Deferred, GiveBack, Mapper};
 use reaper::Reaper;
 use stream::{BOUNCE_BYTES, IN_HOST_FUNCTION, Stream};
 
@@ -170,6 +170,24 @@ impl Core {
         self.vacate_and(
             |layout| layout.vacate_range(base, pages),
             |layout, context, current| layout.release(context, current, base, pages),
+        )
+    }
+
+    /// Gives the memory of a frame back, if it is to be behind no address by now.
+    fn discard_unwanted(&self, frame: FrameId) -> Result<()> {
+        self.vacate_and(
+            |layout| Ok(if layout.is_wanted(frame) { Vec::new() } else { vec![frame] }),
+            |layout, context, current| {
+                if layout.is_wanted(frame) { Ok(()) } else { layout.discard(context, current, frame) }
+            },
+        )
+    }
+
+    /// Gives the memory of a frame back.
+    fn discard(&self, frame: FrameId) -> Result<()> {
+        self.vacate_and(
+            |layout| layout.vacate(frame).map(|()| vec![frame]),
+            |layout, context, current| layout.discard(context, current, frame),
         )
     }
 
@@ -425,7 +443,8 @@ impl Device for CudaDevice {
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
         // What goes with a tensor that a closure drops.
-        if IN_HOST_FUNCTION.get() && self.core.mapper.release_later(base.get(), pages) {
+        let later = || self.core.mapper.give_back_later(GiveBack::Addresses(base.get(), pages));
+        if IN_HOST_FUNCTION.get() && later()? {
             return Ok(());
         }
         self.core.release(base.get(), pages)
@@ -475,17 +494,18 @@ impl Device for CudaDevice {
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
-        if !cfg!(feature = "strict") {
+        // In a closure it is left out: it only narrows access.
+        if !cfg!(feature = "strict") || IN_HOST_FUNCTION.get() {
             return Ok(());
         }
         self.core.vacate_and(|layout| layout.vacate(frame).map(|()| vec![frame]), |_, _, _| Ok(()))
     }
 
     fn discard(&self, frame: FrameId) -> Result<()> {
-        self.core.vacate_and(
-            |layout| layout.vacate(frame).map(|()| vec![frame]),
-            |layout, context, current| layout.discard(context, current, frame),
-        )
+        if IN_HOST_FUNCTION.get() && self.core.mapper.give_back_later(GiveBack::Memory(frame))? {
+            return Ok(());
+        }
+        self.core.discard(frame)
     }
 
     fn lock_host(&self, memory: SlabRegion) -> Result<()> {
