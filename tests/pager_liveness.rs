@@ -691,3 +691,22 @@ fn regression_a_writer_of_a_rescued_victim_waits_for_a_reason() {
     assert_eq!(world.ended.last(), Some(&(id, Ok(WaitCause::WriteBack))));
     world.drain();
 }
+
+/// A host copy is written back while a fill reads it; the fill fails, and its page is lent until after the write back.
+#[test]
+fn regression_the_host_copy_of_a_lent_page_whose_fill_failed_can_leave() {
+    let mut world = World::new(config(2, 1, 2, true), PolicyKind::Lru);
+    let s = world.segment(Backing::ReadWrite, 1);
+    touch(&mut world, s, 0, true);
+    world.with(|pager, fx| pager.evict(std::iter::once(page(s, 0)), fx));
+    world.complete(0, true);
+    assert!(matches!((world.moves[0].0.from, world.moves[0].0.to), (Place::Host(_), Place::Disk)), "{:?}", world.moves);
+    world.pin(&[run(s, 0, 1)], Use::Stream, false).unwrap().unwrap_err();
+    assert!(matches!((world.moves[1].0.from, world.moves[1].0.to), (Place::Host(_), Place::Device(_))));
+    world.take_up(1);
+    world.complete(1, false);
+    world.complete(0, true);
+    world.unpin(0);
+    world.drain();
+    world.read_all();
+}
