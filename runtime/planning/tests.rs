@@ -263,6 +263,7 @@ fn quantised_weights_are_not_trained() {
 #[test]
 fn extreme_jobs_have_an_answer_or_an_error() {
     const EXTREME: [u64; 6] = [1, 2, 1000, 1 << 24, 1 << 40, u64::MAX];
+    let (mut refused, mut too_small, mut moving, mut resident) = (0, 0, 0, 0);
     for parameters in ["1", "7B", "1000T"] {
         for size in [None, Some(1), Some(1 << 24)] {
             let given = Given {
@@ -290,7 +291,15 @@ fn extreme_jobs_have_an_answer_or_an_error() {
                             link: (memory % 2 == 0).then(|| Bandwidth::new(Bytes::new(batch)).unwrap()),
                             compute: None,
                         };
-                        let Ok(now) = forecast(&job, &resources) else { continue };
+                        let Ok(now) = forecast(&job, &resources) else {
+                            refused += 1;
+                            continue;
+                        };
+                        match now.run {
+                            None => too_small += 1,
+                            Some(run) if run.is_resident() => resident += 1,
+                            Some(_) => moving += 1,
+                        }
                         let seconds = now.run.and_then(|run| run.pass_s());
                         assert!(seconds.is_none_or(|seconds| seconds.is_finite() && seconds > 0.0), "{now:?}");
                         let advised = advice(&job, &resources, &now).unwrap();
@@ -303,4 +312,8 @@ fn extreme_jobs_have_an_answer_or_an_error() {
             }
         }
     }
+    assert!(
+        [refused, too_small, moving, resident].iter().all(|count| *count > 20),
+        "{refused} {too_small} {moving} {resident}"
+    );
 }
