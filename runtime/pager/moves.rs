@@ -332,10 +332,6 @@ impl Pager {
             if let Some(frame) = self.entry(page).frame() {
                 self.unfilled(page, frame, fx);
             }
-            if !self.host.ordered(page) {
-                // A write back of its host copy that ended after the failure left it to the fill to give the copy its place.
-                self.host_copy_read(page, false);
-            }
             self.reap_segment(page.segment, fx);
         }
     }
