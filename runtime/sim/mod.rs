@@ -18,7 +18,12 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
+pub mod capture;
+mod long;
+mod reuse;
 mod trace;
+#[cfg(feature = "cli")]
+pub mod workload;
 
 use std::num::NonZeroU32;
 
@@ -27,6 +32,10 @@ use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::pager::policy::opt::min_hits;
 use crate::pager::policy::{Policy, Take, Want};
 
+pub use capture::{
+    CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass,
+};
+pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use trace::{LINE_BYTES_MAX, Trace};
 
 /// Uses of a trace, and how many found their page.
@@ -52,30 +61,39 @@ impl Counts {
 
 const SEGMENT: SegmentId = SegmentId(0);
 
-/// A cache of a policy's.
+/// A cache of a policy's, use by use: what [`replay`] does.
 #[derive(Debug)]
-struct Cache {
+struct Replay {
     policy: Box<dyn Policy>,
     resident: Vec<bool>,
     free: u32,
+    /// The page used last, if it was resident then: the pager tells a policy of one use where neighbouring tensors share a
+    /// page.
+    staying: Option<u32>,
     counts: Counts,
 }
 
-impl Cache {
+impl Replay {
+    /// An empty cache of `frames` pages, of `pages` that there are. `policy` is new.
     fn new(mut policy: Box<dyn Policy>, pages: u32, frames: NonZeroU32) -> Self {
         policy.resize(frames.get(), 0, 0);
         policy.segment(SEGMENT, pages);
-        Self { policy, resident: vec![false; pages as usize], free: frames.get(), counts: Counts::default() }
+        Self { policy, resident: vec![false; pages as usize], free: frames.get(), staying: None, counts: Counts::default() }
     }
 
+    /// A page is used, of those that there are.
     fn used(&mut self, number: u32) -> Result<()> {
         let page = PageId { segment: SEGMENT, index: PageIndex(number) };
         self.counts.uses += 1;
-        self.policy.accessed(page);
         if std::mem::replace(&mut self.resident[number as usize], true) {
             self.counts.hits += 1;
+            if self.staying.replace(number) != Some(number) {
+                self.policy.accessed(page);
+            }
             return Ok(());
         }
+        self.staying = None;
+        self.policy.accessed(page);
         if self.free > 0 {
             self.free -= 1;
         } else {
@@ -83,6 +101,11 @@ impl Cache {
         }
         self.policy.inserted(page);
         Ok(())
+    }
+
+    /// What was found so far.
+    const fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Makes room for a page.
@@ -123,7 +146,7 @@ impl Cache {
 /// # Errors
 /// [`ErrorKind::InvalidArgument`] if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
-    let mut cache = Cache::new(policy, trace.pages(), frames);
+    let mut cache = Replay::new(policy, trace.pages(), frames);
     for number in trace.uses() {
         cache.used(*number)?;
     }

@@ -1,11 +1,14 @@
 //! Arguments, output and exit status. 0: done; 1: it failed, and standard error says why and what to do; 2: the command
 //! line was not understood.
 
+mod bar;
+mod curve;
 mod doctor;
 mod inspect;
 mod output;
 mod policies;
 mod probe;
+mod report;
 mod simulate;
 mod trial;
 
@@ -32,8 +35,10 @@ enum Command {
     Probe(probe::Options),
     /// Show a model's tensors and pages, and what memory budgets would hold of it
     Inspect(inspect::Options),
-    /// Run a recorded trace through policies, and compare their hits with the best possible
+    /// Run a captured, recorded or synthetic trace through policies, and compare their hits with the best possible
     Policies(policies::Options),
+    /// Make one HTML page of what `generate`, `policies` and `probe` have found
+    Report(report::Options),
 }
 
 /// What a command has to say, as an object and as text.
@@ -47,6 +52,7 @@ pub fn main() -> ExitCode {
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
+        Command::Report(options) => report::run(&options).map(|report| render(&report, options.json)),
     };
     let written = match done {
         Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),
