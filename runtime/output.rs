@@ -71,7 +71,8 @@ impl NewFile {
 
     fn refused(&self, why: &str) -> Error {
         let what = format!("the {} cannot be written to {}: {why}", self.what, self.path.display());
-        Error::new(ErrorKind::InvalidArgument, what).remedy(format!("give {} the name of a file of its own", self.option))
+        Error::new(ErrorKind::InvalidArgument, what)
+            .remedy(format!("give {} the name of a file of its own", self.option))
     }
 
     /// A file without contents in the same folder, gone when dropped.

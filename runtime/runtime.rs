@@ -241,14 +241,7 @@ impl Runtime {
         if config.keep_uses {
             pager.keep_uses();
         }
-        let engine = Engine::new(Parts {
-            pager,
-            device,
-            store,
-            slab,
-            observer: Observer::new(config.timeline),
-            sink,
-        })?;
+        let engine = Engine::new(Parts { pager, device, store, slab, observer: Observer::new(config.timeline), sink })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,

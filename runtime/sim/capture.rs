@@ -173,15 +173,8 @@ pub enum TensorClass {
 
 impl TensorClass {
     /// All of them.
-    pub const ALL: [Self; 7] = [
-        Self::Embedding,
-        Self::Attention,
-        Self::FeedForward,
-        Self::Experts,
-        Self::Norm,
-        Self::Head,
-        Self::Other,
-    ];
+    pub const ALL: [Self; 7] =
+        [Self::Embedding, Self::Attention, Self::FeedForward, Self::Experts, Self::Norm, Self::Head, Self::Other];
 
     /// In words.
     pub const fn name(self) -> &'static str {
@@ -393,7 +386,9 @@ impl<R: BufRead> CaptureReader<R> {
         let version = version.iter().rev().fold(0u32, |sum, byte| sum << 8 | u32::from(*byte));
         if version != VERSION {
             let what = format!("the capture {name} has version {version}; this program reads version {VERSION}");
-            return Err(Error::new(ErrorKind::Unsupported, what).remedy("use the release that wrote it, or a newer one"));
+            return Err(
+                Error::new(ErrorKind::Unsupported, what).remedy("use the release that wrote it, or a newer one")
+            );
         }
         let mut input = BufReader::new(GzDecoder::new(input));
         let len: u64 = input.read_varint().map_err(|cause| unreadable(name, 0, cause))?;
@@ -489,7 +484,8 @@ mod tests {
 
     fn header() -> CaptureHeader {
         let run = |first, pages, class: &str| ClassRun { first, pages, class: class.into() };
-        let segment = |id, name: &str, pages, classes| CapturedSegment { id: SegmentId(id), name: name.into(), pages, classes };
+        let segment =
+            |id, name: &str, pages, classes| CapturedSegment { id: SegmentId(id), name: name.into(), pages, classes };
         CaptureHeader {
             page_size: PageSize::DEFAULT,
             about: "a test".into(),

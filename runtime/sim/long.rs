@@ -9,8 +9,8 @@ use std::path::Path;
 use tempfile::SpooledTempFile;
 
 use super::capture::{self, CaptureReader, CaptureStep};
-use super::trace::{PAGES_MAX, read_requests};
 use super::reuse::ReuseDistances;
+use super::trace::{PAGES_MAX, read_requests};
 use super::{Counts, Replay};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PageSize;
@@ -134,15 +134,8 @@ impl LongTraceWriter {
         if classes.is_empty() {
             classes.push(of("page".into()));
         }
-        let trace = LongTrace {
-            uses: Numbers::new(),
-            next: None,
-            pages: 0,
-            passes: 0,
-            about: None,
-            page_size: None,
-            classes,
-        };
+        let trace =
+            LongTrace { uses: Numbers::new(), next: None, pages: 0, passes: 0, about: None, page_size: None, classes };
         Self { numbers: HashMap::new(), class_of: Vec::new(), trace }
     }
 

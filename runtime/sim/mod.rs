@@ -32,9 +32,7 @@ use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::pager::policy::opt::min_hits;
 use crate::pager::policy::{Policy, Take, Want};
 
-pub use capture::{
-    CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass,
-};
+pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use trace::{LINE_BYTES_MAX, Trace};
 
@@ -78,7 +76,13 @@ impl Replay {
     fn new(mut policy: Box<dyn Policy>, pages: u32, frames: NonZeroU32) -> Self {
         policy.resize(frames.get(), 0, 0);
         policy.segment(SEGMENT, pages);
-        Self { policy, resident: vec![false; pages as usize], free: frames.get(), staying: None, counts: Counts::default() }
+        Self {
+            policy,
+            resident: vec![false; pages as usize],
+            free: frames.get(),
+            staying: None,
+            counts: Counts::default(),
+        }
     }
 
     /// A page is used, of those that there are.

@@ -59,7 +59,8 @@ fn draw(found: &Found, text: &mut String) -> Result<(), Box<dyn std::error::Erro
             let outcome = capacity.policies.get(at)?;
             Some((capacity.pages.get(), misses(&outcome.ratio)))
         };
-        let HSLColor(hue, saturation, light) = HSLColor(at as f64 / names.len() as f64, 0.75, 0.4 + 0.1 * (at % 2) as f64);
+        let HSLColor(hue, saturation, light) =
+            HSLColor(at as f64 / names.len() as f64, 0.75, 0.4 + 0.1 * (at % 2) as f64);
         let (r, g, b) = HSLColor(hue, saturation, light).to_backend_color().rgb;
         line(&policy.policy, capacities.iter().filter_map(of).collect(), RGBColor(r, g, b), 2)?;
     }

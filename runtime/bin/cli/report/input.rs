@@ -13,8 +13,8 @@ use serde_json::{Map, Value};
 use super::super::policies::Found;
 use super::timeline::{Event, Timeline};
 
-/// The largest input: the longest timeline that `generate` writes takes a fifth of it.
-const BYTES_MAX: u64 = 1 << 30;
+/// The largest input: the longest timeline that `generate` writes takes half of it.
+const BYTES_MAX: u64 = 256 << 20;
 
 /// Of `generate --json`.
 #[derive(Debug, Deserialize)]
@@ -158,7 +158,8 @@ fn fields<T: DeserializeOwned>(fields: Map<String, Value>, name: &str, program: 
 }
 
 fn read(path: &Path, name: &str) -> Result<Vec<u8>> {
-    let failed = |cause| Error::io(format!("read {name}"), cause).remedy("check the path, and that you may read the file");
+    let failed =
+        |cause| Error::io(format!("read {name}"), cause).remedy("check the path, and that you may read the file");
     let file = File::open(path).map_err(failed)?;
     let mut text = Vec::new();
     file.take(BYTES_MAX + 1).read_to_end(&mut text).map_err(failed)?;
@@ -200,7 +201,9 @@ mod tests {
                  \"hits\": 0, \"misses\": 1, \"hit_ratio\": 0, \"regret\": 0, \"ns_per_use\": 1}}]}}"
             )
         };
-        let found = |capacities: &str| format!("{{\"trace\": \"t\", \"uses\": 1, \"pages\": 1, \"capacities\": [{capacities}]}}");
+        let found = |capacities: &str| {
+            format!("{{\"trace\": \"t\", \"uses\": 1, \"pages\": 1, \"capacities\": [{capacities}]}}")
+        };
         refused(&found(&format!("{}, {}", policy("lru"), policy("fifo"))), &["other policies at other capacities"]);
         let mut inputs = Inputs::default();
         inputs.add_text(found(&policy("lru")).as_bytes(), "made.json".into()).unwrap();

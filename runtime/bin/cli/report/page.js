@@ -1,6 +1,11 @@
 // Draws what the page's data has. Everything that can be said in text is in the page already.
 "use strict";
 (() => {
+  if (typeof uPlot !== "function") {
+    const places = document.querySelectorAll(".chart");
+    places.forEach((place) => (place.textContent = "This browser cannot draw the chart; the table has its numbers."));
+    return;
+  }
   const data = JSON.parse(document.getElementById("data").textContent);
   const width = () => Math.min(document.body.clientWidth, 1080);
   const colour = (at, of) => `hsl(${Math.round((360 * at) / of)} 70% ${at % 2 ? 48 : 38}%)`;

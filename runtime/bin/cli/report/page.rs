@@ -83,8 +83,15 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     let mut parts = Vec::new();
     let several = inputs.generated.len() > 1;
     for run in &inputs.generated {
-        let of = if several { format!(": {} with {}", run.model, size(run.device_budget_bytes)) } else { String::new() };
-        parts.extend([summary(run, &of), stalls(run, &of), links(run, inputs, &of), optimum(run, &of), memory(run, &of)]);
+        let of =
+            if several { format!(": {} with {}", run.model, size(run.device_budget_bytes)) } else { String::new() };
+        parts.extend([
+            summary(run, &of),
+            stalls(run, &of),
+            links(run, inputs, &of),
+            optimum(run, &of),
+            memory(run, &of),
+        ]);
     }
     for (at, line) in inputs.timelines.iter().enumerate() {
         parts.push(timeline(line, at));
@@ -165,7 +172,14 @@ fn summary(run: &Generated, of: &str) -> Part {
     pair("computing, waiting", format!("{}, {}", seconds(run.compute_s), seconds(run.stall_s)));
     pair("transfers hidden behind compute", format!("{:.1} %", 100.0 * run.overlap));
     let notes = run.interrupted.then(|| "The run was interrupted.".to_owned()).into_iter().collect();
-    Part { kind: RUN, title: format!("The run{of}"), notes, rows, head: head([("", false), ("", false)]), ..Part::default() }
+    Part {
+        kind: RUN,
+        title: format!("The run{of}"),
+        notes,
+        rows,
+        head: head([("", false), ("", false)]),
+        ..Part::default()
+    }
 }
 
 fn causes(kind: &'static str, title: String, mut causes: Vec<(String, u64, f64)>, whole: f64, of: &str) -> Part {
