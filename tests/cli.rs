@@ -591,7 +591,9 @@ fn report_is_drawn_by_a_browser() {
     };
     let dir = scratch();
     made_page(dir.path());
-    let mut command = Command::new(browser);
+    // A browser that does not end is one that fails.
+    let mut command = Command::new("timeout");
+    command.arg("120").arg(browser);
     command.args(["--headless", "--no-sandbox", "--disable-gpu", "--lang=en-US", "--dump-dom"]);
     command.arg(format!("--user-data-dir={}", string(&dir.path().join("profile"))));
     let output = command.arg(format!("file://{}", string(&dir.path().join("report.html")))).output().unwrap();
