@@ -386,7 +386,7 @@ impl LongTrace {
 
 /// Now and then.
 fn tell(progress: &mut dyn FnMut(u64), uses: u64) {
-    if uses % BLOCK as u64 == 0 {
+    if uses.is_multiple_of(BLOCK as u64) {
         progress(uses);
     }
 }
