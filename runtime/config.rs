@@ -268,6 +268,7 @@ pub struct RuntimeBuilder {
     pub(crate) staging: Option<Bytes>,
     pub(crate) scratch_dir: Option<PathBuf>,
     pub(crate) timeline: bool,
+    pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
 }
 
@@ -301,6 +302,7 @@ impl RuntimeBuilder {
             staging: None,
             scratch_dir: None,
             timeline: false,
+            keep_uses: false,
             warm: false,
         }
     }
@@ -442,6 +444,12 @@ impl RuntimeBuilder {
     /// Keeps a timeline of reads, copies and stalls; see [`Runtime::take_timeline`].
     pub fn timeline(mut self, keep: bool) -> Self {
         self.timeline = keep;
+        self
+    }
+
+    /// Keeps the order in which pages are used; see [`Runtime::take_uses`].
+    pub fn keep_uses(mut self, keep: bool) -> Self {
+        self.keep_uses = keep;
         self
     }
 

@@ -39,7 +39,9 @@
 //! the remedy. The library prints nothing; it reports through [`tracing`].
 //!
 //! The modules that are public beside this surface are the parts it is made of: [`mod@format`] (headers of model files),
-//! [`machine`] (what the machine gives), [`planning`] (what a job needs, and how fast it can be), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
+//! [`machine`] (what the machine gives), [`output`] (files that are whole or not there), [`planning`] (what a job needs, and how
+//! fast it can be), [`sim`] (policies on traces, and machines that are not there), [`store`] (reads and writes), [`device`]
+//! (frames, streams), [`pager`] (the pure
 //! state machine that decides). Their traits are documented with their contracts.
 
 mod compute;
@@ -52,6 +54,7 @@ pub mod format;
 mod ids;
 pub mod machine;
 mod observe;
+pub mod output;
 pub mod pager;
 mod pin;
 pub mod planning;
@@ -73,7 +76,7 @@ pub use ids::{
     StagingId, Tier,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
-pub use pager::{PagerStats, PolicyKind, WaitCause};
+pub use pager::{PageUses, PagerStats, PolicyKind, WaitCause};
 pub use pin::{
     DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, StreamPin, UnpinRefused,
 };

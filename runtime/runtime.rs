@@ -22,7 +22,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{
     DeviceExclusive, DeviceOnStream, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
 };
@@ -237,14 +237,11 @@ impl Runtime {
             lookahead: config.lookahead.pages(page_size, frames),
             page_bytes,
         };
-        let engine = Engine::new(Parts {
-            pager: Pager::new(pager_config, config.policy.build()),
-            device,
-            store,
-            slab,
-            observer: Observer::new(config.timeline),
-            sink,
-        })?;
+        let mut pager = Pager::new(pager_config, config.policy.build());
+        if config.keep_uses {
+            pager.keep_uses();
+        }
+        let engine = Engine::new(Parts { pager, device, store, slab, observer: Observer::new(config.timeline), sink })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -638,6 +635,12 @@ impl Runtime {
     /// The spans kept since the last call, if the runtime was opened with a timeline.
     pub fn take_timeline(&self) -> Vec<Span> {
         self.engine().observer.take_timeline()
+    }
+
+    /// The uses of pages since the last call, in order, if the runtime was opened to
+    /// [keep them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]: what follows is counted, and lost.
+    pub fn take_uses(&self) -> PageUses {
+        self.engine().with(|pager, _| pager.take_uses())
     }
 
     /// Adds a span of the caller's own work to the timeline.

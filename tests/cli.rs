@@ -10,7 +10,8 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use outcore::{Bytes, PageSize, PolicyKind, Runtime};
+use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
+use outcore::{Bytes, PageId, PageIndex, PageSize, PolicyKind, Runtime, SegmentId};
 use serde_json::Value;
 
 fn outcore(arguments: &[&str]) -> Output {
@@ -513,7 +514,14 @@ fn policies_refuses_bad_input() {
     refused(&run("0", "lru"), 2, &["capacity \"0\" holds no page", "from 1 up"]);
     refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
     refused(&run("4294967296", "lru"), 2, &["more than 4294967295 pages"]);
-    refused(&["policies", "--trace", trace], 2, &["--capacity"]);
+    refused(&["policies"], 2, &["--trace"]);
+    refused(&["policies", "--workload", "decoed"], 2, &["\"decoed\"", "the closest name is decode", "prefill, moe"]);
+    refused(&["policies", "--workload", "kv", "--trace", trace], 2, &["--trace", "--workload"]);
+    refused(&["policies", "--workload", "kv", "--uses", "0"], 1, &["0 uses", "at least 1"]);
+    refused(&["policies", "--workload", "kv", "--model", "m.gguf"], 1, &["m.gguf"]);
+    refused(&["policies", "--trace", trace, "--svg", trace], 1, &["it is the trace", "--svg"]);
+    refused(&["policies", "--trace", trace, "--svg", string(dir.path())], 1, &["no regular file", "--svg"]);
+    assert_eq!(fs::read_to_string(&path).unwrap(), made_trace());
     let good = made_trace();
     for (bad, part) in [
         (good[..good.len() - 4].to_owned(), "line 90 of the trace"),
@@ -611,6 +619,316 @@ fn simulate_refuses_bad_input() {
     refused(&["simulate", "--params", "1B", "--layers", "0", "--machine", "h200"], 1, &["at least one layer"]);
 }
 
+/// A capture of passes over two files, of which one page in ten is of no class.
+fn made_capture() -> Vec<u8> {
+    let segment = |id: u32| {
+        let classes = vec![ClassRun { first: 0, pages: 9, class: format!("class {id}") }];
+        CapturedSegment { id: SegmentId::new(id), name: format!("{id}.gguf"), pages: 10, classes }
+    };
+    let header = CaptureHeader {
+        page_size: PageSize::new(Bytes::kib(64)).unwrap(),
+        about: "made by a test".into(),
+        segments: vec![segment(3), segment(5)],
+    };
+    let mut writer = CaptureWriter::new(Vec::new(), &header).unwrap();
+    for _ in 0..20 {
+        for page in 0..20 {
+            let segment = SegmentId::new(if page < 10 { 3 } else { 5 });
+            writer.used(PageId { segment, index: PageIndex::new(page % 10) }).unwrap();
+        }
+        writer.pass().unwrap();
+    }
+    writer.finish().unwrap()
+}
+
+#[test]
+fn policies_reads_captures_and_draws_them() {
+    let dir = scratch();
+    let (path, svg) = (dir.path().join("made.trace"), dir.path().join("made.svg"));
+    let capture = made_capture();
+    fs::write(&path, &capture).unwrap();
+    let found = json(&["policies", "--trace", string(&path), "--capacity", "10,20", "--svg", string(&svg), "--json"]);
+    assert_eq!((&found["uses"], &found["pages"], &found["passes"]), (&400.into(), &20.into(), &20.into()));
+    assert_eq!((&found["page_bytes"], &found["about"]), (&65536.into(), &"made by a test".into()));
+    let classes: Vec<_> = found["classes"].as_array().unwrap().iter().map(|class| class["pages"].as_u64()).collect();
+    assert_eq!(classes, [Some(9), Some(9), Some(2)], "two of two files, and what has none");
+    let ten = &found["capacities"][0];
+    assert_eq!(ten["policies"][0]["policy"], "lru");
+    assert_eq!((&ten["policies"][0]["hits"], &ten["policies"][0]["bytes_moved"]), (&0.into(), &(400 * 65536).into()));
+    assert_eq!(ten["optimum"]["bytes_moved"], ten["optimum"]["misses"].as_u64().unwrap() * 65536);
+    assert!(
+        found["lru"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|point| { point["hit_ratio"].as_f64().unwrap() == if point["pages"] == 20 { 0.95 } else { 0.0 } })
+    );
+    let drawn = fs::read_to_string(&svg).unwrap();
+    assert!(drawn.starts_with("<svg ") && drawn.trim_end().ends_with("</svg>"), "{drawn}");
+    for part in ["capacity in pages", "miss ratio", "optimum", "lru, every capacity", "wtinylfu"] {
+        assert!(drawn.contains(part), "{part:?} is not drawn");
+    }
+    let table = text(&["policies", "--trace", string(&path), "--policy", "plan,lru"]);
+    for part in [
+        "20 pages of 64.0 KiB, 1.2 MiB in all, in 20 passes",
+        "made by a test",
+        "class 5",
+        "a pass",
+        "with room for 18",
+    ] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+
+    refused(&["policies", "--trace", string(&path), "--page-size", "2MiB"], 1, &["64.0 KiB", "2.0 MiB", "--page-size"]);
+    for (bad, part) in [
+        (capture[..capture.len() - 1].to_vec(), "is incomplete"),
+        (capture[..40].to_vec(), "is incomplete"),
+        ([&capture[..], b"x"].concat(), "follows its end"),
+        (capture.iter().map(|byte| byte ^ u8::from(*byte == b'\n')).collect(), "made.trace"),
+    ] {
+        fs::write(&path, bad).unwrap();
+        refused(&["policies", "--trace", string(&path), "--svg", string(&svg)], 1, &[part, "made.trace"]);
+        assert_eq!(fs::read_to_string(&svg).unwrap(), drawn, "what was there stays");
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "nothing else is left");
+}
+
+/// Twelve layers, by whose names the tenth comes before the second.
+fn dense_model() -> common::Synthetic {
+    let mut model = common::synthetic(&[]);
+    let mut entries = vec![
+        "\"model.embed_tokens.weight\":{\"dtype\":\"U8\",\"shape\":[64,512],\"data_offsets\":[0,32768]}".to_owned(),
+    ];
+    let mut end = 32_768;
+    for layer in 0..12 {
+        let name = format!("model.layers.{layer}.self_attn.q_proj.weight");
+        let next = end + 9000;
+        entries.push(format!("\"{name}\":{{\"dtype\":\"U8\",\"shape\":[90,100],\"data_offsets\":[{end},{next}]}}"));
+        end = next;
+    }
+    model.bytes = support::safetensors(&format!("{{{}}}", entries.join(",")), end);
+    fs::write(&model.path, &model.bytes).unwrap();
+    model
+}
+
+#[test]
+fn policies_makes_workloads() {
+    for name in ["decode", "prefill", "moe", "kv", "train", "mixed"] {
+        let run = |seed| {
+            json(&["policies", "--workload", name, "--uses", "30000", "--policy", "lru,fifo", "--seed", seed, "--json"])
+        };
+        let (one, again) = (run("1"), run("1"));
+        assert_eq!(one["uses"], 30000, "{name}");
+        assert_eq!((&one["lru"], &one["classes"]), (&again["lru"], &again["classes"]), "{name}");
+        let curve = one["lru"].as_array().unwrap();
+        for capacity in one["capacities"].as_array().unwrap() {
+            let at = curve.iter().find(|point| point["pages"] == capacity["pages"]).unwrap();
+            assert_eq!(at["hit_ratio"], capacity["policies"][0]["hit_ratio"], "{name}: {}", capacity["pages"]);
+        }
+    }
+    let model = common::synthetic(&[5000, 70_000]);
+    let path = string(&model.path);
+    refused(&["policies", "--workload", "decode", "--model", path], 1, &["numbered layers", "give another"]);
+    let layers = dense_model();
+    let path = string(&layers.path);
+    let found =
+        json(&["policies", "--workload", "decode", "--model", path, "--page-size", "4KiB", "--uses", "5000", "--json"]);
+    let pages = found["pages"].as_u64().unwrap();
+    let bytes = fs::metadata(&layers.path).unwrap().len();
+    assert!(pages > 20 && pages <= bytes.div_ceil(4096), "{pages} pages of {bytes} bytes");
+    refused(&["policies", "--workload", "moe", "--model", path], 1, &["needs a model with experts"]);
+}
+
+const GENERATED: &str = r#"{"model":"<b>m</b>.gguf","device":"host","policy":"plan","io":"io_uring","page_bytes":65536,
+"device_budget_bytes":1048576,"host_budget_bytes":0,"prompt_tokens":[1,2],"tokens":[3],"ttft_s":0.5,"decode_tok_s":9.5,
+"pass_s_median":0.1,"compute_s":0.6,"stall_s":0.4,"overlap":0.5,"disk_read_bytes":10485760,"disk_written_bytes":0,
+"link_bytes":0,"disk_busy_s":2.0,"link_busy_s":0.0,"hit_ratio":0.25,"opt_hit_ratio":0.5,"ratio_uses":99,
+"peak_device_bytes":1048576,"peak_host_bytes":0,"peak_rss_bytes":5242880,"interrupted":false,
+"stalls":{"disk fault":{"count":4,"seconds":0.4},"zero fill":{"count":0,"seconds":0.0}}}"#;
+
+const TIMELINE: &str = r#"{"traceEvents":[{"name":"read","cat":"disk","ph":"X","ts":0,"dur":1500000,"pid":1,"tid":3000},
+{"name":"pass","cat":"compute","ph":"X","ts":500000,"dur":1000000,"pid":1,"tid":0},
+{"name":"late prefetch","cat":"stall","ph":"X","ts":500000,"dur":300000,"pid":1,"tid":1000},
+{"name":"thread_name","ph":"M","pid":1,"tid":0,"args":{"name":"compute"}}]}"#;
+
+const PROBED: &str = r#"{"file":"disk.bin","memcpy_bytes_per_second":9000000000,
+"points":[{"block_bytes":65536,"depth":8,"bytes_per_second":10485760},{"block_bytes":65536,"depth":1,"bytes_per_second":1}]}"#;
+
+/// A page of all kinds of inputs.
+fn made_page(dir: &Path) -> String {
+    let place = |name: &str, text: &str| {
+        let path = dir.join(name);
+        fs::write(&path, text).unwrap();
+        string(&path).to_owned()
+    };
+    let one_line = GENERATED.replace('\n', "");
+    let inputs = [
+        place("run.json", &format!("words of the model\n{one_line}\n")),
+        place("timeline.json", TIMELINE),
+        place("probe.json", PROBED),
+        place("found.json", &text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
+    ];
+    let page = dir.join("report.html");
+    let mut arguments = vec!["report", "-o", string(&page)];
+    arguments.extend(inputs.iter().map(String::as_str));
+    text(&arguments);
+    fs::read_to_string(page).unwrap()
+}
+
+/// Every element is closed where it must be, in order; what scripts and styles hold is none.
+fn well_formed(page: &str) {
+    let mut open: Vec<&str> = Vec::new();
+    let mut rest = page.strip_prefix("<!doctype html>").unwrap();
+    while let Some(at) = rest.find('<') {
+        rest = &rest[at..];
+        if let Some(comment) = rest.strip_prefix("<!--") {
+            rest = comment.split_once("-->").unwrap().1;
+            continue;
+        }
+        let (tag, after) = rest[1..].split_once('>').unwrap();
+        rest = after;
+        if let Some(name) = tag.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "{:?} ends", name);
+            continue;
+        }
+        let name = tag.split([' ', '\n']).next().unwrap();
+        assert!(!name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric()), "<{tag}>");
+        assert_eq!(tag.matches('"').count() % 2, 0, "<{tag}>");
+        if name == "meta" {
+            continue;
+        }
+        open.push(name);
+        if ["script", "style"].contains(&name) {
+            rest = &rest[rest.find(&format!("</{name}>")).unwrap()..];
+        }
+    }
+    assert!(open.is_empty(), "{open:?}");
+}
+
+#[test]
+fn report_makes_a_page_that_needs_nothing_else() {
+    let dir = scratch();
+    let page = made_page(dir.path());
+    well_formed(&page);
+    for part in [
+        "The run",
+        "Timeline: ",
+        "Stalls by cause",
+        "Bandwidth by link",
+        "Hit ratio beside the optimum",
+        "Memory by class",
+        "Hit ratio by capacity and policy",
+        "&lt;b&gt;m&lt;",
+        "5.0 MiB&#x2f;s",
+        "10.0 MiB&#x2f;s",
+        "width: 50.0%",
+        "disk fault",
+        "late prefetch",
+        "0.2500",
+        "keys and values",
+        "1.500 s",
+        "id=\"timeline-0\"",
+        "id=\"policies-0\"",
+        "Leon Sorokin",
+    ] {
+        assert!(page.contains(part), "{part:?} is not in the page");
+    }
+    assert!(!page.contains("Left out") && !page.contains("zero fill") && !page.contains("<b>"));
+    // The chart library names its home once, in a comment.
+    assert_eq!(page.matches("://").count(), 1, "an address");
+    for loads in ["src=", "href=", "url(", "@import", "fetch(", "XMLHttpRequest", "import("] {
+        assert!(!page.contains(loads), "{loads}");
+    }
+    assert!(page.contains("default-src 'none'"));
+    let data = page.split_once("id=\"data\">").unwrap().1.split_once("</script>").unwrap().0;
+    let data: Value = serde_json::from_str(data).unwrap();
+    assert_eq!(data["timelines"][0]["lanes"].as_array().unwrap().len(), 3);
+    assert_eq!(data["policies"][0]["uses"], 3000);
+}
+
+#[test]
+fn report_says_what_it_leaves_out() {
+    let dir = scratch();
+    let (run, page) = (dir.path().join("run.json"), dir.path().join("report.html"));
+    fs::write(&run, TIMELINE).unwrap();
+    let done = json(&["report", string(&run), "-o", string(&page), "--json"]);
+    assert_eq!(done["parts"], serde_json::json!(["timeline by lane", "stalls by cause"]));
+    assert_eq!(done["left_out"].as_array().unwrap().len(), 5);
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    assert_eq!(done["bytes"], html.len());
+    assert!(html.contains("Left out") && html.contains("memory by class: needs the last line of `generate --json`"));
+    // A name is text wherever it stands.
+    let odd = dir.path().join("</script><h1>x.json");
+    assert!(fs::write(&odd, TIMELINE).is_err(), "a name holds no slash");
+    let odd = dir.path().join("<script>x&y.json");
+    fs::write(&odd, TIMELINE.replace("late prefetch", "</script><script>alert(1)")).unwrap();
+    text(&["report", string(&odd), "-o", string(&page)]);
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    assert!(!html.contains("<script>alert") && !html.contains("<script>x"));
+}
+
+#[test]
+fn report_refuses_bad_input() {
+    let dir = scratch();
+    let (run, page) = (dir.path().join("run.json"), dir.path().join("report.html"));
+    let arguments = ["report", string(&run), "-o", string(&page)];
+    refused(&arguments, 1, &["run.json", "check the path"]);
+    fs::write(&page, "old").unwrap();
+    for (bad, part) in [
+        (String::new(), "cut off, or empty"),
+        (TIMELINE[..TIMELINE.len() / 2].to_owned(), "cut off"),
+        (GENERATED.replace("\"model\"", "\"name\""), "missing field `model`"),
+        ("{\"a\": 1}".to_owned(), "another kind: it has a"),
+        ("[]".to_owned(), "is no JSON object"),
+        ("\u{fffd}".to_owned(), "is no JSON object"),
+        ("{\"traceEvents\": []}".to_owned(), "has no spans"),
+        ("9".repeat(20 << 20), "is no JSON object"),
+    ] {
+        fs::write(&run, bad).unwrap();
+        refused(&arguments, 1, &[part, "run.json"]);
+    }
+    assert_eq!(fs::read_to_string(&page).unwrap(), "old", "what was there stays");
+    fs::write(&run, TIMELINE).unwrap();
+    let linked = dir.path().join("linked.json");
+    fs::hard_link(&run, &linked).unwrap();
+    for same in [&run, &linked] {
+        refused(&["report", string(&run), "-o", string(same)], 1, &["it is what is reported on", "--output"]);
+    }
+    assert_eq!(fs::read_to_string(&run).unwrap(), TIMELINE);
+    refused(&["report", string(&run), "-o", string(&dir.path().join("none/x.html"))], 1, &["none/x.html", "folder"]);
+    refused(&["report", string(&run)], 2, &["--output"]);
+    // A file without end is not read to its end.
+    refused(&["report", "/dev/zero", "-o", string(&page)], 1, &["more than 256.0 MiB"]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3, "nothing else is left");
+}
+
+/// A browser draws all charts of the page.
+#[test]
+fn report_is_drawn_by_a_browser() {
+    let names = ["chromium", "chromium-browser", "google-chrome"];
+    let named = std::env::var_os("OUTCORE_CHROMIUM").map(std::path::PathBuf::from);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found =
+        std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name))).find(|path| path.is_file());
+    let Some(browser) = named.or(found) else {
+        eprintln!("SKIPPED: no Chromium on PATH; OUTCORE_CHROMIUM can name one");
+        return;
+    };
+    let dir = scratch();
+    made_page(dir.path());
+    // A browser that does not end is one that fails.
+    let mut command = Command::new("timeout");
+    command.arg("120").arg(browser);
+    command.args(["--headless", "--no-sandbox", "--disable-gpu", "--lang=en-US", "--dump-dom"]);
+    command.arg(format!("--user-data-dir={}", string(&dir.path().join("profile"))));
+    let output = command.arg(format!("file://{}", string(&dir.path().join("report.html")))).output().unwrap();
+    let drawn = String::from_utf8_lossy(&output.stdout);
+    assert!(drawn.contains("data-drawn=\"all\""), "{drawn}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(drawn.matches("<canvas").count(), 2, "a canvas for each chart");
+}
+
 #[test]
 fn a_misspelt_command_line_is_explained() {
     refused(&[], 2, &["Usage"]);
@@ -622,7 +940,7 @@ fn a_misspelt_command_line_is_explained() {
     refused(&["probe", "--file", "m", "--io", "mmap"], 2, &["mmap", "io_uring"]);
     refused(&["probe", "--file", "m", "--size", "1GiB"], 2, &["--file", "--size"]);
     assert!(text(&["--version"]).starts_with("outcore 0."));
-    for command in ["doctor", "probe", "inspect", "plan", "policies", "simulate"] {
+    for command in ["doctor", "probe", "inspect", "plan", "policies", "report", "simulate"] {
         assert!(text(&[command, "--help"]).contains("--json"), "{command}");
     }
 }

@@ -46,6 +46,31 @@ impl AccessLog {
     }
 }
 
+/// Uses of pages in order, those of a request for several pages one by one: what a
+/// [capture](crate::sim::capture) is made of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageUses {
+    /// The pages, the first use first.
+    pub pages: Vec<PageId>,
+    /// How many uses followed that there was no room for.
+    pub dropped: u64,
+}
+
+impl PageUses {
+    /// Uses kept at most until they are taken: 8 MiB.
+    pub const MAX: usize = 1 << 20;
+
+    pub(super) fn push(&mut self, page: PageId) {
+        // After a gap nothing is kept, so that what is there is without one.
+        if self.dropped == 0 && self.pages.len() < Self::MAX {
+            self.pages.push(page);
+        } else {
+            self.dropped += 1;
+        }
+    }
+}
+
 impl Default for AccessLog {
     fn default() -> Self {
         Self::new()

@@ -47,7 +47,7 @@ use slab::Slab;
 use crate::error::Error;
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
 
-pub use access::{Access, AccessLog};
+pub use access::{Access, AccessLog, PageUses};
 pub use policy::{Policy, PolicyKind};
 pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 
@@ -323,6 +323,8 @@ pub struct Pager {
     next_serial: u32,
     stats: PagerStats,
     trace: Trace,
+    /// Uses that nobody has taken yet, if they are wanted.
+    uses: Option<PageUses>,
 }
 
 /// A fill under way.
@@ -374,6 +376,7 @@ impl Pager {
             next_serial: 0,
             stats: PagerStats::default(),
             trace: Trace::default(),
+            uses: None,
         }
     }
 
@@ -396,6 +399,9 @@ impl Pager {
     fn traced(&mut self, page: PageId, hit: bool) {
         if let Some(number) = self.numbers.number(page) {
             self.trace.push(number, hit);
+        }
+        if let Some(uses) = &mut self.uses {
+            uses.push(page);
         }
     }
 
@@ -443,6 +449,16 @@ impl Pager {
     /// The order of use so far: its first uses, up to a fixed number.
     pub fn trace(&self) -> Trace {
         self.trace.clone()
+    }
+
+    /// Keeps every use from now on, for [`take_uses`](Self::take_uses).
+    pub fn keep_uses(&mut self) {
+        self.uses.get_or_insert_default();
+    }
+
+    /// The uses since the last call, if they are [kept](Self::keep_uses).
+    pub fn take_uses(&mut self) -> PageUses {
+        self.uses.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// The policy's name and whether it is following a plan.

@@ -25,8 +25,13 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
+pub mod capture;
+mod long;
 mod machine;
+mod reuse;
 mod simulate;
+#[cfg(feature = "cli")]
+pub mod synthetic;
 mod trace;
 mod workload;
 
@@ -37,6 +42,8 @@ use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::pager::policy::opt::min_hits;
 use crate::pager::policy::{Policy, Take, Want};
 
+pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
+pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use simulate::{Flow, Settings, Simulated, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
@@ -69,30 +76,48 @@ fn page(number: u32) -> PageId {
     PageId { segment: SEGMENT, index: PageIndex(number) }
 }
 
-/// A cache of a policy's.
+/// A cache of a policy's, use by use: what [`replay`] does.
 #[derive(Debug)]
-struct Cache {
+struct Replay {
     policy: Box<dyn Policy>,
     resident: Vec<bool>,
     free: u32,
+    /// The page used last, if it was resident then: the pager tells a policy of one use where neighbouring tensors share a
+    /// page.
+    staying: Option<u32>,
+    /// Of the request in progress.
+    chain: Vec<PageId>,
     counts: Counts,
 }
 
-impl Cache {
+impl Replay {
+    /// An empty cache of `frames` pages, of `pages` that there are. `policy` is new.
     fn new(mut policy: Box<dyn Policy>, pages: u32, frames: NonZeroU32) -> Self {
         policy.resize(frames.get(), 0, 0);
         policy.segment(SEGMENT, pages);
-        Self { policy, resident: vec![false; pages as usize], free: frames.get(), counts: Counts::default() }
+        Self {
+            policy,
+            resident: vec![false; pages as usize],
+            free: frames.get(),
+            staying: None,
+            chain: Vec::new(),
+            counts: Counts::default(),
+        }
     }
 
+    /// A page is used, of those that there are.
     fn used(&mut self, number: u32) -> Result<()> {
         let page = page(number);
         self.counts.uses += 1;
-        self.policy.accessed(page);
         if std::mem::replace(&mut self.resident[number as usize], true) {
             self.counts.hits += 1;
+            if self.staying.replace(number) != Some(number) {
+                self.policy.accessed(page);
+            }
             return Ok(());
         }
+        self.staying = None;
+        self.policy.accessed(page);
         if self.free > 0 {
             self.free -= 1;
         } else {
@@ -100,6 +125,21 @@ impl Cache {
         }
         self.policy.inserted(page);
         Ok(())
+    }
+
+    /// The pages of a request are used, which are a prefix chain.
+    fn request(&mut self, numbers: &[u32]) -> Result<()> {
+        if !numbers.is_empty() {
+            self.chain.clear();
+            self.chain.extend(numbers.iter().map(|number| page(*number)));
+            self.policy.chain(&self.chain);
+        }
+        numbers.iter().try_for_each(|number| self.used(*number))
+    }
+
+    /// What was found so far.
+    const fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Makes room for a page.
@@ -141,15 +181,13 @@ impl Cache {
 /// # Errors
 /// [`ErrorKind::InvalidArgument`] if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
-    let mut cache = Cache::new(policy, trace.pages(), frames);
-    let mut chain = Vec::new();
+    let mut cache = Replay::new(policy, trace.pages(), frames);
     for request in trace.requests() {
         if trace.has_requests() {
-            chain.clear();
-            chain.extend(request.iter().map(|number| page(*number)));
-            cache.policy.chain(&chain);
+            cache.request(request)?;
+        } else {
+            request.iter().try_for_each(|number| cache.used(*number))?;
         }
-        request.iter().try_for_each(|number| cache.used(*number))?;
     }
     Ok(cache.counts)
 }

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
 /// Pages and uses of a trace end here: numbers beyond are kept for marks.
-const PAGES_MAX: usize = 1 << 31;
+pub(super) const PAGES_MAX: usize = 1 << 31;
 
 /// Uses of pages, in order. Pages are numbered from 0 in the order of their first use.
 #[derive(Clone, Debug, Default)]
@@ -93,44 +93,13 @@ impl Trace {
     ///
     /// # Errors
     /// As for [`open_mooncake`](Self::open_mooncake).
-    pub fn read_mooncake(mut input: impl BufRead, name: &str) -> Result<Self> {
-        const EXPECTED: &str = "expected one JSON object a line with \"hash_ids\", a list of whole numbers from 0 up";
+    pub fn read_mooncake(input: impl BufRead, name: &str) -> Result<Self> {
         let mut numbering = Numbering::default();
-        let mut line = Vec::new();
-        for number in 1u64.. {
-            line.clear();
-            // One byte more than a line may have, and its end.
-            let most = LINE_BYTES_MAX as u64 + 2;
-            let read = input.by_ref().take(most).read_until(b'\n', &mut line);
-            let read = read.map_err(|cause| {
-                Error::io(format!("read line {number} of the trace {name}"), cause)
-                    .remedy("check the file and its disk")
-            })?;
-            if read == 0 {
-                break;
-            }
-            if line.last() == Some(&b'\n') {
-                line.pop();
-            }
-            let bad = |what: String| Error::new(ErrorKind::Format, format!("line {number} of the trace {name} {what}"));
-            if line.len() > LINE_BYTES_MAX {
-                return Err(bad(format!("is longer than {} MiB", LINE_BYTES_MAX >> 20))
-                    .remedy(format!("{EXPECTED}; give a trace in that form")));
-            }
-            if line.trim_ascii().is_empty() {
-                continue;
-            }
-            let request: Request = serde_json::from_slice(&line).map_err(|cause| {
-                // The line within the line says nothing.
-                let cause = cause.to_string().replace(" at line 1 column ", " at column ");
-                bad(format!("is not understood: {cause}")).remedy(EXPECTED)
-            })?;
-            request.hash_ids.into_iter().try_for_each(|id| numbering.push(id))?;
+        read_requests(input, name, &mut |ids| {
+            ids.iter().try_for_each(|id| numbering.push(*id))?;
             numbering.ends.push(numbering.uses.len() as u32);
-        }
-        if numbering.uses.is_empty() {
-            return Err(Error::new(ErrorKind::Format, format!("the trace {name} has no ids")).remedy(EXPECTED));
-        }
+            Ok(())
+        })?;
         Ok(numbering.end())
     }
 
@@ -160,6 +129,51 @@ impl Trace {
     pub fn pages(&self) -> u32 {
         self.pages
     }
+}
+
+/// Gives the ids of each request of a trace in the Mooncake project's form, in order. Errors are those of [`Trace::read_mooncake`].
+pub(super) fn read_requests(
+    mut input: impl BufRead,
+    name: &str,
+    each: &mut dyn FnMut(&[u64]) -> Result<()>,
+) -> Result<()> {
+    const EXPECTED: &str = "expected one JSON object a line with \"hash_ids\", a list of whole numbers from 0 up";
+    let mut line = Vec::new();
+    let mut any = false;
+    for number in 1u64.. {
+        line.clear();
+        // One byte more than a line may have, and its end.
+        let most = LINE_BYTES_MAX as u64 + 2;
+        let read = input.by_ref().take(most).read_until(b'\n', &mut line);
+        let read = read.map_err(|cause| {
+            Error::io(format!("read line {number} of the trace {name}"), cause).remedy("check the file and its disk")
+        })?;
+        if read == 0 {
+            break;
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+        }
+        let bad = |what: String| Error::new(ErrorKind::Format, format!("line {number} of the trace {name} {what}"));
+        if line.len() > LINE_BYTES_MAX {
+            return Err(bad(format!("is longer than {} MiB", LINE_BYTES_MAX >> 20))
+                .remedy(format!("{EXPECTED}; give a trace in that form")));
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let request: Request = serde_json::from_slice(&line).map_err(|cause| {
+            // The line within the line says nothing.
+            let cause = cause.to_string().replace(" at line 1 column ", " at column ");
+            bad(format!("is not understood: {cause}")).remedy(EXPECTED)
+        })?;
+        any |= !request.hash_ids.is_empty();
+        each(&request.hash_ids)?;
+    }
+    if !any {
+        return Err(Error::new(ErrorKind::Format, format!("the trace {name} has no ids")).remedy(EXPECTED));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::LazyLock;
 
+use outcore::sim::{CaptureReader, CaptureStep};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, WeightType};
 use serde_json::Value;
@@ -728,6 +729,52 @@ fn a_timeline_shows_what_the_run_did() {
     for lane in ["disk", "link", "compute", "stall"] {
         assert!(drawn.contains(lane), "{drawn:?}");
     }
+}
+
+#[test]
+fn a_capture_has_every_use_of_a_run() {
+    let path = place("run.trace");
+    let run = json_of(
+        &[&["--model", text(&MODELS.large), "--device-budget", "16MiB", "--capture", text(&path)][..], &LARGE].concat(),
+    );
+    let file = BufReader::new(std::fs::File::open(&path).unwrap());
+    let mut reader = CaptureReader::new(file, "run.trace").unwrap();
+    let header = reader.header().clone();
+    assert_eq!(header.page_size.bytes(), run["page_bytes"].as_u64().unwrap());
+    assert_eq!(header.segments.len(), 3, "a segment for each shard");
+    let classes: HashSet<_> =
+        header.segments.iter().flat_map(|segment| &segment.classes).map(|run| &*run.class).collect();
+    assert!(classes.contains("attention") && classes.contains("feed-forward"), "{classes:?}");
+    let (mut uses, mut passes, mut in_pass) = (0u64, Vec::new(), Vec::new());
+    while let Some(step) = reader.step().unwrap() {
+        match step {
+            CaptureStep::Use(page) => {
+                uses += 1;
+                in_pass.push(page);
+            }
+            CaptureStep::Pass => passes.push(std::mem::take(&mut in_pass)),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(uses, run["uses"].as_u64().unwrap());
+    assert_eq!(
+        passes.len(),
+        run["tokens"].as_array().unwrap().len(),
+        "a pass for the prompt, and one for each other token"
+    );
+    // Of all that a pass uses only the embedding depends on its token.
+    let weights = |pass: &Vec<u64>| pass.iter().copied().collect::<HashSet<_>>();
+    let common = passes[1..].iter().map(weights).reduce(|all, pass| &all & &pass).unwrap();
+    assert!(common.len() + 2 >= weights(&passes[1]).len(), "{} of {}", common.len(), weights(&passes[1]).len());
+
+    let bad = ["--prompt", "Hi", "--tokens", "2", "--model", text(&MODELS.small), "--capture"];
+    refused(&generate(&[&bad[..], &[text(&MODELS.small)]].concat()), &["a file of the model", "--capture"]);
+    refused(&generate(&[&bad[..], &["/dev/full"]].concat()), &["/dev/full", "no regular file", "--capture"]);
+    let both = [&bad[..], &[text(&path), "--timeline", text(&path)]].concat();
+    refused(&generate(&both), &["something else is written there", "--capture"]);
+    let both = place("both");
+    let both = [&bad[..], &[text(&both), "--timeline", text(&both)]].concat();
+    refused(&generate(&both), &["something else is written there"]);
 }
 
 #[test]

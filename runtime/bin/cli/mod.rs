@@ -1,13 +1,16 @@
 //! Arguments, output and exit status. 0: done; 1: it failed, and standard error says why and what to do; 2: the command
 //! line was not understood.
 
+mod bar;
 mod config;
+mod curve;
 mod doctor;
 mod inspect;
 mod output;
 mod plan;
 mod policies;
 mod probe;
+mod report;
 mod residency;
 mod simulate;
 mod trial;
@@ -37,8 +40,10 @@ enum Command {
     Inspect(inspect::Options),
     /// Say what memory a job needs, what of it would move, how fast that can be, and what would help
     Plan(plan::Options),
-    /// Run a recorded trace through policies, and compare their hits with the best possible
+    /// Run a captured, recorded or synthetic trace through policies, and compare their hits with the best possible
     Policies(policies::Options),
+    /// Make one HTML page of what `generate`, `policies` and `probe` have found
+    Report(report::Options),
     /// Say how long passes over a model would take on a machine that is not there
     Simulate(simulate::Options),
 }
@@ -55,6 +60,7 @@ pub fn main() -> ExitCode {
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
         Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
+        Command::Report(options) => report::run(&options).map(|report| render(&report, options.json)),
         Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
     };
     let written = match done {

@@ -1,4 +1,4 @@
-//! What policies make of a recorded trace.
+//! What policies make of a trace, recorded or made up.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -6,27 +6,49 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use clap::Args;
-use outcore::sim::{self, Counts, Trace};
-use outcore::{Error, ErrorKind, PolicyKind, Result};
-use serde::Serialize;
+use outcore::output::{Input, NewFile};
+use outcore::sim::synthetic::{Workload, WorkloadKind};
+use outcore::sim::{Counts, LongTrace};
+use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result, format};
+use serde::{Deserialize, Serialize};
 
-use super::Report;
-use super::output::{Side, Table};
+use super::bar::Bar;
+use super::output::{Side, Table, printable, size};
+use super::{Report, curve, page_size};
 
 /// What `outcore policies` takes.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The trace: one JSON object a line, whose "hash_ids" are the blocks that a request uses in order (the form of the
-    /// Mooncake traces)
-    #[arg(long, value_name = "FILE")]
-    trace: PathBuf,
-    /// Capacities in pages, separated by commas
-    #[arg(long, value_name = "LIST", value_delimiter = ',', required = true, value_parser = capacity)]
+    /// A file of `generate --capture`, or a text with one JSON object a line, whose "hash_ids" are the blocks that a request
+    /// uses in order (the form of the Mooncake traces)
+    #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
+    trace: Option<PathBuf>,
+    /// A synthetic workload instead: decode, prefill, moe, kv, train or mixed (docs/policies.md says what they are)
+    #[arg(long, value_name = "NAME")]
+    workload: Option<WorkloadKind>,
+    /// Of the workload's random numbers
+    #[arg(long, value_name = "NUMBER", default_value_t = 0, conflicts_with = "trace")]
+    seed: u64,
+    /// How many uses the workload has
+    #[arg(long, value_name = "COUNT", default_value_t = 1_000_000, conflicts_with = "trace")]
+    uses: u64,
+    /// The model whose weights the workload uses, as for `outcore inspect`; only headers are read. Default: a known one's
+    /// sizes
+    #[arg(long, value_name = "MODEL", conflicts_with = "trace")]
+    model: Option<PathBuf>,
+    /// Size of a page. Default: what a capture says; 2MiB for workloads; for other traces none, and then bytes are not told
+    #[arg(long, value_name = "SIZE", value_parser = page_size)]
+    page_size: Option<PageSize>,
+    /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity)]
     capacity: Vec<NonZeroU32>,
     /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, mru, random;
     /// or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
+    /// Draw miss ratios by capacity into this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
     /// Print one JSON object instead
     #[arg(long)]
     pub json: bool,
@@ -59,50 +81,121 @@ fn capacity(text: &str) -> Result<NonZeroU32> {
     Err(Error::new(ErrorKind::InvalidArgument, wrong).remedy("give a whole number of pages, from 1 up, such as 5000"))
 }
 
-/// What there is to say about a trace.
-#[derive(Debug, Serialize)]
+/// What there is to say about a trace. `outcore report` reads it again.
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Found {
-    trace: String,
-    uses: u64,
-    pages: u32,
-    capacities: Vec<Capacity>,
+    pub trace: String,
+    /// What a capture is of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub about: Option<String>,
+    pub uses: u64,
+    pub pages: u32,
+    #[serde(default)]
+    pub passes: u64,
+    #[serde(default)]
+    pub page_bytes: Option<u64>,
+    #[serde(default)]
+    pub classes: Vec<Class>,
+    pub capacities: Vec<Capacity>,
+    /// Of LRU, at every capacity or at some hundreds, evenly spaced.
+    #[serde(default)]
+    pub lru: Vec<Point>,
 }
 
-#[derive(Debug, Serialize)]
-struct Capacity {
-    pages: NonZeroU32,
+/// What pages hold.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Class {
+    pub class: String,
+    pub pages: u32,
+    pub uses: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Capacity {
+    pub pages: NonZeroU32,
     /// Of Belady's MIN, which knows the trace.
-    optimum: Ratio,
-    policies: Vec<Outcome>,
+    pub optimum: Ratio,
+    pub policies: Vec<Outcome>,
 }
 
-#[derive(Clone, Copy, Debug, Serialize)]
-struct Ratio {
-    hits: u64,
-    misses: u64,
-    hit_ratio: f64,
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Ratio {
+    pub hits: u64,
+    pub misses: u64,
+    pub hit_ratio: f64,
+    /// What the misses bring, if all pages are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_moved: Option<u64>,
 }
 
-#[derive(Debug, Serialize)]
-struct Outcome {
-    policy: &'static str,
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Outcome {
+    pub policy: String,
     #[serde(flatten)]
-    ratio: Ratio,
+    pub ratio: Ratio,
     /// The optimum's hit ratio less this one's.
-    regret: f64,
+    pub regret: f64,
     /// Of a use, with what it evicts and brings in, and the simulation's own work.
-    ns_per_use: f64,
+    pub ns_per_use: f64,
 }
 
-impl From<Counts> for Ratio {
-    fn from(counts: Counts) -> Self {
-        Self { hits: counts.hits, misses: counts.misses(), hit_ratio: counts.hit_ratio() }
+/// A hit ratio at a capacity.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Point {
+    pub pages: u32,
+    pub hit_ratio: f64,
+}
+
+/// Points of the curve at most, besides the capacities that were asked for.
+const POINTS: u64 = 256;
+
+fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
+    Ratio {
+        hits: counts.hits,
+        misses: counts.misses(),
+        hit_ratio: counts.hit_ratio(),
+        bytes_moved: page.map(|page| counts.misses().saturating_mul(page.bytes())),
     }
+}
+
+/// What to look at, its name, and the size of its pages if that is known.
+fn trace(options: &Options) -> Result<(LongTrace, String, Option<PageSize>)> {
+    let kind = match (&options.trace, options.workload) {
+        (Some(path), _) => {
+            let bar = Bar::counting("reading");
+            let trace = LongTrace::open(path, &mut |uses| bar.at(uses))?;
+            let name = path.display().to_string();
+            let page = match (trace.page_size(), options.page_size) {
+                (Some(has), Some(asked)) if has != asked => {
+                    let (has, asked) = (size(has.bytes()), size(asked.bytes()));
+                    let what = format!("the capture {name} is of pages of {has}, not of {asked}");
+                    return Err(Error::new(ErrorKind::InvalidArgument, what)
+                        .remedy("leave --page-size out, or capture a run with pages of that size"));
+                }
+                (has, asked) => has.or(asked),
+            };
+            return Ok((trace, name, page));
+        }
+        (None, Some(kind)) => kind,
+        (None, None) => {
+            return Err(Error::new(ErrorKind::InvalidArgument, "there is nothing to look at")
+                .remedy("give --trace or --workload"));
+        }
+    };
+    let page = options.page_size.unwrap_or(PageSize::DEFAULT);
+    let model = options.model.as_deref().map(format::open).transpose()?;
+    let workload = Workload::new(kind, page, model.as_ref())?;
+    let bar = Bar::new("making the workload", options.uses);
+    let trace = workload.trace(options.uses, options.seed, &mut |uses| bar.at(uses))?;
+    Ok((trace, format!("workload {kind}, seed {}", options.seed), Some(page)))
 }
 
 /// Runs the trace through each policy at each capacity.
 pub fn run(options: &Options) -> Result<Found> {
-    let trace = Trace::open_mooncake(&options.trace)?;
+    let inputs: Vec<Input> =
+        options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }).collect();
+    // Tried first: some traces take long.
+    let svg = options.svg.as_deref().map(|path| NewFile::create(path, "drawing", "--svg", &inputs)).transpose()?;
     let mut kinds: Vec<PolicyKind> = Vec::new();
     for choice in &options.policy {
         match *choice {
@@ -112,16 +205,28 @@ pub fn run(options: &Options) -> Result<Found> {
     }
     let mut seen = std::collections::HashSet::new();
     kinds.retain(|kind| seen.insert(*kind));
+    let (mut trace, name, page) = trace(options)?;
+    let mut sizes = if options.capacity.is_empty() { shares(trace.pages()) } else { options.capacity.clone() };
+    let mut seen = std::collections::HashSet::new();
+    sizes.retain(|pages| seen.insert(*pages));
+
+    let rounds = sizes.len() as u64 * (kinds.len() as u64 + 1) + 1;
+    let bar = Bar::new("policies", rounds * trace.uses());
+    let uses = trace.uses();
+    let mut done = 0;
+    let hits = trace.hits_of_lru(&mut |uses| bar.at(uses))?;
     let mut capacities = Vec::new();
-    for pages in options.capacity.iter().copied() {
-        let optimum = Ratio::from(sim::optimum(&trace, pages));
+    for pages in sizes {
+        done += uses;
+        let optimum = ratio(trace.optimum(pages, &mut |uses| bar.at(done + uses))?, page);
         let mut policies = Vec::new();
         for kind in &kinds {
+            done += uses;
             let start = Instant::now();
-            let ratio = Ratio::from(sim::replay(kind.build(), &trace, pages)?);
-            let ns = start.elapsed().as_nanos() as f64 / trace.uses().len() as f64;
+            let ratio = ratio(trace.replay(kind.build(), pages, &mut |uses| bar.at(done + uses))?, page);
+            let ns = start.elapsed().as_nanos() as f64 / uses as f64;
             policies.push(Outcome {
-                policy: kind.name(),
+                policy: kind.name().to_owned(),
                 ratio,
                 regret: optimum.hit_ratio - ratio.hit_ratio,
                 ns_per_use: (ns * 10.0).round() / 10.0,
@@ -129,44 +234,96 @@ pub fn run(options: &Options) -> Result<Found> {
         }
         capacities.push(Capacity { pages, optimum, policies });
     }
-    Ok(Found {
-        trace: options.trace.display().to_string(),
-        uses: trace.uses().len() as u64,
+    drop(bar);
+    let classes = trace.classes().iter();
+    let found = Found {
+        trace: name,
+        about: trace.about().map(str::to_owned),
+        uses,
         pages: trace.pages(),
+        passes: trace.passes(),
+        page_bytes: page.map(PageSize::bytes),
+        classes: classes
+            .map(|class| Class { class: class.class.clone(), pages: class.pages, uses: class.uses })
+            .collect(),
+        lru: points(&hits, uses, &capacities),
         capacities,
-    })
+    };
+    if let Some(svg) = svg {
+        curve::write(&found, &svg)?;
+    }
+    Ok(found)
+}
+
+/// 10, 25, 50, 75 and 90 % of the pages.
+fn shares(pages: u32) -> Vec<NonZeroU32> {
+    let of = |percent: u64| NonZeroU32::new((u64::from(pages) * percent / 100) as u32).unwrap_or(NonZeroU32::MIN);
+    [10, 25, 50, 75, 90].map(of).to_vec()
+}
+
+/// The curve, at capacities evenly spaced and at those that were asked for.
+fn points(hits: &[u64], uses: u64, capacities: &[Capacity]) -> Vec<Point> {
+    let all = hits.len() as u64;
+    let mut at: Vec<u64> = (1..=POINTS).map(|n| (n * all).div_ceil(POINTS)).collect();
+    at.extend(capacities.iter().map(|capacity| u64::from(capacity.pages.get()).min(all)));
+    at.sort_unstable();
+    at.dedup();
+    let point = |pages: u64| {
+        let hits = hits.get((pages as usize).checked_sub(1)?)?;
+        Some(Point { pages: pages as u32, hit_ratio: *hits as f64 / uses as f64 })
+    };
+    at.into_iter().filter_map(point).collect()
 }
 
 impl Report for Found {
     fn text(&self) -> String {
-        let name = super::output::printable(&self.trace);
-        let mut text = format!("{name}: {} uses of {} pages\n", self.uses, self.pages);
+        let mut text = format!("{}: {} uses of {} pages", printable(&self.trace), self.uses, self.pages);
+        if let Some(bytes) = self.page_bytes {
+            text += &format!(" of {}, {} in all", size(bytes), size(bytes * u64::from(self.pages)));
+        }
+        if self.passes > 0 {
+            text += &format!(", in {} passes", self.passes);
+        }
+        text += "\n";
+        if let Some(about) = &self.about {
+            text += &format!("captured from: {}\n", printable(about));
+        }
+        if self.classes.len() > 1 {
+            let mut table = Table::new(&[("class", Side::Left), ("pages", Side::Right), ("uses", Side::Right)]);
+            for class in &self.classes {
+                table.row([printable(&class.class), class.pages.to_string(), class.uses.to_string()]);
+            }
+            text += &format!("\n{}", table.text());
+        }
         for capacity in &self.capacities {
-            text += &format!("\nwith room for {}\n", capacity.pages);
-            let mut table = Table::new(&[
+            text += &format!("\nwith room for {}", capacity.pages);
+            if let Some(bytes) = self.page_bytes {
+                text += &format!(", {}", size(bytes * u64::from(capacity.pages.get())));
+            }
+            text += "\n";
+            let mut head = vec![
                 ("policy", Side::Left),
                 ("hits", Side::Right),
                 ("hit ratio", Side::Right),
                 ("below the optimum", Side::Right),
                 ("ns a use", Side::Right),
-            ]);
-            let best = capacity.optimum;
-            let ratio = |ratio: f64| format!("{ratio:.4}");
-            table.row([
-                "optimum".to_owned(),
-                best.hits.to_string(),
-                ratio(best.hit_ratio),
-                String::new(),
-                String::new(),
-            ]);
+            ];
+            if self.page_bytes.is_some() {
+                head.push(("moved", Side::Right));
+            }
+            if self.passes > 0 && self.page_bytes.is_some() {
+                head.push(("a pass", Side::Right));
+            }
+            let mut table = Table::new(&head);
+            let mut row = |name: &str, found: &Ratio, regret: String, ns: String| {
+                let moved = found.bytes_moved.map(size);
+                let pass = found.bytes_moved.filter(|_| self.passes > 0).map(|bytes| size(bytes / self.passes));
+                let cells = [name.to_owned(), found.hits.to_string(), format!("{:.4}", found.hit_ratio), regret, ns];
+                table.row(cells.into_iter().chain(moved).chain(pass));
+            };
+            row("optimum", &capacity.optimum, String::new(), String::new());
             for found in &capacity.policies {
-                table.row([
-                    found.policy.to_owned(),
-                    found.ratio.hits.to_string(),
-                    ratio(found.ratio.hit_ratio),
-                    ratio(found.regret),
-                    format!("{:.0}", found.ns_per_use),
-                ]);
+                row(&found.policy, &found.ratio, format!("{:.4}", found.regret), format!("{:.0}", found.ns_per_use));
             }
             text += &table.text();
         }

@@ -68,38 +68,67 @@ impl Trace {
     }
 }
 
+/// MIN as it goes, told of each use when the page's next one is. It keeps a number for each frame and knows no pages.
+#[derive(Debug)]
+pub struct Min {
+    frames: usize,
+    at: u64,
+    /// When the resident pages that are used again are.
+    next: BTreeSet<u64>,
+    /// How many resident pages are not.
+    dead: usize,
+    hits: u64,
+}
+
+impl Min {
+    /// The next use of a page that has none.
+    pub const NEVER: u64 = u64::MAX;
+
+    /// An empty cache of so many frames.
+    pub fn new(frames: usize) -> Self {
+        Self { frames, at: 0, next: BTreeSet::new(), dead: 0, hits: 0 }
+    }
+
+    /// The next use, and which one is the next of the same page; uses are counted from 0.
+    pub fn used(&mut self, next: u64) {
+        // Every resident page's next use is this one or a later one, and only this page's is this one.
+        if self.next.first() == Some(&self.at) {
+            self.next.pop_first();
+            self.hits += 1;
+        } else if self.next.len() + self.dead == self.frames {
+            match self.dead.checked_sub(1) {
+                Some(dead) => self.dead = dead,
+                None => drop(self.next.pop_last()),
+            }
+        }
+        self.at += 1;
+        if self.frames == 0 {
+            return;
+        }
+        if next == Self::NEVER {
+            self.dead += 1;
+        } else {
+            self.next.insert(next);
+        }
+    }
+
+    /// Uses that found their page.
+    pub fn hits(&self) -> u64 {
+        self.hits
+    }
+}
+
 /// Uses of `order` that MIN finds resident with `frames` frames, every missing page being brought in at its use: of all
 /// policies that know only a page at a time, none has more. Pages go by numbers. Takes O(n log frames) steps for `n` uses.
 pub fn min_hits(order: &[u32], frames: usize) -> u64 {
-    const NEVER: usize = usize::MAX;
-    if frames == 0 {
-        return 0;
-    }
-    let mut next = vec![NEVER; order.len()];
-    let mut seen: HashMap<u32, usize> = HashMap::new();
+    let mut next = vec![Min::NEVER; order.len()];
+    let mut seen: HashMap<u32, u64> = HashMap::new();
     for (at, page) in order.iter().enumerate().rev() {
-        next[at] = seen.insert(*page, at).unwrap_or(NEVER);
+        next[at] = seen.insert(*page, at as u64).unwrap_or(Min::NEVER);
     }
-    let mut resident: HashMap<u32, usize> = HashMap::new();
-    let mut by_next: BTreeSet<(usize, u32)> = BTreeSet::new();
-    let mut hits = 0;
-    for (at, page) in order.iter().enumerate() {
-        match resident.get(page).copied() {
-            Some(key) => {
-                hits += 1;
-                by_next.remove(&(key, *page));
-            }
-            None if resident.len() == frames => {
-                if let Some((_, victim)) = by_next.pop_last() {
-                    resident.remove(&victim);
-                }
-            }
-            None => {}
-        }
-        resident.insert(*page, next[at]);
-        by_next.insert((next[at], *page));
-    }
-    hits
+    let mut min = Min::new(frames);
+    next.into_iter().for_each(|next| min.used(next));
+    min.hits()
 }
 
 #[cfg(test)]

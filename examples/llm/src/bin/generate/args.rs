@@ -71,6 +71,9 @@ pub struct Args {
     /// Writes a timeline that chrome://tracing and Perfetto show.
     #[arg(long)]
     pub timeline: Option<PathBuf>,
+    /// Writes which pages are used, in order, for `outcore policies --trace`.
+    #[arg(long)]
+    pub capture: Option<PathBuf>,
     /// Threads that compute; 0 means one a core.
     #[arg(long, default_value_t = 0)]
     pub threads: usize,

@@ -2,6 +2,7 @@
 
 mod args;
 mod budget;
+mod capture;
 mod progress;
 mod report;
 mod source;
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
+use outcore::output::{Input, NewFile};
 use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
@@ -22,6 +24,7 @@ use outcore_llm::{
 
 use args::Args;
 use budget::{Wishes, Working};
+use capture::Capture;
 use progress::Progress;
 use report::{Run, Timeline};
 
@@ -156,7 +159,15 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let path = source::resolve(&args.model)?;
     let files = ModelFiles::open(&path)?;
     // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
-    let timeline = args.timeline.as_deref().map(|path| Timeline::create(path, &files.all_paths())).transpose()?;
+    let of_model = |path| Input { path, is: "it is a file of the model" };
+    let inputs: Vec<Input> = files.all_paths().into_iter().map(of_model).collect();
+    let timeline = args.timeline.as_deref().map(|path| Timeline::create(path, &inputs)).transpose()?;
+    let captured = args.capture.as_deref().map(|path| {
+        let file = NewFile::create(path, "capture", "--capture", &inputs)?;
+        args.timeline.as_deref().map_or(Ok(()), |timeline| file.is_not(timeline))?;
+        Ok::<_, outcore::Error>(file)
+    });
+    let captured = captured.transpose()?;
     let tokenizer = Tokenizer::load(&files);
     let tokenizer = match (tokenizer, &args.prompt_tokens) {
         (Ok(tokenizer), _) => Some(tokenizer),
@@ -195,8 +206,12 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         .io(args.io)
         .verify(args.verify)
         .timeline(args.timeline.is_some())
+        .keep_uses(captured.is_some())
         .open()?;
     let model = runtime.open_parsed(files.header().clone())?;
+    let about = format!("generate --model {} --device-budget {}", model_name(&args.model), budgets.device);
+    let capture = captured.map(|file| Capture::begin(file, &runtime, &model, budgets.page_size, &about));
+    let mut capture = capture.transpose()?;
     let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?.cancelled_by(interrupt.asked.clone()));
     let options = Options { threads: args.threads, ..Options::default() };
     let mut sequence = match gpu {
@@ -240,6 +255,9 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
                 done => done?,
             };
             progress.take();
+            if let Some(capture) = &mut capture {
+                capture.pass(&runtime)?;
+            }
             let part = sequence.last_pass();
             runtime.add_span(Lane::Compute, "pass", since, since + part.total);
             pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
@@ -265,6 +283,9 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         let rest = stream.finish();
         show(args, &rest)?;
         text.push_str(&rest);
+    }
+    if let Some(capture) = capture {
+        capture.finish(&runtime)?;
     }
     if let Some(timeline) = timeline {
         timeline.write(runtime.take_timeline())?;
@@ -294,6 +315,11 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         interrupted: interrupt.asked(),
         stats,
     })
+}
+
+/// A model's name without the folders it is in, which are nobody's business.
+fn model_name(model: &std::ffi::OsStr) -> std::borrow::Cow<'_, str> {
+    std::path::Path::new(model).file_name().unwrap_or(model).to_string_lossy()
 }
 
 fn check_prompt(prompt: &[u32], tokens: usize, config: &Config) -> Result<()> {

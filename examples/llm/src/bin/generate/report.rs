@@ -1,16 +1,14 @@
 //! What a run was: the summary for people, the JSON line for programs, the timeline for both.
 
 use std::fmt::Write as _;
-use std::fs::Permissions;
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Error, ErrorKind, Lane, PageStalls, Result, Span, Stats, TierStalls};
+use outcore::output::{Input, NewFile};
+use outcore::{Bytes, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
-use tempfile::NamedTempFile;
 
 /// A finished run.
 #[derive(Debug)]
@@ -104,6 +102,8 @@ impl Run {
             "disk_read_bytes": stats.traffic.disk_read.get(),
             "disk_written_bytes": stats.traffic.disk_written.get(),
             "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
+            "disk_busy_s": stats.traffic.disk_busy.as_secs_f64(),
+            "link_busy_s": stats.traffic.link_busy.as_secs_f64(),
             "pass_bytes": self.pass_bytes.get(),
             // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
             "hit_ratio": stats.optimum.actual_ratio(),
@@ -208,56 +208,16 @@ fn peak_rss() -> Bytes {
 }
 
 /// A file that spans are written to in the Trace Event Format that chrome://tracing and Perfetto read.
-///
-/// Until all is written the file is as it was: a temporary one beside it then takes its name.
 #[derive(Debug)]
-pub struct Timeline {
-    path: PathBuf,
-}
+pub struct Timeline(NewFile);
 
 impl Timeline {
-    const REMEDY: &str = "--timeline wants the name of a file in a folder that can be written to";
-
     /// A timeline at `path`, which must not be one of `models`.
     ///
     /// # Errors
-    /// `InvalidArgument` if `path` is one of the model's files, or something else than a file; `Io` and its kin if no file
-    /// can be made there.
-    pub fn create(path: &Path, models: &[PathBuf]) -> Result<Self> {
-        let identity = |path: &Path| std::fs::metadata(path).map(|meta| (meta.dev(), meta.ino()));
-        // What a link names is replaced, not the link.
-        let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let refused = |what: &str| {
-            let what = format!("the timeline cannot be written to {}: {what}", path.display());
-            Error::new(ErrorKind::InvalidArgument, what).remedy("give --timeline the name of a file of its own")
-        };
-        if let Ok(there) = std::fs::metadata(&path) {
-            if !there.is_file() {
-                return Err(refused("it is no regular file"));
-            }
-            if models.iter().any(|model| identity(model).is_ok_and(|is| is == (there.dev(), there.ino()))) {
-                return Err(refused("it is a file of the model"));
-            }
-        }
-        let timeline = Self { path };
-        // A try, which leaves nothing behind however the run ends.
-        drop(timeline.beside().map_err(|cause| timeline.failed(cause))?);
-        Ok(timeline)
-    }
-
-    /// A file without contents in the same folder, gone when dropped.
-    fn beside(&self) -> std::io::Result<NamedTempFile> {
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        // As readable as any new file of this user.
-        let usual = Permissions::from_mode(0o666);
-        tempfile::Builder::new().permissions(usual).prefix(".timeline-").tempfile_in(folder.unwrap_or(Path::new(".")))
-    }
-
-    fn failed(&self, cause: std::io::Error) -> Error {
-        // Without the temporary file's name, which means nothing to anybody.
-        let inner = cause.get_ref().and_then(|named| named.source()?.downcast_ref::<std::io::Error>());
-        let cause = inner.and_then(std::io::Error::raw_os_error).map_or(cause, std::io::Error::from_raw_os_error);
-        Error::io(format!("write the timeline to {}", self.path.display()), cause).remedy(Self::REMEDY)
+    /// As for [`NewFile::create`].
+    pub fn create(path: &Path, models: &[Input]) -> Result<Self> {
+        NewFile::create(path, "timeline", "--timeline", models).map(Self)
     }
 
     /// Writes spans, in any order. Overlapping spans of a lane get rows of their own.
@@ -270,8 +230,8 @@ impl Timeline {
         const ROWS_PER_LANE: usize = 1000;
         spans.sort_by_key(|span| (span.start, span.duration));
         let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
-        let failed = |cause| self.failed(cause);
-        let file = self.beside().map_err(failed)?;
+        let failed = |cause| self.0.failed(cause);
+        let file = self.0.beside()?;
         let mut out = BufWriter::new(file.as_file());
         let mut events = Vec::with_capacity(spans.len() + LANES.len());
         for span in spans {
@@ -307,7 +267,6 @@ impl Timeline {
             .map_err(|cause| failed(cause.into()))?;
         out.flush().map_err(failed)?;
         drop(out);
-        file.persist(&self.path).map_err(|refused| failed(refused.error))?;
-        Ok(())
+        self.0.put(file)
     }
 }

@@ -1,0 +1,114 @@
+// Draws what the page's data has. Everything that can be said in text is in the page already.
+"use strict";
+(() => {
+  if (typeof uPlot !== "function") {
+    const places = document.querySelectorAll(".chart");
+    places.forEach((place) => (place.textContent = "This browser cannot draw the chart; the table has its numbers."));
+    return;
+  }
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const width = () => Math.min(document.body.clientWidth, 1080);
+  const colour = (at, of) => `hsl(${Math.round((360 * at) / of)} 70% ${at % 2 ? 48 : 38}%)`;
+  const time = (s) => (s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(3) + " ms" : (s * 1e6).toFixed(1) + " \u00b5s");
+
+  // Hit ratios: LRU's curve at every capacity, the others through the capacities that were looked at.
+  data.policies.forEach((found, number) => {
+    const xs = [...new Set([...found.lru.map((p) => p.pages), ...found.capacities.map((c) => c.pages)])].sort((a, b) => a - b);
+    const at = new Map(xs.map((x, i) => [x, i]));
+    const column = (points) => {
+      const values = new Array(xs.length).fill(null);
+      points.forEach(([x, y]) => (values[at.get(x)] = y));
+      return values;
+    };
+    const names = found.capacities.length ? found.capacities[0].policies.map((p) => p.policy) : [];
+    const show = (u, value) => (value == null ? "" : value.toFixed(4));
+    const points = { show: true, size: 6 };
+    const series = [
+      { label: "pages" },
+      { label: "lru, every capacity", stroke: "#a0a7b3", width: 4, points: { show: false }, value: show },
+      { label: "optimum", stroke: "#000", width: 2, spanGaps: true, points, value: show },
+      ...names.map((name, i) => ({ label: name, stroke: colour(i, names.length), width: 1.5, spanGaps: true, points, value: show })),
+    ];
+    const values = [
+      xs,
+      column(found.lru.map((p) => [p.pages, p.hit_ratio])),
+      column(found.capacities.map((c) => [c.pages, c.optimum.hit_ratio])),
+      ...names.map((name, i) => column(found.capacities.map((c) => [c.pages, c.policies[i].hit_ratio]))),
+    ];
+    const options = {
+      width: width(), height: 420, series,
+      scales: { x: { time: false }, y: { range: [0, 1] } },
+      axes: [{ label: "capacity in pages" }, { label: "hit ratio" }],
+    };
+    new uPlot(options, values, document.getElementById("policies-" + number));
+  });
+
+  // Timelines: a row for each lane, spans as they are or, where they are many, runs of them. Dragging looks closer.
+  data.timelines.forEach((line, number) => {
+    const place = document.getElementById("timeline-" + number);
+    const names = line.names;
+    const lanes = line.lanes;
+    const keys = document.createElement("p");
+    names.forEach((name, i) => {
+      const key = document.createElement("span");
+      const square = document.createElement("i");
+      key.className = "key";
+      square.style.background = colour(i, names.length);
+      key.append(square, name);
+      keys.append(key);
+    });
+    place.before(keys);
+    const under = document.createElement("p");
+    under.id = "under-" + number;
+    under.className = "note";
+    under.textContent = "Drag to look closer; click twice for all of it.";
+    place.after(under);
+    const row = (lane) => lanes.length - 1 - lane;
+    const draw = (u) => {
+      const context = u.ctx;
+      const { left, top, width: w, height: h } = u.bbox;
+      context.save();
+      context.beginPath();
+      context.rect(left, top, w, h);
+      context.clip();
+      lanes.forEach((lane, at) => {
+        const y0 = u.valToPos(row(at) + 0.85, "y", true);
+        const y1 = u.valToPos(row(at) + 0.15, "y", true);
+        lane.spans.forEach(([name, start, end]) => {
+          if (end < u.scales.x.min || start > u.scales.x.max) return;
+          const x0 = u.valToPos(start, "x", true);
+          const x1 = u.valToPos(end, "x", true);
+          context.fillStyle = colour(name, names.length);
+          context.fillRect(x0, y0, Math.max(x1 - x0, 0.5), y1 - y0);
+        });
+      });
+      context.restore();
+    };
+    const tell = (u) => {
+      const { left, top } = u.cursor;
+      if (left == null || left < 0) return;
+      const x = u.posToVal(left, "x");
+      const lane = lanes[lanes.length - 1 - Math.floor(u.posToVal(top, "y"))];
+      const span = lane && lane.spans.find(([, start, end]) => start <= x && x <= end);
+      under.textContent = span
+        ? `${lane.name}: ${names[span[0]]}, ${time(span[2] - span[1])} from ${time(span[1])} on`
+        : `${lane ? lane.name + ", " : ""}${time(x)}`;
+    };
+    const options = {
+      width: width(), height: 60 + 56 * lanes.length, legend: { show: false },
+      series: [{}, { show: false }],
+      scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { range: [0, lanes.length] } },
+      axes: [
+        { label: "seconds" },
+        {
+          size: 90, grid: { show: false }, splits: () => lanes.map((_, i) => row(i) + 0.5),
+          values: () => lanes.map((lane) => lane.name),
+        },
+      ],
+      cursor: { y: false },
+      hooks: { draw: [draw], setCursor: [tell] },
+    };
+    new uPlot(options, [[line.start, line.end], [0, 0]], place);
+  });
+  document.body.dataset.drawn = "all";
+})();

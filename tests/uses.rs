@@ -1,0 +1,63 @@
+//! The promise: a runtime that keeps its uses tells all of them, in order, and says how many it had no room for.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use outcore::{Bytes, DType, PageSize, PageUses, Runtime, Tensor};
+
+const PAGE: u64 = 64 << 10;
+
+fn open(keep: bool) -> (Runtime, Tensor) {
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(1)).keep_uses(keep).open().unwrap();
+    let tensor = runtime.alloc(DType::F32, &[4, PAGE / 4]).unwrap();
+    (runtime, tensor)
+}
+
+fn indices(uses: &PageUses) -> Vec<u32> {
+    uses.pages.iter().map(|page| page.index.get()).collect()
+}
+
+#[test]
+fn misses_and_hits_are_told_in_order_and_once() {
+    let (runtime, tensor) = open(true);
+    let row = |n| tensor.rows(n..n + 1).unwrap();
+    for n in [2, 0, 0, 2, 1] {
+        drop(runtime.pin(&row(n)).wait().unwrap());
+    }
+    drop(runtime.pin(&tensor).wait().unwrap());
+    let uses = runtime.take_uses();
+    assert_eq!((indices(&uses), uses.dropped), (vec![2, 0, 0, 2, 1, 0, 1, 2, 3], 0));
+    assert!(uses.pages.iter().all(|page| page.segment == runtime.snapshot(&tensor).id));
+    assert_eq!(uses.pages.len() as u64, runtime.stats().pager.uses);
+    assert_eq!(runtime.take_uses(), PageUses::default(), "they are told once");
+    drop(runtime.pin(&row(3)).wait().unwrap());
+    assert_eq!(indices(&runtime.take_uses()), [3]);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_there_is_no_room_for_is_counted_and_leaves_no_gap() {
+    let (runtime, tensor) = open(true);
+    let (first, second) = (tensor.rows(0..1).unwrap(), tensor.rows(1..2).unwrap());
+    for _ in 0..PageUses::MAX {
+        drop(runtime.pin(&first).wait().unwrap());
+    }
+    for _ in 0..3 {
+        drop(runtime.pin(&second).wait().unwrap());
+    }
+    let uses = runtime.take_uses();
+    assert_eq!((uses.pages.len(), uses.dropped), (PageUses::MAX, 3));
+    assert!(indices(&uses).iter().all(|index| *index == 0));
+    drop(runtime.pin(&second).wait().unwrap());
+    let uses = runtime.take_uses();
+    assert_eq!((indices(&uses), uses.dropped), (vec![1], 0));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn nothing_is_kept_unasked() {
+    let (runtime, tensor) = open(false);
+    drop(runtime.pin(&tensor).wait().unwrap());
+    assert_eq!(runtime.take_uses(), PageUses::default());
+    runtime.close().unwrap();
+}
