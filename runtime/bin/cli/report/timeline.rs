@@ -178,9 +178,11 @@ mod tests {
         let disk = &timeline.lanes[0];
         assert_eq!((disk.count, disk.spans.len()), (100_000, 1));
         assert!((disk.busy - 0.5).abs() < 1e-6);
-        let apart = (0..100_000).map(|n| event("disk", "read", f64::from(n) * f64::from(n), 5.0)).collect();
+        // A thousand groups, each a second from the next.
+        let apart =
+            (0..100_000).map(|n| event("disk", "read", f64::from(n / 100) * 1e6 + f64::from(n % 100), 5.0)).collect();
         let drawn = Timeline::new("t".into(), apart).unwrap().lanes[0].spans.len();
-        assert!((1000..=4001).contains(&drawn), "{drawn}");
+        assert_eq!(drawn, 1000);
     }
 
     #[test]
