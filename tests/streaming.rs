@@ -225,7 +225,7 @@ fn each_dirty_page_is_written_back_once(devices: Devices) {
                 check_writes(&runtime, &writes, ROWS, &what);
             } else {
                 let by_offset = writes.by_offset();
-                assert_eq!(by_offset.len() as u64, on_disk, "{what}");
+                assert!(by_offset.len() as u64 >= on_disk, "{what}: {on_disk} on disk, {by_offset:?}");
                 let written = Bytes::new(by_offset.values().map(|count| u64::from(*count)).sum::<u64>() * ROW);
                 assert_eq!(runtime.stats().traffic.disk_written, written, "{what}");
             }
