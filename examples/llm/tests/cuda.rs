@@ -425,17 +425,29 @@ fn an_interrupt_ends_a_pass_on_a_gpu() {
     let model = folder.path().join("m.gguf");
     Spec { context: 512, ..spec(Arch::Llama, WeightType::Q8_0) }.write_gguf(&model).unwrap();
     let (prompt, model) = (long_prompt(300), model.to_str().unwrap());
-    // The pages of a pass come and go, so that it waits for its own kernels from its beginning to its end.
+    // The pages of a pass come and go, so that it waits for its own kernels from its beginning to its end. The first of them
+    // runs until the program has been interrupted.
+    let pipe = folder.path().join("gate");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let args = ["--model", model, "--prompt-tokens", &prompt, "--tokens", "100", "--json", "--device-budget", "4MiB"];
     let on_gpu = [&args[..], &["--device", "cuda", "--kernels", kernels.to_str().unwrap()]].concat();
     let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
-    let mut child = command.env("RUST_LOG", "info").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Open to read too, so that this does not wait for the kernel; one that has not begun by the end finds no pipe.
+    let gate = std::fs::File::options().read(true).write(true).open(&pipe).unwrap();
+    command.env("RUST_LOG", "info").env("FAKECUDA_GATE", &pipe);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    while !said.contains("ready") {
-        assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended before it was ready: {said}");
-    }
+    let mut until = |word: &str| {
+        while !said.contains(word) {
+            assert_ne!(stderr.read_line(&mut said).unwrap(), 0, "it ended and did not say {word:?}: {said}");
+        }
+    };
+    until("ready");
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    until("interrupt again");
+    std::fs::remove_file(&pipe).unwrap();
+    drop(gate);
     stderr.read_to_string(&mut said).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{said}");

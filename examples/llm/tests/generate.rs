@@ -620,7 +620,7 @@ fn interrupted(mut child: Child) -> Value {
     stderr.read_to_string(&mut rest).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{rest}");
-    assert!(rest.contains("most in use") && !rest.contains("panicked"), "{rest}");
+    assert!(rest.contains("interrupt again") && rest.contains("most in use") && !rest.contains("panicked"), "{rest}");
     let run = last_line(std::str::from_utf8(&output.stdout).unwrap());
     assert_eq!(run["interrupted"], true);
     run

@@ -1,6 +1,7 @@
 //! What a test can make go wrong: failing calls, lost devices, late and slow work. Also what the machine looks like.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::abi::{CuResult, ERROR_UNKNOWN, Outcome};
@@ -102,6 +103,8 @@ pub struct Config {
     pub granularity: u64,
     /// Copies, fills and events end when they are submitted, move nothing, and are not judged.
     pub bare: bool,
+    /// What the next kernel to run reads to its end first: a pipe keeps it running until its writer closes it.
+    pub gate: Option<PathBuf>,
 }
 
 fn variable(name: &str) -> Option<u64> {
@@ -124,6 +127,7 @@ impl Config {
             attributes: BTreeMap::new(),
             granularity: 2 << 20,
             bare: false,
+            gate: std::env::var_os("FAKECUDA_GATE").map(PathBuf::from),
         }
     }
     /// A delay between nothing and the longest, by the seed.

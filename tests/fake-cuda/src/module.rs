@@ -4,10 +4,11 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_char;
+use std::fs::File;
 use std::sync::Arc;
 
 use crate::abi::*;
-use crate::driver::{Guard, Need, enter};
+use crate::driver::{Guard, Need, enter, lock};
 use crate::stream;
 use crate::work::{Action, Reach, Work};
 
@@ -90,6 +91,11 @@ impl Launch {
         self.reach = reach;
     }
     pub fn run(&self) -> Outcome {
+        let gate = lock().config.gate.take();
+        // What cannot be read keeps nothing waiting.
+        if let Some(mut pipe) = gate.and_then(|path| File::open(path).ok()) {
+            let _ = std::io::copy(&mut pipe, &mut std::io::sink());
+        }
         RUNNING.set(self.reach.clone());
         self.with_raw(|raw| (self.kernel.run)(raw, self.kernel.argument));
         Ok(())

@@ -32,7 +32,8 @@ use report::{Run, Timeline};
 const INTERRUPTED: u8 = 130;
 
 /// What an interrupt means: before the first pass there is nothing to report and the program ends at once; from then on
-/// the pass in progress is given up and what was done is reported, unless the user insists.
+/// the pass in progress is given up and what was done is reported, unless the user insists. It says so, because a page that
+/// is on its way may take a while to come.
 #[derive(Debug, Default)]
 struct Interrupt {
     working: AtomicBool,
@@ -46,6 +47,7 @@ impl Interrupt {
             let _ = writeln!(std::io::stderr(), "generate: interrupted");
             std::process::exit(i32::from(INTERRUPTED));
         }
+        let _ = writeln!(std::io::stderr(), "generate: the pass is given up; interrupt again to end at once");
     }
 
     fn asked(&self) -> bool {
