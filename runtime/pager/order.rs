@@ -2,13 +2,13 @@
 
 use super::links::{Links, List};
 use super::numbers::PageNumbers;
-use super::policy::{Take, Want};
+use super::policy::{Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 
 /// Pages in order of their last use, or of their coming: the first is the first to leave. 8 bytes for each page that
 /// exists, whether in the list or not.
 #[derive(Debug)]
-pub(super) struct Order {
+pub struct Order {
     numbers: PageNumbers,
     links: Links,
     list: List,
@@ -119,14 +119,7 @@ impl Order {
 
     /// Offers the pages in the same order, without changing it.
     pub(super) fn offer(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for page in self.pages() {
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {}
-                Take::Stop => return None,
-            }
-        }
-        None
+        offer_each(self.pages(), take)
     }
 }
 

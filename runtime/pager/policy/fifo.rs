@@ -1,47 +1,25 @@
 //! First in, first out.
 
-use super::{Policy, Take, Want};
-use crate::ids::{PageId, SegmentId};
+use super::line::{Line, LineRule};
+use crate::ids::PageId;
 use crate::pager::order::Order;
 
 /// Evicts the page that came longest ago, whether it was used since or not.
 ///
 /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966. No
-/// parameters. 8 bytes a page.
+/// parameters.
+pub(super) type FifoPolicy = Line<Fifo>;
+
 #[derive(Debug)]
-pub(super) struct FifoPolicy {
-    order: Order,
-}
+pub(super) struct Fifo;
 
-impl Default for FifoPolicy {
-    fn default() -> Self {
-        Self { order: Order::new() }
-    }
-}
+impl LineRule for Fifo {
+    const NAME: &'static str = "fifo";
 
-impl Policy for FifoPolicy {
-    fn name(&self) -> &'static str {
-        "fifo"
-    }
-    fn segment(&mut self, segment: SegmentId, pages: u32) {
-        self.order.add_segment(segment, pages);
-    }
-    fn accessed(&mut self, _page: PageId) {}
-    fn inserted(&mut self, page: PageId) {
-        if !self.order.contains(page) {
-            self.order.insert(page);
+    fn used(_order: &mut Order, _page: PageId) {}
+    fn came(order: &mut Order, page: PageId) {
+        if !order.contains(page) {
+            order.insert(page);
         }
-    }
-    fn removed(&mut self, page: PageId) {
-        self.order.remove(page);
-    }
-    fn forget(&mut self, segment: SegmentId) {
-        self.order.remove_segment(segment);
-    }
-    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        self.order.offer_for(want, take)
-    }
-    fn tracked(&self) -> Vec<PageId> {
-        self.order.pages().collect()
     }
 }

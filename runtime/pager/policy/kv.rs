@@ -1,8 +1,8 @@
 //! For the pages of key-value caches: recency, worth more the more often a page was used.
 
-use super::{Policy, Take, Want};
+use super::classes::Classes;
+use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::links::{Links, List};
 use crate::pager::numbers::{PageNumbers, fit};
 
 /// Evicts the page with the least `last use + 1.5 * gap * log2(uses)`, in uses of pages. `gap` is the geometric mean of the
@@ -18,17 +18,13 @@ use crate::pager::numbers::{PageNumbers, fit};
 #[derive(Debug)]
 pub(super) struct KvPolicy {
     numbers: PageNumbers,
-    links: Links,
     /// By page: when it was used last, in uses, which wrap.
     last: Vec<u32>,
     /// By page: how often it was used.
     count: Vec<u16>,
     /// By page: of a resident one its class, and [`PENDING`].
     state: Vec<u8>,
-    lists: [List; CLASSES],
-    /// A bit for each list that is not empty.
-    used: u64,
-    held: List,
+    classes: Classes<CLASSES>,
     now: u32,
     gap: Gap,
     /// Whether chains are told of.
@@ -112,13 +108,10 @@ impl Default for KvPolicy {
     fn default() -> Self {
         Self {
             numbers: PageNumbers::default(),
-            links: Links::default(),
             last: Vec::new(),
             count: Vec::new(),
             state: Vec::new(),
-            lists: [List::EMPTY; CLASSES],
-            used: 0,
-            held: List::EMPTY,
+            classes: Classes::default(),
             now: 0,
             gap: Gap::assume(1),
             chains: false,
@@ -130,7 +123,7 @@ impl Default for KvPolicy {
 impl KvPolicy {
     fn fit(&mut self) {
         let end = self.numbers.end();
-        self.links.fit(end);
+        self.classes.fit(end);
         fit(&mut self.last, end, 0);
         fit(&mut self.count, end, 0);
         fit(&mut self.state, end, 0);
@@ -141,17 +134,12 @@ impl KvPolicy {
     }
 
     fn unlink(&mut self, number: u32) {
-        let class = usize::from(self.state[number as usize] & CLASS);
-        self.links.remove(&mut self.lists[class], number);
-        if self.lists[class].len == 0 {
-            self.used &= !(1 << class);
-        }
+        self.classes.remove(number, usize::from(self.state[number as usize] & CLASS));
     }
 
     /// Puts a page that is in no list behind the others of this class.
     fn link(&mut self, number: u32, class: usize) {
-        self.links.push_last(&mut self.lists[class], number);
-        self.used |= 1 << class;
+        self.classes.push_last(number, class);
         let state = &mut self.state[number as usize];
         *state = *state & PENDING | class as u8;
     }
@@ -172,50 +160,6 @@ impl KvPolicy {
     fn missed(&mut self, number: u32) {
         self.count_use(number);
         self.state[number as usize] |= PENDING;
-    }
-
-    /// The resident pages, by class, then in order of use.
-    fn resident(&self) -> impl Iterator<Item = PageId> {
-        let numbers = self.lists.iter().flat_map(|list| self.links.numbers(list));
-        numbers.map(|number| self.numbers.page(number))
-    }
-
-    fn offer_unchanged(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for page in self.resident() {
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {}
-                Take::Stop => return None,
-            }
-        }
-        None
-    }
-
-    /// The page that goes next.
-    fn candidate(&self) -> Option<u32> {
-        if self.used & 1 << FIRST != 0 {
-            return self.lists[FIRST].first();
-        }
-        let classes = (1..CLASSES).filter(|class| self.used & 1 << class != 0);
-        let firsts = classes.filter_map(|class| self.lists[class].first().map(|number| (class, number)));
-        let value = |class, number| self.gap.worth(class) as i64 - i64::from(self.since(number));
-        firsts.min_by_key(|(class, number)| value(*class, *number)).map(|(_, number)| number)
-    }
-
-    /// Offers pages; those that are not taken are linked in `held`.
-    fn offer(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        while let Some(number) = self.candidate() {
-            let page = self.numbers.page(number);
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {
-                    self.unlink(number);
-                    self.links.push_last(&mut self.held, number);
-                }
-                Take::Stop => return None,
-            }
-        }
-        None
     }
 }
 
@@ -251,7 +195,7 @@ impl Policy for KvPolicy {
     fn accessed(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
         self.now = self.now.wrapping_add(1);
-        match (self.links.present(number), self.is_pending(number)) {
+        match (self.classes.contains(number), self.is_pending(number)) {
             (true, false) => {
                 self.count_use(number);
                 self.unlink(number);
@@ -265,7 +209,7 @@ impl Policy for KvPolicy {
 
     fn inserted(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.links.present(number) {
+        if self.classes.contains(number) {
             return;
         }
         let wanted = self.is_pending(number);
@@ -281,7 +225,7 @@ impl Policy for KvPolicy {
 
     fn removed(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.links.present(number) {
+        if self.classes.contains(number) {
             self.unlink(number);
         }
         self.state[number as usize] = 0;
@@ -289,7 +233,7 @@ impl Policy for KvPolicy {
 
     fn forget(&mut self, segment: SegmentId) {
         for number in self.numbers.of_segment(segment) {
-            if self.links.present(number as u32) {
+            if self.classes.contains(number as u32) {
                 self.unlink(number as u32);
             }
             (self.state[number], self.count[number]) = (0, 0);
@@ -300,20 +244,22 @@ impl Policy for KvPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let Self { numbers, last, state, classes, now, gap, .. } = self;
         if want == Want::Memory {
-            return self.offer_unchanged(take);
+            return offer_each(classes.pages(numbers), take);
         }
-        let taken = self.offer(take);
-        while let Some(number) = self.held.first() {
-            let class = usize::from(self.state[number as usize] & CLASS);
-            self.links.remove(&mut self.held, number);
-            self.link(number, class);
-        }
-        taken
+        let value = |class: usize, number: u32| match class {
+            FIRST => i64::MIN,
+            _ => gap.worth(class) as i64 - i64::from(now.wrapping_sub(last[number as usize])),
+        };
+        let least = |classes: &Classes<CLASSES>| {
+            classes.firsts().min_by_key(|(class, number)| value(*class, *number)).map(|(_, number)| number)
+        };
+        classes.offer(numbers, |number| usize::from(state[number as usize] & CLASS), least, take)
     }
 
     fn tracked(&self) -> Vec<PageId> {
-        self.resident().collect()
+        self.classes.pages(&self.numbers).collect()
     }
 }
 

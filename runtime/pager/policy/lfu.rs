@@ -1,8 +1,8 @@
 //! Least frequently used, with ageing.
 
-use super::{Policy, Take, Want};
+use super::classes::Classes;
+use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::links::{Links, List};
 use crate::pager::numbers::{PageNumbers, fit};
 
 /// Evicts the page that was used least often since it came; of several, the one whose count is as it is for longest. A
@@ -16,15 +16,11 @@ use crate::pager::numbers::{PageNumbers, fit};
 #[derive(Debug)]
 pub(super) struct LfuPolicy {
     numbers: PageNumbers,
-    links: Links,
     /// By page: its count when it was last used; [`PENDING`]; and, from bit [`AGE_SHIFT`] on, how often counts had been
     /// halved then.
     state: Vec<u32>,
     /// By count, those that have had it for longest first.
-    lists: [List; COUNTS],
-    /// A bit for each list that is not empty.
-    used: u64,
-    held: List,
+    counts: Classes<COUNTS>,
     age: u32,
     uses: u64,
     period: u64,
@@ -38,15 +34,18 @@ const AGE_SHIFT: u32 = 7;
 const AGE_MAX: u32 = u32::MAX >> AGE_SHIFT;
 const PERIOD_MIN: u64 = 4096;
 
+/// The count that a state says, when counts have been halved `age` times.
+fn count_of(state: u32, age: u32) -> usize {
+    let halved = age - (state >> AGE_SHIFT);
+    (state & COUNT).checked_shr(halved).unwrap_or(0) as usize
+}
+
 impl Default for LfuPolicy {
     fn default() -> Self {
         Self {
             numbers: PageNumbers::default(),
-            links: Links::default(),
             state: Vec::new(),
-            lists: [List::EMPTY; COUNTS],
-            used: 0,
-            held: List::EMPTY,
+            counts: Classes::default(),
             age: 0,
             uses: 0,
             period: PERIOD_MIN,
@@ -57,15 +56,13 @@ impl Default for LfuPolicy {
 impl LfuPolicy {
     fn fit(&mut self) {
         let end = self.numbers.end();
-        self.links.fit(end);
+        self.counts.fit(end);
         fit(&mut self.state, end, 0);
     }
 
     /// The count of a resident page.
     fn count(&self, number: u32) -> usize {
-        let state = self.state[number as usize];
-        let halved = self.age - (state >> AGE_SHIFT);
-        (state & COUNT).checked_shr(halved).unwrap_or(0) as usize
+        count_of(self.state[number as usize], self.age)
     }
 
     fn is_pending(&self, number: u32) -> bool {
@@ -73,17 +70,12 @@ impl LfuPolicy {
     }
 
     fn unlink(&mut self, number: u32) {
-        let count = self.count(number);
-        self.links.remove(&mut self.lists[count], number);
-        if self.lists[count].len == 0 {
-            self.used &= !(1 << count);
-        }
+        self.counts.remove(number, self.count(number));
     }
 
     /// Puts a page that is in no list behind the others that have this count. It is not pending then.
     fn link(&mut self, number: u32, count: usize) {
-        self.links.push_last(&mut self.lists[count], number);
-        self.used |= 1 << count;
+        self.counts.push_last(number, count);
         self.state[number as usize] = self.age << AGE_SHIFT | count as u32;
     }
 
@@ -93,55 +85,17 @@ impl LfuPolicy {
         }
         self.age += 1;
         self.uses = 0;
-        for count in 1..COUNTS {
-            let mut list = std::mem::replace(&mut self.lists[count], List::EMPTY);
-            self.links.append(&mut self.lists[count / 2], &mut list);
-        }
-        self.used = (0..COUNTS).filter(|count| self.lists[*count].len > 0).fold(0, |bits, count| bits | 1 << count);
+        self.counts.move_down(|count| count / 2);
     }
 
     /// Ages are compared, so all begin again together. Once in 2^25 halvings this goes through all pages.
     fn rejuvenate(&mut self) {
         for number in 0..self.state.len() as u32 {
             let pending = self.state[number as usize] & PENDING;
-            let count = if self.links.present(number) { self.count(number) as u32 } else { 0 };
+            let count = if self.counts.contains(number) { self.count(number) as u32 } else { 0 };
             self.state[number as usize] = count | pending;
         }
         self.age = 0;
-    }
-
-    /// The resident pages, the first to leave first.
-    fn resident(&self) -> impl Iterator<Item = PageId> {
-        let numbers = self.lists.iter().flat_map(|list| self.links.numbers(list));
-        numbers.map(|number| self.numbers.page(number))
-    }
-
-    fn offer_unchanged(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for page in self.resident() {
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {}
-                Take::Stop => return None,
-            }
-        }
-        None
-    }
-
-    /// Offers pages; those that are not taken are linked in `held`.
-    fn offer(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        while self.used != 0 {
-            let number = self.lists[self.used.trailing_zeros() as usize].first()?;
-            let page = self.numbers.page(number);
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {
-                    self.unlink(number);
-                    self.links.push_last(&mut self.held, number);
-                }
-                Take::Stop => return None,
-            }
-        }
-        None
     }
 }
 
@@ -165,7 +119,7 @@ impl Policy for LfuPolicy {
         if self.uses >= self.period {
             self.halve();
         }
-        match (self.links.present(number), self.is_pending(number)) {
+        match (self.counts.contains(number), self.is_pending(number)) {
             (true, false) => {
                 let count = self.count(number);
                 self.unlink(number);
@@ -178,7 +132,7 @@ impl Policy for LfuPolicy {
 
     fn inserted(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.links.present(number) {
+        if self.counts.contains(number) {
             return;
         }
         let wanted = self.is_pending(number);
@@ -190,7 +144,7 @@ impl Policy for LfuPolicy {
 
     fn removed(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        if self.links.present(number) {
+        if self.counts.contains(number) {
             self.unlink(number);
         }
         self.state[number as usize] = 0;
@@ -198,7 +152,7 @@ impl Policy for LfuPolicy {
 
     fn forget(&mut self, segment: SegmentId) {
         for number in self.numbers.of_segment(segment) {
-            if self.links.present(number as u32) {
+            if self.counts.contains(number as u32) {
                 self.unlink(number as u32);
             }
             self.state[number] = 0;
@@ -208,21 +162,16 @@ impl Policy for LfuPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let Self { numbers, state, counts, age, .. } = self;
         if want == Want::Memory {
-            return self.offer_unchanged(take);
+            return offer_each(counts.pages(numbers), take);
         }
-        let taken = self.offer(take);
-        while let Some(number) = self.held.first() {
-            let (count, pending) = (self.count(number), self.state[number as usize] & PENDING);
-            self.links.remove(&mut self.held, number);
-            self.link(number, count);
-            self.state[number as usize] |= pending;
-        }
-        taken
+        let fewest = |counts: &Classes<COUNTS>| counts.firsts().next().map(|(_, number)| number);
+        counts.offer(numbers, |number| count_of(state[number as usize], *age), fewest, take)
     }
 
     fn tracked(&self) -> Vec<PageId> {
-        self.resident().collect()
+        self.counts.pages(&self.numbers).collect()
     }
 }
 

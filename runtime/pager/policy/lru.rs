@@ -1,51 +1,23 @@
 //! Least recently used.
 
-use super::{Policy, Take, Want};
-use crate::ids::{PageId, SegmentId};
+use super::line::{Line, LineRule};
+use crate::ids::PageId;
 use crate::pager::order::Order;
 
 /// Evicts the page whose last use is longest ago. Fills nothing ahead by itself.
+pub type LruPolicy = Line<Lru>;
+
+/// See [`LruPolicy`].
 #[derive(Debug)]
-pub struct LruPolicy {
-    order: Order,
-}
+pub struct Lru;
 
-impl LruPolicy {
-    /// With no pages.
-    pub fn new() -> Self {
-        Self { order: Order::new() }
-    }
-}
+impl LineRule for Lru {
+    const NAME: &'static str = "lru";
 
-impl Default for LruPolicy {
-    fn default() -> Self {
-        Self::new()
+    fn used(order: &mut Order, page: PageId) {
+        order.touch(page);
     }
-}
-
-impl Policy for LruPolicy {
-    fn name(&self) -> &'static str {
-        "lru"
-    }
-    fn segment(&mut self, segment: SegmentId, pages: u32) {
-        self.order.add_segment(segment, pages);
-    }
-    fn accessed(&mut self, page: PageId) {
-        self.order.touch(page);
-    }
-    fn inserted(&mut self, page: PageId) {
-        self.order.insert(page);
-    }
-    fn removed(&mut self, page: PageId) {
-        self.order.remove(page);
-    }
-    fn forget(&mut self, segment: SegmentId) {
-        self.order.remove_segment(segment);
-    }
-    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        self.order.offer_for(want, take)
-    }
-    fn tracked(&self) -> Vec<PageId> {
-        self.order.pages().collect()
+    fn came(order: &mut Order, page: PageId) {
+        order.insert(page);
     }
 }

@@ -4,11 +4,13 @@
 //! that enters and leaves the device tier, and is asked for victims. Policies are deterministic.
 
 mod arc;
+mod classes;
 mod clock;
 mod cycle;
 mod fifo;
 mod kv;
 mod lfu;
+mod line;
 mod lirs;
 mod lru;
 mod mru;
@@ -129,6 +131,19 @@ pub trait Policy: Send + fmt::Debug {
     fn tracked(&self) -> Vec<PageId> {
         Vec::new()
     }
+}
+
+/// Offers pages in order until one is taken, and changes nothing.
+pub(super) fn offer_each(
+    mut pages: impl Iterator<Item = PageId>,
+    take: &mut dyn FnMut(PageId) -> Take,
+) -> Option<PageId> {
+    let ended = pages.find_map(|page| match take(page) {
+        Take::Yes => Some(Some(page)),
+        Take::Skip => None,
+        Take::Stop => Some(None),
+    });
+    ended.flatten()
 }
 
 /// The policies a runtime can be opened with.

@@ -17,7 +17,7 @@
 
 use std::fmt;
 
-use super::{Policy, Take, Want};
+use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 use crate::pager::links::{Links, List};
 use crate::pager::numbers::{PageNumbers, fit};
@@ -161,8 +161,9 @@ impl<const N: usize> Queues<N> {
     }
 
     /// Every resident page, queue by queue.
-    fn resident(&self) -> impl Iterator<Item = u32> {
-        self.lists[..self.resident].iter().flat_map(|list| self.links.numbers(list))
+    fn pages(&self) -> impl Iterator<Item = PageId> {
+        let lists = self.lists[..self.resident].iter();
+        lists.flat_map(|list| self.links.numbers(list)).map(|number| self.numbers.page(number))
     }
 }
 
@@ -217,18 +218,6 @@ impl<R: Rule<N>, const N: usize> Ruled<R, N> {
     fn missed(&mut self, number: u32) {
         self.rule.miss(&mut self.queues, number);
         self.queues.set_pending(number, true);
-    }
-
-    fn offer_unchanged(&self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        for number in self.queues.resident() {
-            let page = self.queues.numbers.page(number);
-            match take(page) {
-                Take::Yes => return Some(page),
-                Take::Skip => {}
-                Take::Stop => return None,
-            }
-        }
-        None
     }
 }
 
@@ -290,7 +279,7 @@ impl<R: Rule<N>, const N: usize> Policy for Ruled<R, N> {
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         if want == Want::Memory {
-            return self.offer_unchanged(take);
+            return offer_each(self.queues.pages(), take);
         }
         let mut taken = None;
         while let Some(number) = self.rule.candidate(&mut self.queues) {
@@ -313,6 +302,6 @@ impl<R: Rule<N>, const N: usize> Policy for Ruled<R, N> {
     }
 
     fn tracked(&self) -> Vec<PageId> {
-        self.queues.resident().map(|number| self.queues.numbers.page(number)).collect()
+        self.queues.pages().collect()
     }
 }

@@ -1,0 +1,105 @@
+//! What policies that rank pages by class have in common: a queue for each class, and searches through them.
+
+use super::Take;
+use crate::ids::PageId;
+use crate::pager::links::{Links, List};
+use crate::pager::numbers::PageNumbers;
+
+/// `N` queues, at most 64, of resident pages. Which class a page is in is its owner's to know. 8 bytes for each page that
+/// exists.
+#[derive(Debug)]
+pub(super) struct Classes<const N: usize> {
+    links: Links,
+    /// By class, those that have been in it for longest first.
+    lists: [List; N],
+    /// A bit for each list that is not empty.
+    used: u64,
+    held: List,
+}
+
+impl<const N: usize> Default for Classes<N> {
+    fn default() -> Self {
+        const { assert!(N <= u64::BITS as usize) };
+        Self { links: Links::default(), lists: [List::EMPTY; N], used: 0, held: List::EMPTY }
+    }
+}
+
+impl<const N: usize> Classes<N> {
+    /// Pages have numbers below `len` from now on. Those that have none any more were removed before.
+    pub(super) fn fit(&mut self, len: usize) {
+        self.links.fit(len);
+    }
+
+    pub(super) fn contains(&self, number: u32) -> bool {
+        self.links.present(number)
+    }
+
+    /// Takes a page out of the class it is in.
+    pub(super) fn remove(&mut self, number: u32, class: usize) {
+        self.links.remove(&mut self.lists[class], number);
+        if self.lists[class].len == 0 {
+            self.used &= !(1 << class);
+        }
+    }
+
+    /// Puts a page that is in no class behind the others of this one.
+    pub(super) fn push_last(&mut self, number: u32, class: usize) {
+        self.links.push_last(&mut self.lists[class], number);
+        self.used |= 1 << class;
+    }
+
+    /// Puts the pages of each class from 1 on behind those of the class `into` says, which is a lower one.
+    pub(super) fn move_down(&mut self, into: impl Fn(usize) -> usize) {
+        for class in 1..N {
+            let mut list = std::mem::replace(&mut self.lists[class], List::EMPTY);
+            self.links.append(&mut self.lists[into(class)], &mut list);
+        }
+        self.used = (0..N).filter(|class| self.lists[*class].len > 0).fold(0, |bits, class| bits | 1 << class);
+    }
+
+    /// Of each class that is not empty, lowest first, its number and its first page.
+    pub(super) fn firsts(&self) -> impl Iterator<Item = (usize, u32)> {
+        let mut left = self.used;
+        std::iter::from_fn(move || {
+            let class = (left != 0).then(|| left.trailing_zeros() as usize)?;
+            left &= left - 1;
+            self.lists[class].first().map(|number| (class, number))
+        })
+    }
+
+    /// The pages, by class, then in order.
+    pub(super) fn pages(&self, numbers: &PageNumbers) -> impl Iterator<Item = PageId> {
+        self.lists.iter().flat_map(|list| self.links.numbers(list)).map(|number| numbers.page(number))
+    }
+
+    /// Offers the page that `next` names until one is taken. One that is not taken is in use: it is held aside until the
+    /// search ends, so that it is offered once, and then goes to the end of its class.
+    pub(super) fn offer(
+        &mut self,
+        numbers: &PageNumbers,
+        class_of: impl Fn(u32) -> usize,
+        next: impl Fn(&Self) -> Option<u32>,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Option<PageId> {
+        let mut taken = None;
+        while let Some(number) = next(self) {
+            let page = numbers.page(number);
+            match take(page) {
+                Take::Yes => {
+                    taken = Some(page);
+                    break;
+                }
+                Take::Skip => {
+                    self.remove(number, class_of(number));
+                    self.links.push_last(&mut self.held, number);
+                }
+                Take::Stop => break,
+            }
+        }
+        while let Some(number) = self.held.first() {
+            self.links.remove(&mut self.held, number);
+            self.push_last(number, class_of(number));
+        }
+        taken
+    }
+}
