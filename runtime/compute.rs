@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::device::{EventId, RawStream, StreamId, StreamOp};
 use crate::error::{Error, Result};
 use crate::runtime::{Runtime, Shared};
-use crate::transfer::Engine;
+use crate::transfer::{Engine, run_closure};
 
 struct Inner {
     shared: Arc<Shared>,
@@ -115,7 +115,7 @@ impl ComputeStream {
     /// Puts an operation on the stream, and waits for its end.
     ///
     /// # Errors
-    /// What the device says; `InvalidArgument` in a waker, and while the stream is being captured.
+    /// What the device says; `InvalidArgument` in a waker or a closure on a stream, and while the stream is being captured.
     pub(crate) fn run_and_wait(&self, op: StreamOp, what: &str) -> Result<()> {
         self.can_mark()?;
         self.engine().run_and_wait(self.0.id, op, what)
@@ -134,8 +134,8 @@ impl ComputeStream {
         self.engine().device.raw_stream(self.0.id)
     }
 
-    /// Puts a closure on the stream. It must not wait for work of another stream, and on a CUDA device must not call the
-    /// CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
+    /// Puts a closure on the stream. It must not wait for work of another stream (what of outcore would wait there is
+    /// refused), and on a CUDA device must not call the CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
     /// If it panics, [`synchronize`](Self::synchronize) says so; also if it is not run because the stream is
     /// being captured into a graph, of which closures cannot be a part.
     pub fn call(&self, closure: impl FnOnce() + Send + 'static) {
@@ -147,7 +147,7 @@ impl ComputeStream {
             // So the closure, which may not wait and may not call the driver, is never the runtime's last owner.
             drop(shared);
         };
-        self.engine().run(self.0.id, StreamOp::Call(Box::new(closure)), Box::new(at_end));
+        self.engine().run(self.0.id, StreamOp::Call(Box::new(move || run_closure(closure))), Box::new(at_end));
     }
 
     /// Waits until everything that is on the stream has ended. Only after it has succeeded do results count of work that
@@ -156,7 +156,7 @@ impl ComputeStream {
     ///
     /// # Errors
     /// The first failure of a closure; of the device; what [`DevicePin::unpin_after`](crate::DevicePin::unpin_after)
-    /// refuses; [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker.
+    /// refuses; [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker and in a closure on a stream.
     pub fn synchronize(&self) -> Result<()> {
         self.run_and_wait(StreamOp::Mark, "a stream")?;
         // Reported before the mark was.

@@ -278,8 +278,8 @@ impl<T: Target> PinRequest<'_, T> {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together; the failure of a fill;
     /// [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost; [`Closed`](ErrorKind::Closed);
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker, which may run on a thread that the
-    /// pages are waiting for.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a
+    /// [closure on a stream](crate::ComputeStream::call), which run on threads that the pages may be waiting for.
     pub fn wait(self) -> Result<T::Guard> {
         match self.wait_until(None)? {
             Some(guard) => Ok(guard),
@@ -1123,7 +1123,7 @@ impl StreamPin {
     /// stream, and waits for them.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker, and while the stream
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker or a closure, and while the stream
     /// is being captured; what the device says.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
         let len = bytes.len() as u64;
@@ -1186,7 +1186,7 @@ impl DevicePin {
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker; what the
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker or a closure; what the
     /// device says.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
         self.0.copy_out(index, offset, bytes)

@@ -157,6 +157,30 @@ fn a_closure_that_panics_is_told_of() {
     runtime.close().unwrap();
 }
 
+#[test]
+fn a_closure_may_not_wait() {
+    watched("a_closure_may_not_wait", || {
+        let runtime = open(1);
+        let tensors = pages(&runtime, 2);
+        let stream = runtime.compute_stream().unwrap();
+        let (told, heard) = channel();
+        let (inside, other, absent) = (runtime.clone(), runtime.compute_stream().unwrap(), tensors[0].clone());
+        stream.call(move || {
+            told.send(inside.pin(&absent).wait().map(drop)).unwrap();
+            told.send(other.synchronize()).unwrap();
+            told.send(inside.clone().close()).unwrap();
+        });
+        for _ in 0..3 {
+            let error = heard.recv().unwrap().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert!(error.to_string().contains("closure") && error.advice().is_some(), "{error}");
+        }
+        stream.synchronize().unwrap();
+        assert_eq!(runtime.pin(&tensors[0]).wait().unwrap().bytes(), [0; PAGE as usize]);
+        runtime.close().unwrap();
+    });
+}
+
 /// Waits for a stream where it must not.
 struct Careless {
     stream: ComputeStream,

@@ -206,7 +206,7 @@ impl Completions for Sink {
     fn completed(&self, done: &mut Vec<Completion>) {
         // Without an engine nobody submitted anything that matters any more.
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
-            let _reporting = Reporting::begin();
+            let _marked = Marked::begin(Inside::Waker);
             engine.completed(done);
         } else {
             done.clear();
@@ -215,46 +215,64 @@ impl Completions for Sink {
 
     fn taken_up(&self, token: Token, end: EventId) {
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
-            let _reporting = Reporting::begin();
+            let _marked = Marked::begin(Inside::Waker);
             engine.taken_up(token, end);
         }
     }
 }
 
 thread_local! {
-    static REPORTING: Cell<bool> = const { Cell::new(false) };
+    static INSIDE: Cell<Option<Inside>> = const { Cell::new(None) };
 }
 
-/// Marks a thread of a store or a device for as long as it reports completions: wakers run on it, and what they drop or
-/// call must not wait for the completions this thread has yet to report.
-struct Reporting;
+/// What a thread of a store or a device runs of the caller's.
+#[derive(Clone, Copy, Debug)]
+enum Inside {
+    Waker,
+    Closure,
+}
 
-impl Reporting {
-    fn begin() -> Self {
-        REPORTING.set(true);
-        Self
+/// Marks a thread of a store or a device for as long as it runs what is the caller's. That must not wait for the
+/// completions this thread has yet to report, nor for what stands behind it on a stream.
+struct Marked {
+    before: Option<Inside>,
+}
+
+impl Marked {
+    fn begin(inside: Inside) -> Self {
+        Self { before: INSIDE.replace(Some(inside)) }
     }
 }
 
-impl Drop for Reporting {
+impl Drop for Marked {
     fn drop(&mut self) {
-        REPORTING.set(false);
+        INSIDE.set(self.before);
     }
+}
+
+/// Runs a caller's closure on a stream's thread.
+pub(crate) fn run_closure(closure: impl FnOnce()) {
+    let _marked = Marked::begin(Inside::Closure);
+    closure();
+}
+
+/// Whether this is a thread of a store or a device, which runs what is the caller's.
+fn is_inside() -> bool {
+    INSIDE.get().is_some()
 }
 
 /// Refuses to wait where that might never end.
 ///
 /// # Errors
-/// `InvalidArgument` in a waker that runs on a thread of a store or a device.
+/// `InvalidArgument` in a waker that runs on a thread of a store or a device, and in a closure on a stream.
 pub(crate) fn may_wait(what: &str) -> Result<()> {
-    if !REPORTING.get() {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::InvalidArgument,
-        format!("{what} cannot be waited for in a waker: it may be waiting for this very thread"),
-    )
-    .remedy("let the waker wake a task or a thread, and wait there"))
+    let (place, remedy) = match INSIDE.get() {
+        None => return Ok(()),
+        Some(Inside::Waker) => ("a waker", "let the waker wake a task or a thread, and wait there"),
+        Some(Inside::Closure) => ("a closure on a stream", "wait first, and put the closure on the stream then"),
+    };
+    let message = format!("{what} cannot be waited for in {place}: it may be waiting for this very thread");
+    Err(Error::new(ErrorKind::InvalidArgument, message).remedy(remedy))
 }
 
 pub(crate) struct Parts {
@@ -583,7 +601,7 @@ impl Engine {
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
             // Nothing hides the mapping of a page that somebody waits for, unless it is read first.
-            if lone && planned.priority == Priority::Demand && planned.from != Place::Disk && !REPORTING.get() {
+            if lone && planned.priority == Priority::Demand && planned.from != Place::Disk && !is_inside() {
                 self.device.map_here(frame, address)?;
             } else {
                 self.device.map(frame, address)?;
@@ -957,7 +975,7 @@ impl Engine {
                 tracing::warn!(%error, "close the runtime");
             }
         };
-        if !REPORTING.get() {
+        if !is_inside() {
             return close(self);
         }
         let engine = self.clone();
@@ -970,10 +988,7 @@ impl Engine {
 
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(&self) -> Result<()> {
-        if REPORTING.get() {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a runtime cannot be closed by a waker")
-                .remedy("close it from a task or a thread; to drop it is fine"));
-        }
+        may_wait("the end of a runtime")?;
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
         let mut latched = self.latch.lock();
