@@ -21,7 +21,8 @@ use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig};
 use outcore::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use outcore::store::QueueDepth;
 use outcore::{
-    Bytes, DType, LinkModel, Lookahead, PageIndex, PageSize, PolicyKind, Runtime, SegmentId, Tensor, format,
+    Bytes, DType, LinkModel, Lookahead, PageIndex, PageSize, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor,
+    format,
 };
 use serde_json::{Value, json};
 use support::Spread;
@@ -250,7 +251,7 @@ fn fault_nanos(policy: PolicyKind, pages: u32, rounds: usize) -> Spread {
     let config =
         PagerConfig { frames: pages / 2, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
     let mut pager = Pager::new(config, policy.build());
-    let (segment, words) = pager.add_segment(Backing::File, pages);
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, pages);
     let mut fx = Effects::default();
     if policy == PolicyKind::Plan {
         pager.declare_plan(&[PageRun { segment, first: PageIndex::new(0), count: pages }], true, &mut fx);

@@ -255,6 +255,27 @@ id!(
     RequestId, u64, "req"
 );
 
+/// What a segment's tensors are for: policies may treat classes differently.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SegmentClass {
+    /// A model's, used pass after pass in much the same order. Segments of model files are of this class.
+    Weights,
+    /// Of attention: written once, used as long as a conversation lasts.
+    KeysAndValues,
+    /// What training keeps beside the weights: gradients and moments.
+    Optimizer,
+    /// What a pass computes and uses once more or a few times.
+    Activations,
+    /// Anything else.
+    #[default]
+    Other,
+}
+
+impl SegmentClass {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Weights, Self::KeysAndValues, Self::Optimizer, Self::Activations, Self::Other];
+}
+
 /// A page: fixed-size logical unit of tensor bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId {

@@ -72,8 +72,8 @@ pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
-    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId,
-    StagingId, Tier,
+    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentClass,
+    SegmentId, StagingId, Tier,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::{PageUses, PagerStats, PolicyKind, WaitCause};

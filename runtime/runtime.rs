@@ -18,7 +18,7 @@ use crate::device::{
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{self, FileState, ModelHeader};
-use crate::ids::{Bytes, FileId, PageSize, SegmentId};
+use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
@@ -300,7 +300,7 @@ impl Runtime {
                 let message = format!("{} changed after its header was read", file.path.display());
                 return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
             }
-            segments.push(self.add_segment(Backing::File, file.len, |pages| {
+            segments.push(self.add_segment(Backing::File, SegmentClass::Weights, file.len, |pages| {
                 let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
                 let learned = LearnedHashes::new(self.shared.verify, pages);
                 Ok(Source::File { file: id, model: header.clone(), index: index as u32, learned })
@@ -325,6 +325,14 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
     /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
+        self.alloc_for(SegmentClass::Other, dtype, shape)
+    }
+
+    /// As [`alloc`](Self::alloc), for what `class` says, which the policy [`shares`](crate::PolicyKind::Shares) looks at.
+    ///
+    /// # Errors
+    /// As for [`alloc`](Self::alloc).
+    pub fn alloc_for(&self, class: SegmentClass, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         let elements = shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
         let bytes = elements.and_then(|n| dtype.bytes_for(n)).filter(|n| *n <= i64::MAX as u64).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, format!("a tensor of {dtype} {shape:?} has no size in bytes"))
@@ -342,7 +350,7 @@ impl Runtime {
         let slots = scratch.reserve(Bytes::new(bytes))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
-        let segment = self.add_segment(Backing::ReadWrite, bytes, source)?;
+        let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
         Ok(Tensor::new(segment, 0, bytes, dtype, shape, ""))
     }
 
@@ -365,6 +373,7 @@ impl Runtime {
     fn add_segment(
         &self,
         backing: Backing,
+        class: SegmentClass,
         len: u64,
         source: impl FnOnce(u32) -> Result<Source>,
     ) -> Result<Arc<Segment>> {
@@ -387,7 +396,7 @@ impl Runtime {
                 tracing::warn!(%error, ?base, "release a segment's addresses");
             }
         })?;
-        let (id, words) = engine.with(|pager, _| pager.add_segment(backing, pages));
+        let (id, words) = engine.with(|pager, _| pager.add_segment(backing, class, pages));
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
@@ -564,8 +573,8 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker, which may run on a thread that it would
-    /// wait for; then the budget is as before.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
+    /// be waiting for; then the budget is as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
         let frames = frames_of("device", budget, self.shared.page_size)?;
         if frames == 0 {
@@ -661,7 +670,7 @@ impl Runtime {
     ///
     /// # Errors
     /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker, and nothing is closed.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and nothing is closed.
     pub fn close(self) -> Result<()> {
         may_wait("the end of a runtime")?;
         let closed = self.engine().shut_down();

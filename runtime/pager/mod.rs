@@ -45,7 +45,9 @@ use std::sync::Arc;
 use slab::Slab;
 
 use crate::error::Error;
-use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentId, StagingId, Tier};
+use crate::ids::{
+    FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, StagingId, Tier,
+};
 
 pub use access::{Access, AccessLog, PageUses};
 pub use policy::{Policy, PolicyKind};
@@ -274,6 +276,17 @@ pub struct PageView {
     pub disk: bool,
 }
 
+impl PageView {
+    /// The fastest tier that has the page's bytes; the disk's for those that no tier has, because nothing was written yet.
+    pub fn tier(&self) -> Tier {
+        match self.host {
+            _ if self.device.is_resident() => Tier::Device,
+            true => Tier::Host,
+            false => Tier::Disk,
+        }
+    }
+}
+
 /// The state machine. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Pager {
@@ -381,12 +394,13 @@ impl Pager {
     }
 
     /// Adds a segment of `pages` pages; their words are shared with whoever pins them.
-    pub fn add_segment(&mut self, backing: Backing, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
+    pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
         let segment = SegmentId(self.segments.insert(table) as u32);
         self.numbers.add(segment, pages);
         self.host.add_segment(segment, pages);
+        self.policy.class(segment, class);
         self.policy.segment(segment, pages);
         (segment, words)
     }

@@ -8,12 +8,12 @@ use std::path::Path;
 
 use tempfile::SpooledTempFile;
 
-use super::capture::{self, CaptureReader, CaptureStep};
+use super::capture::{self, CaptureReader, CaptureStep, TensorClass};
 use super::reuse::ReuseDistances;
 use super::trace::{PAGES_MAX, read_requests};
 use super::{Counts, Replay};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::PageSize;
+use crate::ids::{PageSize, SegmentClass};
 use crate::pager::Policy;
 use crate::pager::policy::opt::Min;
 
@@ -111,6 +111,10 @@ pub struct LongTrace {
     about: Option<String>,
     page_size: Option<PageSize>,
     classes: Vec<ClassUses>,
+    /// By number, where there are several: which class of segments a page is of.
+    segments: Vec<SegmentClass>,
+    /// Of all pages, where there is one.
+    segment: SegmentClass,
 }
 
 /// Told how far something has come, in uses. There are that many, if it is known.
@@ -134,6 +138,17 @@ const _: () = assert!(PAGES_MAX == BEGINS as usize);
 /// The next use of a page that has none.
 const NEVER: u32 = u32::MAX;
 
+/// What a runtime would keep pages of a class of this name in.
+fn segment_class(name: &str) -> SegmentClass {
+    match name {
+        "keys and values" | "prefix block" => SegmentClass::KeysAndValues,
+        "activations" => SegmentClass::Activations,
+        "gradients" | "moments" => SegmentClass::Optimizer,
+        name if TensorClass::ALL.iter().any(|class| class.name() == name) => SegmentClass::Weights,
+        _ => SegmentClass::Other,
+    }
+}
+
 impl LongTraceWriter {
     /// An empty one, whose pages are of these classes, at most 2^16; of the last if there is no better.
     pub fn new(classes: impl IntoIterator<Item = impl Into<String>>) -> Self {
@@ -152,6 +167,8 @@ impl LongTraceWriter {
             about: None,
             page_size: None,
             classes,
+            segments: Vec::new(),
+            segment: SegmentClass::Other,
         };
         Self { numbers: HashMap::new(), class_of: Vec::new(), begins: false, trace }
     }
@@ -204,6 +221,12 @@ impl LongTraceWriter {
     /// What the temporary file says.
     pub fn end(mut self) -> Result<LongTrace> {
         self.trace.pages = self.numbers.len() as u32;
+        let of: Vec<SegmentClass> = self.trace.classes.iter().map(|class| segment_class(&class.class)).collect();
+        let mut segments = self.class_of.iter().map(|class| of[usize::from(*class)]);
+        self.trace.segment = segments.next().unwrap_or_default();
+        if segments.any(|class| class != self.trace.segment) {
+            self.trace.segments = self.class_of.iter().map(|class| of[usize::from(*class)]).collect();
+        }
         self.trace.classes.retain(|class| class.pages > 0);
         self.trace.uses.flush()?;
         Ok(self.trace)
@@ -341,7 +364,10 @@ impl LongTrace {
     /// # Errors
     /// As for [`replay`](super::replay), and what the temporary file says.
     pub fn replay(&mut self, policy: Box<dyn Policy>, frames: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
-        let mut replay = Replay::new(policy, self.pages, frames);
+        let mut replay = match self.segments.as_slice() {
+            [] => Replay::new(policy, self.segment, self.pages, frames),
+            classes => Replay::of_classes(policy, classes, frames),
+        };
         let (mut block, mut request) = (Vec::new(), Vec::new());
         for at in 0..self.uses.blocks() {
             self.uses.read(at, &mut block)?;

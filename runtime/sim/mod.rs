@@ -37,10 +37,11 @@ mod workload;
 
 use std::num::NonZeroU32;
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, PageIndex, SegmentId};
+use crate::error::Result;
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::pager::policy::Policy;
+use crate::pager::policy::bare::BareCache;
 use crate::pager::policy::opt::min_hits;
-use crate::pager::policy::{Policy, Take, Want};
 
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
@@ -72,67 +73,60 @@ impl Counts {
 
 const SEGMENT: SegmentId = SegmentId(0);
 
-fn page(number: u32) -> PageId {
-    PageId { segment: SEGMENT, index: PageIndex(number) }
-}
-
 /// A cache of a policy's, use by use: what [`replay`] does.
 #[derive(Debug)]
 struct Replay {
-    policy: Box<dyn Policy>,
-    resident: Vec<bool>,
-    free: u32,
-    /// The page used last, if it was resident then: the pager tells a policy of one use where neighbouring tensors share a
-    /// page.
-    staying: Option<u32>,
+    cache: BareCache,
+    /// By number; empty if all are of one segment.
+    pages: Vec<PageId>,
     /// Of the request in progress.
     chain: Vec<PageId>,
     counts: Counts,
 }
 
 impl Replay {
-    /// An empty cache of `frames` pages, of `pages` that there are. `policy` is new.
-    fn new(mut policy: Box<dyn Policy>, pages: u32, frames: NonZeroU32) -> Self {
-        policy.resize(frames.get(), 0, 0);
-        policy.segment(SEGMENT, pages);
-        Self {
-            policy,
-            resident: vec![false; pages as usize],
-            free: frames.get(),
-            staying: None,
-            chain: Vec::new(),
-            counts: Counts::default(),
+    /// An empty cache of `frames` pages, of `pages` that there are, all of one class. `policy` is new.
+    fn new(policy: Box<dyn Policy>, class: SegmentClass, pages: u32, frames: NonZeroU32) -> Self {
+        let mut cache = BareCache::new(policy, frames.get());
+        cache.segment(SEGMENT, class, pages);
+        Self { cache, pages: Vec::new(), chain: Vec::new(), counts: Counts::default() }
+    }
+
+    /// As [`new`](Self::new), of pages of these classes, each of which has a segment.
+    fn of_classes(policy: Box<dyn Policy>, classes: &[SegmentClass], frames: NonZeroU32) -> Self {
+        let mut counts = [0; SegmentClass::ALL.len()];
+        let pages = classes.iter().map(|class| {
+            let count = &mut counts[*class as usize];
+            *count += 1;
+            PageId { segment: SegmentId(*class as u32), index: PageIndex(*count - 1) }
+        });
+        let pages = pages.collect();
+        let mut cache = BareCache::new(policy, frames.get());
+        for (class, count) in SegmentClass::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0) {
+            cache.segment(SegmentId(class as u32), class, count);
         }
+        Self { cache, pages, chain: Vec::new(), counts: Counts::default() }
+    }
+
+    fn page(&self, number: u32) -> PageId {
+        self.pages.get(number as usize).copied().unwrap_or(PageId { segment: SEGMENT, index: PageIndex(number) })
     }
 
     /// A page is used, of those that there are.
     fn used(&mut self, number: u32) -> Result<()> {
-        let page = page(number);
         self.counts.uses += 1;
-        if std::mem::replace(&mut self.resident[number as usize], true) {
-            self.counts.hits += 1;
-            if self.staying.replace(number) != Some(number) {
-                self.policy.accessed(page);
-            }
-            return Ok(());
-        }
-        self.staying = None;
-        self.policy.accessed(page);
-        if self.free > 0 {
-            self.free -= 1;
-        } else {
-            self.evict(number)?;
-        }
-        self.policy.inserted(page);
+        self.counts.hits += u64::from(self.cache.used(self.page(number))?);
         Ok(())
     }
 
     /// The pages of a request are used, which are a prefix chain.
     fn request(&mut self, numbers: &[u32]) -> Result<()> {
         if !numbers.is_empty() {
-            self.chain.clear();
-            self.chain.extend(numbers.iter().map(|number| page(*number)));
-            self.policy.chain(&self.chain);
+            let mut chain = std::mem::take(&mut self.chain);
+            chain.clear();
+            chain.extend(numbers.iter().map(|number| self.page(*number)));
+            self.cache.chain(&chain);
+            self.chain = chain;
         }
         numbers.iter().try_for_each(|number| self.used(*number))
     }
@@ -141,37 +135,6 @@ impl Replay {
     const fn counts(&self) -> Counts {
         self.counts
     }
-
-    /// Makes room for a page.
-    fn evict(&mut self, coming: u32) -> Result<()> {
-        let Self { policy, resident, .. } = self;
-        let mut victim = None;
-        policy.victim(Want::Demand, &mut |offered| {
-            if victim.is_some() {
-                return Take::Stop;
-            }
-            let number = offered.index.index();
-            // A policy of the user's may offer what it should not.
-            if offered.segment != SEGMENT || number == coming as usize || resident.get(number) != Some(&true) {
-                return Take::Skip;
-            }
-            resident[number] = false;
-            victim = Some(offered);
-            Take::Yes
-        });
-        match victim {
-            Some(page) => policy.removed(page),
-            None => {
-                let name = policy.name();
-                return Err(Error::new(
-                    ErrorKind::InvalidArgument,
-                    format!("policy {name} offers no page that could go"),
-                )
-                .remedy("where somebody waits it must offer every resident page: see the contract of Policy"));
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first. A page that is missing comes
@@ -179,9 +142,10 @@ impl Replay {
 /// [chain](Policy::chain) first. `policy` is new.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`] if the policy has no page to offer though the cache is full: one of the user's may.
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
-    let mut cache = Replay::new(policy, trace.pages(), frames);
+    let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
+    let mut cache = Replay::new(policy, class, trace.pages(), frames);
     for request in trace.requests() {
         if trace.has_requests() {
             cache.request(request)?;
@@ -200,7 +164,9 @@ pub fn optimum(trace: &Trace, frames: NonZeroU32) -> Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
     use crate::pager::PolicyKind;
+    use crate::pager::policy::{Take, Want};
 
     fn frames(n: u32) -> NonZeroU32 {
         NonZeroU32::new(n).unwrap()

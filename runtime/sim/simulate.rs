@@ -20,11 +20,11 @@ use super::workload::{Share, Span, Workload};
 use crate::config::{Lookahead, staging_pages};
 use crate::device::{Direction, LinkSchedule, Token};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentId, Tier};
+use crate::ids::{Bytes, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentClass, SegmentId, Tier};
 use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
 use crate::pager::{
-    Access, AccessLog, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, PagerStats, Place, PolicyKind,
-    Submitted, TryPin, Unpin, WaitCause,
+    Access, AccessLog, Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, PagerStats, Place,
+    PolicyKind, Submitted, TryPin, Unpin, WaitCause,
 };
 use crate::store::{Lane, Limits, Queue};
 
@@ -363,8 +363,12 @@ impl<'a> World<'a> {
                     let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
                     return Err(invalid(what, "choose larger pages"));
                 };
+                let class = match backing {
+                    Backing::File => SegmentClass::Weights,
+                    Backing::ReadWrite => SegmentClass::Other,
+                };
                 // A new pager names its segments in order, from 0.
-                words.push(pager.add_segment(*backing, of_segment).1);
+                words.push(pager.add_segment(*backing, class, of_segment).1);
                 pages += u64::from(of_segment);
             }
             devices.push(Device {

@@ -11,7 +11,7 @@ use outcore::pager::{
     Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin,
     Unpin, WaitCause,
 };
-use outcore::{Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentId};
+use outcore::{Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId};
 
 /// What a page-sized piece of memory holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,7 +121,9 @@ impl World {
     }
 
     pub fn segment(&mut self, backing: Backing, pages: u32) -> SegmentId {
-        let (segment, words) = self.pager.add_segment(backing, pages);
+        // Every class comes, whatever a runtime would say of such a segment.
+        let class = SegmentClass::ALL[self.words.len() % SegmentClass::ALL.len()];
+        let (segment, words) = self.pager.add_segment(backing, class, pages);
         self.words.insert(segment, words);
         for index in 0..pages {
             let page = page(segment, index);

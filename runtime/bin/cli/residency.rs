@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use outcore::format::ModelHeader;
 use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Place, Submitted, Unpin};
-use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentId};
+use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
 
 /// One pass over a model under a budget, once the first passes are over.
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +51,7 @@ pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
     };
     for file in &model.files {
         let pages = u32::try_from(page.pages_for(file.len).max(1)).map_err(|_| too_many(page))?;
-        let (id, words) = simulation.pager.add_segment(Backing::File, pages);
+        let (id, words) = simulation.pager.add_segment(Backing::File, SegmentClass::Weights, pages);
         simulation.segments.push((id, words, file.len));
     }
     let units = simulation.units(model, frames)?;

@@ -4,6 +4,7 @@
 //! that enters and leaves the device tier, and is asked for victims. Policies are deterministic.
 
 mod arc;
+pub(crate) mod bare;
 mod classes;
 mod clock;
 mod cycle;
@@ -19,6 +20,7 @@ mod plan;
 mod queues;
 mod random;
 mod s3fifo;
+mod shares;
 mod sieve;
 mod sketch;
 #[cfg(test)]
@@ -30,7 +32,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, closest};
-use crate::ids::{PageId, SegmentId};
+use crate::ids::{PageId, SegmentClass, SegmentId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
@@ -90,6 +92,8 @@ pub trait Policy: Send + fmt::Debug {
     fn resize(&mut self, _frames: u32, _host_frames: u32, _lookahead: u32) {}
     /// A request covers this many pages at once.
     fn unit(&mut self, _pages: u32) {}
+    /// A segment that is about to be [added](Self::segment) is of this class.
+    fn class(&mut self, _segment: SegmentId, _class: SegmentClass) {}
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// These pages are about to be used by one request, in this order: a prefix chain, of which each page's content depends on
@@ -219,6 +223,15 @@ pub enum PolicyKind {
     /// used and least frequently used policies", IEEE Transactions on Computers 50(12), 2001; the sum itself and its unit
     /// are of this crate, see decision 0013.
     Kv,
+    /// Frames are divided among [classes of segments](SegmentClass), and the shares follow what they are worth: a class that
+    /// would hit more with more frames gets some of one that would lose less. Within its share a class has a policy of its
+    /// own: `kv` for keys and values, `lirs` for weights, activations and the optimizer's tensors, `s3fifo` for the rest, and
+    /// `plan` for pages of a declared order.
+    ///
+    /// H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE Transactions on Computers 41(9),
+    /// 1992; what more frames would hit is found as in C. Waldspurger, T. Saemundsson, I. Ahmad and N. Park, "Cache modeling
+    /// and optimization using miniature simulations", USENIX ATC 2017.
+    Shares,
     /// Most recently used goes first. No parameters.
     ///
     /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems", VLDB
@@ -232,7 +245,7 @@ pub enum PolicyKind {
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Lru,
         Self::Plan,
         Self::Fifo,
@@ -245,6 +258,7 @@ impl PolicyKind {
         Self::Lirs,
         Self::WTinyLfu,
         Self::Kv,
+        Self::Shares,
         Self::Mru,
         Self::Random,
     ];
@@ -264,6 +278,7 @@ impl PolicyKind {
             Self::Lirs => "lirs",
             Self::WTinyLfu => "wtinylfu",
             Self::Kv => "kv",
+            Self::Shares => "shares",
             Self::Mru => "mru",
             Self::Random => "random",
         }
@@ -284,6 +299,7 @@ impl PolicyKind {
             Self::Lirs => Box::<lirs::LirsPolicy>::default(),
             Self::WTinyLfu => Box::<wtinylfu::WTinyLfuPolicy>::default(),
             Self::Kv => Box::<kv::KvPolicy>::default(),
+            Self::Shares => Box::<shares::SharesPolicy>::default(),
             Self::Mru => Box::<mru::MruPolicy>::default(),
             Self::Random => Box::<random::RandomPolicy>::default(),
         }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::kv::{Gap, class_of};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
-use crate::ids::{PageId, PageIndex, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 
 fn page(number: u32) -> PageId {
     PageId { segment: SegmentId(0), index: PageIndex(number) }
@@ -530,7 +530,8 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
         PolicyKind::Sieve => Box::new(SieveModel { frames, queue: Vec::new(), hand: None }),
         PolicyKind::Lfu => Box::new(LfuModel { frames, pages: Vec::new(), now: 0, uses: 0 }),
         PolicyKind::TwoQ => Box::new(TwoQModel { frames, ..TwoQModel::default() }),
-        PolicyKind::S3Fifo => Box::new(S3FifoModel { frames, ..S3FifoModel::default() }),
+        // One class has all frames.
+        PolicyKind::S3Fifo | PolicyKind::Shares => Box::new(S3FifoModel { frames, ..S3FifoModel::default() }),
         PolicyKind::Arc => Box::new(ArcModel { c: frames, ..ArcModel::default() }),
         PolicyKind::Lirs => Box::new(LirsModel { frames, ..LirsModel::default() }),
         PolicyKind::WTinyLfu => {
@@ -634,6 +635,7 @@ victims_are_those_of_the_paper! {
     lirs Lirs
     wtinylfu WTinyLfu
     kv Kv
+    shares_of_one Shares
     mru Mru
 }
 
@@ -670,7 +672,11 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
         |number: u32| PageId { segment: SegmentId(number / SEGMENT_PAGES), index: PageIndex(number % SEGMENT_PAGES) };
     let mut policy = kind.build();
     policy.resize(12, 0, 0);
-    (0..3).for_each(|segment| policy.segment(SegmentId(segment), SEGMENT_PAGES));
+    let add = |policy: &mut dyn Policy, segment: u32| {
+        policy.class(SegmentId(segment), SegmentClass::ALL[segment as usize]);
+        policy.segment(SegmentId(segment), SEGMENT_PAGES);
+    };
+    (0..3).for_each(|segment| add(&mut *policy, segment));
     let mut resident = BTreeSet::new();
     for event in events {
         match *event {
@@ -729,7 +735,7 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
                     resident.remove(&page);
                 }
                 policy.forget(SegmentId(segment));
-                policy.segment(SegmentId(segment), SEGMENT_PAGES);
+                add(&mut *policy, segment);
             }
             Event::Resize(frames) => policy.resize(frames, 0, 0),
         }
