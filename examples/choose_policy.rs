@@ -1,0 +1,83 @@
+//! Which policy suits a program: `cargo run --release --example choose_policy`.
+//!
+//! The program runs once and keeps which pages it used. Every policy is tried on that record, beside the best there could
+//! be. The program then runs again under the one that won, which shows whether the record told the truth.
+
+use std::num::NonZeroU32;
+
+use outcore::sim::{self, Counts, Trace};
+use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Result, Runtime};
+
+const PAGE: u64 = 64 << 10;
+const FRAMES: NonZeroU32 = NonZeroU32::new(96).unwrap();
+
+fn main() -> Result<()> {
+    let (trace, lru) = run(PolicyKind::Lru)?;
+    println!("{} pages, {} uses, {FRAMES} frames", trace.pages(), trace.uses().len());
+
+    // `plan` knows the future if it is told of it, or if it recognises a cycle: it is not a choice for any order.
+    let mut tried = Vec::new();
+    for kind in PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::Plan) {
+        tried.push((kind, sim::replay(kind.build(), &trace, FRAMES)?));
+    }
+    tried.sort_by_key(|(_, counts)| counts.misses());
+    let best_of_all = sim::optimum(&trace, FRAMES);
+    print("opt", best_of_all, best_of_all);
+    for (kind, counts) in &tried {
+        print(&kind.to_string(), *counts, best_of_all);
+    }
+
+    let (kind, forecast) = tried[0];
+    let (_, seen) = run(kind)?;
+    println!("\nlru, as it ran: {:.1} % hits", 100.0 * lru);
+    println!("{kind}, as it ran: {:.1} % hits, forecast {:.1} %", 100.0 * seen, 100.0 * forecast.hit_ratio());
+    Ok(())
+}
+
+fn print(name: &str, counts: Counts, best: Counts) {
+    let more = counts.misses() as f64 / best.misses() as f64;
+    println!("{name:>9} {:5.1} % hits, {more:.2} times the fills of the best", 100.0 * counts.hit_ratio());
+}
+
+/// Runs the program under a policy: what it used, and the ratio of hits.
+fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
+    // Nothing is filled ahead, so that what is compared is what stays.
+    let rt = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(PAGE))?)
+        .device_budget(Bytes::new(PAGE * u64::from(FRAMES.get())))
+        .lookahead(Lookahead::Off)
+        .policy(policy)
+        .keep_uses(true)
+        .open()?;
+    program(&rt)?;
+    let (uses, stats) = (rt.take_uses(), rt.stats());
+    rt.close()?;
+    assert_eq!(uses.dropped, 0, "a longer run takes its uses from time to time");
+    let id = |page: &outcore::PageId| u64::from(page.segment.get()) << 32 | u64::from(page.index.get());
+    Ok((Trace::from_ids(uses.pages.iter().map(id))?, stats.hit_ratio()))
+}
+
+/// Stands for yours: in each step, a sweep over some weights, and look-ups in a table of which some rows are in demand.
+fn program(rt: &Runtime) -> Result<()> {
+    let weights = rt.alloc(DType::U8, &[32, PAGE])?;
+    let table = rt.alloc(DType::U8, &[256, PAGE])?;
+    let mut sum = 0_u64;
+    let mut use_row = |tensor: &outcore::Tensor, row: u64| -> Result<()> {
+        let piece = tensor.rows(row..row + 1)?;
+        sum += u64::from(rt.pin(&piece).wait()?.bytes()[0]);
+        Ok(())
+    };
+    let mut place = 0.0_f64;
+    for _ in 0..60 {
+        for row in 0..32 {
+            use_row(&weights, row)?;
+        }
+        for _ in 0..64 {
+            // The golden ratio's multiples are spread evenly; their cubes crowd at the table's beginning.
+            place = (place + 0.618_033_988_749_895).fract();
+            use_row(&table, (place.powi(3) * 256.0) as u64)?;
+        }
+    }
+    assert_eq!(sum, 0, "what was never written is zero");
+    Ok(())
+}
