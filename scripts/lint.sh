@@ -25,7 +25,7 @@ cargo clippy --workspace --all-targets \
 say "clippy, without features"
 cargo clippy --workspace --all-targets -- -D warnings
 say "clippy, features cli and strict"
-cargo clippy -p outcore --all-targets --features cli,strict -- -D warnings
+cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps \
     --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda

@@ -682,10 +682,33 @@ fn a_model_that_is_cut_short_while_it_runs_is_an_error() {
     assert!(!rest.contains("panicked"), "{rest}");
 }
 
+/// Looks at where a timeline says that pages were: times in order, and shares of rows that are the files'.
+fn check_residency(residency: &Value, longest_us: f64) {
+    let pages: u64 = residency["files"].as_array().unwrap().iter().map(|file| file["pages"].as_u64().unwrap()).sum();
+    let samples = residency["samples"].as_array().unwrap();
+    assert!(pages > 0 && (1..=400).contains(&samples.len()), "{pages} pages, {} samples", samples.len());
+    let mut before = 0.0;
+    let mut most = 0;
+    for sample in samples {
+        let time = sample["ts"].as_f64().unwrap();
+        assert!((before..=longest_us).contains(&time), "{time} after {before}");
+        before = time;
+        let shares = |tier: &str| -> Vec<u64> {
+            sample[tier].as_array().unwrap().iter().map(|percent| percent.as_u64().unwrap()).collect()
+        };
+        let (device, host) = (shares("device"), shares("host"));
+        assert_eq!((device.len() as u64, host.len() as u64), (pages.min(256), pages.min(256)));
+        assert!(device.iter().zip(&host).all(|(device, host)| device + host <= 100));
+        most = most.max(device.iter().filter(|percent| **percent > 0).count());
+    }
+    assert!(most > 0, "no page was ever seen in device memory");
+}
+
 /// Reads a timeline; returns the lanes that have spans.
 fn check_timeline(path: &Path, longest_us: f64) -> HashSet<String> {
-    let events: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let events = events["traceEvents"].as_array().unwrap();
+    let timeline: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    check_residency(&timeline["residency"], longest_us);
+    let events = timeline["traceEvents"].as_array().unwrap();
     let (mut named, mut drawn) = (HashSet::new(), HashSet::new());
     let mut last: std::collections::HashMap<u64, f64> = std::collections::HashMap::new();
     for event in events {

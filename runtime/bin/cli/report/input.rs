@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::super::policies::Found;
+use super::residency::Residency;
 use super::timeline::{Event, Timeline};
 
 /// The largest input: the longest timeline that `generate` writes takes half of it.
@@ -86,6 +87,7 @@ pub struct Inputs {
 struct Object {
     #[serde(rename = "traceEvents")]
     events: Option<Vec<Event>>,
+    residency: Option<Residency>,
     #[serde(flatten)]
     fields: Map<String, Value>,
 }
@@ -122,7 +124,7 @@ impl Inputs {
         })?;
         let has = |field: &str| object.fields.contains_key(field);
         if let Some(events) = object.events {
-            self.timelines.push(Timeline::new(name, events)?);
+            self.timelines.push(Timeline::new(name, events, object.residency)?);
         } else if has("capacities") && has("pages") {
             let found: Found = fields(object.fields, &name, "outcore policies --json")?;
             let same = |capacity: &super::super::policies::Capacity| {

@@ -2,6 +2,7 @@
 
 mod input;
 mod page;
+mod residency;
 mod timeline;
 
 use std::io::Write;

@@ -110,5 +110,63 @@
     };
     new uPlot(options, [[line.start, line.end], [0, 0]], place);
   });
+
+  // Where pages were: time to the right, pages downwards, the stronger the colour the more of a row's pages.
+  const tiers = [["device memory", [31, 95, 191]], ["host memory", [224, 138, 30]]];
+  data.timelines.forEach((line, number) => {
+    const seen = line.residency;
+    if (!seen) return;
+    const place = document.getElementById("residency-" + number);
+    const keys = document.createElement("p");
+    tiers.forEach(([name, rgb]) => {
+      const key = document.createElement("span");
+      const square = document.createElement("i");
+      key.className = "key";
+      square.style.background = `rgb(${rgb})`;
+      key.append(square, name);
+      keys.append(key);
+    });
+    place.before(keys);
+    const samples = seen.samples;
+    const rows = samples.length ? samples[0].device.length : 0;
+    const pages = seen.files.reduce((sum, file) => sum + file.pages, 0);
+    const start = (i) => samples[i].ts / 1e6;
+    const last = Math.max(line.end, samples.length ? start(samples.length - 1) : 0);
+    const draw = (u) => {
+      const context = u.ctx;
+      const { left, top, width: w, height: h } = u.bbox;
+      context.save();
+      context.beginPath();
+      context.rect(left, top, w, h);
+      context.clip();
+      samples.forEach((sample, i) => {
+        const x0 = u.valToPos(start(i), "x", true);
+        const x1 = u.valToPos(i + 1 < samples.length ? start(i + 1) : last, "x", true);
+        if (x1 < left || x0 > left + w) return;
+        for (let at = 0; at < rows; at++) {
+          const shares = [sample.device[at] / 100, sample.host[at] / 100];
+          if (shares[0] + shares[1] === 0) continue;
+          const colour = [0, 1, 2].map((c) => Math.round(shares.reduce((v, s, t) => v - s * (255 - tiers[t][1][c]), 255)));
+          context.fillStyle = `rgb(${colour})`;
+          const y0 = u.valToPos(pages * (1 - at / rows), "y", true);
+          const y1 = u.valToPos(pages * (1 - (at + 1) / rows), "y", true);
+          context.fillRect(x0, y0, Math.max(x1 - x0, 0.5), y1 - y0 + 0.5);
+        }
+      });
+      context.restore();
+    };
+    const options = {
+      width: width(), height: 360, legend: { show: false },
+      series: [{}, { show: false }],
+      scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { range: [0, Math.max(pages, 1)] } },
+      axes: [
+        { label: "seconds" },
+        { label: "page", size: 90, grid: { show: false }, values: (u, splits) => splits.map((v) => Math.round(pages - v)) },
+      ],
+      cursor: { y: false },
+      hooks: { draw: [draw] },
+    };
+    new uPlot(options, [[line.start, last], [0, 0]], place);
+  });
   document.body.dataset.drawn = "all";
 })();

@@ -8,6 +8,7 @@ use super::super::output::{percent, size};
 use super::super::policies::{Found, Ratio};
 use super::LeftOut;
 use super::input::{Generated, Inputs};
+use super::residency::Residency;
 use super::timeline::Timeline;
 
 const TEMPLATE: &str = include_str!("page.html");
@@ -61,6 +62,7 @@ struct Part {
 
 const RUN: &str = "what a run was";
 const TIMELINE: &str = "timeline by lane";
+const RESIDENCY: &str = "residency over time";
 const STALLS: &str = "stalls by cause";
 const LINKS: &str = "bandwidth by link";
 const OPTIMUM: &str = "hit ratio beside the optimum";
@@ -68,9 +70,10 @@ const MEMORY: &str = "memory by class";
 const POLICIES: &str = "hit ratio by capacity and policy";
 
 /// What each part needs.
-const NEEDS: [(&str, &str); 7] = [
+const NEEDS: [(&str, &str); 8] = [
     (RUN, "the last line of `generate --json`"),
     (TIMELINE, "the file of `generate --timeline`"),
+    (RESIDENCY, "the file of `generate --timeline`"),
     (STALLS, "the last line of `generate --json`, or the file of `generate --timeline`"),
     (LINKS, "the last line of `generate --json`"),
     (OPTIMUM, "the last line of `generate --json`, or `outcore policies --json`"),
@@ -95,6 +98,7 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     }
     for (at, line) in inputs.timelines.iter().enumerate() {
         parts.push(timeline(line, at));
+        parts.extend(line.residency.as_ref().map(|residency| where_pages_were(residency, &line.name, at)));
         parts.extend(stalls_of(line));
     }
     for (at, found) in inputs.policies.iter().enumerate() {
@@ -303,6 +307,36 @@ fn timeline(line: &Timeline, at: usize) -> Part {
         chart: Some(format!("timeline-{at}")),
         head: head([("lane", false), ("spans", true), ("busy", true), ("", false)]),
         rows: line.lanes.iter().map(row).collect(),
+    }
+}
+
+fn where_pages_were(residency: &Residency, name: &str, at: usize) -> Part {
+    let (pages, rows) = (residency.pages(), residency.rows());
+    let mut notes = vec![format!(
+        "{pages} pages of {}, looked at {} times; {rows} rows from the first file's first page down.",
+        size(residency.page_bytes),
+        residency.samples.len()
+    )];
+    notes.push(format!(
+        "Frames are of one size, so that none is lost to fragmentation; the last pages of files reach {} beyond their ends.",
+        size(residency.tails())
+    ));
+    let (device, host) = (residency.mean(|sample| &sample.device), residency.mean(|sample| &sample.host));
+    let row = |name: &str, part: f64| {
+        vec![Cell::left(name), Cell::right(format!("{:.1} %", 100.0 * part)), Cell::bar(part, 1.0)]
+    };
+    let rows = vec![
+        row("device memory", device),
+        row("host memory", host),
+        row("only on the disk", (1.0 - device - host).max(0.0)),
+    ];
+    Part {
+        kind: RESIDENCY,
+        title: format!("Where pages were: {name}"),
+        notes,
+        chart: Some(format!("residency-{at}")),
+        head: head([("tier", false), ("mean part of the pages", true), ("", false)]),
+        rows,
     }
 }
 

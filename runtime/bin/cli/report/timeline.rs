@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use outcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
+use super::residency::Residency;
+
 /// What is read of an event.
 #[derive(Debug, Deserialize)]
 pub struct Event {
@@ -28,6 +30,7 @@ pub struct Timeline {
     /// What spans were.
     pub names: Vec<String>,
     pub lanes: Vec<Lane>,
+    pub residency: Option<Residency>,
 }
 
 /// A row.
@@ -71,8 +74,9 @@ fn place(of: &str, names: &mut Vec<String>, most: usize) -> usize {
 }
 
 impl Timeline {
-    /// Of a file's events, in any order.
-    pub fn new(file: String, events: Vec<Event>) -> Result<Self> {
+    /// Of a file's events, in any order, and what it says of pages.
+    pub fn new(file: String, events: Vec<Event>, residency: Option<Residency>) -> Result<Self> {
+        residency.as_ref().map_or(Ok(()), |residency| residency.check(&file))?;
         let (mut names, mut lanes) = (Vec::new(), Vec::new());
         let mut spans: Vec<Vec<(usize, f64, f64)>> = Vec::new();
         for event in events {
@@ -100,7 +104,7 @@ impl Timeline {
         // What the program computed and where it waited first, then what moved.
         let order = ["compute", "stall", "link", "disk"];
         lanes.sort_by_key(|lane| order.iter().position(|known| *known == lane.name).unwrap_or(order.len()));
-        Ok(Self { name: file, start, end, names, lanes })
+        Ok(Self { name: file, start, end, names, lanes, residency })
     }
 
     /// The lane of this name.
@@ -162,7 +166,7 @@ mod tests {
             event("disk", "write", 1e6, 2e6),
             event("stall", "disk fault", 5e6, 1e6),
         ];
-        let timeline = Timeline::new("t".into(), events).unwrap();
+        let timeline = Timeline::new("t".into(), events, None).unwrap();
         assert_eq!((timeline.start, timeline.end, timeline.seconds()), (0.0, 6.0, 6.0));
         let disk = timeline.lane("disk").unwrap();
         assert_eq!((disk.busy, disk.count), (4.0, 3));
@@ -174,14 +178,14 @@ mod tests {
     #[test]
     fn very_many_spans_are_joined_and_none_is_lost() {
         let events: Vec<Event> = (0..100_000).map(|n| event("disk", "read", f64::from(n) * 10.0, 5.0)).collect();
-        let timeline = Timeline::new("t".into(), events).unwrap();
+        let timeline = Timeline::new("t".into(), events, None).unwrap();
         let disk = &timeline.lanes[0];
         assert_eq!((disk.count, disk.spans.len()), (100_000, 1));
         assert!((disk.busy - 0.5).abs() < 1e-6);
         // A thousand groups, each a second from the next.
         let apart =
             (0..100_000).map(|n| event("disk", "read", f64::from(n / 100) * 1e6 + f64::from(n % 100), 5.0)).collect();
-        let drawn = Timeline::new("t".into(), apart).unwrap().lanes[0].spans.len();
+        let drawn = Timeline::new("t".into(), apart, None).unwrap().lanes[0].spans.len();
         assert_eq!(drawn, 1000);
     }
 
@@ -191,7 +195,7 @@ mod tests {
             (0..100).map(|n| event(&format!("lane {n}"), &format!("name {n}"), f64::from(n), 1.0)).collect();
         events.push(event("x", "endless", 0.0, f64::INFINITY));
         events.push(Event { ph: "M".into(), ..event("x", "thread_name", 0.0, 0.0) });
-        let timeline = Timeline::new("t".into(), events).unwrap();
+        let timeline = Timeline::new("t".into(), events, None).unwrap();
         assert_eq!((timeline.lanes.len(), timeline.names.len()), (LANES_MAX, NAMES_MAX));
         assert_eq!(timeline.lanes.iter().map(|lane| lane.count).sum::<u64>(), 100);
     }

@@ -5,6 +5,7 @@ mod budget;
 mod capture;
 mod progress;
 mod report;
+mod residency;
 mod source;
 
 use std::io::{IsTerminal, Write};
@@ -27,6 +28,7 @@ use budget::{Wishes, Working};
 use capture::Capture;
 use progress::Progress;
 use report::{Run, Timeline};
+use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
 const INTERRUPTED: u8 = 130;
@@ -210,6 +212,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         .timeline(args.timeline.is_some())
         .keep_uses(captured.is_some())
         .open()?;
+    let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
     let about = format!("generate --model {} --device-budget {}", model_name(&args.model), budgets.device);
     let capture = captured.map(|file| Capture::begin(file, &runtime, &model, budgets.page_size, &about));
@@ -239,6 +242,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
     interrupt.working.store(true, Ordering::SeqCst);
+    let watch = timeline.is_some().then(|| Watch::start(&runtime, &model, budgets.page_size, opened));
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
     let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
     'passes: while tokens.len() < args.tokens && !interrupt.asked() {
@@ -289,8 +293,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     if let Some(capture) = capture {
         capture.finish(&runtime)?;
     }
-    if let Some(timeline) = timeline {
-        timeline.write(runtime.take_timeline())?;
+    if let (Some(timeline), Some(watch)) = (timeline, watch) {
+        timeline.write(runtime.take_timeline(), &watch.finish())?;
         let dropped = runtime.stats().spans_dropped;
         if dropped > 0 {
             tracing::warn!(dropped, "the timeline ends before the run does: there was no room for more spans");

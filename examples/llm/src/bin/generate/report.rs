@@ -10,6 +10,8 @@ use outcore::output::{Input, NewFile};
 use outcore::{Bytes, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
 
+use crate::residency::Residency;
+
 /// A finished run.
 #[derive(Debug)]
 pub struct Run {
@@ -220,11 +222,11 @@ impl Timeline {
         NewFile::create(path, "timeline", "--timeline", models).map(Self)
     }
 
-    /// Writes spans, in any order. Overlapping spans of a lane get rows of their own.
+    /// Writes spans, in any order, and where pages were. Overlapping spans of a lane get rows of their own.
     ///
     /// # Errors
     /// `Io` and its kin if the file cannot be written.
-    pub fn write(self, mut spans: Vec<Span>) -> Result<()> {
+    pub fn write(self, mut spans: Vec<Span>, residency: &Residency) -> Result<()> {
         const LANES: [(Lane, &str); 4] =
             [(Lane::Compute, "compute"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
         const ROWS_PER_LANE: usize = 1000;
@@ -263,8 +265,11 @@ impl Timeline {
                 );
             }
         }
-        serde_json::to_writer(&mut out, &json!({"displayTimeUnit": "ms", "traceEvents": events}))
-            .map_err(|cause| failed(cause.into()))?;
+        serde_json::to_writer(
+            &mut out,
+            &json!({"displayTimeUnit": "ms", "traceEvents": events, "residency": residency}),
+        )
+        .map_err(|cause| failed(cause.into()))?;
         out.flush().map_err(failed)?;
         drop(out);
         self.0.put(file)
