@@ -56,10 +56,11 @@ step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
-# What touches pages again, with evicted ranges inaccessible. The pager, the store and the formats never do.
+# What touches pages again, with evicted ranges inaccessible. The pager, the store and the formats never do. All members are
+# named so that what is built of others is what `workspace` built.
 step_strict() {
     local tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak)
-    cargo test -p outcore --features strict --lib "${tests[@]/#/--test=}" --no-fail-fast
+    cargo test --workspace --features outcore/strict "${tests[@]/#/--test=}" --no-fail-fast
 }
 
 # The page word under every schedule loom finds. A filter that matches nothing would pass, so the tests are counted.
@@ -69,9 +70,10 @@ step_loom() {
         return
     fi
     mkdir -p "$target"
+    # Everything is built anew for this flag, and run for a second: nothing has to be fast.
     RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
-        CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS=true \
-        cargo test -p outcore --lib --release loom_ 2>&1 | tee "$target/loom.log"
+        cargo test --config 'profile.dev.opt-level=0' --config 'profile.dev.package."*".opt-level=0' \
+        -p outcore --lib loom_ 2>&1 | tee "$target/loom.log"
     if ! grep -qE '^test result: ok\. [1-9]' "$target/loom.log"; then
         echo "loom: no test ran" >&2
         return 1
@@ -90,7 +92,7 @@ for package in json.load(sys.stdin)["packages"]:
         echo "no examples in this tree"
         return
     fi
-    cargo build --examples
+    cargo build "${everything[@]}" --examples
     binaries=$(realpath "$target")/debug/examples
     dir=$(mktemp -d)
     # shellcheck disable=SC2064
@@ -150,6 +152,12 @@ if has_nvcc || scripts/fetch_nvcc.sh </dev/null; then
     [ ! -e "$target/nvcc/nvidia/cu13/lib/libnvrtc.so.13" ] || required+=(nvrtc)
 else
     results+=("SKIPPED the GPU compilers could not be fetched: NVRTC was not run")
+fi
+browser=${OUTCORE_CHROMIUM:-$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)}
+if [ -n "$browser" ]; then
+    required+=(browser)
+else
+    results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report")
 fi
 OUTCORE_REQUIRE=$(IFS=,; echo "${required[*]}")
 export OUTCORE_REQUIRE
