@@ -710,3 +710,28 @@ fn regression_the_host_copy_of_a_lent_page_whose_fill_failed_can_leave() {
     world.drain();
     world.read_all();
 }
+
+/// Plans of two classes took the same frame from each other, again and again, for pages that nobody used yet.
+#[test]
+fn regression_plans_that_share_frames_come_to_rest() {
+    for (frames, host, pages) in (2..7).flat_map(|n| (0..4).flat_map(move |host| (3..12).map(move |p| (n, host, p)))) {
+        let mut world = World::new(config(frames, host, 2, true), PolicyKind::Shares);
+        let file = world.segment(Backing::File, pages);
+        let memory = world.segment(Backing::ReadWrite, pages);
+        let order = [run(file, 0, pages), run(memory, 0, pages)];
+        world.with(|pager, fx| pager.declare_plan(&order, true, fx));
+        for index in 0..pages {
+            touch(&mut world, file, index, false);
+            touch(&mut world, memory, index, true);
+            for _ in 0..200 {
+                if world.moves.is_empty() {
+                    break;
+                }
+                world.complete(0, true);
+            }
+            assert!(world.moves.is_empty(), "{frames} frames, {host} of the host, {pages} pages: no rest");
+        }
+        world.drain();
+        world.read_all();
+    }
+}

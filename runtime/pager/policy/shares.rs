@@ -370,13 +370,15 @@ impl Policy for SharesPolicy {
         };
         let mut order: [usize; CLASSES] = std::array::from_fn(|class| class);
         order.sort_unstable_by_key(|class| -excess(&self.parts[*class], *class));
+        let within = coming.is_none_or(|class| excess(&self.parts[class], class) <= 0);
         let mut stopped = false;
         for class in order {
             let beyond = excess(&self.parts[class], class) > 0;
-            // A fill ahead may take what another class has beyond its share; of what is within, only the class itself can
+            // A fill ahead may take what another class has beyond its share, if its own class stays within its share: or two
+            // plans could take the same frame from each other for ever. Of what is within a share, only the class itself can
             // say whether it is worth less than the page that is to come.
             let want = match want {
-                Want::Planned(_) | Want::Hint if coming != Some(class) && beyond => Want::Demand,
+                Want::Planned(_) | Want::Hint if coming != Some(class) && beyond && within => Want::Demand,
                 Want::Planned(_) | Want::Hint if coming != Some(class) => continue,
                 want => want,
             };
@@ -434,6 +436,8 @@ impl Policy for SharesPolicy {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+    use std::collections::BTreeSet;
 
     use super::*;
 
@@ -545,11 +549,11 @@ mod tests {
             policy.inserted(page(WEIGHTS, n));
             policy.inserted(page(TABLE, n));
         }
-        let before: std::collections::BTreeSet<PageId> = policy.tracked().into_iter().collect();
+        let before: BTreeSet<PageId> = policy.tracked().into_iter().collect();
         let order: Vec<PageId> = (0..8).map(|n| page(WEIGHTS, n)).collect();
         policy.declare(&order, true);
         assert!(policy.has_plan() && policy.parts[0].planned && !policy.parts[SegmentClass::Other as usize].planned);
-        assert_eq!(policy.tracked().into_iter().collect::<std::collections::BTreeSet<_>>(), before);
+        assert_eq!(policy.tracked().into_iter().collect::<BTreeSet<_>>(), before);
         let next = policy.next_fill(&|page| before.contains(&page)).unwrap();
         assert_eq!(next.segment, WEIGHTS);
         // The table is at its share, and a fill ahead takes nothing of it.
@@ -562,6 +566,6 @@ mod tests {
         assert!(!offered.contains(&TABLE), "{offered:?}");
         policy.declare(&[], false);
         assert!(!policy.has_plan() && !policy.parts[0].planned);
-        assert_eq!(policy.tracked().into_iter().collect::<std::collections::BTreeSet<_>>(), before);
+        assert_eq!(policy.tracked().into_iter().collect::<BTreeSet<_>>(), before);
     }
 }
