@@ -134,8 +134,8 @@ impl ComputeStream {
         self.engine().device.raw_stream(self.0.id)
     }
 
-    /// Puts a closure on the stream. It must not wait for work of another stream (what of outcore would wait there is
-    /// refused), and on a CUDA device must not call the CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
+    /// Puts a closure on the stream. It must not wait for work of another stream (calls of outcore that would block there
+    /// are refused), and on a CUDA device must not call the CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
     /// If it panics, [`synchronize`](Self::synchronize) says so; also if it is not run because the stream is
     /// being captured into a graph, of which closures cannot be a part.
     pub fn call(&self, closure: impl FnOnce() + Send + 'static) {

@@ -257,6 +257,7 @@ id!(
 
 /// What a segment's tensors are for: policies may treat classes differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum SegmentClass {
     /// A model's, used pass after pass in much the same order. Segments of model files are of this class.
     Weights,

@@ -58,6 +58,7 @@ pub mod output;
 pub mod pager;
 mod pin;
 pub mod planning;
+mod random;
 mod runtime;
 mod segment;
 pub mod sim;

@@ -775,6 +775,10 @@ fn made_page(dir: &Path) -> String {
         place("run.json", &format!("words of the model\n{one_line}\n")),
         place("timeline.json", &timeline_with(RESIDENCY)),
         place("probe.json", PROBED),
+        place(
+            "simulated.json",
+            &text(&["simulate", "--params", "1B", "--machine", "laptop", "--device-budget", "1GiB", "--json"]),
+        ),
         place("found.json", &text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
     ];
     let page = dir.join("report.html");
@@ -841,6 +845,9 @@ fn report_makes_a_page_that_needs_nothing_else() {
         "33.3 %",
         "45.5 KiB beyond their ends",
         "id=\"residency-0\"",
+        "on laptop, simulated",
+        "of its ceiling",
+        "id=\"simulated-0\"",
         "id=\"policies-0\"",
         "Leon Sorokin",
     ] {
@@ -867,7 +874,7 @@ fn report_says_what_it_leaves_out() {
     fs::write(&run, TIMELINE).unwrap();
     let done = json(&["report", string(&run), "-o", string(&page), "--json"]);
     assert_eq!(done["parts"], serde_json::json!(["timeline by lane", "stalls by cause"]));
-    assert_eq!(done["left_out"].as_array().unwrap().len(), 6);
+    assert_eq!(done["left_out"].as_array().unwrap().len(), 7);
     let html = fs::read_to_string(&page).unwrap();
     well_formed(&html);
     assert_eq!(done["bytes"], html.len());
@@ -954,7 +961,7 @@ fn report_is_drawn_by_a_browser() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(drawn.contains("data-drawn=\"all\""), "{drawn}{said}");
     assert!(!said.contains("CONSOLE"), "{said}");
-    assert_eq!(drawn.matches("<canvas").count(), 3, "a canvas for each chart");
+    assert_eq!(drawn.matches("<canvas").count(), 4, "a canvas for each chart");
 }
 
 #[test]

@@ -39,6 +39,7 @@ use super::{
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
+use crate::random::Random;
 
 /// Marks a page of a reservation that no frame is behind.
 const NO_FRAME: u32 = u32::MAX;
@@ -77,26 +78,6 @@ impl Default for SimDeviceConfig {
     /// No frames, pages of [`PageSize::DEFAULT`], no link, seed 0, a free clock.
     fn default() -> Self {
         Self { page_size: PageSize::DEFAULT, frames: 0, link: None, seed: 0, clock: SimClock::Free }
-    }
-}
-
-/// SplitMix64: the same numbers everywhere.
-#[derive(Debug)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    fn shuffle(&mut self, items: &mut [u32]) {
-        for at in (1..items.len()).rev() {
-            items.swap(at, (self.next() % (at as u64 + 1)) as usize);
-        }
     }
 }
 

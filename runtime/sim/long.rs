@@ -138,6 +138,9 @@ const _: () = assert!(PAGES_MAX == BEGINS as usize);
 /// The next use of a page that has none.
 const NEVER: u32 = u32::MAX;
 
+/// The class of a captured page of which the header does not tell any.
+const UNCLASSED: &str = "no class";
+
 /// What a runtime would keep pages of a class of this name in.
 fn segment_class(name: &str) -> SegmentClass {
     match name {
@@ -292,7 +295,7 @@ impl LongTrace {
             first += u64::from(segment.pages);
         }
         let other = classes.len();
-        let mut writer = LongTraceWriter::new(classes.into_iter().chain(["other"]));
+        let mut writer = LongTraceWriter::new(classes.into_iter().chain([UNCLASSED]));
         while let Some(step) = reader.step()? {
             match step {
                 CaptureStep::Use(page) => {
@@ -559,6 +562,6 @@ mod tests {
         let trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
         assert_eq!((trace.passes(), trace.page_size(), trace.about()), (1, Some(PageSize::DEFAULT), Some("made")));
         let found: Vec<_> = trace.classes().iter().map(|class| (&*class.class, class.pages, class.uses)).collect();
-        assert_eq!(found, [("a", 2, 2), ("b", 2, 3), ("other", 3, 3)]);
+        assert_eq!(found, [("a", 2, 2), ("b", 2, 3), ("no class", 3, 3)]);
     }
 }

@@ -26,6 +26,7 @@ use crate::pager::{
     Access, AccessLog, Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, PagerStats, Place,
     PolicyKind, Submitted, TryPin, Unpin, WaitCause,
 };
+use crate::random::Random;
 use crate::store::{Lane, Limits, Queue};
 
 /// A step's size where not everything fits, as the example that runs models chooses it: so many bytes, but at most this part
@@ -261,29 +262,6 @@ struct Disk {
     /// Reads, writes.
     busy: [Nanos; 2],
     bytes: [u64; 2],
-}
-
-/// Random numbers: splitmix64. G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-#[derive(Clone, Copy, Debug)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// From 0 up to but not including 1.
-    fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn below(&mut self, n: u32) -> u32 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u32
-    }
 }
 
 struct World<'a> {

@@ -16,17 +16,25 @@ pub(crate) struct BareCache {
     /// The page used last, if it was resident then: a pager tells a policy of one use where neighbouring tensors share a
     /// page.
     staying: Option<PageId>,
+    /// It sees all uses, so that it knows of stays.
+    all: bool,
 }
 
 impl BareCache {
     /// An empty cache. `policy` is new.
     pub(crate) fn new(mut policy: Box<dyn Policy>, frames: u32) -> Self {
         policy.resize(frames.max(1), 0, 0);
-        Self { policy, resident: Vec::new(), count: 0, frames, staying: None }
+        Self { policy, resident: Vec::new(), count: 0, frames, staying: None, all: true }
+    }
+
+    /// As [`new`](Self::new), for a sample of the pages that there are.
+    pub(super) fn of_a_sample(policy: Box<dyn Policy>, frames: u32) -> Self {
+        Self { all: false, ..Self::new(policy, frames) }
     }
 
     /// There is such a segment.
     pub(crate) fn segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32) {
+        self.forget(segment);
         if self.resident.len() <= segment.index() {
             self.resident.resize(segment.index() + 1, Vec::new());
         }
@@ -74,7 +82,7 @@ impl BareCache {
         let flags = self.resident.get_mut(page.segment.index());
         let Some(resident) = flags.and_then(|flags| flags.get_mut(page.index.index())) else { return Ok(false) };
         if std::mem::replace(resident, true) {
-            if self.staying.replace(page) != Some(page) {
+            if self.staying.replace(page) != Some(page) || !self.all {
                 self.policy.accessed(page);
             }
             return Ok(true);

@@ -3,7 +3,7 @@
 //! A pass over a model uses its pages in one order, and the next pass again: on a cycle of period `d` each use is that of
 //! `d` uses ago. The few that are not (an embedding row that differs from pass to pass) do not count against it. What `d` is,
 //! pages alone do not tell, for some are used several times a pass; so it is sought where the last few uses came in the same
-//! order before.
+//! order before. The last such place counts: passes that repeat a part of themselves at once are taken for that part.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,12 +14,17 @@ use crate::pager::numbers::fit;
 const HISTORY: usize = 1 << 18;
 /// Uses in a row that have to be the same for a period to be looked at.
 const CONTEXT: usize = 8;
-/// Of so many uses, one is remembered by what came before it.
-const LANDMARK: u64 = 16;
-/// Landmarks that can be found. 64 KiB.
-const LANDMARKS: usize = HISTORY / LANDMARK as usize;
+/// Places kept of the last uses, one each; and of one in sixteen uses, chosen by what led to it, for longer cycles. 68 KiB.
+const NEAR: usize = 1 << 10;
+const FAR: usize = 1 << 14;
+/// Of a context's mixed hash, the bits that choose.
+const CHOSEN_SHIFT: u32 = 60;
 /// The fewest uses that have to agree, however short the cycle.
 const AGREE_MIN: u64 = 16;
+
+/// The base of the hash of a context, and its power that the use before the context has: any odd numbers with bits all over.
+const BASE: u64 = 0xD6E8_FEB8_6659_FD93;
+const LEAVING: u64 = BASE.wrapping_pow(CONTEXT as u32);
 
 /// A period that uses may follow.
 #[derive(Clone, Copy, Debug)]
@@ -38,8 +43,12 @@ pub(super) struct CycleRecorder {
     now: u64,
     /// By page: whether it is in the history, or was.
     known: Vec<bool>,
-    /// By a hash of the uses that led to it: when a landmark was. Another may have taken its place.
-    landmarks: Vec<u64>,
+    /// Of the last uses, a polynomial of them (R. M. Karp and M. O. Rabin, "Efficient randomized pattern-matching
+    /// algorithms", IBM Journal of Research and Development 31(2), 1987).
+    context: u64,
+    /// By the hash of what led there: when a use was, modulo 2^32; 0 if there was none. Another may have taken its place.
+    near: Vec<u32>,
+    far: Vec<u32>,
     candidate: Option<Candidate>,
 }
 
@@ -54,54 +63,63 @@ impl CycleRecorder {
         if self.known.len() < numbers {
             fit(&mut self.known, numbers, false);
         }
-        let known = std::mem::replace(self.known.get_mut(page as usize)?, true);
+        *self.known.get_mut(page as usize)? = true;
         self.now += 1;
         if self.history.len() == HISTORY {
             self.history.pop_front();
         }
         self.history.push_back(page);
-        if let Some(candidate) = &mut self.candidate {
-            let same = ago(&self.history, candidate.period) == Some(page);
-            candidate.same += u64::from(same);
-            candidate.other += u64::from(!same);
-            if candidate.other > 2 + candidate.same / 8 {
-                self.candidate = None;
-            } else if same && candidate.same >= AGREE_MIN.max(candidate.period / 4) {
-                let start = self.history.len() - candidate.period as usize;
-                return Some(self.history.range(start..).copied().collect());
-            }
-        }
-        if known || self.now % LANDMARK == 0 {
-            self.look_back();
+        let leaving = ago(&self.history, CONTEXT as u64).map_or(0, |page| u64::from(page) + 1);
+        self.context = self
+            .context
+            .wrapping_mul(BASE)
+            .wrapping_add(u64::from(page) + 1)
+            .wrapping_sub(leaving.wrapping_mul(LEAVING));
+        let found = self.look_back();
+        let Some(candidate) = &mut self.candidate else {
+            self.candidate = found.map(|period| Candidate { period, same: 0, other: 0 });
+            return None;
+        };
+        let same = ago(&self.history, candidate.period) == Some(page);
+        candidate.same += u64::from(same);
+        candidate.other += u64::from(!same);
+        if candidate.other > 2 + candidate.same / 8 {
+            self.candidate = None;
+        } else if same && candidate.same >= AGREE_MIN.max(candidate.period / 4) {
+            let start = self.history.len() - candidate.period as usize;
+            return Some(self.history.range(start..).copied().collect());
         }
         None
     }
 
-    /// Looks for a landmark that what led to this use has led to before, and makes this use one, now and then.
-    fn look_back(&mut self) {
+    /// Remembers this use by what led to it. How long ago the same led to the same, if it did and nothing is followed yet.
+    fn look_back(&mut self) -> Option<u64> {
         if self.history.len() < CONTEXT {
-            return;
+            return None;
         }
-        let context = || self.history.range(self.history.len() - CONTEXT..);
-        // FNV-1a over words: the history decides whether a place is the one that was meant.
-        let hash = context().fold(0xCBF2_9CE4_8422_2325_u64, |hash, page| {
-            (hash ^ u64::from(*page)).wrapping_mul(0x0000_0100_0000_01B3)
-        });
-        let place = (hash ^ hash >> 32) as usize % LANDMARKS;
-        let before = self.landmarks.get(place).copied().unwrap_or(0);
-        if self.candidate.is_none() && before > 0 && before < self.now {
-            let period = self.now - before;
-            let then = (0..CONTEXT as u64).rev().map(|back| ago(&self.history, period + back));
-            if context().copied().map(Some).eq(then) {
-                self.candidate = Some(Candidate { period, same: 0, other: 0 });
+        if self.near.is_empty() {
+            (self.near, self.far) = (vec![0; NEAR], vec![0; FAR]);
+        }
+        let Self { history, near, far, .. } = self;
+        // The polynomial's high bits depend on all of it.
+        let mixed = (self.context ^ self.context >> 32).wrapping_mul(BASE);
+        let now = self.now as u32;
+        let mut before = std::mem::replace(&mut near[(mixed >> 32) as usize % NEAR], now);
+        // What is older is more likely to be another context's.
+        let mut reach = 4 * NEAR as u32;
+        if mixed >> CHOSEN_SHIFT == 0 {
+            let far = std::mem::replace(&mut far[(mixed >> 32) as usize % FAR], now);
+            if before == 0 || now.wrapping_sub(before) > reach {
+                (before, reach) = (far, HISTORY as u32);
             }
         }
-        if self.now % LANDMARK == 0 {
-            if self.landmarks.is_empty() {
-                self.landmarks = vec![0; LANDMARKS];
-            }
-            self.landmarks[place] = self.now;
+        let period = now.wrapping_sub(before);
+        if self.candidate.is_some() || before == 0 || period > reach {
+            return None;
         }
+        let period = u64::from(period);
+        let same = (0..CONTEXT as u64).all(|back| ago(history, back) == ago(history, period + back));
+        same.then_some(period)
     }
 
     pub(super) fn clear(&mut self) {
@@ -126,6 +144,7 @@ fn ago(history: &VecDeque<u32>, uses: u64) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::Random;
 
     const PAGES: usize = 2_000;
 
@@ -170,6 +189,22 @@ mod tests {
         let pass = |n: u32| std::iter::once(n * 37 % 110).chain(110..370).chain(0..110);
         let (at, period) = recognised((0..4).flat_map(pass)).expect("recognised");
         assert!(at <= 2 * 371 && (370..=372).contains(&period), "{period} at use {at}");
+    }
+
+    #[test]
+    fn cycles_of_any_length_are_recognised_soon() {
+        for pages in [9, 16, 25, 60, 200, 1000, 1900] {
+            for before in [0, 3000] {
+                let mut random = Random(u64::from(pages + before));
+                let others: Vec<u32> = (0..before).map(|_| random.below(PAGES as u32)).collect();
+                let uses = others.into_iter().chain((0..pages).cycle().take((3 * pages as usize).max(60)));
+                let (at, period) = recognised(uses).unwrap_or_else(|| panic!("{pages} pages after {before} uses"));
+                assert_eq!(period as u32, pages);
+                // A pass, what leads to a place that is remembered, and a quarter of a pass that agrees.
+                let latest = before as usize + 5 * pages as usize / 4 + 100;
+                assert!(at <= latest, "{pages} pages, use {at}");
+            }
+        }
     }
 
     #[test]

@@ -220,6 +220,10 @@ impl Active {
     /// The page is resident.
     fn file(&mut self, number: u32) {
         let position = self.next_position(number) as usize;
+        if self.held.contains(position) {
+            // It was told of before.
+            return;
+        }
         match self.keep[number as usize] {
             Keep::Device => self.kept.insert(position),
             _ => self.streamed.insert(position),
@@ -745,6 +749,23 @@ mod tests {
             fills.push(count);
         }
         fills
+    }
+
+    /// A page that was held aside, because it could not be taken, was counted once more when it was told of again, and pages
+    /// that the plan does not name were not offered.
+    #[test]
+    fn regression_a_page_that_is_told_of_twice_is_counted_once() {
+        let mut policy = policy();
+        policy.resize(4, 0, 1);
+        policy.declare(&[page(0), page(1)], true);
+        policy.inserted(page(1));
+        assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Skip), None);
+        policy.inserted(page(1));
+        policy.inserted(page(9));
+        assert_eq!(
+            policy.victim(Want::Demand, &mut |v| if v == page(9) { Take::Yes } else { Take::Skip }),
+            Some(page(9))
+        );
     }
 
     #[test]

@@ -3,40 +3,30 @@
 use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
 use crate::pager::numbers::{PageNumbers, fit};
+use crate::random::Random;
 
 /// Evicts any page, each as likely as the others; which one follows from a seed that is always the same.
 ///
 /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
-/// Draws are of the generator `xorshift64*`: S. Vigna, "An experimental exploration of Marsaglia's xorshift generators,
-/// scrambled", ACM Transactions on Mathematical Software 42(4), 2016. 8 bytes a page.
+/// 8 bytes a page.
 #[derive(Debug)]
 pub(super) struct RandomPolicy {
     numbers: PageNumbers,
     resident: Vec<u32>,
     /// By page: where it is in `resident`, or [`ABSENT`].
     at: Vec<u32>,
-    state: u64,
+    random: Random,
 }
 
 const ABSENT: u32 = u32::MAX;
-const SEED: u64 = 0x2545_F491_4F6C_DD1D;
 
 impl Default for RandomPolicy {
     fn default() -> Self {
-        Self { numbers: PageNumbers::default(), resident: Vec::new(), at: Vec::new(), state: SEED }
+        Self { numbers: PageNumbers::default(), resident: Vec::new(), at: Vec::new(), random: Random(0) }
     }
 }
 
 impl RandomPolicy {
-    /// A number below `end`, which is not 0.
-    fn below(&mut self, end: usize) -> usize {
-        self.state ^= self.state >> 12;
-        self.state ^= self.state << 25;
-        self.state ^= self.state >> 27;
-        let drawn = self.state.wrapping_mul(SEED) >> 32;
-        ((drawn * end as u64) >> 32) as usize
-    }
-
     fn remove_number(&mut self, number: u32) {
         let at = std::mem::replace(&mut self.at[number as usize], ABSENT);
         if at == ABSENT {
@@ -97,7 +87,7 @@ impl Policy for RandomPolicy {
     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         // Those that were offered are behind `end`.
         for end in (1..=self.resident.len()).rev() {
-            let drawn = self.below(end);
+            let drawn = self.random.below(end as u32) as usize;
             let page = self.numbers.page(self.resident[drawn]);
             match take(page) {
                 Take::Yes => return Some(page),

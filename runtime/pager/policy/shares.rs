@@ -22,7 +22,9 @@ const CLASSES: usize = SegmentClass::ALL.len();
 
 /// Frames of all small caches together, about: enough that a difference of their hits says something.
 const SAMPLED_FRAMES: u32 = 512;
-/// The small caches are this part of their frames smaller and larger.
+/// Pages that all may be in the sample. Of more, at most twice as many are.
+const SAMPLED_PAGES: u64 = 1 << 14;
+/// The small caches are this part of all their frames smaller and larger than a share. A class has as much to begin with.
 const STEP: u32 = 16;
 /// A class gives this part of all frames at a time.
 const GIFT: u32 = 32;
@@ -36,10 +38,15 @@ const EPOCH_MIN: u32 = 1024;
 #[derive(Debug)]
 struct Part {
     policy: Box<dyn Policy>,
-    /// `policy` follows a declared order.
+    /// `policy` is one that follows declared orders, and was given one.
     planned: bool,
+    /// Its plan found no frame for the page it named, and nothing of it has changed since.
+    refused: bool,
     resident: u32,
+    /// Frames. Those of the classes that have pages are all frames, once they were divided; others have none.
     share: u32,
+    /// What its share was when its last page went.
+    had: u32,
     /// Pages of its segments.
     pages: u64,
     /// With fewer frames and with more; none where no other class could give or take any.
@@ -61,7 +68,7 @@ struct Miniature {
 }
 
 /// See the [module documentation](self). A byte a page beyond what its class's policy takes; where there are several classes,
-/// twice that and a byte more for each page of the sample.
+/// twice that and two bytes more for each page of the sample.
 #[derive(Debug)]
 pub(super) struct SharesPolicy {
     numbers: PageNumbers,
@@ -69,6 +76,8 @@ pub(super) struct SharesPolicy {
     resident: Vec<bool>,
     /// By segment: its class and its pages.
     segments: Vec<Option<(SegmentClass, u32)>>,
+    /// The class of a segment that is about to be added.
+    announced: Option<(SegmentId, SegmentClass)>,
     parts: [Part; CLASSES],
     /// Frames, host frames, lookahead.
     sizes: (u32, u32, u32),
@@ -77,7 +86,7 @@ pub(super) struct SharesPolicy {
     /// Shares were given out: before there was a need to evict, there was none to divide.
     divided: bool,
     uses: u32,
-    /// The class of the page that was used last and is not resident: it comes next, as a rule.
+    /// The class of the page that was wanted last and did not come yet, as far as can be told.
     coming: Option<usize>,
     sampled: Vec<PageId>,
 }
@@ -97,8 +106,10 @@ impl Default for SharesPolicy {
         let part = |class| Part {
             policy: policy_of(class).build(),
             planned: false,
+            refused: false,
             resident: 0,
             share: 0,
+            had: 0,
             pages: 0,
             small: None,
         };
@@ -106,6 +117,7 @@ impl Default for SharesPolicy {
             numbers: PageNumbers::default(),
             resident: Vec::new(),
             segments: Vec::new(),
+            announced: None,
             parts: SegmentClass::ALL.map(part),
             sizes: (0, 0, 0),
             shift: 0,
@@ -123,12 +135,27 @@ impl SharesPolicy {
         known.map_or(SegmentClass::Other, |(class, _)| class) as usize
     }
 
+    /// Classes that have pages.
+    fn there(&self) -> impl Iterator<Item = usize> {
+        (0..CLASSES).filter(|class| self.parts[*class].pages > 0)
+    }
+
+    /// The class that has most frames, of those that have pages.
+    fn largest(&self) -> Option<usize> {
+        self.there().max_by_key(|class| self.parts[*class].share)
+    }
+
     /// The page as the small caches know it, if it is in the sample.
     fn sample(&self, page: PageId) -> Option<PageId> {
         // Segments begin at different places, so that small ones are not all in the sample, or none of them.
         let place = page.index.0.wrapping_add(page.segment.0);
         let index = PageIndex(page.index.0 >> self.shift);
         (place & ((1 << self.shift) - 1) == 0).then_some(PageId { segment: page.segment, index })
+    }
+
+    /// Pages of a segment, at most, that are in the sample.
+    fn sampled_of(&self, pages: u32) -> u32 {
+        (pages >> self.shift) + 1
     }
 
     /// Frames of a class's small caches.
@@ -138,64 +165,116 @@ impl SharesPolicy {
         [own.saturating_sub(step), own + step]
     }
 
-    /// A share has changed.
+    /// Tells a class's policies how much there is for them.
     fn resized(&mut self, class: usize) {
-        let (_, host, lookahead) = self.sizes;
+        let (frames, host, lookahead) = self.sizes;
+        let plans = self.parts.iter().filter(|part| part.planned).count().max(1) as u32;
         let small = self.small(class);
         let part = &mut self.parts[class];
-        part.policy.resize(part.share.max(1), host, lookahead);
+        // A plan reserves host frames for pages of its own.
+        let host = if part.planned { host / plans } else { host };
+        part.policy.resize(if self.divided { part.share.max(1) } else { frames }, host, lookahead);
         for (small, frames) in part.small.iter_mut().flatten().zip(small) {
             // They have policies of this crate, which offer every page there is.
             let _ = small.cache.resize(frames);
         }
     }
 
-    /// Small caches anew, because the sample or the classes that there are changed.
-    fn rebuild(&mut self) {
-        let several = self.parts.iter().filter(|part| part.pages > 0).count() > 1;
+    /// Which classes there are has changed, or what they do: frames of those that went go to the largest, and there are small
+    /// caches where there are several.
+    fn settle(&mut self) {
+        let pages: u64 = self.parts.iter().map(|part| part.pages).sum();
+        let wanted = (self.sizes.0 / SAMPLED_FRAMES).max(1).ilog2().max((pages / SAMPLED_PAGES).max(1).ilog2());
+        // Segments that come and go do not change the sample each time.
+        if wanted > self.shift {
+            self.shift = wanted;
+            self.parts.iter_mut().for_each(|part| part.small = None);
+        }
+        if self.divided {
+            let mut left = 0;
+            for part in self.parts.iter_mut().filter(|part| part.pages == 0) {
+                left += std::mem::take(&mut part.share);
+            }
+            match self.largest() {
+                Some(largest) => self.parts[largest].share += left,
+                None => self.divided = false,
+            }
+        }
+        let several = self.divided && self.there().count() > 1;
         for class in 0..CLASSES {
-            let there = several && self.divided && self.parts[class].pages > 0;
-            let new = |frames| {
-                let mut cache = BareCache::new(policy_of(SegmentClass::ALL[class]).build(), frames);
-                for (number, known) in self.segments.iter().enumerate() {
-                    if let Some((of, pages)) = known.filter(|(of, _)| *of as usize == class) {
-                        cache.segment(SegmentId(number as u32), of, (pages >> self.shift) + 1);
-                    }
-                }
-                Miniature { cache, hits: 0 }
-            };
-            let small = there.then(|| self.small(class).map(new));
-            self.parts[class].small = small;
+            if self.parts[class].pages == 0 {
+                self.parts[class].small = None;
+            } else if several && self.parts[class].small.is_none() {
+                self.parts[class].small = Some(self.small(class).map(|frames| self.miniature(class, frames)));
+            }
+            self.resized(class);
         }
     }
 
-    /// There are no more free frames: every class has what it took.
+    fn miniature(&self, class: usize, frames: u32) -> Miniature {
+        let kind = match self.parts[class].planned {
+            // As a plan does, it keeps part of what is swept, and needs not be told the order.
+            true => PolicyKind::Lirs,
+            false => policy_of(SegmentClass::ALL[class]),
+        };
+        let mut cache = BareCache::of_a_sample(kind.build(), frames);
+        for (number, known) in self.segments.iter().enumerate() {
+            if let Some((of, pages)) = known.filter(|(of, _)| *of as usize == class) {
+                cache.segment(SegmentId(number as u32), of, self.sampled_of(pages));
+            }
+        }
+        Miniature { cache, hits: 0 }
+    }
+
+    /// There are no more free frames: every class has a little, and of the rest what it took.
     fn divide(&mut self) {
+        let taken: u32 = self.there().map(|class| self.parts[class].resident).sum();
+        if taken == 0 {
+            // What is on its way says nothing yet.
+            return;
+        }
         self.divided = true;
-        let taken: u32 = self.parts.iter().map(|part| part.resident).sum();
-        let mut left = self.sizes.0;
+        let least = self.sizes.0 / STEP;
+        let rest = self.sizes.0 - least * self.there().count() as u32;
+        let mut left = rest;
         for class in 0..CLASSES {
             let part = &mut self.parts[class];
-            part.share = (u64::from(self.sizes.0) * u64::from(part.resident) / u64::from(taken.max(1))) as u32;
-            left -= part.share;
+            if part.pages > 0 {
+                let share = (u64::from(rest) * u64::from(part.resident) / u64::from(taken)) as u32;
+                left -= share;
+                part.share = least + share;
+            }
         }
-        // What rounding left goes to the largest.
-        if let Some(most) = (0..CLASSES).max_by_key(|class| self.parts[*class].share) {
-            self.parts[most].share += left;
+        // What rounding left.
+        if let Some(largest) = self.largest() {
+            self.parts[largest].share += left;
         }
         self.uses = 0;
-        self.rebuild();
-        (0..CLASSES).for_each(|class| self.resized(class));
+        self.settle();
+    }
+
+    /// A class has its first segment: what it had before, or a little, is taken from the largest.
+    fn admit(&mut self, class: usize) {
+        if !self.divided {
+            return;
+        }
+        let wanted = match self.parts[class].had {
+            0 => self.sizes.0 / STEP,
+            had => had,
+        };
+        let Some(largest) = self.largest().filter(|largest| *largest != class) else { return };
+        let taken = wanted.min(self.parts[largest].share / 2);
+        self.parts[largest].share -= taken;
+        self.parts[class].share += taken;
     }
 
     /// Moves frames to where they are worth most.
     fn give(&mut self) {
         let gift = (self.sizes.0 / GIFT).max(1);
         let worth = |class: &usize| self.parts[*class].worth();
-        let there = || (0..CLASSES).filter(|class| self.parts[*class].pages > 0);
-        let from = there().filter(|class| self.parts[*class].share > 0).min_by_key(worth);
+        let from = self.there().filter(|class| self.parts[*class].share > 0).min_by_key(worth);
         let wants = |class: &usize| self.parts[*class].pages > u64::from(self.parts[*class].share);
-        let to = there().filter(wants).max_by_key(worth);
+        let to = self.there().filter(wants).max_by_key(worth);
         if let (Some(from), Some(to)) = (from, to) {
             let (least, most) = (worth(&from), worth(&to));
             // Where both are near, moving frames costs what they hold.
@@ -214,18 +293,23 @@ impl SharesPolicy {
 
     /// A class's policy anew, of another kind: it is told of what is there.
     fn swap(&mut self, class: usize, kind: PolicyKind) {
-        let (_, host, lookahead) = self.sizes;
         let part = &mut self.parts[class];
         let pages = part.policy.tracked();
         part.policy = kind.build();
-        part.policy.resize(if self.divided { part.share } else { self.sizes.0 }, host, lookahead);
+        part.small = None;
+        self.resized(class);
         for (number, known) in self.segments.iter().enumerate() {
-            let Some((of, pages)) = *known else { continue };
-            if of as usize == class {
-                part.policy.segment(SegmentId(number as u32), pages);
+            if let Some((_, pages)) = known.filter(|(of, _)| *of as usize == class) {
+                self.parts[class].policy.segment(SegmentId(number as u32), pages);
             }
         }
-        pages.into_iter().for_each(|page| part.policy.inserted(page));
+        pages.into_iter().for_each(|page| self.parts[class].policy.inserted(page));
+    }
+
+    /// How far a class is beyond its share, a page that comes counted.
+    fn excess(&self, class: usize, coming: Option<usize>) -> i64 {
+        let part = &self.parts[class];
+        i64::from(part.resident) + i64::from(coming == Some(class)) - i64::from(part.share)
     }
 }
 
@@ -235,27 +319,22 @@ impl Policy for SharesPolicy {
     }
 
     fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
-        let before = std::mem::replace(&mut self.sizes, (frames, host_frames, lookahead));
-        let shift = (frames / SAMPLED_FRAMES).max(1).ilog2();
-        if self.divided {
+        let before = std::mem::replace(&mut self.sizes, (frames, host_frames, lookahead)).0;
+        if self.divided && before != frames {
             // In proportion, and what rounding leaves to the largest.
             let mut left = frames;
             for part in &mut self.parts {
-                part.share = (u64::from(part.share) * u64::from(frames) / u64::from(before.0.max(1))) as u32;
+                part.share = (u64::from(part.share) * u64::from(frames) / u64::from(before.max(1))) as u32;
                 left -= part.share;
             }
-            if let Some(most) = self.parts.iter_mut().max_by_key(|part| part.share) {
-                most.share += left;
+            if let Some(largest) = self.largest() {
+                self.parts[largest].share += left;
             }
+            // The sample may be a larger one again.
+            self.shift = 0;
+            self.parts.iter_mut().for_each(|part| part.small = None);
         }
-        if std::mem::replace(&mut self.shift, shift) != shift {
-            self.rebuild();
-        }
-        if self.divided {
-            (0..CLASSES).for_each(|class| self.resized(class));
-        } else {
-            self.parts.iter_mut().for_each(|part| part.policy.resize(frames, host_frames, lookahead));
-        }
+        self.settle();
     }
 
     fn unit(&mut self, pages: u32) {
@@ -263,29 +342,32 @@ impl Policy for SharesPolicy {
     }
 
     fn class(&mut self, segment: SegmentId, class: SegmentClass) {
-        if self.segments.len() <= segment.index() {
-            self.segments.resize(segment.index() + 1, None);
-        }
-        self.segments[segment.index()] = Some((class, 0));
+        self.announced = Some((segment, class));
     }
 
     fn segment(&mut self, segment: SegmentId, pages: u32) {
-        let class =
-            self.segments.get(segment.index()).copied().flatten().map_or(SegmentClass::Other, |(class, _)| class);
-        self.class(segment, class);
-        self.segments[segment.index()] = Some((class, pages));
+        self.forget(segment);
+        let announced = self.announced.take().filter(|(of, _)| *of == segment);
+        let class = announced.map_or(SegmentClass::Other, |(_, class)| class);
+        if self.segments.len() <= segment.index() {
+            self.segments.resize(segment.index() + 1, None);
+        }
         self.numbers.add(segment, pages);
         fit(&mut self.resident, self.numbers.end(), false);
+        let sampled = self.sampled_of(pages);
         let part = &mut self.parts[class as usize];
         part.policy.segment(segment, pages);
+        for small in part.small.iter_mut().flatten() {
+            small.cache.segment(segment, class, sampled);
+        }
         let first = part.pages == 0;
-        part.pages += u64::from(pages);
         if first {
-            self.rebuild();
-        } else {
-            for small in part.small.iter_mut().flatten() {
-                small.cache.segment(segment, class, (pages >> self.shift) + 1);
-            }
+            self.admit(class as usize);
+        }
+        self.parts[class as usize].pages += u64::from(pages);
+        self.segments[segment.index()] = Some((class, pages));
+        if first {
+            self.settle();
         }
     }
 
@@ -310,8 +392,10 @@ impl Policy for SharesPolicy {
         if !self.resident[number as usize] {
             self.coming = Some(class);
         }
-        self.parts[class].policy.accessed(page);
-        if self.parts[class].small.is_none() {
+        let part = &mut self.parts[class];
+        part.refused = false;
+        part.policy.accessed(page);
+        if part.small.is_none() {
             return;
         }
         if let Some(sampled) = self.sample(page) {
@@ -320,7 +404,7 @@ impl Policy for SharesPolicy {
             }
         }
         self.uses += 1;
-        if self.uses >= (self.sizes.0.saturating_mul(EPOCH)).max(EPOCH_MIN) {
+        if self.uses >= self.sizes.0.saturating_mul(EPOCH).max(EPOCH_MIN) {
             self.uses = 0;
             self.give();
         }
@@ -328,9 +412,12 @@ impl Policy for SharesPolicy {
 
     fn inserted(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
-        let part = &mut self.parts[self.class_of(page.segment)];
+        let class = self.class_of(page.segment);
+        let part = &mut self.parts[class];
         part.resident += u32::from(!std::mem::replace(&mut self.resident[number as usize], true));
+        part.refused = false;
         part.policy.inserted(page);
+        self.coming = self.coming.filter(|coming| *coming != class);
     }
 
     fn removed(&mut self, page: PageId) {
@@ -339,21 +426,27 @@ impl Policy for SharesPolicy {
         let part = &mut self.parts[class];
         part.resident -= u32::from(std::mem::take(&mut self.resident[number as usize]));
         part.policy.removed(page);
+        // A frame is free, or another class has it.
+        self.parts.iter_mut().for_each(|part| part.refused = false);
     }
 
     fn forget(&mut self, segment: SegmentId) {
         let Some((class, pages)) = self.segments.get_mut(segment.index()).and_then(Option::take) else { return };
         let part = &mut self.parts[class as usize];
+        for number in self.numbers.of_segment(segment) {
+            part.resident -= u32::from(std::mem::take(&mut self.resident[number]));
+        }
         part.pages -= u64::from(pages);
         part.policy.forget(segment);
         for small in part.small.iter_mut().flatten() {
             small.cache.forget(segment);
         }
-        if part.pages == 0 {
-            self.rebuild();
-        }
         self.numbers.remove(segment);
         fit(&mut self.resident, self.numbers.end(), false);
+        if part.pages == 0 {
+            part.had = part.share;
+            self.settle();
+        }
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
@@ -363,23 +456,21 @@ impl Policy for SharesPolicy {
         }
         let coming = match want {
             Want::Planned(page) => Some(self.class_of(page.segment)),
-            _ => self.coming,
-        };
-        let excess = |part: &Part, class: usize| {
-            i64::from(part.resident) + i64::from(coming == Some(class)) - i64::from(part.share)
+            Want::Demand => self.coming,
+            _ => None,
         };
         let mut order: [usize; CLASSES] = std::array::from_fn(|class| class);
-        order.sort_unstable_by_key(|class| -excess(&self.parts[*class], *class));
-        let within = coming.is_none_or(|class| excess(&self.parts[class], class) <= 0);
+        order.sort_unstable_by_key(|class| -self.excess(*class, coming));
+        let within = coming.is_none_or(|class| self.excess(class, coming) <= 0);
         let mut stopped = false;
         for class in order {
-            let beyond = excess(&self.parts[class], class) > 0;
             // A fill ahead may take what another class has beyond its share, if its own class stays within its share: or two
             // plans could take the same frame from each other for ever. Of what is within a share, only the class itself can
             // say whether it is worth less than the page that is to come.
             let want = match want {
-                Want::Planned(_) | Want::Hint if coming != Some(class) && beyond && within => Want::Demand,
-                Want::Planned(_) | Want::Hint if coming != Some(class) => continue,
+                Want::Planned(_) if coming == Some(class) => want,
+                Want::Planned(_) if within && self.excess(class, coming) > 0 => Want::Hint,
+                Want::Planned(_) => continue,
                 want => want,
             };
             let found = self.parts[class].policy.victim(want, &mut |page| {
@@ -391,19 +482,24 @@ impl Policy for SharesPolicy {
                 return found;
             }
         }
+        if let (Want::Planned(_), Some(class)) = (want, coming) {
+            self.parts[class].refused = true;
+        }
         None
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
         for class in 0..CLASSES {
             let own: Vec<PageId> = order.iter().copied().filter(|page| self.class_of(page.segment) == class).collect();
-            if own.is_empty() == self.parts[class].planned {
-                let kind = if own.is_empty() { policy_of(SegmentClass::ALL[class]) } else { PolicyKind::Plan };
-                self.swap(class, kind);
+            let planned = !own.is_empty();
+            if planned != self.parts[class].planned {
+                self.parts[class].planned = planned;
+                self.swap(class, if planned { PolicyKind::Plan } else { policy_of(SegmentClass::ALL[class]) });
             }
-            self.parts[class].planned = !own.is_empty();
+            self.parts[class].refused = false;
             self.parts[class].policy.declare(&own, cyclic);
         }
+        self.settle();
     }
 
     fn has_plan(&self) -> bool {
@@ -411,7 +507,7 @@ impl Policy for SharesPolicy {
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
-        self.parts.iter_mut().find_map(|part| part.policy.next_fill(present))
+        self.parts.iter_mut().filter(|part| !part.refused).find_map(|part| part.policy.next_fill(present))
     }
 
     fn filling(&mut self, page: PageId) {
@@ -424,8 +520,12 @@ impl Policy for SharesPolicy {
     }
 
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
-        let class = self.class_of(incoming.segment);
-        class != self.class_of(candidate.segment) || self.parts[class].policy.host_victim(candidate, incoming)
+        let (of, to) = (self.class_of(candidate.segment), self.class_of(incoming.segment));
+        if of == to {
+            return self.parts[of].policy.host_victim(candidate, incoming);
+        }
+        // Each plan has host frames of its own.
+        !(self.parts[of].planned && self.parts[to].planned && self.parts[of].policy.worth_host(candidate))
     }
 
     fn tracked(&self) -> Vec<PageId> {
@@ -500,50 +600,155 @@ mod tests {
         }
     }
 
+    fn add(policy: &mut SharesPolicy, segment: SegmentId, class: SegmentClass, pages: u32) {
+        policy.class(segment, class);
+        policy.segment(segment, pages);
+    }
+
+    fn comes(policy: &mut SharesPolicy, page: PageId) {
+        policy.accessed(page);
+        policy.inserted(page);
+    }
+
+    fn share(policy: &SharesPolicy, class: SegmentClass) -> u32 {
+        policy.parts[class as usize].share
+    }
+
+    fn shares_are_all_frames(policy: &SharesPolicy, frames: u32) {
+        assert_eq!(policy.there().map(|class| policy.parts[class].share).sum::<u32>(), frames);
+        assert!(policy.parts.iter().all(|part| part.pages > 0 || part.share == 0));
+    }
+
     #[test]
     fn shares_are_all_frames_whatever_changes() {
         let mut policy = SharesPolicy::default();
-        let sum = |policy: &SharesPolicy| policy.parts.iter().map(|part| part.share).sum::<u32>();
-        policy.resize(50, 0, 0);
-        for (segment, class) in [(WEIGHTS, SegmentClass::Weights), (TABLE, SegmentClass::KeysAndValues)] {
-            policy.class(segment, class);
-            policy.segment(segment, 60);
-        }
-        for n in 0..50 {
-            policy.accessed(page(WEIGHTS, n));
-            policy.inserted(page(WEIGHTS, n));
-        }
-        assert_eq!(sum(&policy), 0, "there was no need to divide");
+        policy.resize(48, 0, 0);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 60);
+        add(&mut policy, TABLE, SegmentClass::KeysAndValues, 60);
+        (0..48).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
+        assert!(!policy.divided, "there was no need to");
         policy.accessed(page(TABLE, 0));
         let gone = policy.victim(Want::Demand, &mut |_| Take::Yes).unwrap();
         assert_eq!(gone.segment, WEIGHTS, "it has all there is");
         policy.removed(gone);
         policy.inserted(page(TABLE, 0));
-        for frames in [50, 7, 1, 333, 20_000, 50] {
+        assert_eq!((share(&policy, SegmentClass::Weights), share(&policy, SegmentClass::KeysAndValues)), (45, 3));
+        for frames in [48, 7, 1, 333, 20_000, 48] {
             policy.resize(frames, 0, 0);
-            assert_eq!(sum(&policy), frames);
+            shares_are_all_frames(&policy, frames);
         }
-        // A class that comes later, and one that goes.
-        policy.class(SegmentId(1), SegmentClass::Optimizer);
-        policy.segment(SegmentId(1), 10);
-        assert!(policy.parts[SegmentClass::Optimizer as usize].small.is_some());
-        for page in policy.tracked().into_iter().filter(|page| page.segment == WEIGHTS) {
-            policy.removed(page);
-        }
+        // A class that comes later has a little, and when it comes again what it had.
+        let moments = SegmentId(1);
+        add(&mut policy, moments, SegmentClass::Optimizer, 10);
+        assert_eq!(share(&policy, SegmentClass::Optimizer), 3);
+        policy.parts[SegmentClass::Optimizer as usize].share += 9;
+        policy.parts[SegmentClass::Weights as usize].share -= 9;
+        policy.forget(moments);
+        shares_are_all_frames(&policy, 48);
+        add(&mut policy, moments, SegmentClass::Optimizer, 10);
+        assert_eq!(share(&policy, SegmentClass::Optimizer), 12);
+        shares_are_all_frames(&policy, 48);
+        policy.forget(moments);
+        policy.tracked().into_iter().filter(|page| page.segment == WEIGHTS).for_each(|page| policy.removed(page));
         policy.forget(WEIGHTS);
-        policy.forget(SegmentId(1));
-        assert!(policy.parts.iter().all(|part| part.small.is_none()), "one class has nobody to share with");
+        assert_eq!(share(&policy, SegmentClass::KeysAndValues), 48, "one class has all");
         assert_eq!(policy.tracked(), [page(TABLE, 0)]);
+    }
+
+    #[test]
+    fn regression_nothing_is_divided_while_all_is_on_its_way() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(8, 0, 0);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 20);
+        add(&mut policy, TABLE, SegmentClass::KeysAndValues, 20);
+        (0..9).for_each(|n| policy.accessed(page(WEIGHTS, n)));
+        assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes), None);
+        assert!(!policy.divided);
+        (0..8).for_each(|n| policy.inserted(page(WEIGHTS, n)));
+        assert!(policy.victim(Want::Demand, &mut |_| Take::Yes).is_some());
+        shares_are_all_frames(&policy, 8);
+        assert_eq!(share(&policy, SegmentClass::Other), 0);
+    }
+
+    #[test]
+    fn regression_small_caches_outlive_other_classes() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(32, 0, 0);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 40);
+        add(&mut policy, TABLE, SegmentClass::Other, 40);
+        (0..32).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
+        policy.victim(Want::Demand, &mut |_| Take::Skip);
+        (0..4).for_each(|_| policy.accessed(page(WEIGHTS, 0)));
+        let hits = |policy: &SharesPolicy| policy.parts[0].small.as_ref().unwrap()[1].hits;
+        assert_eq!(hits(&policy), 3);
+        // As a step of a program does that has activations.
+        for _ in 0..3 {
+            add(&mut policy, SegmentId(7), SegmentClass::Activations, 4);
+            policy.forget(SegmentId(7));
+        }
+        assert_eq!(hits(&policy), 3);
+    }
+
+    #[test]
+    fn regression_a_plan_that_is_refused_does_not_keep_others_from_filling() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(4, 0, 2);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 8);
+        add(&mut policy, TABLE, SegmentClass::Other, 8);
+        (0..4).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
+        let order: Vec<PageId> = (0..8).map(|n| page(WEIGHTS, n)).chain((0..8).map(|n| page(TABLE, n))).collect();
+        policy.declare(&order, true);
+        let absent = |page: PageId| page.segment == WEIGHTS && page.index.0 < 4;
+        let first = policy.next_fill(&absent).unwrap();
+        assert_eq!(first.segment, WEIGHTS);
+        assert_eq!(policy.victim(Want::Planned(first), &mut |_| Take::Skip), None);
+        assert_eq!(policy.next_fill(&absent).unwrap().segment, TABLE);
+        policy.accessed(page(WEIGHTS, 0));
+        assert_eq!(policy.next_fill(&absent).unwrap().segment, WEIGHTS, "what it would evict may be another page now");
+    }
+
+    #[test]
+    fn a_hint_takes_nothing_that_a_plan_keeps() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(16, 0, 1);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 32);
+        add(&mut policy, TABLE, SegmentClass::Other, 8);
+        let order: Vec<PageId> = (0..32).map(|n| page(WEIGHTS, n)).collect();
+        policy.declare(&order, true);
+        (0..16).for_each(|n| comes(&mut policy, page(WEIGHTS, 2 * n)));
+        policy.accessed(page(TABLE, 0));
+        let offered = |policy: &mut SharesPolicy, want| {
+            let mut offered = 0;
+            policy.victim(want, &mut |_| {
+                offered += 1;
+                Take::Skip
+            });
+            offered
+        };
+        let (hint, demand) = (offered(&mut policy, Want::Hint), offered(&mut policy, Want::Demand));
+        assert!(hint < demand && demand == 16, "{hint} of {demand}");
+    }
+
+    #[test]
+    fn a_segment_that_is_added_again_is_a_new_one() {
+        let mut policy = SharesPolicy::default();
+        policy.resize(8, 0, 0);
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 6);
+        (0..6).for_each(|n| comes(&mut policy, page(WEIGHTS, n)));
+        add(&mut policy, WEIGHTS, SegmentClass::KeysAndValues, 4);
+        let pages = |class: SegmentClass| (policy.parts[class as usize].pages, policy.parts[class as usize].resident);
+        assert_eq!((pages(SegmentClass::Weights), pages(SegmentClass::KeysAndValues)), ((0, 0), (4, 0)));
+        (0..6).for_each(|n| policy.removed(page(WEIGHTS, n)));
+        policy.inserted(page(SegmentId(99), 0));
+        assert_eq!(policy.parts.iter().map(|part| part.resident).sum::<u32>(), 0);
     }
 
     #[test]
     fn a_declared_order_is_its_classes_own() {
         let mut policy = SharesPolicy::default();
         policy.resize(4, 0, 2);
-        for (segment, class) in [(WEIGHTS, SegmentClass::Weights), (TABLE, SegmentClass::Other)] {
-            policy.class(segment, class);
-            policy.segment(segment, 8);
-        }
+        add(&mut policy, WEIGHTS, SegmentClass::Weights, 8);
+        add(&mut policy, TABLE, SegmentClass::Other, 8);
         for n in [0, 1] {
             policy.accessed(page(WEIGHTS, n));
             policy.inserted(page(WEIGHTS, n));

@@ -1,5 +1,7 @@
 //! How often pages were used lately, in a few bits.
 
+use crate::random::nth;
+
 /// A count-min sketch of four-bit counters: estimates are never too low, but for the cap of 15 and the ageing. A use
 /// raises only those of a page's counters that are lowest (conservative update).
 ///
@@ -29,15 +31,6 @@ const PAGES_PER_LINE: u32 = 16;
 /// The low three bits of every counter.
 const HALVED: u64 = 0x7777_7777_7777_7777;
 
-/// A bijection of 64-bit numbers in which every bit depends on all: the last steps of `splitmix64` (G. L. Steele, D. Lea
-/// and C. H. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
-fn mixed(number: u32) -> u64 {
-    let mut x = (u64::from(number) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    x = (x ^ x >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    x = (x ^ x >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    x ^ x >> 31
-}
-
 /// Word and shift of a page's counter in each row of its line.
 fn places(mixed: u64) -> [(usize, u32); ROWS] {
     std::array::from_fn(|row| {
@@ -58,7 +51,7 @@ impl Sketch {
 
     /// Uses of the page, at least as many as were counted since the last ageing and half of those before; 15 at most.
     pub(super) fn estimate(&self, number: u32) -> u8 {
-        let mixed = mixed(number);
+        let mixed = nth(u64::from(number));
         let Some(Line(words)) = self.lines.get((mixed >> 32) as usize & self.mask as usize) else { return 0 };
         let counts = places(mixed).map(|(word, shift)| words[word] >> shift & COUNT_MAX);
         counts.into_iter().min().unwrap_or(0) as u8
@@ -66,7 +59,7 @@ impl Sketch {
 
     /// Counts a use. Once in a while it takes as long as the sketch is large.
     pub(super) fn count(&mut self, number: u32) {
-        let mixed = mixed(number);
+        let mixed = nth(u64::from(number));
         let Some(Line(words)) = self.lines.get_mut((mixed >> 32) as usize & self.mask as usize) else { return };
         let places = places(mixed);
         let lowest = places.map(|(word, shift)| words[word] >> shift & COUNT_MAX).into_iter().min().unwrap_or(0);

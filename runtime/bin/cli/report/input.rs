@@ -51,6 +51,48 @@ pub struct Generated {
     pub interrupted: bool,
 }
 
+/// Of `outcore simulate --json`.
+#[derive(Debug, Deserialize)]
+pub struct Simulated {
+    pub model: String,
+    pub machine: String,
+    pub devices: u64,
+    pub policy: String,
+    pub page_bytes: u64,
+    pub model_bytes: u64,
+    pub frames: u64,
+    pub host_frames: u64,
+    pub first_pass_s: f64,
+    pub median_pass_s: f64,
+    pub passes_s: Vec<f64>,
+    pub total_s: f64,
+    pub hit_ratio: f64,
+    pub stalls: Vec<SimulatedStall>,
+    pub disk_read: Flow,
+    pub disk_written: Flow,
+    pub link_in: Flow,
+    pub link_out: Flow,
+    pub compute: Flow,
+}
+
+/// Waiting for one cause, while bytes were in one tier.
+#[derive(Debug, Deserialize)]
+pub struct SimulatedStall {
+    pub cause: String,
+    pub tier: String,
+    pub count: u64,
+    pub seconds: f64,
+}
+
+/// What went over a link of all devices.
+#[derive(Debug, Deserialize)]
+pub struct Flow {
+    pub bytes: u64,
+    pub busy_s: f64,
+    /// Of what the link could have carried.
+    pub utilisation: f64,
+}
+
 /// Waiting for one cause.
 #[derive(Debug, Deserialize)]
 pub struct Stall {
@@ -79,6 +121,7 @@ pub struct Inputs {
     pub generated: Vec<Generated>,
     pub timelines: Vec<Timeline>,
     pub policies: Vec<Found>,
+    pub simulated: Vec<Simulated>,
     pub probed: Vec<Probed>,
 }
 
@@ -92,8 +135,8 @@ struct Object {
     fields: Map<String, Value>,
 }
 
-const EXPECTED: &str =
-    "give what `generate --timeline` or `generate --json`, `outcore policies --json` or `outcore probe --json` wrote";
+const EXPECTED: &str = "give what `generate --timeline` or `generate --json`, `outcore policies --json`, `outcore simulate --json` or \
+     `outcore probe --json` wrote";
 
 impl Inputs {
     /// Reads files.
@@ -140,6 +183,9 @@ impl Inputs {
             self.policies.push(found);
         } else if has("pass_s_median") {
             self.generated.push(fields(object.fields, &name, "generate --json")?);
+        } else if has("passes_s") && has("machine") {
+            let simulated: Simulated = fields(object.fields, &name, "outcore simulate --json")?;
+            self.simulated.push(simulated);
         } else if has("points") && has("memcpy_bytes_per_second") {
             self.probed.push(fields(object.fields, &name, "outcore probe --json")?);
         } else {

@@ -21,7 +21,7 @@ use input::Inputs;
 #[derive(Debug, Args)]
 pub struct Options {
     /// What to report on, several of the same run or of several: the JSON of `generate --timeline`, of `generate --json`,
-    /// `outcore policies --json`, or `outcore probe --json`, which is the ceiling of reading
+    /// `outcore policies --json`, `outcore simulate --json`, or `outcore probe --json`, which is the ceiling of reading
     #[arg(value_name = "JSON", required = true)]
     inputs: Vec<PathBuf>,
     /// The page to write

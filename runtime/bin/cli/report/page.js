@@ -43,6 +43,20 @@
     new uPlot(options, values, document.getElementById("policies-" + number));
   });
 
+  // Simulated passes: how long each took.
+  data.simulated.forEach((passes, number) => {
+    const options = {
+      width: width(), height: 260,
+      series: [
+        { label: "pass" },
+        { label: "seconds", stroke: "#1f5fbf", width: 2, points: { show: true, size: 6 }, value: (u, v) => (v == null ? "" : time(v)) },
+      ],
+      scales: { x: { time: false }, y: { range: (u, min, max) => [0, (max || 1) * 1.1] } },
+      axes: [{ label: "pass" }, { label: "seconds", size: 80 }],
+    };
+    new uPlot(options, [passes.map((_, i) => i + 1), passes], document.getElementById("simulated-" + number));
+  });
+
   // Timelines: a row for each lane, spans as they are or, where they are many, runs of them. Dragging looks closer.
   data.timelines.forEach((line, number) => {
     const place = document.getElementById("timeline-" + number);

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::super::output::{percent, size};
 use super::super::policies::{Found, Ratio};
 use super::LeftOut;
-use super::input::{Generated, Inputs};
+use super::input::{Flow, Generated, Inputs, Simulated, SimulatedStall};
 use super::residency::Residency;
 use super::timeline::Timeline;
 
@@ -61,6 +61,7 @@ struct Part {
 }
 
 const RUN: &str = "what a run was";
+const SIMULATED: &str = "what a simulation found";
 const TIMELINE: &str = "timeline by lane";
 const RESIDENCY: &str = "residency over time";
 const STALLS: &str = "stalls by cause";
@@ -70,12 +71,13 @@ const MEMORY: &str = "memory by class";
 const POLICIES: &str = "hit ratio by capacity and policy";
 
 /// What each part needs.
-const NEEDS: [(&str, &str); 8] = [
+const NEEDS: [(&str, &str); 9] = [
     (RUN, "the last line of `generate --json`"),
+    (SIMULATED, "`outcore simulate --json`"),
     (TIMELINE, "the file of `generate --timeline`"),
-    (RESIDENCY, "the file of `generate --timeline`"),
-    (STALLS, "the last line of `generate --json`, or the file of `generate --timeline`"),
-    (LINKS, "the last line of `generate --json`"),
+    (RESIDENCY, "the file of `generate --timeline`, of this release"),
+    (STALLS, "the last line of `generate --json`, the file of `generate --timeline`, or `outcore simulate --json`"),
+    (LINKS, "the last line of `generate --json`, or `outcore simulate --json`"),
     (OPTIMUM, "the last line of `generate --json`, or `outcore policies --json`"),
     (MEMORY, "the last line of `generate --json`, or `outcore policies --json` of a capture or workload"),
     (POLICIES, "`outcore policies --json`"),
@@ -108,6 +110,9 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
             parts.push(regrets(found));
         }
     }
+    for (at, simulated) in inputs.simulated.iter().enumerate() {
+        parts.extend([simulation(simulated, at), simulated_stalls(simulated), simulated_links(simulated)]);
+    }
     // Kinds in their order, and within a kind the order that was given.
     let rank = |kind: &str| NEEDS.iter().position(|(known, _)| *known == kind).unwrap_or(NEEDS.len());
     parts.sort_by_key(|part| rank(part.kind));
@@ -115,11 +120,12 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     let left_out: Vec<LeftOut> =
         NEEDS.iter().filter(|(part, _)| !there(part)).map(|(part, needs)| LeftOut { part, needs }).collect();
     let kinds = NEEDS.iter().map(|(part, _)| *part).filter(|part| there(part)).collect();
-    let title = match (inputs.generated.first(), inputs.policies.first(), inputs.timelines.first()) {
+    let first = (inputs.generated.first(), inputs.policies.first(), inputs.timelines.first());
+    let title = match first {
         (Some(run), ..) => format!("{}, {} of device memory", run.model, size(run.device_budget_bytes)),
         (_, Some(found), _) => found.trace.clone(),
         (_, _, Some(line)) => line.name.clone(),
-        _ => "What a disk reads".to_owned(),
+        _ => inputs.simulated.first().map_or("What a disk reads".to_owned(), simulated_name),
     };
     Ok(Page { text: render(&title, &parts, &left_out, inputs)?, parts: kinds, left_out })
 }
@@ -129,11 +135,14 @@ fn render(title: &str, parts: &[Part], left_out: &[LeftOut], inputs: &Inputs) ->
     struct Data<'a> {
         policies: &'a [Found],
         timelines: &'a [Timeline],
+        /// Seconds by pass.
+        simulated: Vec<&'a [f64]>,
     }
     let failed = |cause: String| {
         Error::new(ErrorKind::Internal, format!("the page was not made: {cause}")).remedy("report this as a bug")
     };
-    let data = Data { policies: &inputs.policies, timelines: &inputs.timelines };
+    let simulated = inputs.simulated.iter().map(|simulated| simulated.passes_s.as_slice()).collect();
+    let data = Data { policies: &inputs.policies, timelines: &inputs.timelines, simulated };
     // In a script element only "<" can end the data.
     let data = serde_json::to_string(&data).map_err(|cause| failed(cause.to_string()))?.replace('<', "\\u003c");
     let mut environment = Environment::new();
@@ -282,6 +291,84 @@ fn memory(run: &Generated, of: &str) -> Part {
     let head = head([("class", false), ("peak", true), ("", false)]);
     let rows = all.map(row).into();
     Part { kind: MEMORY, title: format!("Memory by class{of}"), notes, head, rows, ..Part::default() }
+}
+
+fn simulated_name(simulated: &Simulated) -> String {
+    format!("{} on {}, simulated", simulated.model, simulated.machine)
+}
+
+fn simulation(simulated: &Simulated, at: usize) -> Part {
+    let mut rows = Vec::new();
+    let mut pair = |name: &str, value: String| rows.push(vec![Cell::left(name), Cell::left(value)]);
+    pair("model", format!("{}, {}", simulated.model, size(simulated.model_bytes)));
+    pair("machine, devices", format!("{}, {}", simulated.machine, simulated.devices));
+    pair("page, policy", format!("{}, {}", size(simulated.page_bytes), simulated.policy));
+    let tiers = [simulated.frames, simulated.host_frames];
+    let [device, host] = tiers.map(|frames| size(frames.saturating_mul(simulated.page_bytes)));
+    pair("memory for pages of each device, of the host for each", format!("{device}, {host}"));
+    pair("first pass, median of the others", [simulated.first_pass_s, simulated.median_pass_s].map(seconds).join(", "));
+    pair("hit ratio", ratio(simulated.hit_ratio));
+    Part {
+        kind: SIMULATED,
+        title: simulated_name(simulated),
+        notes: vec![
+            "A forecast: the runtime's pager under a virtual clock, on a machine that is only described.".to_owned(),
+        ],
+        chart: Some(format!("simulated-{at}")),
+        head: head([("", false), ("", false)]),
+        rows,
+    }
+}
+
+fn simulated_stalls(simulated: &Simulated) -> Part {
+    let named = |stall: &SimulatedStall| (format!("{}, {}", stall.cause, stall.tier), stall.count, stall.seconds);
+    let title = format!("Stalls by cause: {}", simulated_name(simulated));
+    let whole = simulated.total_s * simulated.devices as f64;
+    causes(STALLS, title, simulated.stalls.iter().map(named).collect(), whole, "the time of all devices")
+}
+
+fn simulated_links(simulated: &Simulated) -> Part {
+    let row = |(name, flow): (&str, &Flow)| {
+        let rate = if flow.busy_s > 0.0 {
+            format!("{}/s", size((flow.bytes as f64 / flow.busy_s) as u64))
+        } else {
+            "-".into()
+        };
+        vec![
+            Cell::left(name),
+            Cell::right(size(flow.bytes)),
+            Cell::right(seconds(flow.busy_s)),
+            Cell::right(rate),
+            Cell::right(format!("{:.1} %", 100.0 * flow.utilisation)),
+            Cell::bar(flow.utilisation, 1.0),
+        ]
+    };
+    let all = [
+        ("disk, read", &simulated.disk_read),
+        ("disk, written", &simulated.disk_written),
+        ("host to device", &simulated.link_in),
+        ("device to host", &simulated.link_out),
+        ("compute", &simulated.compute),
+    ];
+    let head = head([
+        ("link", false),
+        ("moved", true),
+        ("busy", true),
+        ("bandwidth", true),
+        ("of its ceiling", true),
+        ("", false),
+    ]);
+    Part {
+        kind: LINKS,
+        title: format!("Bandwidth by link: {}", simulated_name(simulated)),
+        notes: vec![
+            "Of its ceiling is the part of the simulated time in which a link was used as well as it can be."
+                .to_owned(),
+        ],
+        head,
+        rows: all.map(row).into(),
+        ..Part::default()
+    }
 }
 
 fn timeline(line: &Timeline, at: usize) -> Part {

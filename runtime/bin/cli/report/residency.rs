@@ -30,6 +30,10 @@ pub struct Sample {
     pub host: Vec<u8>,
 }
 
+/// More than `generate` writes, and no more than a browser draws at once.
+const ROWS_MAX: usize = 1024;
+const SAMPLES_MAX: usize = 2048;
+
 impl Residency {
     /// Whether it can be drawn.
     ///
@@ -37,6 +41,13 @@ impl Residency {
     /// `Format`, of a file that no `generate` wrote.
     pub fn check(&self, file: &str) -> Result<()> {
         let rows = self.rows();
+        if rows > ROWS_MAX || self.samples.len() > SAMPLES_MAX {
+            let what = format!(
+                "{file} has a residency of {rows} rows at {} times: at most {ROWS_MAX} and {SAMPLES_MAX} can be drawn",
+                self.samples.len()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("write it again with this release"));
+        }
         let even = self.samples.iter().all(|sample| {
             let all = || sample.device.iter().zip(&sample.host);
             let sized = sample.device.len() == rows && sample.host.len() == rows;
@@ -106,6 +117,8 @@ mod tests {
         ] {
             assert!(wrong.check("t").unwrap_err().to_string().contains("t has a residency"));
         }
+        let large = residency(&[(0.0, &[0; ROWS_MAX + 1], &[0; ROWS_MAX + 1])]).check("t").unwrap_err();
+        assert!(large.to_string().contains("1025 rows"), "{large}");
     }
 
     #[test]

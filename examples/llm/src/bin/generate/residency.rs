@@ -44,7 +44,7 @@ const COST: u32 = 100;
 /// Looks now and then, and when it is asked for what it saw.
 #[derive(Debug)]
 pub struct Watch {
-    stop: Sender<()>,
+    stop: Option<Sender<()>>,
     thread: Option<JoinHandle<Residency>>,
 }
 
@@ -87,13 +87,24 @@ impl Watch {
             }
             residency
         };
-        Self { stop, thread: std::thread::Builder::new().name("residency".into()).spawn(watched).ok() }
+        Self { stop: Some(stop), thread: std::thread::Builder::new().name("residency".into()).spawn(watched).ok() }
     }
 
     /// What was seen; nothing if there was no thread to look.
     pub fn finish(mut self) -> Residency {
-        drop(self.stop);
-        self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
+        self.end().unwrap_or_default()
+    }
+
+    fn end(&mut self) -> Option<Residency> {
+        self.stop.take();
+        self.thread.take().and_then(|thread| thread.join().ok())
+    }
+}
+
+impl Drop for Watch {
+    /// So that the runtime, which it uses, ends where its owner lets it go.
+    fn drop(&mut self) {
+        self.end();
     }
 }
 
