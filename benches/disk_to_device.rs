@@ -62,7 +62,8 @@ fn stream(runtime: &Runtime, tensors: &[Tensor]) -> (u64, f64, f64) {
 fn fio(path: &Path, page: PageSize, depth: QueueDepth) -> Option<f64> {
     let output = Command::new("fio")
         .args(["--name=r", "--ioengine=io_uring", "--direct=1", "--rw=read", "--runtime=5", "--output-format=json"])
-        .arg("--readonly")
+        // As the probe and the runtime do.
+        .args(["--readonly", "--fixedbufs=1", "--registerfiles=1"])
         .arg(format!("--filename={}", path.display()))
         .args([format!("--bs={}", page.bytes()), format!("--iodepth={depth}")])
         .output()

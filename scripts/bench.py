@@ -117,6 +117,8 @@ def fio(file, page, depth):
     """The rate of fio's io_uring engine on the same file, with the block and the depth at which the probe was best."""
     command = [FIO, "--name=probe", f"--filename={file}", "--readonly", "--rw=read", "--direct=1", "--ioengine=io_uring"]
     command += [f"--bs={page}", f"--iodepth={depth}", "--io_size=1g", "--output-format=json"]
+    # As the probe and the runtime do.
+    command += ["--fixedbufs=1", "--registerfiles=1"]
     done = run(command)
     if done.returncode:
         print(f"bench: fio failed on {file}: {done.stderr[-500:]}", file=sys.stderr)
@@ -245,7 +247,7 @@ def peers():
         " the rows' runs."
         if PEER.exists()
         else None,
-        "fio": f"{run([FIO, '--version']).stdout.strip()}: io_uring, O_DIRECT, sequential, block and depth of the probe's best point."
+        "fio": f"{run([FIO, '--version']).stdout.strip()}: io_uring, O_DIRECT, fixed buffers, sequential, block and depth of the probe's best point."
         if FIO
         else None,
     }

@@ -56,10 +56,11 @@ step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
 
-# What touches pages again, with evicted ranges inaccessible. The pager, the store and the formats never do. All members are
+# What touches pages again, with evicted ranges inaccessible, and what a build without CUDA says (device_choice). The pager,
+# the store and the formats touch no pages. All members are
 # named so that what is built of others is what `workspace` built.
 step_strict() {
-    local tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak)
+    local tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak device_choice)
     cargo test --workspace --features outcore/strict "${tests[@]/#/--test=}" --no-fail-fast
 }
 

@@ -514,6 +514,11 @@ fn policies_refuses_bad_input() {
     refused(&run("0", "lru"), 2, &["capacity \"0\" holds no page", "from 1 up"]);
     refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
     refused(&run("4294967296", "lru"), 2, &["more than 4294967295 pages"]);
+    // Memory is taken by pages that there are.
+    assert!(text(&run("4294967295", "wtinylfu")).contains("with room for 4294967295"));
+    let optimum = text(&run("10", "opt"));
+    assert!(optimum.contains("optimum") && !optimum.contains("lru"), "{optimum}");
+    refused(&["policies", "--workload", "kv", "--uses", "4294967295"], 1, &["more than the 4294967294", "fewer"]);
     refused(&["policies"], 2, &["--trace"]);
     refused(&["policies", "--workload", "decoed"], 2, &["\"decoed\"", "the closest name is decode", "prefill, moe"]);
     refused(&["policies", "--workload", "kv", "--trace", trace], 2, &["--trace", "--workload"]);
@@ -606,6 +611,7 @@ fn simulate_reads_real_headers_and_machine_files() {
 fn simulate_refuses_bad_input() {
     refused(&["simulate", "m", "--machine", "h20"], 1, &["\"h20\"", "rtx4090", "the closest name is h200"]);
     refused(&["simulate", "m", "--machine", "h200"], 1, &["m", "check the path"]);
+    refused(&["simulate", "--params", "1B", "--machine", "/dev/zero"], 1, &["/dev/zero has more than"]);
     refused(&["simulate", "--machine", "h200"], 2, &["MODEL"]);
     refused(&simulated(&["--passes", "0"]), 2, &["0 passes", "at least 1"]);
     refused(&simulated(&["--passes", "many"]), 2, &["\"many\"", "whole number"]);
@@ -786,6 +792,23 @@ fn made_page(dir: &Path) -> String {
     arguments.extend(inputs.iter().map(String::as_str));
     text(&arguments);
     fs::read_to_string(page).unwrap()
+}
+
+#[test]
+fn report_reads_captures() {
+    let dir = scratch();
+    let (run, page) = (dir.path().join("run.trace"), dir.path().join("report.html"));
+    let capture = made_capture();
+    fs::write(&run, &capture).unwrap();
+    let done = json(&["report", string(&run), "-o", string(&page), "--json"]);
+    let parts = ["hit ratio beside the optimum", "memory by class", "hit ratio by capacity and policy"];
+    assert_eq!(done["parts"], serde_json::json!(parts));
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    assert!(html.contains("Captured from: made by a test") && html.contains("wtinylfu"));
+    fs::write(&run, &capture[..capture.len() / 2]).unwrap();
+    refused(&["report", string(&run), "-o", string(&page)], 1, &["run.trace", "incomplete"]);
+    assert_eq!(fs::read_to_string(&page).unwrap(), html, "what was there stays");
 }
 
 /// Every element is closed where it must be, in order; what scripts and styles hold is none.

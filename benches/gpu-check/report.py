@@ -3,7 +3,7 @@
 
     report.py start RESULTS --scale SCALE --bundle DIR     begin a results file
     report.py add RESULTS PART ...                         add what a part printed; called after each part
-    report.py table RESULTS                                print it; ends with 1 if a part failed or a verdict was missed
+    report.py table RESULTS                                print it; ends with 1 if a part did not run or a verdict was missed
     report.py compare NEW OLD                              print new / old for every number that both have
     report.py libraries                                    print the folders in which Python packages keep CUDA libraries
 """
@@ -19,6 +19,9 @@ import sys
 from pathlib import Path
 
 NOT_POSSIBLE = 3
+# What needs more than a GPU and its driver: PyTorch with accelerate, NVIDIA's sanitizer. A GPU on which another part is not
+# possible has shown less than it should.
+MAY_BE_ABSENT = ("accelerate", "sanitizer")
 # What `timeout` ends with when it stopped a command, and when it had to kill it.
 STOPPED = (124, 137)
 # A change of a number by less than this is not pointed out.
@@ -159,7 +162,8 @@ def table(arguments):
             met += verdict["pass"]
             if not verdict["pass"]:
                 missed.append(f"{name}: {what}")
-        if part["status"] in ("failed", "stopped", "skipped"):
+        absent = part["status"] == "not possible" and name not in MAY_BE_ABSENT
+        if absent or part["status"] in ("failed", "stopped", "skipped"):
             failed.append(f"{name} ({part['status']})")
     print(f"\n{met} verdicts met, {len(missed)} missed{': ' if missed else ''}{'; '.join(missed)}")
     if failed:

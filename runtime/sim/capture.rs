@@ -38,7 +38,7 @@ use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageId, PageSize, SegmentId};
 
 /// How every file begins. The first byte is no text, the last ones show whether a transfer changed ends of lines.
-pub(super) const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";
+pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";
 const VERSION: u32 = 1;
 
 /// The largest header, in bytes: 16 MiB.

@@ -193,8 +193,8 @@ impl LongTraceWriter {
             class_of.push(class as u16);
             trace.classes[class].pages += 1;
         }
-        if trace.uses.len >= u64::from(NEVER) - 1 {
-            let what = format!("the trace has more than {} uses", NEVER - 1);
+        if trace.uses.len >= LongTrace::USES_MAX {
+            let what = format!("the trace has more than {} uses", LongTrace::USES_MAX);
             return Err(Error::new(ErrorKind::Unsupported, what).remedy("cut it into several"));
         }
         trace.classes[usize::from(class_of[number as usize])].uses += 1;
@@ -237,6 +237,9 @@ impl LongTraceWriter {
 }
 
 impl LongTrace {
+    /// Uses at most.
+    pub const USES_MAX: u64 = NEVER as u64 - 1;
+
     /// Reads a [capture](capture), or requests in the form of the Mooncake project
     /// ([`Trace::open_mooncake`](super::Trace::open_mooncake)); which of them it is, its first bytes say.
     ///

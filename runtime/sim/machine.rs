@@ -14,7 +14,8 @@
 //! | `compute.step_us` | what each step takes beside |
 //! | `jitter` | how far each time may be off, as a share of it: 0 to 0.9 |
 
-use std::fs;
+use std::fs::File;
+use std::io::Read;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
@@ -133,12 +134,13 @@ impl MachineModel {
         let shown = format!("machine file {}", path.display());
         let unreadable =
             |cause| Error::io(format!("read {shown}"), cause).remedy("check the path, and that it may be read");
-        let len = fs::metadata(path).map_err(unreadable)?.len();
-        if len > FILE_BYTES_MAX {
-            let message = format!("{shown} has {}; the limit is {}", Bytes::new(len), Bytes::new(FILE_BYTES_MAX));
+        let file = File::open(path).map_err(unreadable)?;
+        let mut text = Vec::new();
+        file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text).map_err(unreadable)?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            let message = format!("{shown} has more than {}", Bytes::new(FILE_BYTES_MAX));
             return Err(Error::new(ErrorKind::Format, message).remedy("give a JSON object of the fields of a machine"));
         }
-        let text = fs::read(path).map_err(unreadable)?;
         let text = std::str::from_utf8(&text)
             .map_err(|cause| Error::new(ErrorKind::Format, format!("{shown} is not text")).caused_by(cause))?;
         Self::from_json(text).map_err(|error| error.context(shown))

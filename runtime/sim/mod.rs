@@ -87,7 +87,8 @@ struct Replay {
 impl Replay {
     /// An empty cache of `frames` pages, of `pages` that there are, all of one class. `policy` is new.
     fn new(policy: Box<dyn Policy>, class: SegmentClass, pages: u32, frames: NonZeroU32) -> Self {
-        let mut cache = BareCache::new(policy, frames.get());
+        // More frames than pages are as many; some policies take memory for each.
+        let mut cache = BareCache::new(policy, frames.get().min(pages.max(1)));
         cache.segment(SEGMENT, class, pages);
         Self { cache, pages: Vec::new(), chain: Vec::new(), counts: Counts::default() }
     }
@@ -100,8 +101,8 @@ impl Replay {
             *count += 1;
             PageId { segment: SegmentId(*class as u32), index: PageIndex(*count - 1) }
         });
-        let pages = pages.collect();
-        let mut cache = BareCache::new(policy, frames.get());
+        let pages: Vec<PageId> = pages.collect();
+        let mut cache = BareCache::new(policy, frames.get().min((pages.len() as u32).max(1)));
         for (class, count) in SegmentClass::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0) {
             cache.segment(SegmentId(class as u32), class, count);
         }

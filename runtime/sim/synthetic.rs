@@ -317,11 +317,16 @@ impl Workload {
     /// So many uses.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if `uses` is 0; as for [`LongTraceWriter::used`].
+    /// [`ErrorKind::InvalidArgument`] if `uses` is 0, [`ErrorKind::Unsupported`] beyond [`LongTrace::USES_MAX`]; as for
+    /// [`LongTraceWriter::used`].
     pub fn trace(&self, uses: u64, seed: u64, progress: Progress<'_>) -> Result<LongTrace> {
         if uses == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "a workload of 0 uses has nothing to show")
                 .remedy("ask for at least 1"));
+        }
+        if uses > LongTrace::USES_MAX {
+            let what = format!("a workload of {uses} uses is more than the {} of a trace", LongTrace::USES_MAX);
+            return Err(Error::new(ErrorKind::Unsupported, what).remedy("ask for fewer"));
         }
         let classes = TensorClass::ALL.iter().map(|class| class.name()).chain(BEYOND_TENSORS);
         let mut sink = Sink { writer: LongTraceWriter::new(classes), most: uses, failed: None, progress };
@@ -337,6 +342,7 @@ impl Workload {
             WorkloadKind::Kv => {
                 let mut turns = Conversations::new(self.page, random);
                 while !sink.full() {
+                    sink.writer.request();
                     turns.turn(random, &mut sink);
                 }
             }

@@ -47,6 +47,7 @@ impl Compute {
             }
             Err(failure) => {
                 report.chosen("compute", format!("a kernel of our own that reads every word; cuBLAS: {failure}"));
+                report.note("without cuBLAS nothing is said of matrix products: what hides transfers is that kernel");
                 Kind::Sums
             }
         };

@@ -9,6 +9,7 @@
 mod emulated;
 
 use std::io::{BufRead, BufReader, Read};
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
@@ -53,18 +54,50 @@ fn spec(arch: Arch, dtype: WeightType) -> Spec {
 }
 
 /// A session on the GPU, with its weights in `frames` pages.
-fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<CudaSession> {
+/// A session whose runtime ends with it. Left to itself, a runtime may end on a thread that has yet to report what its last
+/// operations came to, and the driver's context after the test that used it.
+struct OnGpu {
+    session: Option<CudaSession>,
+    runtime: Runtime,
+}
+
+impl Deref for OnGpu {
+    type Target = CudaSession;
+
+    fn deref(&self) -> &CudaSession {
+        self.session.as_ref().unwrap()
+    }
+}
+
+impl DerefMut for OnGpu {
+    fn deref_mut(&mut self) -> &mut CudaSession {
+        self.session.as_mut().unwrap()
+    }
+}
+
+impl Drop for OnGpu {
+    fn drop(&mut self) {
+        self.session.take();
+        // What a lost device says is what the test is about.
+        drop(self.runtime.clone().close());
+    }
+}
+
+fn session(driver: &Driver, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
     session_on(driver, Gpu::open(&driver.device, driver.kernels.as_deref())?, files, frames, pass)
 }
 
-fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: usize) -> Result<CudaSession> {
+fn session_on(driver: &Driver, gpu: Gpu, files: &ModelFiles, frames: u64, pass: usize) -> Result<OnGpu> {
     let runtime = Runtime::builder()
         .device(DeviceChoice::Cuda(driver.device.clone()))
         .device_budget(Bytes::new(frames * PAGE))
         .open()?;
-    let model = runtime.open_parsed(files.header().clone())?;
-    let weights = Arc::new(PagedWeights::open(&runtime, &model, files)?);
-    CudaSession::new(Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?), 32, pass)
+    let mut opened = OnGpu { session: None, runtime };
+    let model = opened.runtime.open_parsed(files.header().clone())?;
+    let weights = Arc::new(PagedWeights::open(&opened.runtime, &model, files)?);
+    drop(model);
+    opened.session = Some(CudaSession::new(Arc::new(CudaModel::load(files, weights, Arc::new(gpu))?), 32, pass)?);
+    Ok(opened)
 }
 
 /// Logits of the CPU after the prompt and after each of three more tokens, and these tokens.

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::LazyLock;
 
+use outcore::PolicyKind;
 use outcore::sim::{CaptureReader, CaptureStep};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, WeightType};
@@ -150,6 +151,8 @@ fn some_settings(len: u64, resident: u64) -> Vec<String> {
         format!("--device-budget {} --policy lru --page-size 512KiB --host-budget 24MiB --io threads", part(25)),
         format!("--device-budget {} --policy plan --page-size 128KiB --io auto --verify always", part(10)),
         format!("--device-budget {} --policy lru --page-size 64KiB --io buffered --prefetch 1MiB", part(10)),
+        format!("--device-budget {} --policy lru --page-size 4MiB --host-budget 16MiB", 32 * MIB),
+        format!("--device-budget {} --policy plan --page-size 8MiB", 32 * MIB),
         format!("--device-budget {} --policy plan --page-size 16MiB", 32 * MIB),
     ]
 }
@@ -159,14 +162,18 @@ fn all_settings(len: u64, resident: u64) -> Vec<String> {
     let mut all = vec![format!("--device-budget {resident}")];
     for percent in [75, 50, 25, 10] {
         let budget = len * percent / 100;
-        for page in [64 << 10, 256 << 10, MIB, 2 * MIB, 16 * MIB].into_iter().filter(|page| budget >= 2 * page) {
-            for policy in ["lru", "plan"] {
-                for (io, host, prefetch, threads) in [
+        let pages = [64 << 10, 256 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB];
+        for page in pages.into_iter().filter(|page| budget >= 2 * page) {
+            for policy in PolicyKind::ALL {
+                let ways = [
                     ("auto", 0, "auto", 1),
                     ("auto", 16, "off", 2),
                     ("threads", 0, "off", 1),
                     ("buffered", 16, "auto", 2),
-                ] {
+                ];
+                // Of what fills nothing ahead by itself, half of the ways are the same.
+                let ways = if [PolicyKind::Lru, PolicyKind::Plan].contains(&policy) { &ways[..] } else { &ways[1..3] };
+                for (io, host, prefetch, threads) in ways {
                     all.push(format!(
                         "--device-budget {budget} --page-size {page} --policy {policy} --io {io} --host-budget {host}MiB \
                          --prefetch {prefetch} --threads {threads}"
@@ -190,6 +197,23 @@ fn the_real_model_says_the_same_in_every_budget() {
 fn a_sharded_model_says_the_same_in_every_budget() {
     let base = [&["--model", text(&MODELS.large)][..], &LARGE].concat();
     same_words(&base, &some_settings(files_len(&MODELS.large), 200 * MIB));
+}
+
+#[test]
+fn every_policy_says_the_same() {
+    let model = &MODELS.large;
+    let base = [&["--model", text(model)][..], &LARGE].concat();
+    let part = |percent: u64| files_len(model) * percent / 100;
+    let settings = PolicyKind::ALL.into_iter().flat_map(|policy| {
+        [
+            format!("--device-budget {} --policy {policy} --page-size 256KiB", part(25)),
+            format!(
+                "--device-budget {} --policy {policy} --page-size 1MiB --host-budget 8MiB --prefetch off",
+                part(50)
+            ),
+        ]
+    });
+    same_words(&base, &settings.collect::<Vec<_>>());
 }
 
 #[test]

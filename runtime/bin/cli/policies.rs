@@ -42,8 +42,8 @@ pub struct Options {
     /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity)]
     capacity: Vec<NonZeroU32>,
-    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, mru, random;
-    /// or all
+    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, mru,
+    /// random; opt, the optimum, which is always told; or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
     /// Draw miss ratios by capacity into this file
@@ -57,6 +57,8 @@ pub struct Options {
 #[derive(Clone, Copy, Debug)]
 enum Choice {
     All,
+    /// Which knows the future, and is no policy that a runtime can have.
+    Optimum,
     One(PolicyKind),
 }
 
@@ -64,7 +66,11 @@ impl FromStr for Choice {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        if text == "all" { Ok(Self::All) } else { text.parse().map(Self::One) }
+        match text {
+            "all" => Ok(Self::All),
+            "opt" => Ok(Self::Optimum),
+            _ => text.parse().map(Self::One),
+        }
     }
 }
 
@@ -190,6 +196,22 @@ fn trace(options: &Options) -> Result<(LongTrace, String, Option<PageSize>)> {
     Ok((trace, format!("workload {kind}, seed {}", options.seed), Some(page)))
 }
 
+/// What all policies make of a capture, at the capacities that are looked at by default.
+pub fn of_capture(path: &std::path::Path) -> Result<Found> {
+    run(&Options {
+        trace: Some(path.to_owned()),
+        workload: None,
+        seed: 0,
+        uses: 0,
+        model: None,
+        page_size: None,
+        capacity: Vec::new(),
+        policy: vec![Choice::All],
+        svg: None,
+        json: false,
+    })
+}
+
 /// Runs the trace through each policy at each capacity.
 pub fn run(options: &Options) -> Result<Found> {
     let inputs: Vec<Input> =
@@ -200,6 +222,7 @@ pub fn run(options: &Options) -> Result<Found> {
     for choice in &options.policy {
         match *choice {
             Choice::All => kinds.extend(PolicyKind::ALL),
+            Choice::Optimum => {}
             Choice::One(kind) => kinds.push(kind),
         }
     }

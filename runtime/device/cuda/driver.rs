@@ -125,7 +125,7 @@ const NEEDED: [&CStr; 42] = [
     c"cuDeviceGetCount",
     c"cuDeviceGetName",
     c"cuDeviceGetPCIBusId",
-    c"cuDeviceGetUuid",
+    c"cuDeviceGetUuid_v2",
     c"cuDevicePrimaryCtxRelease_v2",
     c"cuDevicePrimaryCtxRetain",
     c"cuDeviceTotalMem_v2",

@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use outcore::sim::capture;
 use outcore::{Bytes, Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::super::policies::Found;
+use super::super::policies::{self, Found};
 use super::residency::Residency;
 use super::timeline::{Event, Timeline};
 
@@ -135,7 +136,7 @@ struct Object {
     fields: Map<String, Value>,
 }
 
-const EXPECTED: &str = "give what `generate --timeline` or `generate --json`, `outcore policies --json`, `outcore simulate --json` or \
+const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`, `outcore policies --json`, `outcore simulate --json` or \
      `outcore probe --json` wrote";
 
 impl Inputs {
@@ -151,6 +152,10 @@ impl Inputs {
     fn add(&mut self, path: &Path) -> Result<()> {
         let name = path.display().to_string();
         let text = read(path, &name)?;
+        if text.starts_with(&capture::MAGIC) {
+            self.policies.push(policies::of_capture(path)?);
+            return Ok(());
+        }
         self.add_text(&text, name)
     }
 

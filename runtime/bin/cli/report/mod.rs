@@ -20,8 +20,8 @@ use input::Inputs;
 /// What `outcore report` takes.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// What to report on, several of the same run or of several: the JSON of `generate --timeline`, of `generate --json`,
-    /// `outcore policies --json`, `outcore simulate --json`, or `outcore probe --json`, which is the ceiling of reading
+    /// What to report on, several of the same run or of several: the files of `generate --timeline` and `generate --capture`, the
+    /// JSON of `generate --json`, `outcore policies --json`, `outcore simulate --json`, or `outcore probe --json`, which is the ceiling of reading
     #[arg(value_name = "JSON", required = true)]
     inputs: Vec<PathBuf>,
     /// The page to write

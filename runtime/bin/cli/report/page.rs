@@ -78,9 +78,9 @@ const NEEDS: [(&str, &str); 9] = [
     (RESIDENCY, "the file of `generate --timeline`, of this release"),
     (STALLS, "the last line of `generate --json`, the file of `generate --timeline`, or `outcore simulate --json`"),
     (LINKS, "the last line of `generate --json`, or `outcore simulate --json`"),
-    (OPTIMUM, "the last line of `generate --json`, or `outcore policies --json`"),
+    (OPTIMUM, "the last line of `generate --json`, the file of `generate --capture`, or `outcore policies --json`"),
     (MEMORY, "the last line of `generate --json`, or `outcore policies --json` of a capture or workload"),
-    (POLICIES, "`outcore policies --json`"),
+    (POLICIES, "the file of `generate --capture`, or `outcore policies --json`"),
 ];
 
 /// The page of these inputs.
