@@ -9,37 +9,17 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use outcore::{Bytes, LinkModel, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::json;
 use support::{Random, Spread};
 
-/// Computes: holds the caller until `time` has passed. It sleeps for most of it, as a caller that waits for a device
-/// does, so that a machine with few processors measures overlap and not their scheduling.
-fn compute(time: Duration) {
-    const SPIN: Duration = Duration::from_micros(200);
-    let start = Instant::now();
-    std::thread::sleep(time.saturating_sub(SPIN));
-    while start.elapsed() < time {
-        std::hint::spin_loop();
-    }
-}
-
 /// Seconds of a pass, those of its compute, and the bytes that crossed the link.
 fn pass(runtime: &Runtime, tensors: &[Tensor], each: Duration) -> (f64, f64, u64) {
     let before = runtime.stats().traffic.link_in;
-    let mut computed = Duration::ZERO;
-    let start = Instant::now();
-    for tensor in tensors {
-        let guard = runtime.pin(tensor).wait().unwrap();
-        let begin = Instant::now();
-        compute(each);
-        computed += begin.elapsed();
-        drop(guard);
-    }
-    let seconds = start.elapsed().as_secs_f64();
-    (seconds, computed.as_secs_f64(), runtime.stats().traffic.link_in.saturating_sub(before).get())
+    let (seconds, computed) = support::pass(runtime, tensors, each);
+    (seconds, computed, runtime.stats().traffic.link_in.saturating_sub(before).get())
 }
 
 fn main() {

@@ -25,31 +25,7 @@ use outcore::{
     format,
 };
 use serde_json::{Value, json};
-use support::Spread;
-
-/// Computes: holds the caller until `time` has passed, asleep for most of it.
-fn compute(time: Duration) {
-    const SPIN: Duration = Duration::from_micros(200);
-    let start = Instant::now();
-    std::thread::sleep(time.saturating_sub(SPIN));
-    while start.elapsed() < time {
-        std::hint::spin_loop();
-    }
-}
-
-/// Seconds of a pass, and of its compute.
-fn pass(runtime: &Runtime, tensors: &[Tensor], each: Duration) -> (f64, f64) {
-    let start = Instant::now();
-    let mut computed = Duration::ZERO;
-    for tensor in tensors {
-        let guard = runtime.pin(tensor).wait().unwrap();
-        let begin = Instant::now();
-        compute(each);
-        computed += begin.elapsed();
-        drop(guard);
-    }
-    (start.elapsed().as_secs_f64(), computed.as_secs_f64())
-}
+use support::{Spread, pass};
 
 fn tensors_of(runtime: &Runtime, path: &Path, count: u64) -> Vec<Tensor> {
     let model = runtime.open_model(path).unwrap();

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use common::{Synthetic, synthetic};
 use harness::control::Fake;
-use harness::{fail_every_call, only_pageable, watched};
+use harness::{cuda_builder as builder, fail_every_call, only_pageable, watched};
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamKind, StreamOp,
     cuda_devices,
@@ -28,15 +28,6 @@ const ILLEGAL_ADDRESS: u32 = 700;
 const NOT_PERMITTED: u32 = 800;
 const NOT_SUPPORTED: u32 = 801;
 const VIRTUAL_MEMORY: i32 = 102;
-
-fn builder(frames: u64, host: u64) -> RuntimeBuilder {
-    Runtime::builder()
-        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
-        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
-        .device_budget(Bytes::new(frames * PAGE))
-        .host_budget(Bytes::new(host * PAGE))
-        .staging(Bytes::new(4 * PAGE))
-}
 
 fn refusal(builder: RuntimeBuilder) -> Error {
     let error = builder.open().unwrap_err();

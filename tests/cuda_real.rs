@@ -17,10 +17,9 @@ use cuda_calls::{Locked, allocate, copy_out, fill, free};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
-use harness::{control, watched};
-use outcore::device::CudaDeviceSelector;
+use harness::{control, cuda_builder, watched};
 use outcore::dlpack::DLDeviceType;
-use outcore::{Bytes, ComputeStream, DType, DeviceChoice, PageSize, RawStream, Runtime, Tensor};
+use outcore::{ComputeStream, DType, RawStream, Runtime, Tensor};
 
 const PAGE: u64 = 2 << 20;
 
@@ -69,14 +68,7 @@ fn register(fake: &Fake) {
 }
 
 fn open(frames: u64, host: u64) -> Runtime {
-    Runtime::builder()
-        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
-        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
-        .device_budget(Bytes::new(frames * PAGE))
-        .host_budget(Bytes::new(host * PAGE))
-        .staging(Bytes::new(4 * PAGE))
-        .open()
-        .unwrap()
+    cuda_builder(frames, host).open().unwrap()
 }
 
 /// A program beside the runtime, with a stream and device memory of its own.

@@ -21,27 +21,15 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, control, fail_every_call, fail_every_call_with, watched};
-use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamOp, Token,
-};
+use harness::{Rng, control, cuda_builder as builder, fail_every_call, fail_every_call_with, watched};
+use outcore::device::{Completion, Completions, CudaDevice, CudaDeviceConfig, Device, StreamOp, Token};
 use outcore::dlpack::DLDeviceType;
 use outcore::pager::State;
 use outcore::{
-    Bytes, ComputeStream, DType, DeviceAddress, DeviceChoice, ErrorKind, PageSize, RawStream, Result, Runtime,
-    RuntimeBuilder, StreamPin, Tensor,
+    Bytes, ComputeStream, DType, DeviceAddress, ErrorKind, PageSize, RawStream, Result, Runtime, StreamPin, Tensor,
 };
 
 const PAGE: u64 = 2 << 20;
-
-fn builder(frames: u64, host: u64) -> RuntimeBuilder {
-    Runtime::builder()
-        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
-        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
-        .device_budget(Bytes::new(frames * PAGE))
-        .host_budget(Bytes::new(host * PAGE))
-        .staging(Bytes::new(4 * PAGE))
-}
 
 /// `copy(const void* from, void* to, u64 len)`, without the body.
 const COPY: &str = ".version 9.0\n.target sm_90\n.address_size 64\n\n.visible .entry copy(\n\t.param .u64 copy_param_0,\n\

@@ -20,6 +20,16 @@ fn settle(world: &mut World) {
     }
 }
 
+/// Ends moves that are in flight, and those that these start, all well or none; so many, that it ends if they never do.
+fn end_at_most(world: &mut World, most: usize, ok: bool) {
+    for _ in 0..most {
+        if world.moves.is_empty() {
+            break;
+        }
+        world.complete(0, ok);
+    }
+}
+
 /// Makes a page resident and unpinned; dirty if it was written.
 fn touch(world: &mut World, segment: SegmentId, index: u32, write: bool) {
     world.pin(&[run(segment, index, 1)], write, false).unwrap();
@@ -272,12 +282,7 @@ fn regression_failed_fills_ahead_leave_the_lookahead() {
     let mut world = World::new(config(4, 0, 2, true), PolicyKind::Plan);
     let s = world.segment(Backing::File, 12);
     world.with(|pager, fx| pager.declare_plan(&[run(s, 0, 12)], true, fx));
-    for _ in 0..100 {
-        if world.moves.is_empty() {
-            break;
-        }
-        world.complete(0, false);
-    }
+    end_at_most(&mut world, 100, false);
     assert!(world.moves.is_empty(), "a failing fill ahead is tried for ever");
     for index in (0..12).chain(0..6) {
         touch_other_or_hit(&mut world, s, index);
@@ -383,12 +388,7 @@ fn regression_a_host_copy_that_cannot_be_written_is_left_alone() {
     touch(&mut world, s, 0, true);
     world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
     end(&mut world, s, 0, true);
-    for _ in 0..100 {
-        if world.moves.is_empty() {
-            break;
-        }
-        world.complete(0, false);
-    }
+    end_at_most(&mut world, 100, false);
     assert!(world.moves.is_empty(), "it is tried for ever");
     world.drain();
     world.read_all();
@@ -723,12 +723,7 @@ fn regression_plans_that_share_frames_come_to_rest() {
         for index in 0..pages {
             touch(&mut world, file, index, false);
             touch(&mut world, memory, index, true);
-            for _ in 0..200 {
-                if world.moves.is_empty() {
-                    break;
-                }
-                world.complete(0, true);
-            }
+            end_at_most(&mut world, 200, true);
             assert!(world.moves.is_empty(), "{frames} frames, {host} of the host, {pages} pages: no rest");
         }
         world.drain();

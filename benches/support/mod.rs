@@ -8,8 +8,9 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
-use outcore::Bytes;
+use outcore::{Bytes, Runtime, Tensor};
 use serde_json::{Map, Value, json};
 
 /// `--name value` on the command line, else `OUTCORE_BENCH_NAME` in the environment, else `default`.
@@ -156,4 +157,29 @@ pub fn model(dir: &Path, count: u64, len: u64, align: u64) -> Made {
 /// GiB per second.
 pub fn gib_s(bytes: u64, seconds: f64) -> f64 {
     bytes as f64 / seconds / Bytes::gib(1).get() as f64
+}
+
+/// Computes: holds the caller until `time` has passed. It sleeps for most of it, as a caller that waits for a device
+/// does, so that a machine with few processors measures overlap and not their scheduling.
+pub fn compute(time: Duration) {
+    const SPIN: Duration = Duration::from_micros(200);
+    let start = Instant::now();
+    std::thread::sleep(time.saturating_sub(SPIN));
+    while start.elapsed() < time {
+        std::hint::spin_loop();
+    }
+}
+
+/// Pins one tensor after the other and computes with each: seconds of the pass, and of its compute.
+pub fn pass(runtime: &Runtime, tensors: &[Tensor], each: Duration) -> (f64, f64) {
+    let start = Instant::now();
+    let mut computed = Duration::ZERO;
+    for tensor in tensors {
+        let guard = runtime.pin(tensor).wait().unwrap();
+        let begin = Instant::now();
+        compute(each);
+        computed += begin.elapsed();
+        drop(guard);
+    }
+    (start.elapsed().as_secs_f64(), computed.as_secs_f64())
 }

@@ -15,10 +15,12 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use outcore::device::{DeviceCall, DeviceHook};
+use outcore::device::{CudaDeviceSelector, DeviceCall, DeviceHook};
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore::{
+    Bytes, DeviceChoice, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
+};
 use parking_lot::Mutex;
 
 pub use any_device::{
@@ -307,4 +309,15 @@ pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, wh
     let stats = after.stats();
     assert_eq!(stats.device.0, Bytes::ZERO, "{what}: frames leaked");
     assert_eq!(stats.host.0, Bytes::ZERO, "{what}: host frames leaked");
+}
+
+/// A runtime on the first GPU, with pages of 2 MiB and tiers of so many frames.
+pub fn cuda_builder(frames: u64, host: u64) -> RuntimeBuilder {
+    const PAGE: u64 = 2 << 20;
+    Runtime::builder()
+        .device(DeviceChoice::Cuda(CudaDeviceSelector::default()))
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(frames * PAGE))
+        .host_budget(Bytes::new(host * PAGE))
+        .staging(Bytes::new(4 * PAGE))
 }

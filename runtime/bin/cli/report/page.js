@@ -11,6 +11,28 @@
   const colour = (at, of) => `hsl(${Math.round((360 * at) / of)} 70% ${at % 2 ? 48 : 38}%)`;
   const time = (s) => (s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(3) + " ms" : (s * 1e6).toFixed(1) + " \u00b5s");
 
+  // What colours mean, above a chart.
+  const legend = (place, entries) => {
+    const keys = document.createElement("p");
+    entries.forEach(([name, background]) => {
+      const key = document.createElement("span");
+      const square = document.createElement("i");
+      key.className = "key";
+      square.style.background = background;
+      key.append(square, name);
+      keys.append(key);
+    });
+    place.before(keys);
+  };
+  // The chart's own area to draw in, until it is restored.
+  const clipped = (u) => {
+    u.ctx.save();
+    u.ctx.beginPath();
+    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.clip();
+    return u.ctx;
+  };
+
   // Hit ratios: LRU's curve at every capacity, the others through the capacities that were looked at.
   data.policies.forEach((found, number) => {
     const xs = [...new Set([...found.lru.map((p) => p.pages), ...found.capacities.map((c) => c.pages)])].sort((a, b) => a - b);
@@ -62,16 +84,7 @@
     const place = document.getElementById("timeline-" + number);
     const names = line.names;
     const lanes = line.lanes;
-    const keys = document.createElement("p");
-    names.forEach((name, i) => {
-      const key = document.createElement("span");
-      const square = document.createElement("i");
-      key.className = "key";
-      square.style.background = colour(i, names.length);
-      key.append(square, name);
-      keys.append(key);
-    });
-    place.before(keys);
+    legend(place, names.map((name, i) => [name, colour(i, names.length)]));
     const under = document.createElement("p");
     under.id = "under-" + number;
     under.className = "note";
@@ -79,12 +92,7 @@
     place.after(under);
     const row = (lane) => lanes.length - 1 - lane;
     const draw = (u) => {
-      const context = u.ctx;
-      const { left, top, width: w, height: h } = u.bbox;
-      context.save();
-      context.beginPath();
-      context.rect(left, top, w, h);
-      context.clip();
+      const context = clipped(u);
       lanes.forEach((lane, at) => {
         const y0 = u.valToPos(row(at) + 0.85, "y", true);
         const y1 = u.valToPos(row(at) + 0.15, "y", true);
@@ -131,32 +139,18 @@
     const seen = line.residency;
     if (!seen) return;
     const place = document.getElementById("residency-" + number);
-    const keys = document.createElement("p");
-    tiers.forEach(([name, rgb]) => {
-      const key = document.createElement("span");
-      const square = document.createElement("i");
-      key.className = "key";
-      square.style.background = `rgb(${rgb})`;
-      key.append(square, name);
-      keys.append(key);
-    });
-    place.before(keys);
+    legend(place, tiers.map(([name, rgb]) => [name, `rgb(${rgb})`]));
     const samples = seen.samples;
     const rows = samples.length ? samples[0].device.length : 0;
     const pages = seen.files.reduce((sum, file) => sum + file.pages, 0);
     const start = (i) => samples[i].ts / 1e6;
     const last = Math.max(line.end, samples.length ? start(samples.length - 1) : 0);
     const draw = (u) => {
-      const context = u.ctx;
-      const { left, top, width: w, height: h } = u.bbox;
-      context.save();
-      context.beginPath();
-      context.rect(left, top, w, h);
-      context.clip();
+      const context = clipped(u);
       samples.forEach((sample, i) => {
         const x0 = u.valToPos(start(i), "x", true);
         const x1 = u.valToPos(i + 1 < samples.length ? start(i + 1) : last, "x", true);
-        if (x1 < left || x0 > left + w) return;
+        if (x1 < u.bbox.left || x0 > u.bbox.left + u.bbox.width) return;
         for (let at = 0; at < rows; at++) {
           const shares = [sample.device[at] / 100, sample.host[at] / 100];
           if (shares[0] + shares[1] === 0) continue;
