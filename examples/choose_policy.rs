@@ -54,7 +54,7 @@ fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
     rt.close()?;
     assert_eq!(uses.dropped, 0, "a longer run takes its uses from time to time");
     let id = |page: &outcore::PageId| u64::from(page.segment.get()) << 32 | u64::from(page.index.get());
-    Ok((Trace::from_ids(uses.pages.iter().map(id))?, stats.hit_ratio()))
+    Ok((Trace::from_ids(uses.uses.iter().map(|used| id(&used.page)))?, stats.hit_ratio()))
 }
 
 /// Stands for yours: in each step, a sweep over some weights, and look-ups in a table of which some rows are in demand.

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
-use outcore::{Bytes, PageId, PageIndex, PageSize, PolicyKind, Runtime, SegmentId};
+use outcore::{Bytes, PageId, PageIndex, PageSize, PageUse, PolicyKind, Runtime, SegmentId};
 use serde_json::Value;
 
 fn outcore(arguments: &[&str]) -> Output {
@@ -496,7 +496,15 @@ fn policies_compares_them_with_the_optimum() {
     assert_eq!(capacities[0]["policies"][0]["policy"], "lru");
     assert!(capacities[0]["policies"][0]["regret"].as_f64().unwrap() > 0.1);
     let table = text(&["policies", "--trace", string(&path), "--capacity", "10", "--policy", "2q,lru,2q"]);
-    for part in ["1395 uses of 90 pages", "with room for 10", "optimum", "2q", "lru", "hit ratio"] {
+    for part in [
+        "1395 uses, 90 of which write, of 90 pages",
+        "with room for 10",
+        "optimum",
+        "2q",
+        "lru",
+        "hit ratio",
+        "pages written",
+    ] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
     assert_eq!((table.matches("2q").count(), table.contains("sieve")), (1, false), "{table}");
@@ -640,7 +648,8 @@ fn made_capture() -> Vec<u8> {
     for _ in 0..20 {
         for page in 0..20 {
             let segment = SegmentId::new(if page < 10 { 3 } else { 5 });
-            writer.used(PageId { segment, index: PageIndex::new(page % 10) }).unwrap();
+            let page = PageId { segment, index: PageIndex::new(page % 10) };
+            writer.used(PageUse { page, write: page.index.get() == 7 }).unwrap();
         }
         writer.pass().unwrap();
     }
@@ -662,6 +671,10 @@ fn policies_reads_captures_and_draws_them() {
     assert_eq!(ten["policies"][0]["policy"], "lru");
     assert_eq!((&ten["policies"][0]["hits"], &ten["policies"][0]["bytes_moved"]), (&0.into(), &(400 * 65536).into()));
     assert_eq!(ten["optimum"]["bytes_moved"], ten["optimum"]["misses"].as_u64().unwrap() * 65536);
+    // Two pages a pass are written, and evicted before the next; the last one is there at the end.
+    assert_eq!((&found["writes"], &ten["policies"][0]["bytes_written"]), (&40.into(), &(39 * 65536).into()));
+    assert!(ten["optimum"]["written_back"].as_u64().unwrap() < 39);
+    assert_eq!(found["capacities"][1]["policies"][0]["written_back"], 0, "everything fits");
     assert!(
         found["lru"]
             .as_array()
@@ -680,6 +693,7 @@ fn policies_reads_captures_and_draws_them() {
         "made by a test",
         "class 5",
         "a pass",
+        "written",
         "with room for 18",
     ] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");

@@ -14,7 +14,7 @@ fn open(keep: bool) -> (Runtime, Tensor) {
 }
 
 fn indices(uses: &PageUses) -> Vec<u32> {
-    uses.pages.iter().map(|page| page.index.get()).collect()
+    uses.uses.iter().map(|used| used.page.index.get()).collect()
 }
 
 #[test]
@@ -27,11 +27,25 @@ fn misses_and_hits_are_told_in_order_and_once() {
     drop(runtime.pin(&tensor).wait().unwrap());
     let uses = runtime.take_uses();
     assert_eq!((indices(&uses), uses.dropped), (vec![2, 0, 0, 2, 1, 0, 1, 2, 3], 0));
-    assert!(uses.pages.iter().all(|page| page.segment == runtime.snapshot(&tensor).id));
-    assert_eq!(uses.pages.len() as u64, runtime.stats().pager.uses);
+    assert!(uses.uses.iter().all(|used| used.page.segment == runtime.snapshot(&tensor).id && !used.write));
+    assert_eq!(uses.uses.len() as u64, runtime.stats().pager.uses);
     assert_eq!(runtime.take_uses(), PageUses::default(), "they are told once");
     drop(runtime.pin(&row(3)).wait().unwrap());
     assert_eq!(indices(&runtime.take_uses()), [3]);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn it_is_told_which_uses_write() {
+    let (runtime, tensor) = open(true);
+    let row = |n| tensor.rows(n..n + 1).unwrap();
+    drop(runtime.pin(&row(1)).wait().unwrap());
+    drop(runtime.pin_mut(&row(1)).wait().unwrap());
+    drop(runtime.pin_mut(&row(3)).wait().unwrap());
+    drop(runtime.pin(&row(3)).wait().unwrap());
+    let told = runtime.take_uses();
+    let told: Vec<_> = told.uses.iter().map(|used| (used.page.index.get(), used.write)).collect();
+    assert_eq!(told, [(1, false), (1, true), (3, true), (3, false)]);
     runtime.close().unwrap();
 }
 
@@ -46,7 +60,7 @@ fn what_there_is_no_room_for_is_counted_and_leaves_no_gap() {
         drop(runtime.pin(&second).wait().unwrap());
     }
     let uses = runtime.take_uses();
-    assert_eq!((uses.pages.len(), uses.dropped), (PageUses::MAX, 3));
+    assert_eq!((uses.uses.len(), uses.dropped), (PageUses::MAX, 3));
     assert!(indices(&uses).iter().all(|index| *index == 0));
     drop(runtime.pin(&second).wait().unwrap());
     let uses = runtime.take_uses();

@@ -46,25 +46,34 @@ impl AccessLog {
     }
 }
 
+/// One use of a page, as a program made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageUse {
+    /// The page.
+    pub page: PageId,
+    /// Whether it was pinned for writing.
+    pub write: bool,
+}
+
 /// Uses of pages in order, those of a request for several pages one by one: what a
 /// [capture](crate::sim::capture) is made of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageUses {
-    /// The pages, the first use first.
-    pub pages: Vec<PageId>,
+    /// The uses, the first one first.
+    pub uses: Vec<PageUse>,
     /// How many uses followed that there was no room for.
     pub dropped: u64,
 }
 
 impl PageUses {
-    /// Uses kept at most until they are taken: 8 MiB.
+    /// Uses kept at most until they are taken: 12 MiB.
     pub const MAX: usize = 1 << 20;
 
-    pub(super) fn push(&mut self, page: PageId) {
+    pub(super) fn push(&mut self, used: PageUse) {
         // After a gap nothing is kept, so that what is there is without one.
-        if self.dropped == 0 && self.pages.len() < Self::MAX {
-            self.pages.push(page);
+        if self.dropped == 0 && self.uses.len() < Self::MAX {
+            self.uses.push(used);
         } else {
             self.dropped += 1;
         }

@@ -143,9 +143,9 @@ impl Pager {
             let snapshot = self.word(page).load();
             cause = earlier(cause, self.cause_for(page, snapshot.state));
             if snapshot.is_resident() || snapshot.state == State::Evicting {
-                self.used(page, snapshot.fresh);
+                self.used(page, snapshot.fresh, kind.exclusive);
             } else {
-                self.missed(page, snapshot.state);
+                self.missed(page, snapshot.state, kind.exclusive);
             }
             if snapshot.state == State::Poisoned {
                 return Err(self.lost_error(page));
@@ -166,14 +166,14 @@ impl Pager {
         Ok(Submitted::Waiting(id))
     }
 
-    fn missed(&mut self, page: PageId, state: State) {
+    fn missed(&mut self, page: PageId, state: State, write: bool) {
         self.stats.uses += 1;
         if state == State::Filling {
             self.stats.late += 1;
         } else {
             self.stats.faults += 1;
         }
-        self.traced(page, false);
+        self.traced(page, false, write);
         self.staying = None;
         self.policy.accessed(page);
     }

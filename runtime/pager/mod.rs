@@ -49,7 +49,7 @@ use crate::ids::{
     FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, StagingId, Tier,
 };
 
-pub use access::{Access, AccessLog, PageUses};
+pub use access::{Access, AccessLog, PageUse, PageUses};
 pub use policy::{Policy, PolicyKind};
 pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 
@@ -410,12 +410,12 @@ impl Pager {
         self.numbers.has_room(pages)
     }
 
-    fn traced(&mut self, page: PageId, hit: bool) {
+    fn traced(&mut self, page: PageId, hit: bool, write: bool) {
         if let Some(number) = self.numbers.number(page) {
             self.trace.push(number, hit);
         }
         if let Some(uses) = &mut self.uses {
-            uses.push(page);
+            uses.push(PageUse { page, write });
         }
     }
 
@@ -430,18 +430,19 @@ impl Pager {
     /// Takes in what was used without the latch. Called before anything else under each hold of the latch.
     pub fn record(&mut self, log: &AccessLog) {
         while let Some(access) = log.pop() {
-            self.used(access.page, access.first_use);
+            // What writes takes the latch.
+            self.used(access.page, access.first_use, false);
         }
     }
 
-    fn used(&mut self, page: PageId, first_use: bool) {
+    fn used(&mut self, page: PageId, first_use: bool, write: bool) {
         self.stats.uses += 1;
         if first_use {
             self.stats.prefetched += 1;
         } else {
             self.stats.hits += 1;
         }
-        self.traced(page, !first_use);
+        self.traced(page, !first_use, write);
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);

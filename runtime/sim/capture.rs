@@ -6,19 +6,19 @@
 //!
 //! ```
 //! use outcore::sim::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment};
-//! use outcore::{PageId, PageIndex, PageSize, SegmentId};
+//! use outcore::{PageId, PageIndex, PageSize, PageUse, SegmentId};
 //!
 //! let id = SegmentId::new(4);
 //! let segment = CapturedSegment { id, name: "model.gguf".into(), pages: 9, classes: Vec::new() };
 //! let header = CaptureHeader { page_size: PageSize::DEFAULT, about: "an example".into(), segments: vec![segment] };
 //! let mut writer = CaptureWriter::new(Vec::new(), &header)?;
-//! writer.used(PageId { segment: id, index: PageIndex::new(7) })?;
+//! writer.used(PageUse { page: PageId { segment: id, index: PageIndex::new(7) }, write: false })?;
 //! writer.pass()?;
 //! let file = writer.finish()?;
 //!
 //! let mut reader = CaptureReader::new(&file[..], "made.trace")?;
 //! assert_eq!(reader.header().segments[0].name, "model.gguf");
-//! assert_eq!(reader.step()?, Some(CaptureStep::Use(7)));
+//! assert_eq!(reader.step()?, Some(CaptureStep::Use { page: 7, write: false }));
 //! assert_eq!(reader.step()?, Some(CaptureStep::Pass));
 //! assert_eq!(reader.step()?, None);
 //! # Ok::<(), outcore::Error>(())
@@ -32,14 +32,18 @@ use flate2::write::GzEncoder;
 use integer_encoding::{VarInt, VarIntReader};
 use serde::{Deserialize, Serialize};
 
-use super::trace::PAGES_MAX;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelHeader, TensorHeader};
-use crate::ids::{Bytes, PageId, PageSize, SegmentId};
+use crate::ids::{Bytes, PageSize, SegmentId};
+use crate::pager::PageUse;
 
 /// How every file begins. The first byte is no text, the last ones show whether a transfer changed ends of lines.
 pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";
-const VERSION: u32 = 1;
+/// What is written; what an older one wrote is read too.
+const VERSION: u32 = 2;
+
+/// Pages of all segments at most.
+const PAGES_MAX: u64 = 1 << 31;
 
 /// The largest header, in bytes: 16 MiB.
 const HEADER_BYTES_MAX: u64 = 16 << 20;
@@ -48,6 +52,8 @@ const HEADER_BYTES_MAX: u64 = 16 << 20;
 const MARK: u64 = 0;
 const MARK_PASS: u64 = 1;
 const MARK_END: u64 = 2;
+/// From version 2 on.
+const MARK_WRITE: u64 = 3;
 
 /// What a capture says of the run it is of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -131,7 +137,7 @@ impl CaptureHeader {
 
     /// What is wrong with it, if anything is.
     fn check(&self) -> Result<(), String> {
-        if self.pages() > PAGES_MAX as u64 {
+        if self.pages() > PAGES_MAX {
             return Err(format!("{} pages, more than {PAGES_MAX}", self.pages()));
         }
         for segment in &self.segments {
@@ -300,7 +306,8 @@ impl<W: Write> CaptureWriter<W> {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if the header does not know it; what the file says.
-    pub fn used(&mut self, page: PageId) -> Result<()> {
+    pub fn used(&mut self, used: PageUse) -> Result<()> {
+        let page = used.page;
         let at = self.segments.binary_search_by_key(&page.segment, |(id, ..)| *id);
         let known = at.ok().and_then(|at| self.segments.get(at)).filter(|(.., pages)| page.index.get() < *pages);
         let Some((_, first, _)) = known else {
@@ -309,6 +316,10 @@ impl<W: Write> CaptureWriter<W> {
         };
         let number = first + u64::from(page.index.get());
         let step = (number as i64).wrapping_sub(self.last as i64);
+        if used.write {
+            self.number(MARK)?;
+            self.number(MARK_WRITE)?;
+        }
         // Zigzag: 0, -1, 1, -2 become 0, 1, 2, 3.
         let folded = ((step << 1) ^ (step >> 63)) as u64;
         self.number(folded + 1)?;
@@ -351,8 +362,13 @@ fn failed(cause: io::Error) -> Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CaptureStep {
-    /// A page was used: its number, counted through all segments in the header's order.
-    Use(u64),
+    /// A page was used.
+    Use {
+        /// Its number, counted through all segments in the header's order.
+        page: u64,
+        /// Whether it was written.
+        write: bool,
+    },
     /// A pass ended.
     Pass,
 }
@@ -362,6 +378,7 @@ pub enum CaptureStep {
 pub struct CaptureReader<R: BufRead> {
     input: BufReader<GzDecoder<R>>,
     name: String,
+    version: u32,
     header: CaptureHeader,
     pages: u64,
     last: u64,
@@ -384,8 +401,8 @@ impl<R: BufRead> CaptureReader<R> {
                 .remedy("give a file that `generate --capture` wrote"));
         }
         let version = version.iter().rev().fold(0u32, |sum, byte| sum << 8 | u32::from(*byte));
-        if version != VERSION {
-            let what = format!("the capture {name} has version {version}; this program reads version {VERSION}");
+        if !(1..=VERSION).contains(&version) {
+            let what = format!("the capture {name} has version {version}; this program reads versions up to {VERSION}");
             return Err(
                 Error::new(ErrorKind::Unsupported, what).remedy("use the release that wrote it, or a newer one")
             );
@@ -408,7 +425,7 @@ impl<R: BufRead> CaptureReader<R> {
             segment.id = SegmentId(place as u32);
         }
         let pages = header.pages();
-        Ok(Self { input, name: name.to_owned(), header, pages, last: 0, uses: 0, ended: false })
+        Ok(Self { input, name: name.to_owned(), version, header, pages, last: 0, uses: 0, ended: false })
     }
 
     /// What it says of the run.
@@ -424,19 +441,15 @@ impl<R: BufRead> CaptureReader<R> {
         if self.ended {
             return Ok(None);
         }
-        let folded = self.number()?;
-        if folded != MARK {
-            let folded = folded - 1;
-            let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
-            let number = self.last.wrapping_add(step as u64);
-            if number >= self.pages {
-                return Err(damaged(&self.name, &format!("use {} is of a page that does not exist", self.uses)));
-            }
-            self.last = number;
-            self.uses += 1;
-            return Ok(Some(CaptureStep::Use(number)));
+        let word = self.number()?;
+        if word != MARK {
+            return self.page(word, false).map(Some);
         }
         match self.number()? {
+            MARK_WRITE if self.version >= 2 => match self.number()? {
+                MARK => Err(damaged(&self.name, "a mark follows where a page is written")),
+                word => self.page(word, true).map(Some),
+            },
             MARK_PASS => Ok(Some(CaptureStep::Pass)),
             MARK_END => {
                 let uses = self.number()?;
@@ -455,6 +468,19 @@ impl<R: BufRead> CaptureReader<R> {
             }
             mark => Err(damaged(&self.name, &format!("there is no mark {mark}"))),
         }
+    }
+
+    /// The use that this number tells, which is not 0.
+    fn page(&mut self, word: u64, write: bool) -> Result<CaptureStep> {
+        let folded = word - 1;
+        let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
+        let page = self.last.wrapping_add(step as u64);
+        if page >= self.pages {
+            return Err(damaged(&self.name, &format!("use {} is of a page that does not exist", self.uses)));
+        }
+        self.last = page;
+        self.uses += 1;
+        Ok(CaptureStep::Use { page, write })
     }
 
     fn number(&mut self) -> Result<u64> {
@@ -480,7 +506,7 @@ fn unreadable(name: &str, uses: u64, cause: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::PageIndex;
+    use crate::ids::{PageId, PageIndex};
 
     fn header() -> CaptureHeader {
         let run = |first, pages, class: &str| ClassRun { first, pages, class: class.into() };
@@ -496,17 +522,21 @@ mod tests {
         }
     }
 
-    fn page(segment: u32, index: u32) -> PageId {
-        PageId { segment: SegmentId(segment), index: PageIndex(index) }
+    fn read(segment: u32, index: u32) -> PageUse {
+        PageUse { page: PageId { segment: SegmentId(segment), index: PageIndex(index) }, write: false }
+    }
+
+    fn write(segment: u32, index: u32) -> PageUse {
+        PageUse { write: true, ..read(segment, index) }
     }
 
     fn made() -> Vec<u8> {
         let mut writer = CaptureWriter::new(Vec::new(), &header()).unwrap();
-        for used in [page(7, 99), page(2, 0), page(2, 4), page(7, 0), page(7, 0)] {
+        for used in [read(7, 99), read(2, 0), read(2, 4), write(7, 0), read(7, 0)] {
             writer.used(used).unwrap();
         }
         writer.pass().unwrap();
-        writer.used(page(7, 1)).unwrap();
+        writer.used(write(7, 1)).unwrap();
         assert_eq!(writer.uses(), 6);
         writer.finish().unwrap()
     }
@@ -523,20 +553,22 @@ mod tests {
 
     #[test]
     fn what_was_written_is_read() {
-        use CaptureStep::{Pass, Use};
         let bytes = made();
-        assert_eq!(all(&bytes).unwrap(), [Use(99), Use(100), Use(104), Use(0), Use(0), Pass, Use(1)]);
+        let read = |page| CaptureStep::Use { page, write: false };
+        let write = |page| CaptureStep::Use { page, write: true };
+        let expected = [read(99), read(100), read(104), write(0), read(0), CaptureStep::Pass, write(1)];
+        assert_eq!(all(&bytes).unwrap(), expected);
         let mut expected = header();
         (expected.segments[0].id, expected.segments[1].id) = (SegmentId(0), SegmentId(1));
         assert_eq!(CaptureReader::new(&bytes[..], "made").unwrap().header(), &expected);
     }
 
-    /// The form is a promise: these bytes are version 1 for ever.
+    /// The form is a promise: these bytes are version 2 for ever.
     #[test]
-    fn version_1_is_as_documented() {
+    fn version_2_is_as_documented() {
         let mut plain = Vec::new();
         let file = made();
-        assert_eq!(file[..12], *b"\x8eOUTUSE\n\x01\0\0\0");
+        assert_eq!(file[..12], *b"\x8eOUTUSE\n\x02\0\0\0");
         GzDecoder::new(&file[12..]).read_to_end(&mut plain).unwrap();
         let (len, prefix) = u64::decode_var(&plain).unwrap();
         let (text, uses) = plain[prefix..].split_at(len as usize);
@@ -544,8 +576,27 @@ mod tests {
         assert_eq!(text["page_bytes"], 2 << 20);
         assert_eq!(text["segments"][0]["classes"][1]["first"], 10);
         assert_eq!(text["segments"][1]["pages"], 5);
-        // +99, +1, +4, -104, 0, a pass, +1, the end and 6 uses.
-        assert_eq!(uses, [199, 1, 3, 9, 208, 1, 1, 0, 1, 3, 0, 2, 6]);
+        // +99, +1, +4, written -104, 0, a pass, written +1, the end and 6 uses.
+        assert_eq!(uses, [199, 1, 3, 9, 0, 3, 208, 1, 1, 0, 1, 0, 3, 3, 0, 2, 6]);
+    }
+
+    /// These bytes were version 1 and stay readable.
+    #[test]
+    fn version_1_is_read() {
+        let header = r#"{"page_bytes":4096,"about":"","segments":[{"name":"a","pages":3}]}"#;
+        let file = |tail: &[u8]| {
+            let mut gz = GzEncoder::new([&MAGIC[..], &[1, 0, 0, 0]].concat(), Compression::fast());
+            gz.write_all(&(header.len() as u64).encode_var_vec()).unwrap();
+            gz.write_all(header.as_bytes()).unwrap();
+            gz.write_all(tail).unwrap();
+            gz.finish().unwrap()
+        };
+        // +1, a pass, +1, the end and 2 uses.
+        let steps = all(&file(&[3, 0, 1, 3, 0, 2, 2])).unwrap();
+        let read = |page| CaptureStep::Use { page, write: false };
+        assert_eq!(steps, [read(1), CaptureStep::Pass, read(2)]);
+        let error = all(&file(&[0, 3, 3, 0, 2, 1])).unwrap_err();
+        assert!(error.to_string().contains("there is no mark 3"), "{error}");
     }
 
     #[test]
@@ -589,7 +640,7 @@ mod tests {
             out
         };
         let good = r#"{"page_bytes":4096,"about":"","segments":[{"name":"a","pages":3}]}"#;
-        assert_eq!(all(&with(good, &[3, 0, 2, 1])).unwrap(), [CaptureStep::Use(1)]);
+        assert_eq!(all(&with(good, &[3, 0, 2, 1])).unwrap(), [CaptureStep::Use { page: 1, write: false }]);
         let pages = |pages: &str| good.replace("\"pages\":3", &format!("\"pages\":{pages}"));
         let classes = |runs: &str| good.replace("\"pages\":3", &format!("\"pages\":3,\"classes\":[{runs}]"));
         let run = |first: u32, pages: u32| format!(r#"{{"first":{first},"pages":{pages},"class":"x"}}"#);
@@ -598,6 +649,8 @@ mod tests {
             (with(good, &[2, 0, 2, 1]), "does not exist"),
             (with(good, &[1, 0, 2, 2]), "counts 2 uses and has 1"),
             (with(good, &[1, 0, 9]), "no mark 9"),
+            (with(good, &[0, 3, 7, 0, 2, 1]), "does not exist"),
+            (with(good, &[0, 3, 0, 2, 0]), "a mark follows where a page is written"),
             (with(good, &[1, 0, 2, 1, 1]), "follows its end"),
             ([with(good, &[1, 0, 2, 1]), vec![0]].concat(), "follows its end"),
             (with(good, &[0xFF; 11]), "made"),
@@ -615,7 +668,7 @@ mod tests {
             assert!(error.to_string().contains(part), "{part:?} is not in {error}");
         }
         let mut later = made();
-        later[8] = 2;
+        later[8] = 3;
         assert_eq!(all(&later).unwrap_err().kind(), ErrorKind::Unsupported);
         // A length that is not there takes no memory.
         let mut gz = GzEncoder::new([&MAGIC[..], &VERSION.to_le_bytes()].concat(), Compression::fast());
@@ -626,7 +679,7 @@ mod tests {
     #[test]
     fn a_page_the_header_does_not_know_is_an_error() {
         let mut writer = CaptureWriter::new(Vec::new(), &header()).unwrap();
-        for unknown in [page(7, 100), page(2, 5), page(0, 0), page(8, 0)] {
+        for unknown in [read(7, 100), read(2, 5), read(0, 0), write(8, 0)] {
             assert_eq!(writer.used(unknown).unwrap_err().kind(), ErrorKind::InvalidArgument);
         }
         let mut wrong = header();

@@ -100,10 +100,12 @@ pub struct ClassUses {
 /// [optimum](Self::optimum) was asked for.
 #[derive(Debug)]
 pub struct LongTrace {
-    /// Pages by number; the first of a request with [`BEGINS`].
+    /// Pages by number; the first of a request with [`BEGINS`], those that are written with [`WRITES`].
     uses: Numbers,
     /// Requests that were told of.
     requests: u64,
+    /// Uses that write.
+    writes: u64,
     /// For each use, which one is the next of the same page; made when it is asked for.
     next: Option<Numbers>,
     pages: u32,
@@ -132,8 +134,10 @@ pub struct LongTraceWriter {
 }
 
 /// Page numbers are below it.
+const WRITES: u32 = 1 << 30;
 const BEGINS: u32 = 1 << 31;
-const _: () = assert!(PAGES_MAX == BEGINS as usize);
+const PAGE: u32 = WRITES - 1;
+const _: () = assert!(PAGES_MAX == WRITES as usize);
 
 /// The next use of a page that has none.
 const NEVER: u32 = u32::MAX;
@@ -164,6 +168,7 @@ impl LongTraceWriter {
         let trace = LongTrace {
             uses: Numbers::new(),
             requests: 0,
+            writes: 0,
             next: None,
             pages: 0,
             passes: 0,
@@ -176,11 +181,31 @@ impl LongTraceWriter {
         Self { numbers: HashMap::new(), class_of: Vec::new(), begins: false, trace }
     }
 
-    /// The page `id` is used. `class` says which class it is of, and is asked at its first use.
+    /// The page `id` is used, and not written. `class` says which class it is of, and is asked at its first use.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] beyond 2^31 pages or 2^32 - 2 uses; what the temporary file says.
+    /// [`ErrorKind::Unsupported`] beyond 2^30 pages or 2^32 - 2 uses; what the temporary file says.
     pub fn used(&mut self, id: u64, class: impl FnOnce() -> usize) -> Result<()> {
+        self.push(id, |_| false, class)
+    }
+
+    /// As [`used`](Self::used), and written.
+    ///
+    /// # Errors
+    /// As for [`used`](Self::used).
+    pub fn written(&mut self, id: u64, class: impl FnOnce() -> usize) -> Result<()> {
+        self.push(id, |_| true, class)
+    }
+
+    /// As [`written`](Self::written) if it is the page's first use, and as [`used`](Self::used) if not.
+    ///
+    /// # Errors
+    /// As for [`used`](Self::used).
+    pub fn made(&mut self, id: u64, class: impl FnOnce() -> usize) -> Result<()> {
+        self.push(id, |first| first, class)
+    }
+
+    fn push(&mut self, id: u64, writes: impl FnOnce(bool) -> bool, class: impl FnOnce() -> usize) -> Result<()> {
         let Self { numbers, class_of, begins, trace } = self;
         let next = numbers.len() as u32;
         let number = *numbers.entry(id).or_insert(next);
@@ -200,7 +225,9 @@ impl LongTraceWriter {
         trace.classes[usize::from(class_of[number as usize])].uses += 1;
         let begins = std::mem::take(begins);
         trace.requests += u64::from(begins);
-        trace.uses.push(if begins { number | BEGINS } else { number })
+        let writes = writes(number == next);
+        trace.writes += u64::from(writes);
+        trace.uses.push(number | if begins { BEGINS } else { 0 } | if writes { WRITES } else { 0 })
     }
 
     /// What follows are the uses of one request, which are a prefix [chain](Policy::chain).
@@ -272,7 +299,7 @@ impl LongTrace {
             writer.request();
             ids.iter().try_for_each(|id| {
                 tell(progress, writer.uses());
-                writer.used(*id, || 0)
+                writer.made(*id, || 0)
             })
         })?;
         writer.end()
@@ -301,12 +328,13 @@ impl LongTrace {
         let mut writer = LongTraceWriter::new(classes.into_iter().chain([UNCLASSED]));
         while let Some(step) = reader.step()? {
             match step {
-                CaptureStep::Use(page) => {
+                CaptureStep::Use { page, write } => {
                     tell(progress, writer.uses());
-                    writer.used(page, || {
+                    let class = || {
                         let at = runs.partition_point(|(start, _)| *start <= page);
                         runs[at - 1].1.unwrap_or(other)
-                    })?;
+                    };
+                    if write { writer.written(page, class)? } else { writer.used(page, class)? }
                 }
                 CaptureStep::Pass => writer.pass(),
             }
@@ -329,6 +357,11 @@ impl LongTrace {
     /// How many different pages there are; all numbers are smaller.
     pub fn pages(&self) -> u32 {
         self.pages
+    }
+
+    /// How many uses write their page.
+    pub fn writes(&self) -> u64 {
+        self.writes
     }
 
     /// How many passes were marked.
@@ -359,7 +392,7 @@ impl LongTrace {
         let mut block = Vec::new();
         for at in 0..self.uses.blocks() {
             self.uses.read(at, &mut block)?;
-            block.iter_mut().for_each(|number| *number &= !BEGINS);
+            block.iter_mut().for_each(|number| *number &= PAGE);
             each(&block)?;
         }
         Ok(())
@@ -378,20 +411,25 @@ impl LongTrace {
         for at in 0..self.uses.blocks() {
             self.uses.read(at, &mut block)?;
             if self.requests == 0 {
-                block.iter().try_for_each(|page| replay.used(*page))?;
+                block.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))?;
             } else {
-                for number in &block {
-                    if number & BEGINS != 0 {
-                        replay.request(&request)?;
+                for word in &block {
+                    if word & BEGINS != 0 {
+                        Self::request(&mut replay, &request)?;
                         request.clear();
                     }
-                    request.push(number & !BEGINS);
+                    request.push(*word);
                 }
             }
             progress(replay.counts().uses);
         }
-        replay.request(&request)?;
+        Self::request(&mut replay, &request)?;
         Ok(replay.counts())
+    }
+
+    fn request(replay: &mut Replay, words: &[u32]) -> Result<()> {
+        replay.chain(words.iter().map(|word| word & PAGE));
+        words.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))
     }
 
     /// As [`optimum`](super::optimum). The first call goes through the trace from its end.
@@ -404,14 +442,17 @@ impl LongTrace {
             None => self.look_ahead()?,
         };
         let mut min = Min::new(frames.get() as usize);
-        let mut block = Vec::new();
+        let (mut block, mut words) = (Vec::new(), Vec::new());
         for at in 0..next.blocks() {
             next.read(at, &mut block)?;
-            block.iter().for_each(|next| min.used(if *next == NEVER { Min::NEVER } else { u64::from(*next) }));
+            self.uses.read(at, &mut words)?;
+            for (next, word) in block.iter().zip(&words) {
+                min.used(if *next == NEVER { Min::NEVER } else { u64::from(*next) }, word & WRITES != 0);
+            }
             progress((at + 1) * BLOCK as u64);
         }
         self.next = Some(next);
-        Ok(Counts { uses: self.uses.len, hits: min.hits() })
+        Ok(Counts { uses: self.uses.len, hits: min.hits(), written_back: min.written_back() })
     }
 
     /// The hits of LRU with 1, 2, 3 frames and so on, up to as many as there are pages, all found in one pass.
@@ -448,7 +489,7 @@ impl LongTrace {
             self.uses.read(at, &mut block)?;
             for (place, page) in block.iter_mut().enumerate().rev() {
                 let here = (at * BLOCK as u64) as u32 + place as u32;
-                *page = std::mem::replace(&mut seen[(*page & !BEGINS) as usize], here);
+                *page = std::mem::replace(&mut seen[(*page & PAGE) as usize], here);
             }
             next.write(at, &block)?;
         }
@@ -547,6 +588,7 @@ mod tests {
     #[test]
     fn a_capture_brings_its_page_size_passes_and_classes() {
         use crate::ids::{PageId, PageIndex, SegmentId};
+        use crate::pager::PageUse;
         use crate::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
 
         let segment = |id, classes| CapturedSegment { id: SegmentId(id), name: id.to_string(), pages: 10, classes };
@@ -558,12 +600,14 @@ mod tests {
         };
         let mut writer = CaptureWriter::new(Vec::new(), &header).unwrap();
         for (segment, index) in [(0, 0), (0, 2), (0, 3), (0, 4), (0, 6), (1, 1), (1, 2), (1, 1)] {
-            writer.used(PageId { segment: SegmentId(segment), index: PageIndex(index) }).unwrap();
+            let page = PageId { segment: SegmentId(segment), index: PageIndex(index) };
+            writer.used(PageUse { page, write: index == 6 }).unwrap();
         }
         writer.pass().unwrap();
         let file = writer.finish().unwrap();
         let trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
         assert_eq!((trace.passes(), trace.page_size(), trace.about()), (1, Some(PageSize::DEFAULT), Some("made")));
+        assert_eq!(trace.writes(), 1);
         let found: Vec<_> = trace.classes().iter().map(|class| (&*class.class, class.pages, class.uses)).collect();
         assert_eq!(found, [("a", 2, 2), ("b", 2, 3), ("no class", 3, 3)]);
     }

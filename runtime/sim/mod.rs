@@ -41,7 +41,7 @@ use crate::error::Result;
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 use crate::pager::policy::Policy;
 use crate::pager::policy::bare::BareCache;
-use crate::pager::policy::opt::min_hits;
+use crate::pager::policy::opt::{Min, next_uses};
 
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
@@ -57,6 +57,9 @@ pub struct Counts {
     pub uses: u64,
     /// Those that found their page resident.
     pub hits: u64,
+    /// Pages that had been written when they were evicted, and so were written back. Those that are resident at the end are
+    /// not counted.
+    pub written_back: u64,
 }
 
 impl Counts {
@@ -81,7 +84,8 @@ struct Replay {
     pages: Vec<PageId>,
     /// Of the request in progress.
     chain: Vec<PageId>,
-    counts: Counts,
+    uses: u64,
+    hits: u64,
 }
 
 impl Replay {
@@ -90,7 +94,7 @@ impl Replay {
         // More frames than pages are as many; some policies take memory for each.
         let mut cache = BareCache::new(policy, frames.get().min(pages.max(1)));
         cache.segment(SEGMENT, class, pages);
-        Self { cache, pages: Vec::new(), chain: Vec::new(), counts: Counts::default() }
+        Self { cache, pages: Vec::new(), chain: Vec::new(), uses: 0, hits: 0 }
     }
 
     /// As [`new`](Self::new), of pages of these classes, each of which has a segment.
@@ -106,7 +110,7 @@ impl Replay {
         for (class, count) in SegmentClass::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0) {
             cache.segment(SegmentId(class as u32), class, count);
         }
-        Self { cache, pages, chain: Vec::new(), counts: Counts::default() }
+        Self { cache, pages, chain: Vec::new(), uses: 0, hits: 0 }
     }
 
     fn page(&self, number: u32) -> PageId {
@@ -114,52 +118,56 @@ impl Replay {
     }
 
     /// A page is used, of those that there are.
-    fn used(&mut self, number: u32) -> Result<()> {
-        self.counts.uses += 1;
-        self.counts.hits += u64::from(self.cache.used(self.page(number))?);
+    fn used(&mut self, number: u32, write: bool) -> Result<()> {
+        self.uses += 1;
+        self.hits += u64::from(self.cache.used(self.page(number), write)?);
         Ok(())
     }
 
-    /// The pages of a request are used, which are a prefix chain.
-    fn request(&mut self, numbers: &[u32]) -> Result<()> {
-        if !numbers.is_empty() {
-            let mut chain = std::mem::take(&mut self.chain);
-            chain.clear();
-            chain.extend(numbers.iter().map(|number| self.page(*number)));
+    /// These pages are about to be used, which are a request's and a prefix chain.
+    fn chain(&mut self, numbers: impl Iterator<Item = u32>) {
+        let mut chain = std::mem::take(&mut self.chain);
+        chain.clear();
+        chain.extend(numbers.map(|number| self.page(number)));
+        if !chain.is_empty() {
             self.cache.chain(&chain);
-            self.chain = chain;
         }
-        numbers.iter().try_for_each(|number| self.used(*number))
+        self.chain = chain;
     }
 
     /// What was found so far.
     const fn counts(&self) -> Counts {
-        self.counts
+        Counts { uses: self.uses, hits: self.hits, written_back: self.cache.written_back() }
     }
 }
 
 /// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first. A page that is missing comes
 /// at its use, in place of one that `policy` names if the cache is full. Of requests the policy is told the
-/// [chain](Policy::chain) first. `policy` is new.
+/// [chain](Policy::chain) first; their pages are written at their first use, and nothing else is. `policy` is new.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
     let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
     let mut cache = Replay::new(policy, class, trace.pages(), frames);
+    let mut writes = trace.writes();
     for request in trace.requests() {
         if trace.has_requests() {
-            cache.request(request)?;
-        } else {
-            request.iter().try_for_each(|number| cache.used(*number))?;
+            cache.chain(request.iter().copied());
+        }
+        for number in request {
+            cache.used(*number, writes(*number))?;
         }
     }
-    Ok(cache.counts)
+    Ok(cache.counts())
 }
 
-/// What the best of all policies would have found: Belady's MIN, which knows the whole trace. See [`min_hits`].
+/// What the best of all policies would have found: Belady's MIN, which knows the whole trace. See [`Min`].
 pub fn optimum(trace: &Trace, frames: NonZeroU32) -> Counts {
-    Counts { uses: trace.uses().len() as u64, hits: min_hits(trace.uses(), frames.get() as usize) }
+    let mut min = Min::new(frames.get() as usize);
+    let mut writes = trace.writes();
+    next_uses(trace.uses()).into_iter().zip(trace.uses()).for_each(|(next, number)| min.used(next, writes(*number)));
+    Counts { uses: trace.uses().len() as u64, hits: min.hits(), written_back: min.written_back() }
 }
 
 #[cfg(test)]
@@ -205,6 +213,27 @@ mod tests {
             let counts = replay(kind.build(), &trace, frames(trace.pages())).unwrap();
             assert_eq!(counts.misses(), all, "{kind}: each page is missed once");
         }
+    }
+
+    /// A request makes the pages that none used before; they are written once, when they go first.
+    #[test]
+    fn what_requests_make_is_written_back_once() {
+        let text =
+            &b"{\"hash_ids\": [1, 2, 3]}\n{\"hash_ids\": [1, 4]}\n{\"hash_ids\": [2, 3]}\n{\"hash_ids\": [1, 4]}\n"[..];
+        let trace = Trace::read_mooncake(text, "made").unwrap();
+        let mut long = LongTrace::read(text, "made", &mut |_| ()).unwrap();
+        assert_eq!(long.writes(), 4);
+        for frames in [1, 2, 3, 4].map(frames) {
+            for kind in PolicyKind::ALL {
+                let counts = replay(kind.build(), &trace, frames).unwrap();
+                assert_eq!(counts, long.replay(kind.build(), frames, &mut |_| ()).unwrap(), "{kind}");
+                assert!(counts.written_back <= 4, "{kind}: {counts:?}");
+            }
+            assert_eq!(optimum(&trace, frames), long.optimum(frames, &mut |_| ()).unwrap());
+        }
+        let fifo = |size| replay(PolicyKind::Fifo.build(), &trace, frames(size)).unwrap().written_back;
+        // With three, 4 comes for 1, and 1 comes back for 2.
+        assert_eq!([fifo(1), fifo(2), fifo(3), fifo(4)], [4, 4, 2, 0]);
     }
 
     #[derive(Debug)]

@@ -42,7 +42,7 @@ pub enum WorkloadKind {
     Decode,
     /// A dense model that reads prompts: from 256 to 16384 tokens each, uniform in the logarithm, 512 in a pass. A pass uses
     /// the embeddings of its tokens, then layer by layer the weights and the keys and values of the whole prompt so far,
-    /// 4096 bytes for each token and layer. A prompt's pages are the next one's.
+    /// 4096 bytes for each token and layer, of which it writes those of its own tokens. A prompt's pages are the next one's.
     Prefill,
     /// A model with experts that produces tokens: as `decode`, but in each layer only the experts that are chosen. Of `n`
     /// experts that is a quarter, at most 8. Each is the one chosen for the previous token with probability 0.35, and
@@ -52,11 +52,11 @@ pub enum WorkloadKind {
     /// 128 KiB for each token. A turn begins a conversation with probability 0.2, with one of 16 system prompts of 500 to 4000
     /// tokens, drawn by Zipf's law (exponent 1), that its conversations share; otherwise it continues one of the last 256
     /// used, by Zipf's law (exponent 0.8) of how long ago that was. It adds 400 tokens on average, exponentially
-    /// distributed. A pass is a turn.
+    /// distributed. A page is written when it is used first. A pass is a turn.
     Kv,
     /// Training: a pass forward through the layers' weights, which leaves 64 MiB of activations for each layer; backward
-    /// through weights, activations and gradients; then the optimizer's step through gradients, weights and four times as
-    /// many bytes of moments, layer by layer. A pass is a step.
+    /// through weights, activations and gradients, which it writes; then the optimizer's step through gradients, weights and
+    /// four times as many bytes of moments, layer by layer, of which it writes the last two. A pass is a step.
     Train,
     /// A server that does several things: passes of `decode`; after each, from 0 to 8 turns of `kv`, and 64 pages of a table
     /// of 40 GiB, drawn by Zipf's law (exponent 0.9).
@@ -247,6 +247,15 @@ impl Layout {
     }
 }
 
+/// What a use does with a page.
+#[derive(Clone, Copy, Debug)]
+enum Does {
+    Read,
+    Write,
+    /// Writes it, if it was never used before.
+    Make,
+}
+
 /// Where uses go, until there are enough.
 struct Sink<'a> {
     writer: LongTraceWriter,
@@ -260,16 +269,26 @@ impl Sink<'_> {
         self.failed.is_some() || self.writer.uses() >= self.most
     }
 
-    fn page(&mut self, class: usize, number: u64) {
+    fn page(&mut self, class: usize, number: u64, does: Does) {
         if self.full() {
             return;
         }
         // No workload has 2^48 pages of a class.
-        self.failed = self.writer.used((class as u64) << 48 | number, || class).err();
+        let (id, class) = ((class as u64) << 48 | number, || class);
+        let told = match does {
+            Does::Read => self.writer.used(id, class),
+            Does::Write => self.writer.written(id, class),
+            Does::Make => self.writer.made(id, class),
+        };
+        self.failed = told.err();
     }
 
-    fn pages(&mut self, pages: &Pages) {
-        (pages.first..pages.first + pages.count).for_each(|number| self.page(pages.class, number));
+    fn read(&mut self, pages: &Pages) {
+        self.pages(pages, Does::Read);
+    }
+
+    fn pages(&mut self, pages: &Pages, does: Does) {
+        (pages.first..pages.first + pages.count).for_each(|number| self.page(pages.class, number, does));
     }
 
     fn pass(&mut self) {
@@ -363,15 +382,15 @@ impl Workload {
         let Some((offset, len, rows)) = self.layout.embeddings else { return };
         let row = (zipf(random, rows, 1.0) - 1).min(rows - 1);
         let byte = offset + (u128::from(row) * u128::from(len) / u128::from(rows)) as u64;
-        sink.page(TensorClass::Embedding as usize, self.page.page_of(byte));
+        sink.page(TensorClass::Embedding as usize, self.page.page_of(byte), Does::Read);
     }
 
     fn decode(&self, random: &mut ChaCha8Rng, sink: &mut Sink<'_>) {
         self.embedding(random, sink);
         for layer in &self.layout.layers {
-            Layout::weights(layer).for_each(|pages| sink.pages(pages));
+            Layout::weights(layer).for_each(|pages| sink.read(pages));
         }
-        self.layout.head.iter().for_each(|pages| sink.pages(pages));
+        self.layout.head.iter().for_each(|pages| sink.read(pages));
         sink.pass();
     }
 
@@ -390,10 +409,12 @@ impl Workload {
                 // Room for the longest prompt, so that no page is of two layers.
                 let room = self.page.pages_for((1 << 14) * KV_BYTES);
                 for (at, layer) in (0..).zip(&self.layout.layers) {
-                    Layout::weights(layer).for_each(|pages| sink.pages(pages));
-                    sink.pages(&Pages { class: KV, first: at * room, count: kv });
+                    Layout::weights(layer).for_each(|pages| sink.read(pages));
+                    let (first, new) = (at * room, self.page.page_of((read - tokens) * KV_BYTES));
+                    sink.read(&Pages { class: KV, first, count: new });
+                    sink.pages(&Pages { class: KV, first: first + new, count: kv - new }, Does::Write);
                 }
-                self.layout.head.iter().for_each(|pages| sink.pages(pages));
+                self.layout.head.iter().for_each(|pages| sink.read(pages));
                 sink.pass();
             }
         }
@@ -415,7 +436,7 @@ impl Workload {
         while !sink.full() {
             self.embedding(random, sink);
             for (layer, (order, last)) in layers.iter().zip(&mut state) {
-                layer.dense.iter().for_each(|pages| sink.pages(pages));
+                layer.dense.iter().for_each(|pages| sink.read(pages));
                 let wanted = if order.is_empty() { 0 } else { (order.len() / 4).clamp(1, MOST) };
                 let mut chosen: Vec<usize> = Vec::with_capacity(wanted);
                 while chosen.len() < wanted {
@@ -429,11 +450,11 @@ impl Workload {
                     }
                 }
                 for expert in &chosen {
-                    layer.experts[*expert].iter().for_each(|pages| sink.pages(pages));
+                    layer.experts[*expert].iter().for_each(|pages| sink.read(pages));
                 }
                 *last = chosen;
             }
-            self.layout.head.iter().for_each(|pages| sink.pages(pages));
+            self.layout.head.iter().for_each(|pages| sink.read(pages));
             sink.pass();
         }
     }
@@ -445,23 +466,23 @@ impl Workload {
         let kept = self.page.pages_for(ACTIVATION_BYTES);
         let activations = |at: u64| Pages { class: ACTIVATIONS, first: at * kept, count: kept };
         for (at, layer) in (0..).zip(layers) {
-            Layout::weights(layer).for_each(|pages| sink.pages(pages));
-            sink.pages(&activations(at));
+            Layout::weights(layer).for_each(|pages| sink.read(pages));
+            sink.pages(&activations(at), Does::Write);
         }
-        self.layout.head.iter().for_each(|pages| sink.pages(pages));
+        self.layout.head.iter().for_each(|pages| sink.read(pages));
         let gradients = |pages: &Pages| Pages { class: GRADIENTS, ..*pages };
         for (at, layer) in layers.iter().enumerate().rev() {
             for pages in Layout::weights(layer) {
-                sink.pages(pages);
-                sink.pages(&gradients(pages));
+                sink.read(pages);
+                sink.pages(&gradients(pages), Does::Write);
             }
-            sink.pages(&activations(at as u64));
+            sink.read(&activations(at as u64));
         }
         for pages in layers.iter().flat_map(Layout::weights) {
             let (first, count) = (pages.first * MOMENTS_PER_WEIGHT, pages.count * MOMENTS_PER_WEIGHT);
-            sink.pages(&gradients(pages));
-            sink.pages(pages);
-            sink.pages(&Pages { class: MOMENTS, first, count });
+            sink.read(&gradients(pages));
+            sink.pages(pages, Does::Write);
+            sink.pages(&Pages { class: MOMENTS, first, count }, Does::Write);
         }
         sink.pass();
     }
@@ -478,7 +499,7 @@ impl Workload {
             }
             for _ in 0..LOOKUPS {
                 let page = zipf(random, table, 0.9) - 1;
-                sink.page(TABLE, page);
+                sink.page(TABLE, page, Does::Read);
             }
         }
     }
@@ -535,7 +556,7 @@ impl Conversations {
         let added = -(1.0 - random.random::<f64>()).ln() * Self::ADDED;
         let more = self.room((added as u64).max(1));
         said.push(more);
-        said.iter().for_each(|pages| sink.pages(pages));
+        said.iter().for_each(|pages| sink.pages(pages, Does::Make));
         self.recent.push_front(said);
         self.recent.truncate(Self::RECENT);
         sink.pass();

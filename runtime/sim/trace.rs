@@ -12,8 +12,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// The longest line of a trace, in bytes, its end not counted: 16 MiB. What is longer is refused before it is read.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-/// Pages and uses of a trace end here: numbers beyond are kept for marks.
-pub(super) const PAGES_MAX: usize = 1 << 31;
+/// Pages of a trace end here: bits beyond are kept for marks.
+pub(super) const PAGES_MAX: usize = 1 << 30;
 
 /// Uses of pages, in order. Pages are numbered from 0 in the order of their first use.
 #[derive(Clone, Debug, Default)]
@@ -62,7 +62,7 @@ impl Trace {
     /// Of ids, each use naming one; equal ids are one page.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if there are more than 2^31 different ones.
+    /// [`ErrorKind::Unsupported`] if there are more than 2^30 different ones.
     pub fn from_ids(ids: impl IntoIterator<Item = u64>) -> Result<Self> {
         let mut numbering = Numbering::default();
         ids.into_iter().try_for_each(|id| numbering.push(id))?;
@@ -118,6 +118,18 @@ impl Trace {
             (rest, begin) = (after, end);
             request
         })
+    }
+
+    /// Told of all uses in order: whether a use writes its page. A request makes the pages that none used before; where
+    /// requests are not known nothing is written.
+    pub(super) fn writes(&self) -> impl FnMut(u32) -> bool + use<> {
+        let has_requests = self.has_requests();
+        let mut seen = 0;
+        move |number| {
+            let first = number == seen;
+            seen += u32::from(first);
+            first && has_requests
+        }
     }
 
     /// Whether the requests are known, each of which uses a prefix chain.

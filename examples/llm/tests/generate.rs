@@ -795,7 +795,8 @@ fn a_capture_has_every_use_of_a_run() {
     let (mut uses, mut passes, mut in_pass) = (0u64, Vec::new(), Vec::new());
     while let Some(step) = reader.step().unwrap() {
         match step {
-            CaptureStep::Use(page) => {
+            CaptureStep::Use { page, write } => {
+                assert!(!write, "nothing writes weights");
                 uses += 1;
                 in_pass.push(page);
             }

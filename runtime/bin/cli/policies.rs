@@ -96,6 +96,9 @@ pub struct Found {
     pub about: Option<String>,
     pub uses: u64,
     pub pages: u32,
+    /// Uses that write their page.
+    #[serde(default)]
+    pub writes: u64,
     #[serde(default)]
     pub passes: u64,
     #[serde(default)]
@@ -129,9 +132,15 @@ pub struct Ratio {
     pub hits: u64,
     pub misses: u64,
     pub hit_ratio: f64,
+    /// Pages that had been written when they were evicted.
+    #[serde(default)]
+    pub written_back: u64,
     /// What the misses bring, if all pages are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_moved: Option<u64>,
+    /// What is written back, if all pages are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_written: Option<u64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -160,6 +169,8 @@ fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
         hits: counts.hits,
         misses: counts.misses(),
         hit_ratio: counts.hit_ratio(),
+        written_back: counts.written_back,
+        bytes_written: page.map(|page| counts.written_back.saturating_mul(page.bytes())),
         bytes_moved: page.map(|page| counts.misses().saturating_mul(page.bytes())),
     }
 }
@@ -264,6 +275,7 @@ pub fn run(options: &Options) -> Result<Found> {
         about: trace.about().map(str::to_owned),
         uses,
         pages: trace.pages(),
+        writes: trace.writes(),
         passes: trace.passes(),
         page_bytes: page.map(PageSize::bytes),
         classes: classes
@@ -300,7 +312,8 @@ fn points(hits: &[u64], uses: u64, capacities: &[Capacity]) -> Vec<Point> {
 
 impl Report for Found {
     fn text(&self) -> String {
-        let mut text = format!("{}: {} uses of {} pages", printable(&self.trace), self.uses, self.pages);
+        let writing = if self.writes > 0 { format!(", {} of which write,", self.writes) } else { String::new() };
+        let mut text = format!("{}: {} uses{writing} of {} pages", printable(&self.trace), self.uses, self.pages);
         if let Some(bytes) = self.page_bytes {
             text += &format!(" of {}, {} in all", size(bytes), size(bytes * u64::from(self.pages)));
         }
@@ -331,18 +344,26 @@ impl Report for Found {
                 ("below the optimum", Side::Right),
                 ("ns a use", Side::Right),
             ];
-            if self.page_bytes.is_some() {
-                head.push(("moved", Side::Right));
-            }
-            if self.passes > 0 && self.page_bytes.is_some() {
-                head.push(("a pass", Side::Right));
-            }
+            let (bytes, passes, writes) = (self.page_bytes.is_some(), self.passes > 0, self.writes > 0);
+            let columns = [
+                (bytes, "moved"),
+                (bytes && passes, "a pass"),
+                (writes && bytes, "written"),
+                (writes && bytes && passes, "a pass"),
+                (writes && !bytes, "pages written"),
+            ];
+            head.extend(columns.into_iter().filter(|(is_there, _)| *is_there).map(|(_, name)| (name, Side::Right)));
             let mut table = Table::new(&head);
             let mut row = |name: &str, found: &Ratio, regret: String, ns: String| {
-                let moved = found.bytes_moved.map(size);
-                let pass = found.bytes_moved.filter(|_| self.passes > 0).map(|bytes| size(bytes / self.passes));
+                let of_bytes = |bytes: Option<u64>| {
+                    let all = bytes.map(size);
+                    let pass = bytes.filter(|_| passes).map(|bytes| size(bytes / self.passes));
+                    all.into_iter().chain(pass)
+                };
+                let written = found.bytes_written.filter(|_| writes);
+                let pages = (writes && !bytes).then(|| found.written_back.to_string());
                 let cells = [name.to_owned(), found.hits.to_string(), format!("{:.4}", found.hit_ratio), regret, ns];
-                table.row(cells.into_iter().chain(moved).chain(pass));
+                table.row(cells.into_iter().chain(of_bytes(found.bytes_moved)).chain(of_bytes(written)).chain(pages));
             };
             row("optimum", &capacity.optimum, String::new(), String::new());
             for found in &capacity.policies {

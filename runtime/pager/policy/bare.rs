@@ -4,14 +4,20 @@ use super::{Policy, Take, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 
+/// A page has a frame.
+const RESIDENT: u8 = 1;
+/// It has been written since it came.
+const DIRTY: u8 = 2;
+
 /// Frames, and a policy that says which pages are in them. It is told of uses, comings and goings as a pager tells it, but
 /// for fills ahead and pins.
 #[derive(Debug)]
 pub(crate) struct BareCache {
     policy: Box<dyn Policy>,
-    /// By segment.
-    resident: Vec<Vec<bool>>,
+    /// By segment: [`RESIDENT`] and [`DIRTY`].
+    state: Vec<Vec<u8>>,
     count: u32,
+    written_back: u64,
     frames: u32,
     /// The page used last, if it was resident then: a pager tells a policy of one use where neighbouring tensors share a
     /// page.
@@ -24,7 +30,7 @@ impl BareCache {
     /// An empty cache. `policy` is new.
     pub(crate) fn new(mut policy: Box<dyn Policy>, frames: u32) -> Self {
         policy.resize(frames.max(1), 0, 0);
-        Self { policy, resident: Vec::new(), count: 0, frames, staying: None, all: true }
+        Self { policy, state: Vec::new(), count: 0, written_back: 0, frames, staying: None, all: true }
     }
 
     /// As [`new`](Self::new), for a sample of the pages that there are.
@@ -35,18 +41,18 @@ impl BareCache {
     /// There is such a segment.
     pub(crate) fn segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32) {
         self.forget(segment);
-        if self.resident.len() <= segment.index() {
-            self.resident.resize(segment.index() + 1, Vec::new());
+        if self.state.len() <= segment.index() {
+            self.state.resize(segment.index() + 1, Vec::new());
         }
-        self.resident[segment.index()] = vec![false; pages as usize];
+        self.state[segment.index()] = vec![0; pages as usize];
         self.policy.class(segment, class);
         self.policy.segment(segment, pages);
     }
 
-    /// The segment is gone.
+    /// The segment is gone, and nobody wants its bytes.
     pub(super) fn forget(&mut self, segment: SegmentId) {
-        let Some(resident) = self.resident.get_mut(segment.index()).map(std::mem::take) else { return };
-        let numbers = resident.iter().enumerate().filter(|(_, resident)| **resident).map(|(number, _)| number as u32);
+        let Some(state) = self.state.get_mut(segment.index()).map(std::mem::take) else { return };
+        let numbers = state.iter().enumerate().filter(|(_, state)| **state != 0).map(|(number, _)| number as u32);
         for index in numbers.map(PageIndex) {
             self.policy.removed(PageId { segment, index });
             self.count -= 1;
@@ -74,14 +80,21 @@ impl BareCache {
         self.policy.chain(pages);
     }
 
+    /// Pages that were evicted dirty.
+    pub(crate) const fn written_back(&self) -> u64 {
+        self.written_back
+    }
+
     /// A page is used: whether it was resident. One that does not exist never is.
     ///
     /// # Errors
     /// `InvalidArgument` if the policy offers no page though there is no frame left.
-    pub(crate) fn used(&mut self, page: PageId) -> Result<bool> {
-        let flags = self.resident.get_mut(page.segment.index());
-        let Some(resident) = flags.and_then(|flags| flags.get_mut(page.index.index())) else { return Ok(false) };
-        if std::mem::replace(resident, true) {
+    pub(crate) fn used(&mut self, page: PageId, write: bool) -> Result<bool> {
+        let state = self.state.get_mut(page.segment.index());
+        let Some(state) = state.and_then(|state| state.get_mut(page.index.index())) else { return Ok(false) };
+        let was_resident = *state & RESIDENT != 0;
+        *state |= if write { RESIDENT | DIRTY } else { RESIDENT };
+        if was_resident {
             if self.staying.replace(page) != Some(page) || !self.all {
                 self.policy.accessed(page);
             }
@@ -90,7 +103,8 @@ impl BareCache {
         self.staying = None;
         self.policy.accessed(page);
         if self.frames == 0 {
-            *resident = false;
+            *state = 0;
+            self.written_back += u64::from(write);
             return Ok(false);
         }
         if self.count < self.frames {
@@ -104,28 +118,30 @@ impl BareCache {
 
     /// Takes a page's frame, but not that of the page that is coming.
     fn evict(&mut self, coming: Option<PageId>) -> Result<()> {
-        let Self { policy, resident, .. } = self;
+        let Self { policy, state, .. } = self;
         let mut victim = None;
         policy.victim(Want::Demand, &mut |offered| {
             if victim.is_some() {
                 return Take::Stop;
             }
-            let flags = resident.get_mut(offered.segment.index());
-            let flag = flags.and_then(|flags| flags.get_mut(offered.index.index()));
+            let state = state.get_mut(offered.segment.index());
+            let state = state.and_then(|state| state.get_mut(offered.index.index()));
             // A policy of the user's may offer what it should not.
-            match flag {
-                Some(flag) if *flag && coming != Some(offered) => *flag = false,
+            match state {
+                Some(state) if *state != 0 && coming != Some(offered) => {
+                    victim = Some((offered, std::mem::take(state) & DIRTY != 0));
+                }
                 _ => return Take::Skip,
             }
-            victim = Some(offered);
             Take::Yes
         });
-        let Some(page) = victim else {
+        let Some((page, dirty)) = victim else {
             let name = policy.name();
             return Err(Error::new(ErrorKind::InvalidArgument, format!("policy {name} offers no page that could go"))
                 .remedy("where somebody waits it must offer every resident page: see the contract of Policy"));
         };
         policy.removed(page);
+        self.written_back += u64::from(dirty);
         Ok(())
     }
 }

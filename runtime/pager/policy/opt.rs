@@ -73,11 +73,12 @@ impl Trace {
 pub struct Min {
     frames: usize,
     at: u64,
-    /// When the resident pages that are used again are.
+    /// When the resident pages that are used again are, twice that, and one more for a dirty page.
     next: BTreeSet<u64>,
-    /// How many resident pages are not.
-    dead: usize,
+    /// How many resident pages are not: clean ones, and dirty ones.
+    dead: [usize; 2],
     hits: u64,
+    written_back: u64,
 }
 
 impl Min {
@@ -86,48 +87,67 @@ impl Min {
 
     /// An empty cache of so many frames.
     pub fn new(frames: usize) -> Self {
-        Self { frames, at: 0, next: BTreeSet::new(), dead: 0, hits: 0 }
+        Self { frames, at: 0, next: BTreeSet::new(), dead: [0; 2], hits: 0, written_back: 0 }
     }
 
-    /// The next use, and which one is the next of the same page; uses are counted from 0.
-    pub fn used(&mut self, next: u64) {
+    /// The next use, whether it writes, and which one is the next of the same page; uses are counted from 0.
+    pub fn used(&mut self, next: u64, write: bool) {
+        let mut dirty = write;
         // Every resident page's next use is this one or a later one, and only this page's is this one.
-        if self.next.first() == Some(&self.at) {
+        if let Some(found) = self.next.first().copied().filter(|found| found >> 1 == self.at) {
             self.next.pop_first();
             self.hits += 1;
-        } else if self.next.len() + self.dead == self.frames {
-            match self.dead.checked_sub(1) {
-                Some(dead) => self.dead = dead,
-                None => drop(self.next.pop_last()),
-            }
+            dirty |= found & 1 != 0;
+        } else if self.next.len() + self.dead.iter().sum::<usize>() == self.frames {
+            self.written_back += u64::from(self.evict());
         }
         self.at += 1;
         if self.frames == 0 {
-            return;
-        }
-        if next == Self::NEVER {
-            self.dead += 1;
+            self.written_back += u64::from(write);
+        } else if next == Self::NEVER {
+            self.dead[usize::from(dirty)] += 1;
         } else {
-            self.next.insert(next);
+            self.next.insert(next << 1 | u64::from(dirty));
         }
+    }
+
+    /// Takes a frame, if there is one: whether its page was dirty. Of pages that are not used again clean ones go first.
+    fn evict(&mut self) -> bool {
+        for (dirty, dead) in [false, true].into_iter().zip(&mut self.dead) {
+            if let Some(fewer) = dead.checked_sub(1) {
+                *dead = fewer;
+                return dirty;
+            }
+        }
+        self.next.pop_last().is_some_and(|last| last & 1 != 0)
     }
 
     /// Uses that found their page.
-    pub fn hits(&self) -> u64 {
+    pub const fn hits(&self) -> u64 {
         self.hits
+    }
+
+    /// Pages that were evicted dirty.
+    pub const fn written_back(&self) -> u64 {
+        self.written_back
     }
 }
 
-/// Uses of `order` that MIN finds resident with `frames` frames, every missing page being brought in at its use: of all
-/// policies that know only a page at a time, none has more. Pages go by numbers. Takes O(n log frames) steps for `n` uses.
-pub fn min_hits(order: &[u32], frames: usize) -> u64 {
+/// For each use, which one is the next of the same page, or [`Min::NEVER`]. Pages go by numbers.
+pub fn next_uses(order: &[u32]) -> Vec<u64> {
     let mut next = vec![Min::NEVER; order.len()];
     let mut seen: HashMap<u32, u64> = HashMap::new();
     for (at, page) in order.iter().enumerate().rev() {
         next[at] = seen.insert(*page, at as u64).unwrap_or(Min::NEVER);
     }
+    next
+}
+
+/// Uses of `order` that MIN finds resident with `frames` frames, every missing page being brought in at its use: of all
+/// policies that know only a page at a time, none has more. Pages go by numbers. Takes O(n log frames) steps for `n` uses.
+pub fn min_hits(order: &[u32], frames: usize) -> u64 {
     let mut min = Min::new(frames);
-    next.into_iter().for_each(|next| min.used(next));
+    next_uses(order).into_iter().for_each(|next| min.used(next, false));
     min.hits()
 }
 
@@ -144,6 +164,45 @@ mod tests {
         assert!((6..=8).contains(&hits), "{hits}");
         assert_eq!(min_hits(&three, 10), 20);
         assert_eq!(min_hits(&three, 0), 0);
+    }
+
+    /// What comes of MIN if each frame's page is looked at: hits and pages written back.
+    fn with_pages(uses: &[(u32, bool)], frames: usize) -> (u64, u64) {
+        let mut resident: Vec<(u32, bool)> = Vec::new();
+        let (mut hits, mut written) = (0, 0);
+        for (at, (page, write)) in uses.iter().enumerate() {
+            if let Some(found) = resident.iter_mut().find(|found| found.0 == *page) {
+                hits += 1;
+                found.1 |= write;
+                continue;
+            }
+            if resident.len() == frames {
+                let next = |page: u32| uses[at..].iter().position(|used| used.0 == page).unwrap_or(usize::MAX);
+                // Of those never used again, a clean one.
+                let last = (0..frames).max_by_key(|frame| (next(resident[*frame].0), !resident[*frame].1)).unwrap();
+                written += u64::from(resident.remove(last).1);
+            }
+            resident.push((*page, *write));
+        }
+        (hits, written)
+    }
+
+    #[test]
+    fn dirty_pages_are_written_back_when_they_go() {
+        let mut random = crate::random::Random(5);
+        for round in 0..200 {
+            let pages = 3 + random.below(12);
+            let uses: Vec<(u32, bool)> = (0..120).map(|_| (random.below(pages), random.below(3) == 0)).collect();
+            let frames = 1 + round % 6;
+            let order: Vec<u32> = uses.iter().map(|used| used.0).collect();
+            let mut min = Min::new(frames);
+            next_uses(&order).into_iter().zip(&uses).for_each(|(next, used)| min.used(next, used.1));
+            assert_eq!((min.hits(), min.written_back()), with_pages(&uses, frames), "{frames} frames, {uses:?}");
+        }
+        let mut none = Min::new(0);
+        none.used(1, true);
+        none.used(Min::NEVER, false);
+        assert_eq!((none.hits(), none.written_back()), (0, 1));
     }
 
     #[test]

@@ -400,7 +400,7 @@ impl Policy for SharesPolicy {
         }
         if let Some(sampled) = self.sample(page) {
             for small in self.parts[class].small.iter_mut().flatten() {
-                small.hits += u64::from(small.cache.used(sampled).unwrap_or(false));
+                small.hits += u64::from(small.cache.used(sampled, false).unwrap_or(false));
             }
         }
         self.uses += 1;
@@ -562,7 +562,7 @@ mod tests {
             for n in 0..20_000 {
                 // Some in demand, and sweeps.
                 let number = if n % 3 == 0 { n / 3 % 60 } else { scattered(n) % (1 + scattered(n / 7) % 300) };
-                let [shared, own] = caches.each_mut().map(|cache| cache.used(page(TABLE, number)).unwrap());
+                let [shared, own] = caches.each_mut().map(|cache| cache.used(page(TABLE, number), false).unwrap());
                 assert_eq!(shared, own, "{class:?}, use {n}");
                 hits += u32::from(own);
             }
@@ -578,8 +578,8 @@ mod tests {
         let (mut hits, mut uses) = (0, 0);
         for sweep in 0..sweeps {
             for index in 0..swept {
-                let hit = cache.used(page(WEIGHTS, index)).unwrap();
-                cache.used(page(TABLE, sweep * swept + index)).unwrap();
+                let hit = cache.used(page(WEIGHTS, index), false).unwrap();
+                cache.used(page(TABLE, sweep * swept + index), false).unwrap();
                 if sweep > sweeps * 3 / 4 {
                     hits += u32::from(hit);
                     uses += 1;

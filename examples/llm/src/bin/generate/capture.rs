@@ -37,8 +37,8 @@ impl Capture {
     /// `Unsupported` if there was no room to keep all of it; what the file says.
     pub fn take(&mut self, runtime: &Runtime) -> Result<()> {
         let uses = runtime.take_uses();
-        for page in &uses.pages {
-            self.writer.used(*page)?;
+        for used in &uses.uses {
+            self.writer.used(*used)?;
         }
         if uses.dropped > 0 {
             let what = format!(
