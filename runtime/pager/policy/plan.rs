@@ -15,6 +15,8 @@
 //! kept pages, farthest next use first. A fill ahead of use never takes a page that is used sooner than what it fills,
 //! and never a kept page for a streamed one.
 //!
+//! Where nothing is filled ahead and there is no host tier, no page is kept: all go by farthest next use.
+//!
 //! # When the order changes
 //!
 //! Each use is compared with the expected one. Small skips move the cursor; strays are ignored; a new position that
@@ -477,7 +479,9 @@ impl PlanPolicy {
         let frames = self.frames;
         let host = self.host_frames as usize;
         if let Some(plan) = &mut self.plan {
-            let device = stay(frames, plan.planned, self.lookahead, self.unit);
+            // Where nothing is filled ahead, and no tier holds what others lack, Belady's rule alone is best.
+            let on_demand = self.lookahead == 0 && host == 0;
+            let device = if on_demand { 0 } else { stay(frames, plan.planned, self.lookahead, self.unit) };
             plan.divide(device as usize, host);
         }
     }
