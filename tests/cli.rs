@@ -528,6 +528,7 @@ fn policies_refuses_bad_input() {
     assert!(optimum.contains("optimum") && !optimum.contains("lru"), "{optimum}");
     refused(&["policies", "--workload", "kv", "--uses", "4294967295"], 1, &["more than the 4294967294", "fewer"]);
     refused(&["policies"], 2, &["--trace"]);
+    refused(&["policies", "--trace", trace, "--policy", "plan-declared"], 1, &["plan-declared", "has none"]);
     refused(&["policies", "--workload", "decoed"], 2, &["\"decoed\"", "the closest name is decode", "prefill, moe"]);
     refused(&["policies", "--workload", "kv", "--trace", trace], 2, &["--trace", "--workload"]);
     refused(&["policies", "--workload", "kv", "--uses", "0"], 1, &["0 uses", "at least 1"]);
@@ -698,6 +699,16 @@ fn policies_reads_captures_and_draws_them() {
     ] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
+
+    let names = |found: &Value| -> Vec<String> {
+        let policies = found["capacities"][0]["policies"].as_array().unwrap();
+        policies.iter().map(|policy| policy["policy"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&found).len(), PolicyKind::ALL.len() + 1, "and plan, which is told the order");
+    let args = ["policies", "--trace", string(&path), "--capacity", "10", "--policy", "plan-declared,lru", "--json"];
+    let found = json(&args);
+    assert_eq!(names(&found), ["plan-declared", "lru"]);
+    assert_eq!(found["capacities"][0]["policies"][0]["hits"], found["capacities"][0]["optimum"]["hits"]);
 
     refused(&["policies", "--trace", string(&path), "--page-size", "2MiB"], 1, &["64.0 KiB", "2.0 MiB", "--page-size"]);
     for (bad, part) in [

@@ -110,6 +110,8 @@ pub struct LongTrace {
     next: Option<Numbers>,
     pages: u32,
     passes: u64,
+    /// Uses of the first pass; 0 if none ended.
+    first_pass: u64,
     about: Option<String>,
     page_size: Option<PageSize>,
     classes: Vec<ClassUses>,
@@ -172,6 +174,7 @@ impl LongTraceWriter {
             next: None,
             pages: 0,
             passes: 0,
+            first_pass: 0,
             about: None,
             page_size: None,
             classes,
@@ -237,6 +240,9 @@ impl LongTraceWriter {
 
     /// A pass ended.
     pub fn pass(&mut self) {
+        if self.trace.passes == 0 {
+            self.trace.first_pass = self.trace.uses.len;
+        }
         self.trace.passes += 1;
     }
 
@@ -403,10 +409,47 @@ impl LongTrace {
     /// # Errors
     /// As for [`replay`](super::replay), and what the temporary file says.
     pub fn replay(&mut self, policy: Box<dyn Policy>, frames: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
+        self.replay_told(policy, frames, &[], progress)
+    }
+
+    /// As [`replay`](Self::replay), of a program that [declares](Policy::declare) its order at first: every pass uses pages
+    /// as the first one does.
+    ///
+    /// # Errors
+    /// As for [`replay`](Self::replay); [`ErrorKind::InvalidArgument`] if no passes were [marked](Self::passes).
+    pub fn replay_declared(
+        &mut self,
+        policy: Box<dyn Policy>,
+        frames: NonZeroU32,
+        progress: Progress<'_>,
+    ) -> Result<Counts> {
+        if self.first_pass == 0 {
+            let what = "the trace has no passes, whose order a program could declare";
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("replay it undeclared"));
+        }
+        let (mut block, mut pass) = (Vec::new(), Vec::new());
+        for at in 0..self.first_pass.div_ceil(BLOCK as u64) {
+            self.uses.read(at, &mut block)?;
+            pass.extend(block.iter().map(|word| word & PAGE));
+        }
+        pass.truncate(self.first_pass as usize);
+        self.replay_told(policy, frames, &pass, progress)
+    }
+
+    fn replay_told(
+        &mut self,
+        policy: Box<dyn Policy>,
+        frames: NonZeroU32,
+        declared: &[u32],
+        progress: Progress<'_>,
+    ) -> Result<Counts> {
         let mut replay = match self.segments.as_slice() {
             [] => Replay::new(policy, self.segment, self.pages, frames),
             classes => Replay::of_classes(policy, classes, frames),
         };
+        if !declared.is_empty() {
+            replay.declare(declared);
+        }
         let (mut block, mut request) = (Vec::new(), Vec::new());
         for at in 0..self.uses.blocks() {
             self.uses.read(at, &mut block)?;

@@ -117,6 +117,12 @@ impl Replay {
         self.pages.get(number as usize).copied().unwrap_or(PageId { segment: SEGMENT, index: PageIndex(number) })
     }
 
+    /// Uses will come in this order, and then again.
+    fn declare(&mut self, numbers: &[u32]) {
+        let pages: Vec<PageId> = numbers.iter().map(|number| self.page(*number)).collect();
+        self.cache.declare(&pages);
+    }
+
     /// A page is used, of those that there are.
     fn used(&mut self, number: u32, write: bool) -> Result<()> {
         self.uses += 1;

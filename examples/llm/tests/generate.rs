@@ -5,12 +5,13 @@
 
 use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Read};
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use outcore::PolicyKind;
-use outcore::sim::{CaptureReader, CaptureStep};
+use outcore::sim::{CaptureReader, CaptureStep, LongTrace};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, WeightType};
 use serde_json::Value;
@@ -775,6 +776,22 @@ fn a_timeline_shows_what_the_run_did() {
     let drawn = check_timeline(&path, since.elapsed().as_secs_f64() * 1e6);
     for lane in ["disk", "link", "compute", "stall"] {
         assert!(drawn.contains(lane), "{drawn:?}");
+    }
+}
+
+#[test]
+fn plan_has_the_hits_of_the_optimum_on_a_capture_of_the_real_model() {
+    let Some(model) = any_real_model() else { return };
+    let path = place("real.trace");
+    let args = ["--prompt", "Once upon a time there was", "--tokens", "12", "--device-budget", "48MiB"];
+    json_of(&[&args[..], &["--model", text(&model), "--capture", text(&path)]].concat());
+    let mut trace = LongTrace::open(&path, &mut |_| ()).unwrap();
+    assert!(trace.passes() >= 4, "it ended after {} passes", trace.passes());
+    for percent in [10, 25, 50, 75, 90] {
+        let frames = NonZeroU32::new(trace.pages() * percent / 100).unwrap();
+        let best = trace.optimum(frames, &mut |_| ()).unwrap().hits as f64;
+        let plan = trace.replay_declared(PolicyKind::Plan.build(), frames, &mut |_| ()).unwrap().hits as f64;
+        assert!(plan >= 0.99 * best, "with room for {percent} %: {plan} of {best}");
     }
 }
 

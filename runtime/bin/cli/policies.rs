@@ -1,5 +1,6 @@
 //! What policies make of a trace, recorded or made up.
 
+use std::iter;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -8,7 +9,7 @@ use std::time::Instant;
 use clap::Args;
 use outcore::output::{Input, NewFile};
 use outcore::sim::synthetic::{Workload, WorkloadKind};
-use outcore::sim::{Counts, LongTrace};
+use outcore::sim::{Counts, LongTrace, Progress};
 use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result, format};
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +44,8 @@ pub struct Options {
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity)]
     capacity: Vec<NonZeroU32>,
     /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, mru,
-    /// random; opt, the optimum, which is always told; or all
+    /// random; plan-declared, which is plan where the program tells the order of its first pass; opt, the optimum, which is
+    /// always told; or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
     /// Draw miss ratios by capacity into this file
@@ -59,7 +61,42 @@ enum Choice {
     All,
     /// Which knows the future, and is no policy that a runtime can have.
     Optimum,
-    One(PolicyKind),
+    One(Candidate),
+}
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Candidate {
+    Policy(PolicyKind),
+    /// `plan`, which the program has told of its order.
+    Declared,
+}
+
+impl Candidate {
+    const DECLARED: &str = "plan-declared";
+
+    /// All that say something of a trace.
+    fn all(trace: &LongTrace) -> impl Iterator<Item = Self> {
+        let declared = (trace.passes() > 1).then_some(Self::Declared);
+        PolicyKind::ALL.into_iter().flat_map(move |kind| {
+            let declared = declared.filter(|_| kind == PolicyKind::Plan);
+            iter::once(Self::Policy(kind)).chain(declared)
+        })
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Policy(kind) => kind.name(),
+            Self::Declared => Self::DECLARED,
+        }
+    }
+
+    fn replay(self, trace: &mut LongTrace, pages: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
+        match self {
+            Self::Policy(kind) => trace.replay(kind.build(), pages, progress),
+            Self::Declared => trace.replay_declared(PolicyKind::Plan.build(), pages, progress),
+        }
+    }
 }
 
 impl FromStr for Choice {
@@ -69,7 +106,8 @@ impl FromStr for Choice {
         match text {
             "all" => Ok(Self::All),
             "opt" => Ok(Self::Optimum),
-            _ => text.parse().map(Self::One),
+            Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
+            _ => text.parse().map(|kind| Self::One(Candidate::Policy(kind))),
         }
     }
 }
@@ -229,22 +267,26 @@ pub fn run(options: &Options) -> Result<Found> {
         options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }).collect();
     // Tried first: some traces take long.
     let svg = options.svg.as_deref().map(|path| NewFile::create(path, "drawing", "--svg", &inputs)).transpose()?;
-    let mut kinds: Vec<PolicyKind> = Vec::new();
+    let (mut trace, name, page) = trace(options)?;
+    let mut candidates: Vec<Candidate> = Vec::new();
     for choice in &options.policy {
         match *choice {
-            Choice::All => kinds.extend(PolicyKind::ALL),
+            Choice::All => candidates.extend(Candidate::all(&trace)),
             Choice::Optimum => {}
-            Choice::One(kind) => kinds.push(kind),
+            Choice::One(candidate) => candidates.push(candidate),
         }
     }
     let mut seen = std::collections::HashSet::new();
-    kinds.retain(|kind| seen.insert(*kind));
-    let (mut trace, name, page) = trace(options)?;
+    candidates.retain(|candidate| seen.insert(*candidate));
+    if candidates.contains(&Candidate::Declared) && trace.passes() == 0 {
+        let what = format!("{} needs a trace in passes, and {name} has none", Candidate::DECLARED);
+        return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave it out"));
+    }
     let mut sizes = if options.capacity.is_empty() { shares(trace.pages()) } else { options.capacity.clone() };
     let mut seen = std::collections::HashSet::new();
     sizes.retain(|pages| seen.insert(*pages));
 
-    let rounds = sizes.len() as u64 * (kinds.len() as u64 + 1) + 1;
+    let rounds = sizes.len() as u64 * (candidates.len() as u64 + 1) + 1;
     let bar = Bar::new("policies", rounds * trace.uses());
     let uses = trace.uses();
     let mut done = 0;
@@ -254,13 +296,13 @@ pub fn run(options: &Options) -> Result<Found> {
         done += uses;
         let optimum = ratio(trace.optimum(pages, &mut |uses| bar.at(done + uses))?, page);
         let mut policies = Vec::new();
-        for kind in &kinds {
+        for candidate in &candidates {
             done += uses;
             let start = Instant::now();
-            let ratio = ratio(trace.replay(kind.build(), pages, &mut |uses| bar.at(done + uses))?, page);
+            let ratio = ratio(candidate.replay(&mut trace, pages, &mut |uses| bar.at(done + uses))?, page);
             let ns = start.elapsed().as_nanos() as f64 / uses as f64;
             policies.push(Outcome {
-                policy: kind.name().to_owned(),
+                policy: candidate.name().to_owned(),
                 ratio,
                 regret: optimum.hit_ratio - ratio.hit_ratio,
                 ns_per_use: (ns * 10.0).round() / 10.0,

@@ -80,6 +80,11 @@ impl BareCache {
         self.policy.chain(pages);
     }
 
+    /// Uses will come in this order, and then again.
+    pub(crate) fn declare(&mut self, pages: &[PageId]) {
+        self.policy.declare(pages, true);
+    }
+
     /// Pages that were evicted dirty.
     pub(crate) const fn written_back(&self) -> u64 {
         self.written_back

@@ -8,8 +8,6 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use crate::pager::numbers::fit;
-
 /// Uses remembered: a cycle longer than this is not recognised. 1 MiB.
 const HISTORY: usize = 1 << 18;
 /// Uses in a row that have to be the same for a period to be looked at.
@@ -41,8 +39,6 @@ pub(super) struct CycleRecorder {
     history: VecDeque<u32>,
     /// Uses so far.
     now: u64,
-    /// By page: whether it is in the history, or was.
-    known: Vec<bool>,
     /// Of the last uses, a polynomial of them (R. M. Karp and M. O. Rabin, "Efficient randomized pattern-matching
     /// algorithms", IBM Journal of Research and Development 31(2), 1987).
     context: u64,
@@ -53,29 +49,10 @@ pub(super) struct CycleRecorder {
 }
 
 impl CycleRecorder {
-    /// Takes in a use; pages have numbers below `numbers`. Returns one period of the order, ending with this use, once
+    /// Takes in a use. Returns one period of the order, ending with this use, once
     /// it repeats.
-    pub(super) fn push(&mut self, page: u32, numbers: usize) -> Option<Vec<u32>> {
-        if self.history.back() == Some(&page) {
-            // Neighbouring tensors share a page: one stay, not two uses.
-            return None;
-        }
-        if self.known.len() < numbers {
-            fit(&mut self.known, numbers, false);
-        }
-        *self.known.get_mut(page as usize)? = true;
-        self.now += 1;
-        if self.history.len() == HISTORY {
-            self.history.pop_front();
-        }
-        self.history.push_back(page);
-        let leaving = ago(&self.history, CONTEXT as u64).map_or(0, |page| u64::from(page) + 1);
-        self.context = self
-            .context
-            .wrapping_mul(BASE)
-            .wrapping_add(u64::from(page) + 1)
-            .wrapping_sub(leaving.wrapping_mul(LEAVING));
-        let found = self.look_back();
+    pub(super) fn push(&mut self, page: u32) -> Option<Vec<u32>> {
+        let found = self.remember(page)?;
         let Some(candidate) = &mut self.candidate else {
             self.candidate = found.map(|period| Candidate { period, same: 0, other: 0 });
             return None;
@@ -87,9 +64,46 @@ impl CycleRecorder {
             self.candidate = None;
         } else if same && candidate.same >= AGREE_MIN.max(candidate.period / 4) {
             let start = self.history.len() - candidate.period as usize;
-            return Some(self.history.range(start..).copied().collect());
+            let period = self.history.range(start..).copied().collect();
+            self.candidate = None;
+            return Some(period);
         }
         None
+    }
+
+    /// As [`push`](Self::push), while what was returned last is still believed.
+    pub(super) fn push_believed(&mut self, page: u32) {
+        self.remember(page);
+    }
+
+    /// Whether a cycle of so many uses could be a part of one that is recognised, which repeats within it.
+    pub(super) const fn may_be_a_part(uses: u64) -> bool {
+        uses <= HISTORY as u64 / 8
+    }
+
+    /// Nothing is remembered.
+    pub(super) fn is_empty(&self) -> bool {
+        self.history.is_empty()
+    }
+
+    /// `None` if the use is none of its own; otherwise what [`look_back`](Self::look_back) found.
+    fn remember(&mut self, page: u32) -> Option<Option<u64>> {
+        if self.history.back() == Some(&page) {
+            // Neighbouring tensors share a page: one stay, not two uses.
+            return None;
+        }
+        self.now += 1;
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back(page);
+        let leaving = ago(&self.history, CONTEXT as u64).map_or(0, |page| u64::from(page) + 1);
+        self.context = self
+            .context
+            .wrapping_mul(BASE)
+            .wrapping_add(u64::from(page) + 1)
+            .wrapping_sub(leaving.wrapping_mul(LEAVING));
+        Some(self.look_back())
     }
 
     /// Remembers this use by what led to it. How long ago the same led to the same, if it did and nothing is followed yet.
@@ -128,8 +142,9 @@ impl CycleRecorder {
 
     /// The pages with these numbers are gone.
     pub(super) fn forget(&mut self, numbers: Range<usize>) {
-        let known = numbers.start.min(self.known.len())..numbers.end.min(self.known.len());
-        if self.known[known].contains(&true) {
+        let (first, last) = self.history.as_slices();
+        let is_gone = |page: &u32| numbers.contains(&(*page as usize));
+        if first.iter().any(is_gone) || last.iter().any(is_gone) {
             self.clear();
         }
     }
@@ -153,7 +168,7 @@ mod tests {
         let mut recorder = CycleRecorder::default();
         let mut found = None;
         for (at, n) in (0..3).flat_map(|pass| std::iter::once(1000 + pass * 7).chain(0..100)).enumerate() {
-            if let Some(plan) = recorder.push(n, PAGES) {
+            if let Some(plan) = recorder.push(n) {
                 found = Some((at, plan));
                 break;
             }
@@ -166,7 +181,7 @@ mod tests {
     /// How many uses it takes to recognise passes, and the period.
     fn recognised(uses: impl Iterator<Item = u32>) -> Option<(usize, usize)> {
         let mut recorder = CycleRecorder::default();
-        uses.enumerate().find_map(|(at, page)| recorder.push(page, PAGES).map(|plan| (at + 1, plan.len())))
+        uses.enumerate().find_map(|(at, page)| recorder.push(page).map(|plan| (at + 1, plan.len())))
     }
 
     #[test]
@@ -213,7 +228,7 @@ mod tests {
         let mut x = 12345u32;
         for _ in 0..20_000 {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            assert!(recorder.push((x >> 16) % 500, PAGES).is_none());
+            assert!(recorder.push((x >> 16) % 500).is_none());
         }
     }
 }

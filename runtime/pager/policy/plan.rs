@@ -35,6 +35,9 @@ use crate::pager::order::Order;
 const RESYNC_RUN: u32 = 3;
 /// Confidence goes up or down by one a use: 64 unexpected uses in a row suspend a plan.
 const CONFIDENCE_MAX: i32 = 64;
+/// Cycles of a plan that nobody declared which are remembered; twice as many each time that one ends, up to so many.
+const DOUBT: u64 = 4;
+const DOUBT_MAX: u64 = 1 << 10;
 /// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
 const STREAM_SLACK: u32 = 2;
 /// Pages that could not be taken which are tried again at each search.
@@ -51,6 +54,9 @@ pub struct PlanPolicy {
     recency: Order,
     recorder: CycleRecorder,
     plan: Option<Active>,
+    /// How many cycles of a recognised plan have to be followed before uses are no longer remembered. Until then it may be
+    /// a part of a longer cycle which repeats within it.
+    doubt: u64,
 }
 
 /// A plan being followed. Pages go by their numbers; times are uses since it was taken up.
@@ -76,6 +82,8 @@ struct Active {
     stray: Option<(u64, u32)>,
     confidence: i32,
     suspended: bool,
+    /// Expected uses since it was recognised or resumed.
+    followed: u64,
     /// Filled ahead, not used yet; by page.
     ahead: Bits,
     /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
@@ -163,6 +171,7 @@ impl Active {
             stray: None,
             confidence: CONFIDENCE_MAX,
             suspended: false,
+            followed: 0,
             ahead: Bits::new(numbers),
         })
     }
@@ -293,6 +302,7 @@ impl Active {
     /// A use was expected, or not.
     fn judge(&mut self, expected: bool) {
         self.confidence = (self.confidence + if expected { 1 } else { -1 }).clamp(0, CONFIDENCE_MAX);
+        self.followed = self.followed.saturating_add(expected.into());
         if self.confidence == 0 {
             self.suspended = true;
         } else if self.suspended && self.confidence >= RESYNC_RUN as i32 {
@@ -302,6 +312,7 @@ impl Active {
 
     fn resume(&mut self) {
         self.suspended = false;
+        self.followed = 0;
         self.confidence = CONFIDENCE_MAX / 2;
     }
 
@@ -472,6 +483,7 @@ impl PlanPolicy {
             recency: Order::new(),
             recorder: CycleRecorder::default(),
             plan: None,
+            doubt: DOUBT,
         }
     }
 
@@ -543,19 +555,28 @@ impl Policy for PlanPolicy {
         let Some(number) = self.recency.numbers().number(page) else { return };
         self.recency.touch(page);
         if let Some(plan) = &mut self.plan {
+            let followed = !plan.suspended;
             if plan.names(number) {
                 plan.advance(number);
             } else {
                 plan.judge(false);
             }
+            if followed && plan.suspended {
+                self.doubt = (2 * self.doubt).min(DOUBT_MAX);
+            }
             if plan.exhausted() {
                 self.drop_plan();
             } else if !plan.suspended {
+                let doubted = plan.followed < plan.len().saturating_mul(self.doubt);
+                if doubted && CycleRecorder::may_be_a_part(plan.len()) {
+                    self.recorder.push_believed(number);
+                } else if !self.recorder.is_empty() {
+                    self.recorder.clear();
+                }
                 return;
             }
         }
-        if let Some(order) = self.recorder.push(number, self.recency.numbers().end()) {
-            self.recorder.clear();
+        if let Some(order) = self.recorder.push(number) {
             self.follow(order.into_iter(), true);
         }
     }
@@ -635,9 +656,13 @@ impl Policy for PlanPolicy {
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
         self.drop_plan();
+        self.doubt = DOUBT;
         if !order.is_empty() {
             let numbers = self.recency.numbers().clone();
             self.follow(order.iter().filter_map(|page| numbers.number(*page)), cyclic);
+            if let Some(plan) = &mut self.plan {
+                plan.followed = u64::MAX;
+            }
         }
     }
 
@@ -813,6 +838,27 @@ mod tests {
         let fills = fills_per_pass(&mut policy, 80, 64, 8);
         assert!(policy.has_plan());
         assert!(fills[7] <= 26, "{fills:?}");
+    }
+
+    /// A part of the pass that repeats at once was taken for the pass whenever it came: while it was followed nothing was
+    /// remembered, and the pass was never seen whole.
+    #[test]
+    fn regression_a_part_that_repeats_does_not_hide_the_pass() {
+        let mut policy = policy();
+        policy.resize(64, 0, 0);
+        for repeats in [3, 12] {
+            let pass: Vec<u32> = (0..300).chain((300..340).cycle().take(40 * repeats)).chain(340..600).collect();
+            for (at, n) in pass.iter().cycle().take(40 * pass.len()).enumerate() {
+                policy.accessed(page(*n));
+                // Each time that the part is believed it is believed later.
+                if at >= if repeats < 4 { 2 } else { 4 } * pass.len() {
+                    let plan = policy.plan.as_ref().filter(|plan| !plan.suspended).expect("the pass is followed");
+                    assert_eq!(plan.order.len(), pass.len(), "at use {at}");
+                }
+            }
+            assert!(policy.recorder.is_empty(), "what is believed needs no record");
+            policy.declare(&[], false);
+        }
     }
 
     /// A page that was filled ahead and then used must make room for the next one.
