@@ -126,10 +126,12 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
             devices: NonZeroU32::MIN,
             device_memory: budget,
             host_memory: Bytes::ZERO,
+            unified_memory: false,
             link: Some(link),
             disk,
             compute: ComputeModel {
                 bandwidth: Bytes::new(1 << 60),
+                flops: None,
                 step: Duration::from_secs_f64(computed / count as f64),
             },
             jitter: 0.0,

@@ -34,6 +34,7 @@ fn machine() -> MachineModel {
         devices: NonZeroU32::MIN,
         device_memory: Bytes::gib(16),
         host_memory: Bytes::gib(16),
+        unified_memory: false,
         link: Some(LinkModel::new(RATE, Duration::ZERO, true).unwrap()),
         disk: DiskModel {
             read: Bytes::new(10 * RATE.get()),
@@ -41,7 +42,7 @@ fn machine() -> MachineModel {
             latency: Duration::ZERO,
             depth: QueueDepth::DEFAULT,
         },
-        compute: ComputeModel { bandwidth: Bytes::new(1 << 50), step: Duration::ZERO },
+        compute: ComputeModel { bandwidth: Bytes::new(1 << 50), flops: None, step: Duration::ZERO },
         jitter: 0.0,
     }
 }
@@ -90,6 +91,7 @@ fn random_case(rng: &mut Rng) -> Case {
         devices: count(devices),
         device_memory: Bytes::gib(1),
         host_memory: Bytes::gib(1),
+        unified_memory: false,
         link,
         disk: DiskModel {
             read: rate(rng),
@@ -97,7 +99,7 @@ fn random_case(rng: &mut Rng) -> Case {
             latency: micros(rng),
             depth: QueueDepth::new(*rng.pick(&[1, 2, 16, 64])).unwrap(),
         },
-        compute: ComputeModel { bandwidth: rate(rng), step: micros(rng) },
+        compute: ComputeModel { bandwidth: rate(rng), flops: None, step: micros(rng) },
         jitter: *rng.pick(&[0.0, 0.1, 0.9]),
     };
     let segments: Vec<(Backing, u64)> = (0..1 + rng.below(3))
@@ -246,7 +248,7 @@ fn the_same_seed_gives_the_same_result_bit_for_bit() {
 #[test]
 fn what_is_resident_is_computed_on_and_nothing_else() {
     let mut machine = machine();
-    machine.compute = ComputeModel { bandwidth: RATE, step: Duration::from_micros(7) };
+    machine.compute = ComputeModel { bandwidth: RATE, flops: None, step: Duration::from_micros(7) };
     let done = simulate(&pages(50), &machine, &settings(50)).unwrap();
     let step = Duration::from_micros(1007);
     for pass in &done.passes[1..] {

@@ -1,6 +1,7 @@
 //! Machines: what they can hold, and how fast they move and use it.
 //!
-//! A machine is a JSON object. Every field is needed, but `link`, which may be `null`; one that is not known is refused.
+//! A machine is a JSON object. Every field is needed, but for those marked so and `link`, which may be `null`; one that is not
+//! known is refused.
 //!
 //! | field | unit |
 //! |---|---|
@@ -8,9 +9,11 @@
 //! | `devices` | devices of this kind; they share the disk and the host memory |
 //! | `device_memory` | bytes of each |
 //! | `host_memory` | bytes of all |
+//! | `unified_memory` | may be left out: whether both are the same memory, which then is named twice |
 //! | `link.bytes_per_second`, `link.latency_us`, `link.duplex` | of each device, in each direction |
 //! | `disk.read_bytes_per_second`, `disk.write_bytes_per_second`, `disk.latency_us`, `disk.depth` | of the one disk |
 //! | `compute.bytes_per_second` | bytes of weights that each device computes on |
+//! | `compute.flops_per_second` | may be left out: floating-point operations that each device does at most |
 //! | `compute.step_us` | what each step takes beside |
 //! | `jitter` | how far each time may be off, as a share of it: 0 to 0.9 |
 
@@ -48,8 +51,35 @@ pub struct DiskModel {
 pub struct ComputeModel {
     /// Bytes of weights per second: of a decode pass, which reads each weight once, the memory's bandwidth.
     pub bandwidth: Bytes,
+    /// Floating-point operations per second at most, where that is known: multiplications and additions of dense matrices
+    /// of 16-bit floats, added up in 32 bits. Only `outcore::planning` asks for it: a decode pass of one sequence is bound by
+    /// the bandwidth.
+    pub flops: Option<u64>,
     /// What every step takes beside its bytes.
     pub step: Duration,
+}
+
+impl ComputeModel {
+    /// The least seconds in which `bytes` are read and `flops` operations done: the longer of the two, which go on side by
+    /// side (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model for multicore
+    /// architectures"). `None` if there are operations and their rate is not known.
+    ///
+    /// ```
+    /// use outcore::sim::MachineModel;
+    ///
+    /// let compute = MachineModel::named("h200")?.compute;
+    /// assert_eq!(compute.roofline_s(4.8e12, 0.0), Some(1.0));
+    /// assert_eq!(compute.roofline_s(4.8e12, 2.0 * 989e12), Some(2.0));
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn roofline_s(&self, bytes: f64, flops: f64) -> Option<f64> {
+        let reading = bytes / self.bandwidth.get().max(1) as f64;
+        match self.flops {
+            Some(peak) => Some(reading.max(flops / peak.max(1) as f64)),
+            None if flops > 0.0 => None,
+            None => Some(reading),
+        }
+    }
 }
 
 /// A machine to simulate.
@@ -63,6 +93,9 @@ pub struct MachineModel {
     pub device_memory: Bytes,
     /// Memory of the host.
     pub host_memory: Bytes,
+    /// Whether host and device memory are one, so that both are named with all of it. Budgets then come out of the same
+    /// bytes.
+    pub unified_memory: bool,
     /// Between host memory and each device; `None` where device memory is host memory, and the disk reads right into it.
     pub link: Option<LinkModel>,
     /// The disk.
@@ -158,7 +191,17 @@ impl MachineModel {
                 .remedy("give a JSON object of the fields of a machine")
         })?;
         let fields = Fields::of(&value, "")?;
-        fields.known(&["name", "devices", "device_memory", "host_memory", "link", "disk", "compute", "jitter"])?;
+        fields.known(&[
+            "name",
+            "devices",
+            "device_memory",
+            "host_memory",
+            "unified_memory",
+            "link",
+            "disk",
+            "compute",
+            "jitter",
+        ])?;
         let link = match fields.get("link")? {
             Value::Null => None,
             link => {
@@ -171,7 +214,11 @@ impl MachineModel {
         let disk = Fields::of(fields.get("disk")?, "disk.")?;
         disk.known(&["read_bytes_per_second", "write_bytes_per_second", "latency_us", "depth"])?;
         let compute = Fields::of(fields.get("compute")?, "compute.")?;
-        compute.known(&["bytes_per_second", "step_us"])?;
+        compute.known(&["bytes_per_second", "flops_per_second", "step_us"])?;
+        let flops = match compute.has("flops_per_second") {
+            true => Some(compute.bytes("flops_per_second", 1)?.get()),
+            false => None,
+        };
         let depth = QueueDepth::new(disk.count("depth", 1024)?)?;
         let devices = fields.count("devices", 1024)?;
         Ok(Self {
@@ -179,6 +226,7 @@ impl MachineModel {
             devices: NonZeroU32::new(devices).unwrap_or(NonZeroU32::MIN),
             device_memory: fields.bytes("device_memory", 1)?,
             host_memory: fields.bytes("host_memory", 0)?,
+            unified_memory: fields.has("unified_memory") && fields.truth("unified_memory")?,
             link,
             disk: DiskModel {
                 read: disk.bytes("read_bytes_per_second", 1)?,
@@ -188,6 +236,7 @@ impl MachineModel {
             },
             compute: ComputeModel {
                 bandwidth: compute.bytes("bytes_per_second", 1)?,
+                flops,
                 step: compute.microseconds("step_us")?,
             },
             jitter: fields.number("jitter", 0.0, 0.9)?,
@@ -223,6 +272,10 @@ impl<'a> Fields<'a> {
                 Err(self.wrong(key, "does not exist", format!("the closest is {}{near}", self.prefix)))
             }
         }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.map.contains_key(name)
     }
 
     fn get(&self, name: &str) -> Result<&'a Value> {
@@ -287,6 +340,7 @@ mod tests {
             let machine = MachineModel::find(name).unwrap();
             assert_eq!(machine.name, name);
             assert!(machine.device_memory >= Bytes::gib(8), "{name}");
+            assert!(machine.compute.flops.is_some(), "{name}");
         }
     }
 
@@ -331,7 +385,9 @@ mod tests {
                 assert_eq!(error.kind(), ErrorKind::Format, "{text}");
                 assert!(text.contains(&name) && text.contains(what), "{name}: {text}");
             };
-            refused(None, "is missing");
+            if !["unified_memory", "compute.flops_per_second"].contains(&name.as_str()) {
+                refused(None, "is missing");
+            }
             refused(Some(Value::from(-1)), "is -1");
             refused(Some(Value::from(vec![1])), "is [1]");
         }
@@ -342,6 +398,17 @@ mod tests {
         for text in ["", "[]", "7", "{\"name\": 1e999}"] {
             assert_eq!(MachineModel::from_json(text).unwrap_err().kind(), ErrorKind::Format, "{text}");
         }
+    }
+
+    #[test]
+    fn what_may_be_left_out_may() {
+        let mut machine = laptop();
+        machine["compute"].as_object_mut().unwrap().remove("flops_per_second");
+        machine.as_object_mut().unwrap().remove("unified_memory");
+        let found = MachineModel::from_json(&machine.to_string()).unwrap();
+        assert_eq!((found.compute.flops, found.unified_memory), (None, false));
+        assert_eq!(found.compute.roofline_s(89.6e9, 0.0), Some(1.0));
+        assert_eq!(found.compute.roofline_s(89.6e9, 1.0), None, "how long an operation takes is not known");
     }
 
     #[test]
