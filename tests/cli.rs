@@ -275,7 +275,15 @@ fn plan_counts_a_models_classes_from_its_header() {
     assert_eq!((&trained["pass"]["tokens"], &trained["memory"]["kv_bytes"]), (&Value::from(64), &Value::from(0)));
 
     let table = text(&["plan", string(&path), "--device-memory", "1GiB", "--disk", "1GB/s", "--context", "9999"]);
-    for part in ["GGUF", "keys and values", "headroom", "more than the 2048", "nothing moves", "policy plan"] {
+    for part in [
+        "GGUF",
+        "keys and values",
+        "headroom",
+        "more than the 2048",
+        "nothing moves",
+        "plan: every page has a frame",
+        "--machine or --compute",
+    ] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
 }
@@ -380,6 +388,282 @@ fn plan_needs_no_file() {
     assert!(found["changes"].as_array().unwrap().iter().any(|change| change["change"] == "full checkpointing"));
     let table = text(&small);
     assert!(table.contains("does not run") && !table.contains("a step of"), "{table}");
+}
+
+/// With the machine's rates every job has a time, and an option that is given wins over the machine.
+#[test]
+fn plan_predicts_on_a_machine() {
+    let llama =
+        ["--params", "69B", "--layers", "80", "--hidden", "8192", "--heads", "64", "--kv-heads", "8", "--gated"];
+    let fixed = ["plan", "--ffn", "28672", "--vocab", "32000", "--json", "--context", "4096", "--machine", "h200"];
+    let run = |more: &[&'static str]| json(&[&fixed[..], &llama, more].concat());
+    let near = |value: &Value, wanted: f64| {
+        let found = value.as_f64().unwrap_or_else(|| panic!("{value} is no number, but {wanted}"));
+        assert!((found / wanted - 1.0).abs() < 1e-6, "{found}, not {wanted}");
+    };
+    // Resident: weights and cache at 4.8 TB/s.
+    let found = run(&["--dtype", "q8_0"]);
+    let bytes = found["memory"]["weights_bytes"].as_f64().unwrap() + f64::from(320 << 22);
+    assert_eq!((&found["fit"], &found["pass"]["bottleneck"]), (&Value::from("resident"), &Value::from("compute")));
+    near(&found["pass"]["pass_s"], bytes / 4.8e12);
+    near(&found["pass"]["tokens_per_s"], 4.8e12 / bytes);
+    near(&found["pass"]["flops"], 2.0 * 69e9 + 4.0 * 80.0 * 8192.0 * 4096.0);
+    assert_eq!([&found["pass"]["compute_from"], &found["pass"]["compute_by"]], ["machine", "memory"]);
+    assert_eq!(found["resources"]["device_bytes"], 141_000_000_000u64);
+    assert_eq!(found["resources"]["disk_write_bytes_per_second"], 3_500_000_000u64);
+    assert_eq!(
+        (&found["resources"]["machine"], &found["resources"]["compute_s"]),
+        (&Value::from("h200"), &Value::Null)
+    );
+    assert!(found["changes"][0]["change"] == "a batch of 2", "{}", found["changes"]);
+
+    // Trained: its operations at 989 TFLOP/s; one forward pass more with full checkpointing.
+    let train = run(&["--train", "--device-memory", "3TB", "--checkpoint", "full"]);
+    let operations = 4096.0 * (8.0 * 69e9 + 4.0 / 3.0 * 12.0 * 80.0 * 8192.0 * 4096.0);
+    near(&train["pass"]["flops"], operations);
+    near(&train["pass"]["pass_s"], operations / 989e12);
+    assert_eq!((&train["fit"], &train["pass"]["compute_by"]), (&Value::from("resident"), &Value::from("operations")));
+
+    // Options win, one by one.
+    let given = run(&["--device-memory", "40GB", "--host-memory", "7GB", "--disk", "1GB/s", "--link", "10GB/s"]);
+    let resources = &given["resources"];
+    let of = |key: &str| resources[key].as_u64().unwrap();
+    assert_eq!([of("device_bytes"), of("host_bytes")], [40_000_000_000, 7_000_000_000]);
+    assert_eq!([of("disk_bytes_per_second"), of("disk_write_bytes_per_second")], [1_000_000_000; 2]);
+    assert_eq!([of("link_bytes_per_second"), of("flops_per_second")], [10_000_000_000, 989_000_000_000_000]);
+    near(&given["pass"]["disk_s"], given["pass"]["disk_read_bytes"].as_f64().unwrap() / 1e9);
+    let timed = run(&["--compute", "2s"]);
+    assert_eq!(
+        (&timed["pass"]["compute_s"], &timed["pass"]["compute_from"]),
+        (&Value::from(2.0), &Value::from("given"))
+    );
+
+    let table = text(&["plan", "--params", "7B", "--train", "--machine", "dgx-h200", "--context", "1024"]);
+    for part in ["one of the 8 devices of dgx-h200", "tok/s, bound by", "989 TFLOP/s", "kernels are slower"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    let table = text(&["plan", "--params", "1B", "--machine", "laptop", "--target", "1"]);
+    for part in ["laptop has one memory for both", "1.00 tok/s are within what the machine can"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+}
+
+/// Both ask the same machine how long it computes.
+#[test]
+fn plan_and_simulate_agree_on_computing() {
+    let dir = scratch();
+    let path = dir.path().join("mine.json");
+    let machine = r#"{"name": "mine", "devices": 1, "device_memory": 32e9, "host_memory": 0, "link": null,
+        "disk": {"read_bytes_per_second": 2e9, "write_bytes_per_second": 1e9, "latency_us": 0, "depth": 8},
+        "compute": {"bytes_per_second": 1e11, "flops_per_second": 1e15, "step_us": 0}, "jitter": 0}"#;
+    fs::write(&path, machine).unwrap();
+    let model = ["--params", "1B", "--layers", "16", "--machine", string(&path), "--json"];
+    let planned = json(&[&["plan", "--context", "1"][..], &model].concat());
+    let simulated = json(&[&["simulate"][..], &model].concat());
+    let ratio = planned["pass"]["pass_s"].as_f64().unwrap() / simulated["median_pass_s"].as_f64().unwrap();
+    assert!((ratio - 1.0).abs() < 0.001, "{ratio}");
+}
+
+#[test]
+fn plan_shows_what_checkpointing_saves() {
+    let fixed = ["plan", "--params", "7B", "--train", "--device-memory", "200GiB", "--disk", "2GB/s"];
+    let with = |setting: &'static str| [&fixed[..], &["--context", "2048", "--checkpoint", setting]].concat();
+    for setting in ["none", "selective", "full"] {
+        let found = json(&[&with(setting)[..], &["--json"]].concat());
+        let all = found["memory"]["activations_by_checkpointing"].as_array().unwrap();
+        let names: Vec<&str> = all.iter().map(|one| one["checkpointing"].as_str().unwrap()).collect();
+        assert_eq!(names, ["none", "selective", "full"]);
+        let chosen: Vec<&Value> = all.iter().filter(|one| one["chosen"] == true).collect();
+        assert_eq!(chosen.len(), 1);
+        assert_eq!(chosen[0]["checkpointing"], setting);
+        assert_eq!(chosen[0]["bytes"], found["memory"]["activations_bytes"]);
+        assert!(all.is_sorted_by(|a, b| a["bytes"].as_u64() > b["bytes"].as_u64()), "{all:?}");
+        let table = text(&with(setting));
+        let lines: Vec<&str> = table.lines().filter(|line| line.ends_with("chosen")).collect();
+        assert!(lines.len() == 1 && lines[0].trim().starts_with(setting), "{table}");
+    }
+    let infer = json(&["plan", "--params", "7B", "--device-memory", "20GiB", "--disk", "2GB/s", "--json"]);
+    assert!(infer["memory"]["activations_by_checkpointing"].is_null());
+}
+
+/// A GGUF model of two layers of 16 experts each, 64 wide.
+fn small_mixture(count: u32, used: Option<u32>) -> support::GgufFile {
+    use support::Kv;
+    let mut file = small_llama(2, "").kv("llama.expert_count", Kv::U32(count));
+    if let Some(used) = used {
+        file = file.kv("llama.expert_used_count", Kv::U32(used));
+    }
+    file = file.kv("llama.expert_feed_forward_length", Kv::U32(32));
+    for layer in 0..2 {
+        for name in ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"] {
+            file = file.tensor(&format!("blk.{layer}.{name}.weight"), &[64, 32, 16], 1, 64 * 32 * 16 * 2);
+        }
+    }
+    file
+}
+
+#[test]
+fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
+    let dir = scratch();
+    let path = dir.path().join("mixture.gguf");
+    let fixed = ["plan", string(&path), "--machine", "laptop", "--context", "1", "--json"];
+    let run = |file: support::GgufFile, more: &[&'static str]| {
+        fs::write(&path, file.bytes()).unwrap();
+        json(&[&fixed[..], more].concat())
+    };
+    let dense = run(small_llama(2, ""), &[]);
+    assert!(dense["shape"]["experts"].is_null());
+    let of = |value: &Value, class: &str, key: &str| value[class][key].as_f64().unwrap();
+    let experts = f64::from(2 * 3 * 64 * 32 * 16);
+    let found = run(small_mixture(16, Some(2)), &[]);
+    let both = |class, key| of(&found, class, key) - of(&dense, class, key);
+    assert_eq!([both("memory", "weights_bytes"), both("pass", "paged_bytes")], [2.0 * experts; 2], "memory holds all");
+    assert_eq!(both("pass", "used_bytes"), 2.0 * experts / 8.0, "a token uses two of sixteen");
+    assert_eq!(both("pass", "traffic_bytes"), 2.0 * experts / 8.0);
+    assert_eq!(both("pass", "flops"), 2.0 * experts / 8.0, "two for each parameter");
+    let told = &found["shape"]["experts"];
+    assert_eq!([&told["count"], &told["active"], &told["ffn"]], [16, 2, 32]);
+    assert_eq!(told["weights_bytes"].as_f64(), Some(2.0 * experts));
+    // Four sequences draw 16 (1 - (14/16)^4) of them, and take four times the operations.
+    let four = run(small_mixture(16, Some(2)), &["--batch", "4"]);
+    let drawn = 16.0 * (1.0 - 0.875f64.powi(4));
+    assert!((told_used(&four) - drawn).abs() < 1e-9, "{four}");
+    assert_eq!(of(&four, "pass", "flops"), 4.0 * of(&found, "pass", "flops"));
+    let used = of(&four, "pass", "used_bytes") - of(&dense, "pass", "used_bytes");
+    assert!((used - 2.0 * experts * drawn / 16.0).abs() <= 1.0, "{used}");
+    // One that streams misses what it is expected to draw of what has no frame.
+    let small = run(small_mixture(16, Some(2)), &["--device-memory", "512KiB", "--headroom", "0"]);
+    assert_eq!(small["fit"], "streamed");
+    let missed = of(&small, "pass", "filled_bytes") / of(&small, "pass", "streamed_bytes");
+    assert!((missed - 0.125).abs() < 1e-3, "{missed}");
+    assert_eq!(
+        (&small["pass"]["filled_ahead"], &small["recommended"]["policy"]),
+        (&Value::from(false), &Value::from("kv"))
+    );
+    assert!(small["recommended"]["policy_because"].as_str().unwrap().contains("experts"));
+    fs::write(&path, small_mixture(16, Some(2)).bytes()).unwrap();
+    let small = ["plan", string(&path), "--machine", "laptop", "--device-memory", "512KiB", "--headroom", "0"];
+    let table = text(&[&small[..], &["--context", "1"]].concat());
+    for part in ["16 a layer, 2 for each token", "if experts are drawn evenly", "kv: which experts"] {
+        assert!(table.contains(part), "{part:?} is not in\n{table}");
+    }
+    // Without the key all are used, and it says so; a count of none is a dense model.
+    let all = run(small_mixture(16, None), &[]);
+    assert_eq!((told_used(&all), &all["pass"]["used_bytes"]), (16.0, &all["pass"]["paged_bytes"]));
+    assert!(all["assumed"].to_string().contains("llama.expert_used_count"), "{all}");
+    assert!(run(small_mixture(0, Some(0)), &[])["shape"]["experts"].is_null());
+    for (count, used, parts) in [
+        (16, 17, &["llama.expert_used_count is 17", "16 experts"][..]),
+        (16, 0, &["llama.expert_used_count is 0", "from 1"]),
+        (u32::MAX, 2, &["llama.expert_count is 4294967295", "from 1 to"]),
+    ] {
+        fs::write(&path, small_mixture(count, Some(used)).bytes()).unwrap();
+        refused(&fixed, 1, parts);
+    }
+}
+
+fn told_used(found: &Value) -> f64 {
+    found["shape"]["experts"]["used_per_pass"].as_f64().unwrap()
+}
+
+#[test]
+fn plan_reads_experts_beside_safetensors() {
+    let dir = scratch();
+    let (mut entries, mut at) = (Vec::new(), 0);
+    let mut tensor = |name: &str, elements: u64| {
+        let end = at + 2 * elements;
+        entries.push(format!(r#""{name}":{{"dtype":"BF16","shape":[{elements}],"data_offsets":[{at},{end}]}}"#));
+        at = end;
+    };
+    for expert in 0..4 {
+        tensor(&format!("model.layers.0.block_sparse_moe.experts.{expert}.w1.weight"), 3000);
+    }
+    tensor("model.layers.0.self_attn.q_proj.weight", 1000);
+    let header = format!("{{{}}}", entries.join(","));
+    fs::write(dir.path().join("model.safetensors"), support::safetensors(&header, at as usize)).unwrap();
+    let config = |experts: &str| {
+        let text = format!(
+            r#"{{"num_hidden_layers":1,"hidden_size":64,"num_attention_heads":4,"intermediate_size":96,"vocab_size":10{experts}}}"#
+        );
+        fs::write(dir.path().join("config.json"), text).unwrap();
+    };
+    let run = ["plan", string(dir.path()), "--machine", "rtx4090", "--json"];
+    for (count, active) in [
+        ("num_local_experts", "num_experts_per_tok"),
+        ("num_experts", "num_experts_per_tok"),
+        ("n_routed_experts", "num_experts_per_tok"),
+    ] {
+        config(&format!(r#","{count}":4,"{active}":1"#));
+        let found = json(&run);
+        assert_eq!(found["memory"]["weights_bytes"], 26_000);
+        assert_eq!(found["pass"]["used_bytes"], 8_000, "{count}");
+        assert_eq!(found["shape"]["experts"]["active_parameters"], 4_000);
+    }
+    config(
+        r#","num_experts":4,"num_experts_per_tok":2,"moe_intermediate_size":24,"shared_expert_intermediate_size":48"#,
+    );
+    let told = &json(&run)["shape"]["experts"];
+    assert_eq!([&told["ffn"], &told["shared_ffn"], &told["active"]], [24, 48, 2]);
+    config(r#","num_experts":0"#);
+    assert!(json(&run)["shape"]["experts"].is_null());
+    config(r#","num_experts":4"#);
+    assert!(json(&run)["assumed"].to_string().contains("num_experts_per_tok"));
+    for (bad, parts) in [
+        (r#","num_experts":4,"num_experts_per_tok":5"#, ["num_experts_per_tok is 5", "the 4 experts"]),
+        (r#","num_experts":4,"num_experts_per_tok":0"#, ["num_experts_per_tok is 0", "from 1"]),
+        (r#","num_experts":"4""#, ["num_experts", "no number"]),
+        (r#","num_experts":99999999999"#, ["num_experts is 99999999999", "from 1 to"]),
+    ] {
+        config(bad);
+        refused(&run, 1, &parts);
+    }
+}
+
+#[test]
+fn plan_refuses_machines_and_experts_that_cannot_be() {
+    let described = |more: &[&'static str]| [&["plan", "--params", "7B"], more].concat();
+    let on = |more: &[&'static str]| [&["plan", "--params", "7B", "--machine", "rtx4090"], more].concat();
+    refused(&described(&["--machine", "h20"]), 1, &["\"h20\"", "rtx4090", "the closest name is h200"]);
+    refused(&described(&["--machine", "none.json"]), 1, &["none.json", "check the path"]);
+    refused(&described(&["--device-memory", "8GiB"]), 2, &["--disk"]);
+    refused(&described(&["--disk", "1GB/s"]), 2, &["--device-memory"]);
+    refused(
+        &on(&["--experts", "8", "--active-experts", "9"]),
+        1,
+        &["active experts is 9", "the 8 experts", "(give from 1"],
+    );
+    refused(&on(&["--experts", "0"]), 2, &["0 is not from 1"]);
+    refused(&on(&["--experts", "8", "--active-experts", "0"]), 2, &["0 is not from 1"]);
+    refused(&on(&["--active-experts", "2"]), 2, &["--experts"]);
+    refused(&on(&["--expert-ffn", "2"]), 2, &["--experts"]);
+    refused(&on(&["--experts", "1000000", "--expert-ffn", "100000"]), 1, &["1000000 experts", "smaller experts"]);
+
+    let dir = scratch();
+    let path = dir.path().join("mine.json");
+    let whole = r#"{"name": "mine", "devices": 1, "device_memory": 24e9, "host_memory": 0, "link": null,
+        "disk": {"read_bytes_per_second": 2e9, "write_bytes_per_second": 1e9, "latency_us": 0, "depth": 8},
+        "compute": {"bytes_per_second": 1e11, "flops_per_second": 1e13, "step_us": 0}, "jitter": 0}"#;
+    let run = ["plan", "--params", "1B", "--machine", string(&path), "--context", "512"];
+    for (from, to, parts) in [
+        ("\"device_memory\": 24e9, ", "", &["mine.json", "device_memory is missing"][..]),
+        ("\"flops_per_second\": 1e13", "\"flops_per_second\": 0", &["compute.flops_per_second is 0", "from 1 to"]),
+        (
+            "flops_per_second",
+            "flop_per_second",
+            &["compute.flop_per_second does not exist", "is compute.flops_per_second"],
+        ),
+        ("\"link\": null", "\"link\": null, \"unified_memory\": 1", &["unified_memory is 1", "true or false"]),
+        ("\"jitter\": 0}", "", &["mine.json", "not JSON"]),
+    ] {
+        fs::write(&path, whole.replacen(from, to, 1)).unwrap();
+        refused(&run, 1, parts);
+    }
+    // Without the rate of operations a pass is what its bytes take, a step has no time; both say so.
+    fs::write(&path, whole.replacen("\"flops_per_second\": 1e13, ", "", 1)).unwrap();
+    let infer = json(&[&run[..], &["--json"]].concat());
+    assert!(infer["pass"]["pass_s"].as_f64() > Some(0.02) && infer["assumed"].to_string().contains("flops_per_second"));
+    let step = json(&[&run[..], &["--json", "--train", "--device-memory", "1TB"]].concat());
+    assert!(step["pass"]["pass_s"].is_null() && step["assumed"].to_string().contains("flops_per_second"), "{step}");
 }
 
 #[test]

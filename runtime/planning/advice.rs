@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::compute::Compute;
 use super::forecast::{Forecast, Resources, Run, forecast};
 use super::memory::{Checkpointing, Job, KvType, Optimizer, Work};
 use super::units::Bandwidth;
@@ -22,7 +23,7 @@ pub enum Change {
     MoreDevice(Bytes),
     /// So much more host memory.
     MoreHost(Bytes),
-    /// A disk of this bandwidth.
+    /// A disk that reads at this bandwidth, and writes as much faster.
     Disk(Bandwidth),
     /// A link of this bandwidth.
     Link(Bandwidth),
@@ -66,7 +67,11 @@ impl Change {
         match *self {
             Self::MoreDevice(more) => resources.device = resources.device + more,
             Self::MoreHost(more) => resources.host = resources.host + more,
-            Self::Disk(bandwidth) => resources.disk = bandwidth,
+            Self::Disk(bandwidth) => {
+                let [new, old] = [bandwidth, resources.disk].map(|disk| disk.bytes_per_second().get() as f64);
+                resources.disk_write = resources.disk_write.map(|write| write.times(new / old));
+                resources.disk = bandwidth;
+            }
             Self::Link(bandwidth) => resources.link = Some(bandwidth),
             Self::Weights(dtype) => job.shape = job.shape.stored_as(dtype),
             Self::Batch(batch) => job.batch = batch,
@@ -87,9 +92,10 @@ impl Change {
                 }
             }
         }
-        // A step computes on every token; a pass that generates is taken to cost the same for any batch.
-        if let (Work::Train { .. }, Some(compute)) = (job.work, &mut resources.compute) {
-            *compute *= job.batch as f64 * job.context as f64 / tokens.max(1.0);
+        // Of a time that was given: a step computes on every token; a pass that generates is taken to cost the same for any
+        // batch.
+        if let (Work::Train { .. }, Some(Compute::Seconds(seconds))) = (job.work, &mut resources.compute) {
+            *seconds *= job.batch as f64 * job.context as f64 / tokens.max(1.0);
         }
         (job, resources)
     }

@@ -2,13 +2,16 @@
 
 use std::fmt;
 
+use super::compute::Compute;
 use super::memory::{Job, Memory, Work};
+use super::policy::recommend;
 use super::units::Bandwidth;
 use crate::config::Lookahead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
 use crate::pager::policy::stay;
+use crate::sim::MachineModel;
 
 /// What a request pins at most where not everything fits: tiles as large as the example's.
 const TILE: Bytes = Bytes::mib(8);
@@ -29,12 +32,37 @@ pub struct Resources {
     pub device: Bytes,
     /// The host's memory, beside it.
     pub host: Bytes,
-    /// What the disk reads and writes, together.
+    /// What the disk reads.
     pub disk: Bandwidth,
+    /// What it writes; `None` if that is as much. It does one at a time.
+    pub disk_write: Option<Bandwidth>,
     /// Between host and device, each way; `None` if the device is the host itself.
     pub link: Option<Bandwidth>,
-    /// Seconds of a pass in which nothing has to be waited for, if that is known.
-    pub compute: Option<f64>,
+    /// Whether both ways share the link, one at a time.
+    pub link_shared: bool,
+    /// How long a pass computes in which nothing has to be waited for, if that is known.
+    pub compute: Option<Compute>,
+}
+
+impl Resources {
+    /// One device of `machine`, with all of its host memory and its disk. Where host and device memory are one, all of it is
+    /// the device's.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if the disk or the link moves nothing.
+    pub fn of(machine: &MachineModel) -> Result<Self> {
+        let one = machine.unified_memory || machine.link.is_none();
+        let of_machine = |error: Error| error.context(format!("machine {}", machine.name));
+        Ok(Self {
+            device: machine.device_memory,
+            host: if one { Bytes::ZERO } else { machine.host_memory },
+            disk: Bandwidth::new(machine.disk.read).map_err(of_machine)?,
+            disk_write: Some(Bandwidth::new(machine.disk.write).map_err(of_machine)?),
+            link: machine.link.map(|link| Bandwidth::new(link.bandwidth()).map_err(of_machine)).transpose()?,
+            link_shared: machine.link.is_some_and(|link| !link.duplex()),
+            compute: Some(Compute::Roofline(machine.compute)),
+        })
+    }
 }
 
 /// What bounds a pass.
@@ -80,17 +108,24 @@ pub struct Run {
     pub lookahead: Bytes,
     /// Which page goes.
     pub policy: PolicyKind,
+    /// Why that one.
+    pub policy_because: &'static str,
+    /// Whether the order of use is known, so that fills start before anyone waits. If not, what is missing is filled when it
+    /// is wanted, and nothing computes meanwhile.
+    pub ahead: bool,
     /// What the scratch file takes on disk: all read-write tensors that are paged.
     pub scratch_file: Bytes,
     /// Whether keys and values are paged too, because there is no room for them.
     pub kv_paged: bool,
-    /// What is paged and used in each pass.
+    /// What is paged: all that passes use.
     pub paged: Bytes,
-    /// Of it, what has no place in the device tier for good: it streams.
+    /// Of it, what one pass uses: all but experts that it does not draw. An estimate where there are experts.
+    pub used: Bytes,
+    /// Of what is paged, what has no place in the device tier for good: it streams.
     pub streamed: Bytes,
     /// Of that, what the host tier holds.
     pub in_host: Bytes,
-    /// Fills of one pass.
+    /// Fills of one pass: with experts, how many are expected.
     pub filled: Bytes,
     /// What one pass copies down from the device.
     pub copied_down: Bytes,
@@ -129,10 +164,15 @@ impl Run {
         self.times().max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// Seconds of a pass, or of a step: the longest of computing, link and disk, which work side by side. `None` if nothing
-    /// moves and computing is not known.
+    /// Seconds of a pass, or of a step. Where fills start [ahead](Self::ahead) of use, the longest of computing, link and
+    /// disk, which then work side by side; where not, computing and the longer of the others. `None` if nothing moves and
+    /// computing is not known.
     pub fn pass_s(&self) -> Option<f64> {
-        self.longest().map(|(seconds, _)| seconds)
+        let (longest, _) = self.longest()?;
+        if self.ahead {
+            return Some(longest);
+        }
+        Some(self.compute_s.unwrap_or(0.0) + self.disk_s.max(self.link_s.unwrap_or(0.0)))
     }
 
     /// What takes longest.
@@ -144,7 +184,10 @@ impl Run {
     /// takes longer than either.
     pub fn beside(&self) -> Option<Bottleneck> {
         let (longest, bottleneck) = self.longest()?;
-        let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
+        // Where computing and moves follow each other, neither is behind the other.
+        let apart = |what: Bottleneck| !self.ahead && [what, bottleneck].contains(&Bottleneck::Compute);
+        let others =
+            self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0 && !apart(*what));
         others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
     }
 
@@ -169,18 +212,20 @@ pub struct Forecast {
 /// Pages that are used alike.
 struct Group {
     bytes: u64,
+    /// Of these, what a pass uses.
+    used: f64,
     /// Bytes that a pass fills, and copies down, if none of the pages has a place in the device tier.
     filled: f64,
     copied_down: f64,
-    /// Whether a pass uses a page more than once: the policy keeps these first.
-    often: bool,
+    /// Whether the policy keeps these before others: a pass uses them more often.
+    first: bool,
 }
 
 impl Group {
     fn new(bytes: Bytes, fills: u64, copies_down: u64) -> Self {
         let all = bytes.get() as f64;
         let (filled, copied_down) = (all * fills as f64, all * copies_down as f64);
-        Self { bytes: bytes.get(), filled, copied_down, often: fills > 1 }
+        Self { bytes: bytes.get(), used: all, filled, copied_down, first: fills > 1 }
     }
 }
 
@@ -188,7 +233,8 @@ impl Group {
 ///
 /// Tiers are exclusive. What streams is filled once for each use in a pass: the host tier's share over the link alone, the
 /// disk's share over both. What a pass changed is copied down once. The division between pages that stay and pages that
-/// stream is that of the policy `plan`.
+/// stream is that of the policy `plan`. Experts are drawn evenly: each of their pages has the same chance to be used in a
+/// pass, and what all passes use stays before them.
 ///
 /// # Errors
 /// As [`Job::memory`]; [`ErrorKind::InvalidArgument`] if there are more than 2^32 pages.
@@ -219,9 +265,9 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     let page = page_of(room);
     let groups = groups(job, &memory, kv_paged, page);
     let pages_of = |group: &Group| page.pages_for(group.bytes);
-    let (all, often) = groups.iter().fold((0u64, 0u64), |(all, often), group| {
+    let (all, first) = groups.iter().fold((0u64, 0u64), |(all, first), group| {
         let pages = pages_of(group);
-        (all.saturating_add(pages), often + if group.often { pages } else { 0 })
+        (all.saturating_add(pages), first + if group.first { pages } else { 0 })
     });
     let all = u32::try_from(all).map_err(|_| {
         Error::new(
@@ -231,17 +277,22 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
         .remedy("give more device memory, so that pages are larger, or a smaller model")
     })?;
     let frames = u32::try_from(room.get() / page.bytes()).unwrap_or(u32::MAX).min(all.max(1));
+    let used: f64 = groups.iter().map(|group| group.used).sum();
+    let resident = all <= frames;
+    let (policy, policy_because) = recommend(job, resident, kv_paged, draws(job));
+    let ahead = resident || !draws(job);
     let lookahead = Lookahead::Auto.pages(page, frames);
     let unit =
         (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
-    let stays = u64::from(stay(frames, all, lookahead, unit as u32).min(all));
-    let often_stay = often.min(stays);
-    let once = u64::from(all) - often;
-    let once_stay = once.min(stays - often_stay);
+    // Without an order nothing is filled ahead, and no frames are kept for it.
+    let stays = u64::from(stay(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
+    let first_stay = first.min(stays);
+    let rest = u64::from(all) - first;
+    let rest_stay = rest.min(stays - first_stay);
     let streams = |stay: u64, of: u64| if of == 0 { 0.0 } else { (of - stay) as f64 / of as f64 };
-    let shares = [streams(once_stay, once), streams(often_stay, often)];
+    let shares = [streams(rest_stay, rest), streams(first_stay, first)];
     let sum = |part: fn(&Group) -> f64| -> f64 {
-        groups.iter().map(|group| part(group) * shares[usize::from(group.often)]).sum()
+        groups.iter().map(|group| part(group) * shares[usize::from(group.first)]).sum()
     };
     let streamed = sum(|group| group.bytes as f64);
 
@@ -254,12 +305,17 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     let bytes = |n: f64| Bytes::new(n.round() as u64);
     let (filled, copied_down) = (sum(|group| group.filled), sum(|group| group.copied_down));
     let (disk_read, disk_written) = (bytes(filled * from_disk), bytes(copied_down * from_disk));
+    let write = resources.disk_write.unwrap_or(resources.disk);
+    let (filled, copied_down) = (bytes(filled), bytes(copied_down));
+    let through_link = if resources.link_shared { filled + copied_down } else { filled.max(copied_down) };
     let run = Run {
         device_budget: Bytes::new(u64::from(frames) * page.bytes()),
         host_budget,
         page_size: page,
         lookahead: Bytes::new(u64::from(lookahead) * page.bytes()),
-        policy: PolicyKind::Plan,
+        policy,
+        policy_because,
+        ahead,
         scratch_file: match job.work {
             Work::Infer { .. } if kv_paged => memory.kv,
             Work::Infer { .. } => Bytes::ZERO,
@@ -267,46 +323,59 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
         },
         kv_paged,
         paged: Bytes::new(groups.iter().fold(0, |sum: u64, group| sum.saturating_add(group.bytes))),
+        used: bytes(used),
         streamed: bytes(streamed),
         in_host: bytes(in_host),
-        filled: bytes(filled),
-        copied_down: bytes(copied_down),
+        filled,
+        copied_down,
         disk_read,
         disk_written,
-        link_s: resources.link.map(|link| link.seconds(bytes(filled.max(copied_down)))),
-        disk_s: resources.disk.seconds(disk_read + disk_written),
-        compute_s: resources.compute,
-        tokens: match job.work {
-            Work::Infer { .. } => job.batch,
-            Work::Train { .. } => job.batch.saturating_mul(job.context),
-        },
+        link_s: resources.link.map(|link| link.seconds(through_link)),
+        disk_s: resources.disk.seconds(disk_read) + write.seconds(disk_written),
+        compute_s: resources.compute.and_then(|compute| compute.seconds(job, &memory)),
+        tokens: job.tokens(),
     };
     Ok(Forecast { memory, least_device, run: Some(run) })
 }
 
+/// Whether passes use what is drawn for each of them.
+fn draws(job: &Job) -> bool {
+    matches!(job.work, Work::Infer { .. }) && job.shape.experts.is_some_and(|experts| experts.share(job.tokens()) < 1.0)
+}
+
 /// What a pass or a step does with what is paged.
 fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Group> {
+    let shape = &job.shape;
+    let share = shape.experts.map_or(1.0, |experts| experts.share(job.tokens()));
     match job.work {
         Work::Infer { .. } => {
-            let mut groups = vec![Group::new(job.shape.used, 1, 0)];
+            let drawn = shape.experts.filter(|_| draws(job)).map_or(Bytes::ZERO, |experts| experts.weights);
+            let mut groups = vec![Group::new(shape.used.saturating_sub(drawn), 1, 0)];
             if kv_paged && memory.kv > Bytes::ZERO {
                 // Each sequence's newest keys and newest values are in one page a layer.
-                let shape = &job.shape;
                 let changed = 2 * u128::from(shape.layers) * u128::from(job.batch) * u128::from(page.bytes());
                 let kv = memory.kv.get();
                 let mut group = Group::new(memory.kv, 1, 0);
                 group.copied_down = changed.min(u128::from(kv)) as f64;
                 groups.push(group);
             }
+            if drawn > Bytes::ZERO {
+                // Every pass uses what there is by now, but only a part of the experts.
+                groups.iter_mut().for_each(|group| group.first = true);
+                let used = drawn.get() as f64 * share;
+                groups.push(Group { used, filled: used, ..Group::new(drawn, 1, 0) });
+            }
             groups
         }
         // Weights are read forwards, backwards, and by the update, which changes them; gradients are written backwards and
-        // read by the update; the optimizer's state is only the update's.
-        Work::Train { .. } => vec![
-            Group::new(memory.weights, 3, 1),
-            Group::new(memory.gradients, 2, 1),
-            Group::new(memory.optimizer, 1, 1),
-        ],
+        // read by the update; the optimizer's state is only the update's. The update is of all experts.
+        Work::Train { .. } => {
+            let mut weights = Group::new(memory.weights, 3, 1);
+            let of_experts =
+                shape.experts.map_or(0.0, |experts| experts.parameters as f64 / shape.parameters.max(1) as f64);
+            weights.filled -= 2.0 * (1.0 - share) * of_experts * memory.weights.get() as f64;
+            vec![weights, Group::new(memory.gradients, 2, 1), Group::new(memory.optimizer, 1, 1)]
+        }
     }
 }
 

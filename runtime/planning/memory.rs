@@ -234,6 +234,14 @@ impl Job {
         Ok(memory)
     }
 
+    /// What training's activations take by what of them is kept, for all three settings; none at inference. `None` of one
+    /// that takes 2^64 bytes or more.
+    pub fn activations_by_checkpointing(&self) -> Option<[(Checkpointing, Option<Bytes>); 3]> {
+        let Work::Train { optimizer, .. } = self.work else { return None };
+        let bytes = |kept| u64::try_from(self.activations_of_training(optimizer, kept)).ok().map(Bytes::new);
+        Some(Checkpointing::ALL.map(|kept| (kept, bytes(kept))))
+    }
+
     /// Keys and values of every token, layer and head.
     fn kv_bytes(&self, kv: KvType) -> u128 {
         let shape = &self.shape;
@@ -251,7 +259,7 @@ impl Job {
         let tokens = product(&[self.batch, self.context.min(PROMPT_TOKENS)]);
         let attention =
             shape.heads * (shape.key_dim + shape.value_dim) + shape.kv_heads * (shape.key_dim + shape.value_dim);
-        let feed_forward = shape.ffn * if shape.gated { 3 } else { 2 };
+        let feed_forward = shape.ffn_of_token() * if shape.gated { 3 } else { 2 };
         let floats = tokens.saturating_mul(u128::from(2 * shape.hidden + attention.max(feed_forward)));
         floats.saturating_add(product(&[self.batch, shape.vocab])).saturating_mul(u128::from(FLOAT))
     }
@@ -299,7 +307,7 @@ impl Job {
             + (shape.heads + shape.kv_heads) * shape.key_dim
             + (shape.heads + shape.kv_heads) * shape.value_dim;
         // What it reads; the two sides of the activation, or both of the gate's too.
-        let feed_forward = shape.hidden + shape.ffn * if shape.gated { 4 } else { 2 };
+        let feed_forward = shape.hidden + shape.ffn_of_token() * if shape.gated { 4 } else { 2 };
         let norms = 2 * shape.hidden;
         let masks = 2 * shape.hidden * dropout;
         let linear = tokens.saturating_mul(u128::from((attention + feed_forward + norms) * width + masks));
@@ -347,7 +355,7 @@ fn limited(what: &str, bytes: u128) -> Result<Bytes> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::shape::Given;
+    use super::super::estimate::Given;
     use super::super::units::Parameters;
     use super::*;
 
@@ -362,6 +370,7 @@ mod tests {
             ffn: Some(ffn),
             vocab: Some(vocab),
             gated: false,
+            experts: None,
         };
         Job { shape: Shape::estimate(&given).unwrap(), work, context: 512, batch: 1, headroom_percent: 20 }
     }
@@ -436,6 +445,22 @@ mod tests {
         assert_eq!(with(Checkpointing::None), 96 * s * b * h * 114 + outside);
         assert_eq!(with(Checkpointing::Selective), 96 * s * b * h * 34 + outside);
         assert_eq!(with(Checkpointing::Full), 2 * s * b * h * 96 + s * b * h * 114 + outside);
+    }
+
+    #[test]
+    fn all_settings_are_told_side_by_side() {
+        let mut job = job(175_000_000_000, DType::BF16, GPT_3, train(Optimizer::AdamMixed, Checkpointing::Full));
+        let found = job.activations_by_checkpointing().unwrap();
+        for (checkpointing, bytes) in found {
+            job.work = train(Optimizer::AdamMixed, checkpointing);
+            assert_eq!(bytes, Some(job.memory(true).unwrap().activations), "{checkpointing}");
+        }
+        assert!(found.is_sorted_by(|a, b| a.1 > b.1), "{found:?}");
+        job.context = 1 << 27;
+        let found = job.activations_by_checkpointing().unwrap();
+        assert!(found[0].1.is_none() && found[1].1.is_some(), "{found:?}");
+        job.work = Work::Infer { kv: KvType::F16 };
+        assert_eq!(job.activations_by_checkpointing(), None);
     }
 
     #[test]

@@ -1,16 +1,17 @@
-//! What has to be known of a transformer: from its header, or estimated from its number of parameters.
+//! What has to be known of a transformer, from its header.
 
 use std::collections::{BTreeMap, HashSet};
 
 use serde_json::{Map, Value};
 
-use super::units::Parameters;
+use super::experts::Experts;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
 use crate::ids::Bytes;
+use crate::sim::is_routed_expert;
 
-/// The sizes of a dense transformer that its memory depends on. All counts are from 1 up.
+/// The sizes of a transformer that its memory and its time depend on. All counts are from 1 up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shape {
@@ -20,8 +21,11 @@ pub struct Shape {
     pub dtype: DType,
     /// The weights as they are stored.
     pub weights: Bytes,
-    /// Of these, what a pass uses: all but the embedding of other tokens, where that is a matrix of its own.
+    /// Of these, what passes use: all but the embedding of other tokens, where that is a matrix of its own. Of the experts
+    /// among it, one pass uses [a part](Self::used_by).
     pub used: Bytes,
+    /// Parameters of what passes use.
+    pub used_parameters: u64,
     /// Layers.
     pub layers: u64,
     /// Elements of the residual stream.
@@ -34,8 +38,10 @@ pub struct Shape {
     pub key_dim: u64,
     /// Elements of a value.
     pub value_dim: u64,
-    /// Elements of the feed-forward layer.
+    /// Elements of the feed-forward layer; of an expert's, where the model does not say otherwise.
     pub ffn: u64,
+    /// Experts, if it has any.
+    pub experts: Option<Experts>,
     /// Token ids.
     pub vocab: u64,
     /// Whether the feed-forward layer has a gate (SwiGLU, GeGLU): three matrices, and no dropout. Without one it has two,
@@ -47,37 +53,10 @@ pub struct Shape {
     pub assumed: Vec<String>,
 }
 
-/// What is known of a model without a file. What is left out is estimated, and the shape says so.
-#[derive(Clone, Copy, Debug)]
-pub struct Given {
-    /// Parameters.
-    pub parameters: Parameters,
-    /// Element type of all weights.
-    pub dtype: DType,
-    /// Layers.
-    pub layers: Option<u64>,
-    /// Elements of the residual stream.
-    pub hidden: Option<u64>,
-    /// Query heads.
-    pub heads: Option<u64>,
-    /// Heads of keys and values.
-    pub kv_heads: Option<u64>,
-    /// Elements of the feed-forward layer.
-    pub ffn: Option<u64>,
-    /// Token ids.
-    pub vocab: Option<u64>,
-    /// Whether the feed-forward layer has a gate.
-    pub gated: bool,
-}
-
 /// No size of a model is larger: products of four of them and a sequence's length stay below 2^128.
-const MOST: u64 = 1 << 24;
-/// Parameters of a layer over the square of its hidden size: 4 of attention and 8 of a feed-forward layer four times as
-/// wide (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1).
-const LAYER_PARAMETERS: f64 = 12.0;
-/// Hidden elements a layer, where neither is given: Llama's 4096 over 32 layers.
-const HIDDEN_A_LAYER: f64 = 128.0;
-const VOCAB: u64 = 32_000;
+pub(super) const MOST: u64 = 1 << 24;
+/// No token passes through more elements side by side: products with a layer's sizes stay below 2^64.
+const WIDEST: u64 = 1 << 48;
 
 const EMBEDDINGS: [&str; 4] = ["token_embd.weight", "embed_tokens.weight", "wte.weight", "embed_in.weight"];
 const HEADS: [&str; 3] = ["output.weight", "lm_head.weight", "embed_out.weight"];
@@ -121,8 +100,30 @@ impl Shape {
             return Err(latent(&key("attention.kv_lora_rank")));
         }
         let mut stored = Stored::of(header);
-        if optional("expert_count").is_ok_and(|experts| experts.is_some_and(|n| n > 0)) {
-            stored.assumed.push(EXPERTS.to_owned());
+        let ffn = match optional("feed_forward_length")? {
+            Some(ffn) => ffn,
+            None => optional("expert_feed_forward_length")?.map_or_else(|| number("feed_forward_length"), Ok)?,
+        };
+        // Dense models say 0 here, or nothing.
+        let count = |name: &str| -> Result<Option<u64>> {
+            match metadata.get(&key(name)) {
+                Some(_) => metadata.require_u64(&key(name)).map(Some),
+                None => Ok(None),
+            }
+        };
+        if let Some(experts) = count("expert_count")?.filter(|n| *n > 0) {
+            let of_one = optional("expert_feed_forward_length")?.unwrap_or(ffn);
+            let shared = match count("expert_shared_feed_forward_length")? {
+                Some(elements) => elements,
+                None => of_one.saturating_mul(count("expert_shared_count")?.unwrap_or(0)),
+            };
+            let declared = Declared {
+                count: within(&key("expert_count"), experts)?,
+                active: count("expert_used_count")?,
+                ffn: of_one,
+                shared_ffn: limited(&key("expert_shared_feed_forward_length"), shared)?,
+            };
+            stored.has_experts(declared, &key("expert_used_count"))?;
         }
         let (hidden, heads) = (number("embedding_length")?, number("attention.head_count")?);
         let key_dim = match optional("attention.key_length")? {
@@ -141,7 +142,7 @@ impl Shape {
             kv_heads: optional("attention.head_count_kv")?.unwrap_or(heads),
             key_dim,
             value_dim: optional("attention.value_length")?.unwrap_or(key_dim),
-            ffn: number("feed_forward_length")?,
+            ffn,
             vocab,
             context: metadata.get_u64(&key("context_length")),
             ..stored.shape()
@@ -175,8 +176,31 @@ impl Shape {
             })
         };
         let mut stored = Stored::of(header);
-        if ["num_local_experts", "num_experts", "n_routed_experts"].iter().any(|key| map.get(*key).is_some()) {
-            stored.assumed.push(EXPERTS.to_owned());
+        let ffn = match optional(&["intermediate_size", "n_inner"])? {
+            Some(ffn) => ffn,
+            None => {
+                optional(&["moe_intermediate_size"])?.map_or_else(|| number(&["intermediate_size", "n_inner"]), Ok)?
+            }
+        };
+        // Dense models of a family that has both say 0 here, or nothing.
+        let count = |names: &[&str]| match names.iter().find_map(|name| map.get(*name)).and_then(Value::as_u64) {
+            Some(0) => Ok(Some(0)),
+            _ => optional(names),
+        };
+        if let Some(experts) = count(&["num_local_experts", "num_experts", "n_routed_experts"])?.filter(|n| *n > 0) {
+            let of_one = optional(&["moe_intermediate_size"])?.unwrap_or(ffn);
+            let shared = match count(&["shared_expert_intermediate_size"])? {
+                Some(elements) => elements,
+                None => of_one.saturating_mul(count(&["n_shared_experts"])?.unwrap_or(0)),
+            };
+            let active = ["num_experts_per_tok", "num_experts_per_token", "experts_per_token"];
+            let declared = Declared {
+                count: experts,
+                active: count(&active)?,
+                ffn: of_one,
+                shared_ffn: limited("shared_expert_intermediate_size", shared)?,
+            };
+            stored.has_experts(declared, active[0])?;
         }
         if map.get("quantization_config").is_some_and(|how| !how.is_null()) {
             stored.assumed.push("the weights are packed: parameters counts elements of the file".to_owned());
@@ -198,71 +222,10 @@ impl Shape {
             kv_heads: optional(&["num_key_value_heads"])?.unwrap_or(heads),
             key_dim: head_dim,
             value_dim: head_dim,
-            ffn: number(&["intermediate_size", "n_inner"])?,
+            ffn,
             vocab,
             context: optional(&["max_position_embeddings", "n_positions"])?,
             ..stored.shape()
-        }
-        .checked()
-    }
-
-    /// The shape of a model of which only this is known.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`]: a size is 0 or beyond every model, heads do not fit each other, or the weights take
-    /// 2^64 bytes.
-    pub fn estimate(given: &Given) -> Result<Self> {
-        // What is wrong with a file is here wrong with what was given.
-        Self::guess(given).map_err(|error| Error::new(ErrorKind::InvalidArgument, error.to_string()))
-    }
-
-    fn guess(given: &Given) -> Result<Self> {
-        let parameters = given.parameters.get();
-        let mut assumed = Vec::new();
-        let mut size = |what: &str, said: Option<u64>, guess: u64| match said {
-            Some(said) => within(what, said).map_err(|error| error.remedy("give another")),
-            None => {
-                let guess = guess.clamp(1, MOST);
-                assumed.push(format!("{what}: {guess} (estimate)"));
-                Ok(guess)
-            }
-        };
-        let in_layers = parameters as f64 / LAYER_PARAMETERS;
-        let layers = match (given.layers, given.hidden) {
-            (None, Some(hidden)) => in_layers / (hidden.max(1) as f64).powi(2),
-            _ => (in_layers / HIDDEN_A_LAYER.powi(2)).cbrt(),
-        };
-        let layers = size("layers", given.layers, layers.round() as u64)?;
-        let hidden = (in_layers / layers as f64).sqrt();
-        // Whole heads of 64.
-        let hidden = size("hidden size", given.hidden, ((hidden / 64.0).round() as u64).saturating_mul(64).max(64))?;
-        let heads = size("heads", given.heads, hidden / if hidden >= 2048 { 128 } else { 64 })?;
-        let kv_heads = size("heads of keys and values", given.kv_heads, heads)?;
-        let ffn = size("feed-forward size", given.ffn, hidden.saturating_mul(4))?;
-        let vocab = size("vocabulary", given.vocab, VOCAB)?;
-        assumed.push("every pass uses all weights, the embedding too".to_owned());
-        let blocks = parameters.div_ceil(given.dtype.block_elements());
-        let weights = blocks.checked_mul(given.dtype.block_bytes()).map(Bytes::new).ok_or_else(|| {
-            let what = format!("{parameters} parameters of {} take more than {}", given.dtype, Bytes::new(u64::MAX));
-            Error::new(ErrorKind::InvalidArgument, what).remedy("give fewer")
-        })?;
-        let key_dim = divided(hidden, heads)?;
-        Self {
-            parameters,
-            dtype: given.dtype,
-            weights,
-            used: weights,
-            layers,
-            hidden,
-            heads,
-            kv_heads,
-            key_dim,
-            value_dim: key_dim,
-            ffn,
-            vocab,
-            gated: given.gated,
-            context: None,
-            assumed,
         }
         .checked()
     }
@@ -277,10 +240,35 @@ impl Shape {
         let weights = bytes(self.parameters);
         let share = self.used.get() as f64 / self.weights.get().max(1) as f64;
         let used = Bytes::new(((weights as f64 * share) as u64).min(weights));
-        Self { dtype, weights: Bytes::new(weights), used, ..self.clone() }
+        let experts = self.experts.map(|experts| {
+            let share = experts.weights.get() as f64 / self.used.get().max(1) as f64;
+            Experts { weights: Bytes::new(((used.get() as f64 * share) as u64).min(used.get())), ..experts }
+        });
+        Self { dtype, weights: Bytes::new(weights), used, experts, ..self.clone() }
     }
 
-    fn checked(self) -> Result<Self> {
+    /// Parameters that a token uses: of experts only those that it draws.
+    pub fn active_parameters(&self) -> f64 {
+        let idle = self.experts.map_or(0.0, |experts| experts.parameters as f64 * (1.0 - experts.share(1)));
+        (self.used_parameters as f64 - idle).max(0.0)
+    }
+
+    /// Bytes of weights that a pass of `tokens` tokens is expected to use: of experts those that [are
+    /// drawn](Experts::distinct).
+    pub fn used_by(&self, tokens: u64) -> f64 {
+        let idle = self.experts.map_or(0.0, |experts| experts.weights.get() as f64 * (1.0 - experts.share(tokens)));
+        (self.used.get() as f64 - idle).max(0.0)
+    }
+
+    /// Elements of the feed-forward layers that one token passes through side by side.
+    pub(super) fn ffn_of_token(&self) -> u64 {
+        match &self.experts {
+            None => self.ffn,
+            Some(experts) => experts.active.saturating_mul(experts.ffn).saturating_add(experts.shared_ffn).min(WIDEST),
+        }
+    }
+
+    pub(super) fn checked(self) -> Result<Self> {
         if !self.heads.is_multiple_of(self.kv_heads) {
             let what = format!("{} heads of keys and values do not divide {} heads evenly", self.kv_heads, self.heads);
             return Err(Error::new(ErrorKind::Format, what).remedy("check both"));
@@ -289,7 +277,13 @@ impl Shape {
     }
 }
 
-const EXPERTS: &str = "a mixture of experts: every pass is taken to use all of them, and one of them for activations";
+/// What a file says of its experts.
+struct Declared {
+    count: u64,
+    active: Option<u64>,
+    ffn: u64,
+    shared_ffn: u64,
+}
 
 /// What the tensors themselves say.
 struct Stored {
@@ -297,6 +291,10 @@ struct Stored {
     dtype: DType,
     weights: u64,
     used: u64,
+    used_parameters: u64,
+    /// Parameters and bytes of tensors that hold experts.
+    of_experts: (u64, u64),
+    experts: Option<Experts>,
     vocab: Option<u64>,
     gated: bool,
     assumed: Vec<String>,
@@ -312,11 +310,15 @@ impl Stored {
         let place = |tensor: &TensorHeader| (tensor.file, tensor.offset);
         let mut seen = HashSet::new();
         let mut by_type: BTreeMap<DType, u64> = BTreeMap::new();
-        let (mut parameters, mut weights) = (0u64, 0u64);
+        let (mut parameters, mut weights, mut of_experts) = (0u64, 0u64, (0u64, 0u64));
         for tensor in header.tensors.iter().filter(|tensor| tensor.len > 0) {
             if seen.insert(place(tensor)) {
                 parameters = parameters.saturating_add(tensor.elements());
                 weights = weights.saturating_add(tensor.len);
+                if is_routed_expert(&tensor.name) {
+                    of_experts.0 = of_experts.0.saturating_add(tensor.elements());
+                    of_experts.1 = of_experts.1.saturating_add(tensor.len);
+                }
                 *by_type.entry(tensor.dtype).or_default() += tensor.len;
             }
         }
@@ -324,11 +326,11 @@ impl Stored {
         let head = header.tensors.iter().find(|tensor| ends(tensor, &HEADS));
         let mut assumed = Vec::new();
         let apart = match (embedding, head) {
-            (Some(embedding), Some(head)) if place(embedding) != place(head) => embedding.len,
-            (Some(_), _) => 0,
+            (Some(embedding), Some(head)) if place(embedding) != place(head) => (embedding.elements(), embedding.len),
+            (Some(_), _) => (0, 0),
             (None, _) => {
                 assumed.push("no embedding was found: every pass is taken to use all weights".to_owned());
-                0
+                (0, 0)
             }
         };
         let gates = ["ffn_gate", "gate_proj", "gate_up_proj"];
@@ -336,11 +338,30 @@ impl Stored {
             parameters,
             dtype: by_type.iter().max_by_key(|(_, bytes)| **bytes).map_or(DType::F32, |(dtype, _)| *dtype),
             weights,
-            used: weights.saturating_sub(apart),
+            used: weights.saturating_sub(apart.1),
+            used_parameters: parameters.saturating_sub(apart.0),
+            of_experts,
+            experts: None,
             vocab: embedding.and_then(|tensor| tensor.shape.first().copied()),
             gated: header.tensors.iter().any(|tensor| gates.iter().any(|gate| tensor.name.contains(gate))),
             assumed,
         }
+    }
+
+    /// The header says that there are experts. `active` is the key that says how many of them a token uses.
+    fn has_experts(&mut self, declared: Declared, active: &str) -> Result<()> {
+        let (parameters, weights) = self.of_experts;
+        if weights == 0 {
+            self.assumed.push("no expert was found by its name: every pass is taken to use all weights".to_owned());
+        }
+        let used = declared.active.unwrap_or_else(|| {
+            self.assumed.push(format!("no key {active:?}: every token is taken to use all experts"));
+            declared.count
+        });
+        check_active(active, used, declared.count)?;
+        let Declared { count, ffn, shared_ffn, .. } = declared;
+        self.experts = Some(Experts { count, active: used, ffn, shared_ffn, parameters, weights: Bytes::new(weights) });
+        Ok(())
     }
 
     /// A shape in which the tensors' part is right.
@@ -350,6 +371,8 @@ impl Stored {
             dtype: self.dtype,
             weights: Bytes::new(self.weights),
             used: Bytes::new(self.used),
+            used_parameters: self.used_parameters,
+            experts: self.experts,
             layers: 1,
             hidden: 1,
             heads: 1,
@@ -381,7 +404,7 @@ fn optional_of(map: &Map<String, Value>, names: &[&str]) -> Result<Option<u64>> 
 }
 
 /// The size that `name` has, if a model can have it.
-fn within(name: &str, size: u64) -> Result<u64> {
+pub(super) fn within(name: &str, size: u64) -> Result<u64> {
     if (1..=MOST).contains(&size) {
         return Ok(size);
     }
@@ -389,7 +412,23 @@ fn within(name: &str, size: u64) -> Result<u64> {
         .remedy("the file is damaged, or of a kind that is not planned for"))
 }
 
-fn divided(hidden: u64, heads: u64) -> Result<u64> {
+/// As [`within`], or none.
+fn limited(name: &str, size: u64) -> Result<u64> {
+    if size == 0 { Ok(0) } else { within(name, size) }
+}
+
+pub(super) fn check_active(name: &str, active: u64, count: u64) -> Result<()> {
+    if (1..=count).contains(&active) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Format,
+        format!("{name} is {active}; it must be from 1 to the {count} experts there are"),
+    )
+    .remedy("the file is damaged, or of a kind that is not planned for"))
+}
+
+pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
     if hidden >= heads {
         return Ok(hidden / heads);
     }
@@ -404,54 +443,4 @@ fn differs(key: &str) -> Error {
 fn latent(key: &str) -> Error {
     let what = format!("key {key:?} says that keys and values are kept compressed, which is not planned for");
     Error::new(ErrorKind::Unsupported, what)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn given(parameters: u64) -> Given {
-        Given {
-            parameters: Parameters::new(parameters).unwrap(),
-            dtype: DType::BF16,
-            layers: None,
-            hidden: None,
-            heads: None,
-            kv_heads: None,
-            ffn: None,
-            vocab: None,
-            gated: false,
-        }
-    }
-
-    #[test]
-    fn what_is_left_out_is_estimated_and_named() {
-        let shape = Shape::estimate(&given(7_000_000_000)).unwrap();
-        assert_eq!((shape.layers, shape.heads, shape.key_dim), (33, 33, 128), "{shape:?}");
-        assert_eq!(shape.weights, Bytes::new(14_000_000_000));
-        assert_eq!(shape.assumed.iter().filter(|what| what.contains("(estimate)")).count(), 6, "{:?}", shape.assumed);
-        // The estimate has about as many parameters as were given.
-        for parameters in [1_000, 135_000_000, 7_000_000_000, 175_000_000_000, 1_000_000_000_000_000] {
-            let shape = Shape::estimate(&given(parameters)).unwrap();
-            let ratio = (12 * shape.layers * shape.hidden.pow(2)) as f64 / parameters as f64;
-            assert!(parameters < 1_000_000 || (0.9..1.1).contains(&ratio), "{parameters}: {ratio} {shape:?}");
-        }
-        let said = Given { layers: Some(80), hidden: Some(8192), heads: Some(64), kv_heads: Some(8), ..given(70) };
-        let said = Given { ffn: Some(28672), vocab: Some(32000), ..said };
-        assert!(!Shape::estimate(&said).unwrap().assumed.iter().any(|what| what.contains("(estimate)")));
-    }
-
-    #[test]
-    fn sizes_no_model_has_are_refused() {
-        let bad = [
-            Given { layers: Some(0), ..given(1_000_000) },
-            Given { hidden: Some(u64::MAX), ..given(1_000_000) },
-            Given { hidden: Some(64), heads: Some(65), ..given(1_000_000) },
-            Given { heads: Some(8), kv_heads: Some(3), ..given(1_000_000_000) },
-        ];
-        for given in bad {
-            let error = Shape::estimate(&given).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        }
-    }
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::ids::{Bytes, PageSize};
+use crate::sim::MachineModel;
 
 fn llama_70b(work: Work) -> Job {
     let given = Given {
@@ -16,6 +17,7 @@ fn llama_70b(work: Work) -> Job {
         ffn: Some(28_672),
         vocab: Some(32_000),
         gated: true,
+        experts: None,
     };
     Job { shape: Shape::estimate(&given).unwrap(), work, context: 4096, batch: 1, headroom_percent: 20 }
 }
@@ -33,7 +35,9 @@ fn resources(device: u64, host: u64, disk: &str, link: Option<&str>) -> Resource
         device: Bytes::gib(device),
         host: Bytes::gib(host),
         disk: disk.parse().unwrap(),
+        disk_write: None,
         link: link.map(|link| link.parse().unwrap()),
+        link_shared: false,
         compute: None,
     }
 }
@@ -53,7 +57,7 @@ fn what_fits_does_not_move() {
     assert_eq!(found.device_budget.get(), PageSize::DEFAULT.pages_for(138_000_000_000) * PageSize::DEFAULT.bytes());
     assert!(advice(&job, &resources, &forecast(&job, &resources).unwrap()).unwrap().is_empty());
 
-    resources.compute = Some(0.25);
+    resources.compute = Some(Compute::Seconds(0.25));
     let found = run(&job, &resources);
     assert_eq!((found.pass_s(), found.bottleneck()), (Some(0.25), Some(Bottleneck::Compute)));
     assert_eq!(found.tokens_per_second(), Some(4.0));
@@ -100,7 +104,9 @@ fn what_is_missing_comes_over_the_links_of_its_tier() {
 
 #[test]
 fn what_takes_about_as_long_as_the_bottleneck_is_named() {
-    let at = |compute: f64| run(&infer(), &Resources { compute: Some(compute), ..resources(48, 0, "2GB/s", None) });
+    let at = |compute: f64| {
+        run(&infer(), &Resources { compute: Some(Compute::Seconds(compute)), ..resources(48, 0, "2GB/s", None) })
+    };
     let disk = at(0.001).disk_s;
     let found = [0.4, 0.6, 1.5, 2.5].map(|share| (at(disk * share).bottleneck(), at(disk * share).beside()));
     let (compute, disk) = (Some(Bottleneck::Compute), Some(Bottleneck::Disk));
@@ -127,6 +133,7 @@ fn budgets_follow_the_runtimes_rules() {
         ffn: Some(1536),
         vocab: Some(49_152),
         gated: true,
+        experts: None,
     };
     let shape = Shape::estimate(&given).unwrap();
     let job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 64, batch: 1, headroom_percent: 0 };
@@ -234,7 +241,7 @@ fn the_changes_that_reach_a_target_reach_it_and_less_does_not() {
     }
     assert_eq!(target(&job, &resources, &now, before * 0.9).unwrap().reached, None, "computing is not known");
 
-    let known = Resources { compute: Some(0.5), ..resources };
+    let known = Resources { compute: Some(Compute::Seconds(0.5)), ..resources };
     let now = forecast(&job, &known).unwrap();
     assert_eq!(target(&job, &known, &now, before * 0.9).unwrap().reached, Some(true));
     let beyond = target(&job, &known, &now, 100.0).unwrap();
@@ -244,10 +251,123 @@ fn the_changes_that_reach_a_target_reach_it_and_less_does_not() {
 #[test]
 fn steps_of_fewer_tokens_compute_less() {
     let job = train(Optimizer::AdamMixed, Checkpointing::Full);
-    let known = Resources { compute: Some(8.0), ..resources(48, 0, "2GB/s", Some("20GB/s")) };
-    assert_eq!(Change::Context(1024).made(&job, &known).1.compute, Some(2.0));
-    assert_eq!(Change::Batch(2).made(&job, &known).1.compute, Some(16.0));
-    assert_eq!(Change::Batch(2).made(&infer(), &known).1.compute, Some(8.0));
+    let known = Resources { compute: Some(Compute::Seconds(8.0)), ..resources(48, 0, "2GB/s", Some("20GB/s")) };
+    assert_eq!(Change::Context(1024).made(&job, &known).1.compute, Some(Compute::Seconds(2.0)));
+    assert_eq!(Change::Batch(2).made(&job, &known).1.compute, Some(Compute::Seconds(16.0)));
+    assert_eq!(Change::Batch(2).made(&infer(), &known).1.compute, Some(Compute::Seconds(8.0)));
+}
+
+/// 46.7 billion parameters of 2 bytes, of which 45.1 are those of 8 experts a layer.
+fn mixtral(active: u64) -> Job {
+    let given = Given {
+        parameters: Parameters::new(46_700_000_000).unwrap(),
+        dtype: DType::BF16,
+        layers: Some(32),
+        hidden: Some(4096),
+        heads: Some(32),
+        kv_heads: Some(8),
+        ffn: None,
+        vocab: Some(32_000),
+        gated: true,
+        experts: Some(GivenExperts { count: 8, active: Some(active), ffn: Some(14_336) }),
+    };
+    Job { work: Work::Infer { kv: KvType::F16 }, shape: Shape::estimate(&given).unwrap(), ..infer() }
+}
+
+#[test]
+fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
+    let resources = Resources { compute: Some(Compute::Seconds(0.1)), ..resources(24, 200, "2GB/s", Some("20GB/s")) };
+    let mut job = mixtral(2);
+    let experts = job.shape.experts.unwrap().weights.get() as f64;
+    let mut before = 0.0;
+    for batch in [1, 4, 16] {
+        job.batch = batch;
+        let found = run(&job, &resources);
+        let share = 1.0 - 0.75f64.powi(batch as i32);
+        assert!(!found.is_resident() && !found.ahead && !found.kv_paged, "{found:?}");
+        // What all tokens use has its frames; of the rest each page has the same chance.
+        let filled = found.streamed.get() as f64 * share;
+        assert!((found.filled.get() as f64 / filled - 1.0).abs() < 1e-6, "{batch}: {} {filled}", found.filled);
+        let used = job.shape.used.get() as f64 - (1.0 - share) * experts;
+        assert!((found.used.get() as f64 / used - 1.0).abs() < 1e-6, "{batch}: {} {used}", found.used);
+        assert_eq!((found.paged, found.policy), (job.shape.used, crate::PolicyKind::Kv));
+        assert!(found.filled.get() as f64 > before, "more sequences draw more");
+        before = found.filled.get() as f64;
+        // Nothing is filled while it computes: which experts come is known when they are wanted.
+        let moves = found.link_s.unwrap().max(found.disk_s);
+        assert!((found.pass_s().unwrap() - 0.1 - moves).abs() < 1e-9);
+        assert_ne!(found.beside(), Some(Bottleneck::Compute));
+    }
+    // With all experts active it is a dense model.
+    let (dense, all) = (mixtral(8), run(&mixtral(8), &resources));
+    assert!(all.ahead && all.policy == crate::PolicyKind::Plan && all.used == all.paged);
+    let shape = Shape { experts: None, ffn: 8 * 14_336, ..dense.shape.clone() };
+    let without = run(&Job { shape, ..dense }, &resources);
+    assert_eq!((all.filled, all.disk_read), (without.filled, without.disk_read));
+    // Where all have a frame nothing is drawn from below.
+    let roomy = run(&mixtral(2), &Resources { device: Bytes::gib(200), ..resources });
+    assert!(roomy.is_resident() && roomy.ahead && roomy.used < roomy.paged && roomy.filled == Bytes::ZERO);
+}
+
+#[test]
+fn policies_are_those_that_suit_the_job() {
+    use crate::PolicyKind;
+    let resources = resources(24, 0, "2GB/s", Some("20GB/s"));
+    let of = |job: &Job| run(job, &resources).policy;
+    let paged = |job: Job| Job { batch: 64, ..job };
+    let step = train(Optimizer::AdamMixed, Checkpointing::Full);
+    assert_eq!([of(&infer()), of(&step)], [PolicyKind::Plan; 2]);
+    assert_eq!(of(&mixtral(2)), PolicyKind::Kv);
+    assert!(run(&paged(infer()), &resources).kv_paged);
+    assert_eq!(of(&paged(infer())), PolicyKind::Shares);
+    let reasons = [infer(), mixtral(2), paged(infer()), step].map(|job| run(&job, &resources).policy_because);
+    assert!(reasons.iter().enumerate().all(|(at, reason)| !reasons[..at].contains(reason)), "{reasons:?}");
+}
+
+#[test]
+fn a_machine_says_what_is_left_out() {
+    let machine = |name| MachineModel::named(name).unwrap();
+    let of = |name| Resources::of(&machine(name)).unwrap();
+    let h200 = of("h200");
+    assert_eq!((h200.device, h200.host), (Bytes::new(141_000_000_000), Bytes::new(1_024_000_000_000)));
+    assert_eq!(h200.disk_write.map(Bandwidth::bytes_per_second), Some(Bytes::new(3_500_000_000)));
+    assert!(!h200.link_shared);
+    // One memory has no second tier.
+    assert_eq!((of("laptop").host, of("laptop").link), (Bytes::ZERO, None));
+    assert_eq!((of("dgx-spark").host, of("dgx-spark").link_shared), (Bytes::ZERO, true));
+    let broken =
+        MachineModel { disk: crate::sim::DiskModel { read: Bytes::ZERO, ..machine("h200").disk }, ..machine("h200") };
+    assert!(Resources::of(&broken).unwrap_err().to_string().contains("machine h200"));
+
+    // A resident pass takes what its bytes take.
+    let mut job = infer();
+    job.shape = job.shape.stored_as(DType::Q8_0);
+    let found = run(&job, &h200);
+    assert!(found.is_resident());
+    let bytes = job.shape.used.get() + job.memory(true).unwrap().kv.get();
+    assert!((found.pass_s().unwrap() - bytes as f64 / 4.8e12).abs() < 1e-12, "{:?}", found.pass_s());
+    assert_eq!(found.bottleneck(), Some(Bottleneck::Compute));
+    let advised = advice(&job, &h200, &forecast(&job, &h200).unwrap()).unwrap();
+    // Twice the sequences read the weights once; smaller weights are read sooner.
+    let gain = |wanted| advised.iter().find(|outcome| outcome.change == wanted).and_then(|outcome| outcome.speedup);
+    assert!(gain(Change::Batch(2)) > Some(1.9) && gain(Change::Weights(DType::Q4_0)) > Some(1.7), "{advised:?}");
+}
+
+#[test]
+fn what_is_written_and_what_shares_a_link_takes_its_own_time() {
+    let job = train(Optimizer::AdamMixed, Checkpointing::Full);
+    let even = resources(48, 0, "2GB/s", Some("20GB/s"));
+    let (gb, now) = (1e9, run(&job, &even));
+    let slow = Resources { disk_write: Some("1GB/s".parse().unwrap()), link_shared: true, ..even };
+    let found = run(&job, &slow);
+    let [read, written, filled, down] =
+        [found.disk_read, found.disk_written, found.filled, found.copied_down].map(|bytes| bytes.get() as f64 / gb);
+    assert!(written > 0.0 && (found.disk_s - (read / 2.0 + written)).abs() < 1e-6, "{}", found.disk_s);
+    assert!((found.link_s.unwrap() - (filled + down) / 20.0).abs() < 1e-6);
+    assert!((now.link_s.unwrap() - filled.max(down) / 20.0).abs() < 1e-6);
+    // Twice the disk reads and writes twice as fast.
+    let (job, twice) = Change::Disk("4GB/s".parse().unwrap()).made(&job, &slow);
+    assert!((run(&job, &twice).disk_s * 2.0 - found.disk_s).abs() < 1e-6);
 }
 
 #[test]
@@ -263,6 +383,7 @@ fn quantised_weights_are_not_trained() {
 #[test]
 fn extreme_jobs_have_an_answer_or_an_error() {
     const EXTREME: [u64; 6] = [1, 2, 1000, 1 << 24, 1 << 40, u64::MAX];
+    let h200 = MachineModel::named("h200").unwrap().compute;
     let (mut refused, mut too_small, mut moving, mut resident) = (0, 0, 0, 0);
     for parameters in ["1", "7B", "1000T"] {
         for size in [None, Some(1), Some(1 << 24)] {
@@ -276,6 +397,11 @@ fn extreme_jobs_have_an_answer_or_an_error() {
                 ffn: size,
                 vocab: size,
                 gated: false,
+                experts: (parameters == "7B" && size.is_none()).then_some(GivenExperts {
+                    count: 3,
+                    active: Some(1),
+                    ffn: None,
+                }),
             };
             let shape = Shape::estimate(&given).unwrap();
             let inference = KvType::ALL.map(|kv| Work::Infer { kv });
@@ -288,8 +414,10 @@ fn extreme_jobs_have_an_answer_or_an_error() {
                             device: Bytes::new(memory),
                             host: Bytes::new(memory / 2),
                             disk: Bandwidth::new(Bytes::new(memory)).unwrap(),
+                            disk_write: None,
                             link: (memory % 2 == 0).then(|| Bandwidth::new(Bytes::new(batch)).unwrap()),
-                            compute: None,
+                            link_shared: batch == 2,
+                            compute: (context == 1000).then_some(Compute::Roofline(h200)),
                         };
                         let Ok(now) = forecast(&job, &resources) else {
                             refused += 1;

@@ -48,6 +48,7 @@ pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use simulate::{Flow, Settings, Simulated, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
+pub(crate) use workload::is_routed_expert;
 pub use workload::{Even, Share, Span, Step, Workload};
 
 /// Uses of a trace, and how many found their page.

@@ -221,6 +221,12 @@ fn experts_of(metadata: &Metadata) -> Option<u32> {
     metadata.get_u32(key).filter(|used| *used > 0)
 }
 
+/// Whether a tensor of this name holds experts that are routed to: a pass uses only those that its tokens draw. An expert
+/// that all tokens share is none.
+pub(crate) fn is_routed_expert(name: &str) -> bool {
+    matches!(role(name), Role::Layer { expert: Some(_), .. })
+}
+
 /// The part a tensor plays in a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
@@ -292,6 +298,9 @@ fn role(name: &str) -> Role {
     let listed = PARTS.iter().position(|names| names.iter().any(|start| inside.starts_with(start)));
     let mut part = listed.unwrap_or(PARTS.len()) as u32;
     let mut expert = inside.split('.').next().filter(|part| part.ends_with("_exps")).map(|_| Expert::All);
+    if inside.split('.').any(|part| part == "experts") {
+        expert = Some(Expert::All);
+    }
     if let Some((_, of_one)) = inside.split_once("experts.")
         && let Some((number, projection)) = of_one.split_once('.')
         && let Ok(number @ 0..0x00FF_FFFF) = number.parse()
@@ -363,6 +372,8 @@ mod tests {
         };
         assert_eq!(expert("blk.4.ffn_up_exps.weight"), Some(Expert::All));
         assert_eq!(expert("blk.4.ffn_up_shexp.weight"), None);
+        assert_eq!(expert("model.layers.4.mlp.experts.gate_up_proj"), Some(Expert::All));
+        assert_eq!(expert("model.layers.4.mlp.shared_experts.up_proj.weight"), None);
         assert_eq!(expert("model.layers.4.mlp.experts.17.up_proj.weight"), Some(Expert::One(17)));
         assert_eq!(expert("model.layers.4.block_sparse_moe.experts.2.w3.weight"), Some(Expert::One(2)));
         assert_eq!(role("blk.x.attn_q.weight"), Role::Other);
