@@ -125,7 +125,7 @@ pub struct Run {
     pub streamed: Bytes,
     /// Of that, what the host tier holds.
     pub in_host: Bytes,
-    /// Fills of one pass: with experts, how many are expected.
+    /// Fills of one pass, of whole pages: with experts, how many are expected.
     pub filled: Bytes,
     /// What one pass copies down from the device.
     pub copied_down: Bytes,
@@ -362,8 +362,10 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
             if drawn > Bytes::ZERO {
                 // Every pass uses what there is by now, but only a part of the experts.
                 groups.iter_mut().for_each(|group| group.first = true);
-                let used = drawn.get() as f64 * share;
-                groups.push(Group { used, filled: used, ..Group::new(drawn, 1, 0) });
+                let all = drawn.get() as f64;
+                let pages =
+                    shape.experts.map_or(1.0, |experts| experts.page_share(job.tokens(), page, shape.expert_piece()));
+                groups.push(Group { used: all * share, filled: all * pages, ..Group::new(drawn, 1, 0) });
             }
             groups
         }

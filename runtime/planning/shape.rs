@@ -260,6 +260,13 @@ impl Shape {
         (self.used.get() as f64 - idle).max(0.0)
     }
 
+    /// Bytes of one matrix of one expert, which lie in one piece.
+    pub(super) fn expert_piece(&self) -> f64 {
+        let Some(experts) = &self.experts else { return 0.0 };
+        let matrices = if self.gated { 3 } else { 2 };
+        experts.weights.get() as f64 / (self.layers as f64 * experts.count as f64 * f64::from(matrices))
+    }
+
     /// Elements of the feed-forward layers that one token passes through side by side.
     pub(super) fn ffn_of_token(&self) -> u64 {
         match &self.experts {

@@ -286,7 +286,8 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
         let share = 1.0 - 0.75f64.powi(batch as i32);
         assert!(!found.is_resident() && !found.ahead && !found.kv_paged, "{found:?}");
         // What all tokens use has its frames; of the rest each page has the same chance.
-        let filled = found.streamed.get() as f64 * share;
+        let pieces = 1.0 + 2097152.0 / (2.0 * 4096.0 * 14_336.0);
+        let filled = found.streamed.get() as f64 * (1.0 - (1.0 - share).powf(pieces));
         assert!((found.filled.get() as f64 / filled - 1.0).abs() < 1e-6, "{batch}: {} {filled}", found.filled);
         let used = job.shape.used.get() as f64 - (1.0 - share) * experts;
         assert!((found.used.get() as f64 / used - 1.0).abs() < 1e-6, "{batch}: {} {used}", found.used);

@@ -130,7 +130,7 @@ pub struct Recommended {
 pub struct PassReport {
     /// What is paged.
     pub paged_bytes: u64,
-    /// Of it, what a pass uses: expected, where there are experts.
+    /// Of it, the bytes that a pass uses: expected, where there are experts.
     pub used_bytes: u64,
     pub kv_paged: bool,
     pub streamed_bytes: u64,

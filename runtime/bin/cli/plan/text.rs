@@ -178,8 +178,8 @@ impl Plan {
         }
         let [used, filled] = [pass.used_bytes, pass.filled_bytes].map(size);
         format!(
-            "{streamed} of {paged} have no place, {in_host} of them are in the host's memory; a {name} uses about {used}, \
-             and misses {filled} if experts are drawn evenly"
+            "{streamed} of {paged} have no place, {in_host} of them are in the host's memory; of {used} that \
+             a {name} uses, {filled} of pages are to be filled if experts are drawn evenly"
         )
     }
 
