@@ -262,6 +262,7 @@ fn plan_counts_a_models_classes_from_its_header() {
     assert_eq!(found["memory"]["gradients_bytes"], 0);
     assert_eq!(found["pass"]["paged_bytes"], 2 * 3 * layer + 4 * 64 * 128, "the embedding is read by rows");
     assert_eq!((&found["fit"], &found["pass"]["pass_s"]), (&Value::from("resident"), &Value::Null));
+    assert!(found["assumed"].to_string().contains("--machine or --compute"), "{found}");
     assert_eq!(
         run(&["--kv", "q8"])["memory"]["kv_bytes"],
         2 * 3 * 2 * 16 * 2048 * 34 / 32,
@@ -553,6 +554,14 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     assert_eq!((told_used(&all), &all["pass"]["used_bytes"]), (16.0, &all["pass"]["paged_bytes"]));
     assert!(all["assumed"].to_string().contains("llama.expert_used_count"), "{all}");
     assert!(run(small_mixture(0, Some(0)), &[])["shape"]["experts"].is_null());
+    // Experts that no tensor's name tells of are in no pass's way.
+    let nameless = small_llama(2, "").kv("llama.expert_count", support::Kv::U32(16));
+    let nameless = run(nameless.kv("llama.expert_used_count", support::Kv::U32(2)), &["--device-memory", "300KiB"]);
+    assert_eq!(
+        (&nameless["pass"]["filled_ahead"], &nameless["recommended"]["policy"]),
+        (&Value::from(true), &Value::from("plan"))
+    );
+    assert!(nameless["assumed"].to_string().contains("no expert was found"), "{nameless}");
     for (count, used, parts) in [
         (16, 17, &["llama.expert_used_count is 17", "16 experts"][..]),
         (16, 0, &["llama.expert_used_count is 0", "from 1"]),

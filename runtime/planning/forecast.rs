@@ -340,7 +340,8 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
 
 /// Whether passes use what is drawn for each of them.
 fn draws(job: &Job) -> bool {
-    matches!(job.work, Work::Infer { .. }) && job.shape.experts.is_some_and(|experts| experts.share(job.tokens()) < 1.0)
+    matches!(job.work, Work::Infer { .. })
+        && job.shape.experts.is_some_and(|experts| experts.weights > Bytes::ZERO && experts.share(job.tokens()) < 1.0)
 }
 
 /// What a pass or a step does with what is paged.

@@ -197,6 +197,9 @@ fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -
     let device = options.device_memory.or(known.map(|known| known.device)).ok_or_else(|| missing("--device-memory"))?;
     let disk = options.disk.or(known.map(|known| known.disk)).ok_or_else(|| missing("--disk"))?;
     let assumed = &mut job.shape.assumed;
+    if machine.is_none() && options.compute.is_none() {
+        assumed.push("computing is not counted: --machine or --compute says how long it takes".to_owned());
+    }
     if let Some(machine) = machine {
         let name = &machine.name;
         if machine.devices.get() > 1 {

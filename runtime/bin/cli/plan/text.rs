@@ -69,7 +69,7 @@ impl Plan {
             facts.pair(
                 "experts",
                 format!(
-                    "{} a layer, {} for each token, which uses {active} parameters; a {} is expected to use {}",
+                    "{} a layer, {} for each token, which uses {active} parameters; evenly drawn, a {} uses {} of them",
                     experts.count,
                     experts.active,
                     self.pass_name(),
@@ -105,7 +105,7 @@ impl Plan {
             parts.push(format!("which writes {}", rate(write)));
         }
         parts.extend(resources.link_bytes_per_second.map(|link| format!("link {}", rate(link))));
-        parts.extend(resources.memory_bytes_per_second.map(|memory| format!("computing on {}", rate(memory))));
+        parts.extend(resources.memory_bytes_per_second.map(|memory| format!("computing at {}", rate(memory))));
         parts.extend(resources.flops_per_second.map(|flops| format!("{}FLOP/s", thousands(flops as f64))));
         let machine = resources.machine.as_ref().map_or_else(String::new, |name| format!("{}: ", printable(name)));
         machine + &parts.join(", ")
@@ -238,12 +238,8 @@ impl Report for Plan {
                     verdict.pair("", "keys and values are paged too: there is no room for them");
                 }
                 verdict.pair("speed", self.speed(pass));
-                match pass.compute_from {
-                    None if self.fit != "resident" => {
-                        verdict.pair("", "computing is not counted: --machine or --compute says how fast it is");
-                    }
-                    Some("machine") => verdict.pair("", "computing as fast as the machine can; kernels are slower"),
-                    _ => {}
+                if pass.compute_from == Some("machine") {
+                    verdict.pair("", "computing as fast as the machine can; kernels are slower");
                 }
                 if !pass.filled_ahead {
                     verdict.pair("", "which experts come next is not known: computing waits for what is missing");
