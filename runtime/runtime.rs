@@ -22,7 +22,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, PageUses, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{
     DeviceExclusive, DeviceOnStream, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
 };
@@ -546,9 +546,40 @@ impl Runtime {
     /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
     /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
-        let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
-        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        let runs = self.runs_of_ours(order);
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));
+    }
+
+    fn runs_of_ours(&self, tensors: &[Tensor]) -> Vec<PageRun> {
+        let ours = tensors.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, &self.shared));
+        ours.map(Tensor::run).collect()
+    }
+
+    /// Tells that a request is about to use these tensors: blocks of keys and values from the beginning of a sequence on, of
+    /// which each depends on those before it. The last one is usually not full yet. What they are used for in between, such
+    /// as once for each layer, need not be told.
+    ///
+    /// Policies `kv` and `shares` learn from it when conversations go on, and let an unfinished block that no other sequence
+    /// can share go first; the others ignore it. Tensors of other runtimes are left out.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, PolicyKind, Runtime, SegmentClass};
+    ///
+    /// let rt = Runtime::builder().device_budget(Bytes::mib(64)).policy(PolicyKind::Kv).open()?;
+    /// let pool = rt.alloc_for(SegmentClass::KeysAndValues, DType::F16, &[128, 1 << 20])?;
+    /// // A conversation whose keys and values are in blocks 7, 30 and 31 goes on.
+    /// let blocks = [7, 30, 31].map(|block| pool.rows(block..block + 1));
+    /// let blocks = blocks.into_iter().collect::<Result<Vec<_>, _>>()?;
+    /// rt.chain(&blocks);
+    /// for block in &blocks {
+    ///     let guard = rt.pin(block).wait()?;
+    ///     assert_eq!(guard.bytes().len(), 2 << 20);
+    /// }
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn chain(&self, blocks: &[Tensor]) {
+        let runs = self.runs_of_ours(blocks);
+        self.engine().with(|pager, _| pager.chain(&runs));
     }
 
     /// Evicts a tensor's pages, as far as no guard forbids it. Dirty pages are written back first, in the background.

@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use outcore::{Bytes, DType, PageSize, PageUses, Runtime, Tensor};
+use std::num::NonZeroU32;
+
+use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, LongTrace};
+use outcore::{Bytes, DType, Lookahead, PageSize, PageUses, PolicyKind, Runtime, SegmentClass, Tensor};
 
 const PAGE: u64 = 64 << 10;
 
@@ -47,6 +50,56 @@ fn it_is_told_which_uses_write() {
     let told: Vec<_> = told.uses.iter().map(|used| (used.page.index.get(), used.write)).collect();
     assert_eq!(told, [(1, false), (1, true), (3, true), (3, false)]);
     runtime.close().unwrap();
+}
+
+/// What a program tells of its chains reaches the policy, and a record of the run: replayed, it has the hits of the run.
+#[test]
+fn chains_are_told_and_kept() {
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let run = |tell: bool| {
+        let builder = Runtime::builder().page_size(page).device_budget(Bytes::new(24 * PAGE)).lookahead(Lookahead::Off);
+        let runtime = builder.policy(PolicyKind::Kv).keep_uses(true).open().unwrap();
+        let pool = runtime.alloc_for(SegmentClass::KeysAndValues, DType::U8, &[4096, PAGE]).unwrap();
+        let block = |n: u64| pool.rows(n..n + 1).unwrap();
+        // Conversations that take turns: each turn the unfinished last block has become two others.
+        let mut said: Vec<Vec<u64>> = vec![Vec::new(); 6];
+        let mut next = 0;
+        for turn in 0..60 {
+            let who = &mut said[turn * turn % 7 % 6];
+            who.pop();
+            who.extend([next, next + 1]);
+            next += 2;
+            if who.len() > 9 {
+                who.clear();
+            }
+            let blocks: Vec<Tensor> = who.iter().map(|n| block(*n)).collect();
+            if tell {
+                runtime.chain(&blocks);
+            }
+            for block in &blocks {
+                drop(runtime.pin(block).wait().unwrap());
+            }
+        }
+        let (uses, stats) = (runtime.take_uses(), runtime.stats().pager);
+        let segment = CapturedSegment {
+            id: runtime.snapshot(&pool).id,
+            name: "pool".into(),
+            pages: 4096,
+            classes: vec![ClassRun { first: 0, pages: 4096, class: "keys and values".into() }],
+        };
+        let header = CaptureHeader { page_size: page, about: "a test".into(), segments: vec![segment] };
+        let mut writer = CaptureWriter::new(Vec::new(), &header).unwrap();
+        writer.take(&uses).unwrap();
+        let file = writer.finish().unwrap();
+        let mut trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
+        let counts = trace.replay(PolicyKind::Kv.build(), NonZeroU32::new(24).unwrap(), &mut |_| ()).unwrap();
+        runtime.close().unwrap();
+        assert_eq!((counts.uses, counts.hits), (stats.uses, stats.hits), "told: {tell}");
+        (uses.chains.len(), stats.hits)
+    };
+    let ((chains, told), (none, untold)) = (run(true), run(false));
+    assert_eq!((chains, none), (60, 0), "one of every turn");
+    assert!(told > untold, "{told} hits where it is told, {untold} where not");
 }
 
 #[test]

@@ -55,6 +55,16 @@ pub struct PageUse {
     pub write: bool,
 }
 
+/// A prefix chain that was told of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageChain {
+    /// How many of the uses came before it.
+    pub before: usize,
+    /// Its pages, from the beginning.
+    pub pages: Vec<PageId>,
+}
+
 /// Uses of pages in order, those of a request for several pages one by one: what a
 /// [capture](crate::sim::capture) is made of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,18 +72,30 @@ pub struct PageUse {
 pub struct PageUses {
     /// The uses, the first one first.
     pub uses: Vec<PageUse>,
-    /// How many uses followed that there was no room for.
+    /// The prefix [chains](crate::Runtime::chain) that were told of, in order.
+    pub chains: Vec<PageChain>,
+    in_chains: usize,
+    /// How many uses and chains followed that there was no room for.
     pub dropped: u64,
 }
 
 impl PageUses {
-    /// Uses kept at most until they are taken: 12 MiB.
+    /// Uses kept at most until they are taken: 12 MiB. As many pages of chains.
     pub const MAX: usize = 1 << 20;
 
     pub(super) fn push(&mut self, used: PageUse) {
         // After a gap nothing is kept, so that what is there is without one.
         if self.dropped == 0 && self.uses.len() < Self::MAX {
             self.uses.push(used);
+        } else {
+            self.dropped += 1;
+        }
+    }
+
+    pub(super) fn push_chain(&mut self, pages: Vec<PageId>) {
+        if self.dropped == 0 && self.in_chains + pages.len() <= Self::MAX {
+            self.in_chains += pages.len();
+            self.chains.push(PageChain { before: self.uses.len(), pages });
         } else {
             self.dropped += 1;
         }

@@ -49,7 +49,7 @@ use crate::ids::{
     FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, StagingId, Tier,
 };
 
-pub use access::{Access, AccessLog, PageUse, PageUses};
+pub use access::{Access, AccessLog, PageChain, PageUse, PageUses};
 pub use policy::{Policy, PolicyKind};
 pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
 
@@ -425,6 +425,15 @@ impl Pager {
         self.staying = None;
         self.policy.declare(&pages, cyclic);
         self.pump(fx);
+    }
+
+    /// Tells that these pages, which are a prefix chain, are about to be used: see [`Policy::chain`].
+    pub fn chain(&mut self, runs: &[PageRun]) {
+        let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
+        self.policy.chain(&pages);
+        if let Some(uses) = &mut self.uses {
+            uses.push_chain(pages);
+        }
     }
 
     /// Takes in what was used without the latch. Called before anything else under each hold of the latch.

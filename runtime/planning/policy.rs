@@ -10,7 +10,7 @@ pub(super) fn recommend(job: &Job, resident: bool, kv_paged: bool, draws: bool) 
         _ if resident => (PolicyKind::Plan, "every page has a frame, and none ever goes"),
         Work::Train { .. } => (
             PolicyKind::Plan,
-            "every step uses the same pages in the same order: declare it, for of steps plan recognises parts only",
+            "every step uses the same pages in the same order: declare it, and it is followed from the first step on",
         ),
         Work::Infer { .. } if kv_paged => (
             PolicyKind::Shares,

@@ -34,8 +34,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelHeader, TensorHeader};
-use crate::ids::{Bytes, PageSize, SegmentId};
-use crate::pager::PageUse;
+use crate::ids::{Bytes, PageId, PageSize, SegmentId};
+use crate::pager::{PageUse, PageUses};
 
 /// How every file begins. The first byte is no text, the last ones show whether a transfer changed ends of lines.
 pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";
@@ -54,6 +54,7 @@ const MARK_PASS: u64 = 1;
 const MARK_END: u64 = 2;
 /// From version 2 on.
 const MARK_WRITE: u64 = 3;
+const MARK_CHAIN: u64 = 4;
 
 /// What a capture says of the run it is of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -307,25 +308,62 @@ impl<W: Write> CaptureWriter<W> {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if the header does not know it; what the file says.
     pub fn used(&mut self, used: PageUse) -> Result<()> {
-        let page = used.page;
+        let number = self.page_number(used.page)?;
+        if used.write {
+            self.number(MARK)?;
+            self.number(MARK_WRITE)?;
+        }
+        self.number(word(self.last, number))?;
+        self.last = number;
+        self.uses += 1;
+        Ok(())
+    }
+
+    /// A [chain](crate::Runtime::chain) was told of.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if the header does not know one of its pages, or there are more than
+    /// [`PageUses::MAX`]; what the file says.
+    pub fn chain(&mut self, pages: &[PageId]) -> Result<()> {
+        let numbers = pages.iter().map(|page| self.page_number(*page)).collect::<Result<Vec<_>>>()?;
+        if numbers.len() > PageUses::MAX {
+            let what = format!("a chain of {} pages is longer than the {} of a capture", numbers.len(), PageUses::MAX);
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("choose larger pages"));
+        }
+        self.number(MARK)?;
+        self.number(MARK_CHAIN)?;
+        self.number(numbers.len() as u64)?;
+        let mut last = self.last;
+        for number in numbers {
+            self.number(word(last, number))?;
+            last = number;
+        }
+        Ok(())
+    }
+
+    /// All that a runtime [kept](crate::Runtime::take_uses), but for what it had no room for.
+    ///
+    /// # Errors
+    /// As for [`used`](Self::used) and [`chain`](Self::chain).
+    pub fn take(&mut self, uses: &PageUses) -> Result<()> {
+        let mut chains = uses.chains.iter().peekable();
+        for (at, used) in uses.uses.iter().enumerate() {
+            while let Some(chain) = chains.next_if(|chain| chain.before <= at) {
+                self.chain(&chain.pages)?;
+            }
+            self.used(*used)?;
+        }
+        chains.try_for_each(|chain| self.chain(&chain.pages))
+    }
+
+    fn page_number(&self, page: PageId) -> Result<u64> {
         let at = self.segments.binary_search_by_key(&page.segment, |(id, ..)| *id);
         let known = at.ok().and_then(|at| self.segments.get(at)).filter(|(.., pages)| page.index.get() < *pages);
         let Some((_, first, _)) = known else {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("the capture has no {page:?}"))
                 .remedy("name every segment in its header"));
         };
-        let number = first + u64::from(page.index.get());
-        let step = (number as i64).wrapping_sub(self.last as i64);
-        if used.write {
-            self.number(MARK)?;
-            self.number(MARK_WRITE)?;
-        }
-        // Zigzag: 0, -1, 1, -2 become 0, 1, 2, 3.
-        let folded = ((step << 1) ^ (step >> 63)) as u64;
-        self.number(folded + 1)?;
-        self.last = number;
-        self.uses += 1;
-        Ok(())
+        Ok(first + u64::from(page.index.get()))
     }
 
     /// A pass has ended.
@@ -354,12 +392,19 @@ impl<W: Write> CaptureWriter<W> {
     }
 }
 
+/// What is written for a page after another.
+fn word(last: u64, number: u64) -> u64 {
+    let step = (number as i64).wrapping_sub(last as i64);
+    // Zigzag: 0, -1, 1, -2 become 0, 1, 2, 3.
+    ((step << 1) ^ (step >> 63)) as u64 + 1
+}
+
 fn failed(cause: io::Error) -> Error {
     Error::io("write the capture", cause).remedy("check the disk it is on")
 }
 
 /// What a capture consists of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CaptureStep {
     /// A page was used.
@@ -369,6 +414,8 @@ pub enum CaptureStep {
         /// Whether it was written.
         write: bool,
     },
+    /// A [chain](crate::Runtime::chain) was told of: its pages' numbers.
+    Chain(Vec<u64>),
     /// A pass ended.
     Pass,
 }
@@ -450,6 +497,7 @@ impl<R: BufRead> CaptureReader<R> {
                 MARK => Err(damaged(&self.name, "a mark follows where a page is written")),
                 word => self.page(word, true).map(Some),
             },
+            MARK_CHAIN if self.version >= 2 => self.chain().map(Some),
             MARK_PASS => Ok(Some(CaptureStep::Pass)),
             MARK_END => {
                 let uses = self.number()?;
@@ -472,9 +520,7 @@ impl<R: BufRead> CaptureReader<R> {
 
     /// The use that this number tells, which is not 0.
     fn page(&mut self, word: u64, write: bool) -> Result<CaptureStep> {
-        let folded = word - 1;
-        let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
-        let page = self.last.wrapping_add(step as u64);
+        let page = stepped(self.last, word);
         if page >= self.pages {
             return Err(damaged(&self.name, &format!("use {} is of a page that does not exist", self.uses)));
         }
@@ -483,9 +529,39 @@ impl<R: BufRead> CaptureReader<R> {
         Ok(CaptureStep::Use { page, write })
     }
 
+    fn chain(&mut self) -> Result<CaptureStep> {
+        let len = self.number()?;
+        if len > PageUses::MAX as u64 {
+            let what = format!("a chain before use {} has {len} pages, more than {}", self.uses, PageUses::MAX);
+            return Err(damaged(&self.name, &what));
+        }
+        // What is there, not what it promises, takes memory.
+        let mut pages = Vec::new();
+        let mut last = self.last;
+        for _ in 0..len {
+            last = match self.number()? {
+                MARK => self.pages,
+                word => stepped(last, word),
+            };
+            if last >= self.pages {
+                let what = format!("a chain before use {} has a page that does not exist", self.uses);
+                return Err(damaged(&self.name, &what));
+            }
+            pages.push(last);
+        }
+        Ok(CaptureStep::Chain(pages))
+    }
+
     fn number(&mut self) -> Result<u64> {
         self.input.read_varint().map_err(|cause| unreadable(&self.name, self.uses, cause))
     }
+}
+
+/// The page that this word, which is not 0, tells after another.
+fn stepped(last: u64, word: u64) -> u64 {
+    let folded = word - 1;
+    let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
+    last.wrapping_add(step as u64)
 }
 
 fn damaged(name: &str, what: &str) -> Error {
@@ -506,7 +582,7 @@ fn unreadable(name: &str, uses: u64, cause: io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::{PageId, PageIndex};
+    use crate::ids::PageIndex;
 
     fn header() -> CaptureHeader {
         let run = |first, pages, class: &str| ClassRun { first, pages, class: class.into() };
@@ -536,6 +612,7 @@ mod tests {
             writer.used(used).unwrap();
         }
         writer.pass().unwrap();
+        writer.chain(&[read(7, 1).page, read(2, 1).page]).unwrap();
         writer.used(write(7, 1)).unwrap();
         assert_eq!(writer.uses(), 6);
         writer.finish().unwrap()
@@ -556,7 +633,8 @@ mod tests {
         let bytes = made();
         let read = |page| CaptureStep::Use { page, write: false };
         let write = |page| CaptureStep::Use { page, write: true };
-        let expected = [read(99), read(100), read(104), write(0), read(0), CaptureStep::Pass, write(1)];
+        let chain = CaptureStep::Chain(vec![1, 101]);
+        let expected = [read(99), read(100), read(104), write(0), read(0), CaptureStep::Pass, chain, write(1)];
         assert_eq!(all(&bytes).unwrap(), expected);
         let mut expected = header();
         (expected.segments[0].id, expected.segments[1].id) = (SegmentId(0), SegmentId(1));
@@ -576,8 +654,9 @@ mod tests {
         assert_eq!(text["page_bytes"], 2 << 20);
         assert_eq!(text["segments"][0]["classes"][1]["first"], 10);
         assert_eq!(text["segments"][1]["pages"], 5);
-        // +99, +1, +4, written -104, 0, a pass, written +1, the end and 6 uses.
-        assert_eq!(uses, [199, 1, 3, 9, 0, 3, 208, 1, 1, 0, 1, 0, 3, 3, 0, 2, 6]);
+        // +99, +1, +4, written -104, 0, a pass, a chain of two: +1, +100; written +1, the end and 6 uses.
+        let expected = [199, 1, 3, 9, 0, 3, 208, 1, 1, 0, 1, 0, 4, 2, 3, 201, 1, 0, 3, 3, 0, 2, 6];
+        assert_eq!(uses, expected);
     }
 
     /// These bytes were version 1 and stay readable.
@@ -651,6 +730,9 @@ mod tests {
             (with(good, &[1, 0, 9]), "no mark 9"),
             (with(good, &[0, 3, 7, 0, 2, 1]), "does not exist"),
             (with(good, &[0, 3, 0, 2, 0]), "a mark follows where a page is written"),
+            (with(good, &[0, 4, 1, 7, 0, 2, 0]), "a chain before use 0 has a page that does not exist"),
+            (with(good, &[0, 4, 2, 1, 0, 2, 0]), "a chain before use 0 has a page that does not exist"),
+            (with(good, &[0, 4, 0x80, 0x80, 0x80, 1, 1]), "has 2097152 pages, more than 1048576"),
             (with(good, &[1, 0, 2, 1, 1]), "follows its end"),
             ([with(good, &[1, 0, 2, 1]), vec![0]].concat(), "follows its end"),
             (with(good, &[0xFF; 11]), "made"),
@@ -681,6 +763,7 @@ mod tests {
         let mut writer = CaptureWriter::new(Vec::new(), &header()).unwrap();
         for unknown in [read(7, 100), read(2, 5), read(0, 0), write(8, 0)] {
             assert_eq!(writer.used(unknown).unwrap_err().kind(), ErrorKind::InvalidArgument);
+            assert_eq!(writer.chain(&[unknown.page]).unwrap_err().kind(), ErrorKind::InvalidArgument);
         }
         let mut wrong = header();
         wrong.segments[1].classes = vec![ClassRun { first: 4, pages: 2, class: String::new() }];

@@ -81,6 +81,52 @@ impl Numbers {
     }
 }
 
+/// A number as two.
+fn halves(number: u64) -> [u32; 2] {
+    [number as u32, (number >> 32) as u32]
+}
+
+/// Reads numbers one after the other.
+struct Cursor<'a> {
+    numbers: &'a mut Numbers,
+    at: u64,
+    block: Vec<u32>,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(numbers: &'a mut Numbers) -> Self {
+        Self { numbers, at: 0, block: Vec::new() }
+    }
+
+    fn next(&mut self) -> Result<Option<u32>> {
+        if self.at == self.numbers.len {
+            return Ok(None);
+        }
+        let within = (self.at % BLOCK as u64) as usize;
+        if within == 0 {
+            self.numbers.read(self.at / BLOCK as u64, &mut self.block)?;
+        }
+        self.at += 1;
+        Ok(self.block.get(within).copied())
+    }
+
+    /// A number in two halves.
+    fn whole(&mut self) -> Result<Option<u64>> {
+        let Some(low) = self.next()? else { return Ok(None) };
+        Ok(self.next()?.map(|high| u64::from(high) << 32 | u64::from(low)))
+    }
+
+    /// A chain, and how many uses come before it.
+    fn chain(&mut self) -> Result<Option<(u64, Vec<u32>)>> {
+        let Some(before) = self.whole()? else { return Ok(None) };
+        let mut pages = Vec::new();
+        for _ in 0..self.next()?.unwrap_or(0) {
+            pages.extend(self.next()?);
+        }
+        Ok(Some((before, pages)))
+    }
+}
+
 /// What a page is used for, and how much it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -106,6 +152,8 @@ pub struct LongTrace {
     requests: u64,
     /// Uses that write.
     writes: u64,
+    /// What was told of chains, in order: how many uses came before, in two halves, how many pages, and these.
+    chains: Numbers,
     /// For each use, which one is the next of the same page; made when it is asked for.
     next: Option<Numbers>,
     pages: u32,
@@ -130,6 +178,8 @@ pub struct LongTraceWriter {
     numbers: HashMap<u64, u32>,
     /// By number: which class.
     class_of: Vec<u16>,
+    /// As the trace's, with ids in two halves for pages.
+    chains: Numbers,
     /// The next use is the first of a request.
     begins: bool,
     trace: LongTrace,
@@ -171,6 +221,7 @@ impl LongTraceWriter {
             uses: Numbers::new(),
             requests: 0,
             writes: 0,
+            chains: Numbers::new(),
             next: None,
             pages: 0,
             passes: 0,
@@ -181,7 +232,7 @@ impl LongTraceWriter {
             segments: Vec::new(),
             segment: SegmentClass::Other,
         };
-        Self { numbers: HashMap::new(), class_of: Vec::new(), begins: false, trace }
+        Self { numbers: HashMap::new(), class_of: Vec::new(), chains: Numbers::new(), begins: false, trace }
     }
 
     /// The page `id` is used, and not written. `class` says which class it is of, and is asked at its first use.
@@ -209,7 +260,7 @@ impl LongTraceWriter {
     }
 
     fn push(&mut self, id: u64, writes: impl FnOnce(bool) -> bool, class: impl FnOnce() -> usize) -> Result<()> {
-        let Self { numbers, class_of, begins, trace } = self;
+        let Self { numbers, class_of, begins, trace, .. } = self;
         let next = numbers.len() as u32;
         let number = *numbers.entry(id).or_insert(next);
         if number == next {
@@ -231,6 +282,15 @@ impl LongTraceWriter {
         let writes = writes(number == next);
         trace.writes += u64::from(writes);
         trace.uses.push(number | if begins { BEGINS } else { 0 } | if writes { WRITES } else { 0 })
+    }
+
+    /// A prefix [chain](Policy::chain) is told of. Its pages count only if they are used.
+    ///
+    /// # Errors
+    /// What the temporary file says.
+    pub fn chain(&mut self, ids: &[u64]) -> Result<()> {
+        let numbers = [self.trace.uses.len, ids.len() as u64].into_iter().chain(ids.iter().copied());
+        numbers.flat_map(halves).try_for_each(|half| self.chains.push(half))
     }
 
     /// What follows are the uses of one request, which are a prefix [chain](Policy::chain).
@@ -265,6 +325,17 @@ impl LongTraceWriter {
         }
         self.trace.classes.retain(|class| class.pages > 0);
         self.trace.uses.flush()?;
+        self.chains.flush()?;
+        let mut told = Cursor::new(&mut self.chains);
+        while let Some(before) = told.whole()? {
+            let mut pages = Vec::new();
+            for _ in 0..told.whole()?.unwrap_or(0) {
+                pages.extend(told.whole()?.and_then(|id| self.numbers.get(&id)));
+            }
+            let numbers = halves(before).into_iter().chain([pages.len() as u32]).chain(pages);
+            numbers.into_iter().try_for_each(|number| self.trace.chains.push(number))?;
+        }
+        self.trace.chains.flush()?;
         Ok(self.trace)
     }
 }
@@ -342,6 +413,7 @@ impl LongTrace {
                     };
                     if write { writer.written(page, class)? } else { writer.used(page, class)? }
                 }
+                CaptureStep::Chain(pages) => writer.chain(&pages)?,
                 CaptureStep::Pass => writer.pass(),
             }
         }
@@ -450,11 +522,19 @@ impl LongTrace {
         if !declared.is_empty() {
             replay.declare(declared);
         }
+        let mut chains = Cursor::new(&mut self.chains);
+        let mut chain = chains.chain()?;
         let (mut block, mut request) = (Vec::new(), Vec::new());
         for at in 0..self.uses.blocks() {
             self.uses.read(at, &mut block)?;
             if self.requests == 0 {
-                block.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))?;
+                for word in &block {
+                    while let Some((_, pages)) = chain.take_if(|(before, _)| *before <= replay.uses) {
+                        replay.chain(pages.into_iter());
+                        chain = chains.chain()?;
+                    }
+                    replay.used(word & PAGE, word & WRITES != 0)?;
+                }
             } else {
                 for word in &block {
                     if word & BEGINS != 0 {

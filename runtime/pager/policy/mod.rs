@@ -97,8 +97,7 @@ pub trait Policy: Send + fmt::Debug {
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// These pages are about to be used by one request, in this order: a prefix chain, of which each page's content depends on
-    /// those before it, and the last is usually not full yet. A runtime does not know of chains; whoever replays requests
-    /// does.
+    /// those before it, and the last is usually not full yet. Programs tell of them with [`Runtime::chain`](crate::Runtime::chain).
     fn chain(&mut self, _pages: &[PageId]) {}
     /// A page is used.
     fn accessed(&mut self, page: PageId);

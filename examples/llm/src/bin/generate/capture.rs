@@ -37,9 +37,7 @@ impl Capture {
     /// `Unsupported` if there was no room to keep all of it; what the file says.
     pub fn take(&mut self, runtime: &Runtime) -> Result<()> {
         let uses = runtime.take_uses();
-        for used in &uses.uses {
-            self.writer.used(*used)?;
-        }
+        self.writer.take(&uses)?;
         if uses.dropped > 0 {
             let what = format!(
                 "the capture lacks {} uses: a pass has more than the {} there is room for",
