@@ -40,7 +40,7 @@
 //!
 //! The modules that are public beside this surface are the parts it is made of: [`mod@format`] (headers of model files),
 //! [`machine`] (what the machine gives), [`output`] (files that are whole or not there), [`planning`] (what a job needs, and how
-//! fast it can be), [`sim`] (policies on traces, and machines that are not there), [`store`] (reads and writes), [`device`]
+//! fast it can be), [`residency`] (where pages were over time), [`sim`] (policies on traces, and machines that are not there), [`store`] (reads and writes), [`device`]
 //! (frames, streams), [`pager`] (the pure
 //! state machine that decides). Their traits are documented with their contracts.
 
@@ -59,6 +59,7 @@ pub mod pager;
 mod pin;
 pub mod planning;
 mod random;
+pub mod residency;
 mod runtime;
 mod segment;
 pub mod sim;

@@ -911,6 +911,37 @@ fn simulate_tells_how_long_passes_take_elsewhere() {
 }
 
 #[test]
+fn simulate_keeps_what_happened_when_that_is_asked_for() {
+    let run = |more: &[&'static str]| {
+        text(&simulated(&[&["--json", "--device-budget", "6GB", "--host-budget", "2GB"][..], more].concat()))
+    };
+    let (without, with) = (run(&["--passes", "2"]), run(&["--passes", "2", "--timeline"]));
+    assert_eq!(with, run(&["--passes", "2", "--timeline"]), "bit for bit");
+    let (mut found, without): (Value, Value) =
+        (serde_json::from_str(&with).unwrap(), serde_json::from_str(&without).unwrap());
+    let timeline = found.as_object_mut().unwrap().remove("timeline").unwrap();
+    assert_eq!(found, without, "nothing else differs");
+    let names: Vec<_> = timeline["lanes"].as_array().unwrap().iter().map(|lane| lane["name"].as_str()).collect();
+    let all = ["compute", "stalled", "link up", "link down", "disk read", "disk write"].map(Some);
+    assert_eq!(names, all);
+    assert!(timeline["lanes"][0]["spans"].as_array().unwrap().len() > 30, "steps");
+    let ratio = |name: &str| timeline[name].as_f64().unwrap();
+    assert!(ratio("hit_ratio") > 0.0 && ratio("hit_ratio") <= ratio("opt_hit_ratio"));
+    assert_eq!(timeline["ratio_uses"], found["uses"]);
+    assert_eq!(timeline["residency"]["files"][0]["pages"], found["pages"]);
+    assert!(timeline["residency"]["samples"].as_array().unwrap().len() > 100);
+    assert_eq!(timeline["peak_device_frames"], found["frames"]);
+    assert_eq!(found["weights"], serde_json::json!([{"class": "other", "bytes": found["model_bytes"]}]));
+    let pages = found["pages"].as_u64().unwrap() * found["page_bytes"].as_u64().unwrap();
+    assert_eq!(found["tail_bytes"].as_u64().unwrap(), pages - found["model_bytes"].as_u64().unwrap());
+    assert_eq!(found["ceiling"]["disk_read_bytes_per_second"].as_f64().unwrap(), 7.45e9);
+    // However long the run is.
+    let long = run(&["--passes", "300", "--timeline"]);
+    assert!(long.len() < 2 << 20 && with.len() < 2 << 20, "{} {}", with.len(), long.len());
+    refused(&simulated(&["--timeline"]), 2, &["--json"]);
+}
+
+#[test]
 fn simulate_reads_real_headers_and_machine_files() {
     let dir = scratch();
     let model = dir.path().join("model.gguf");

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use harness::{Rng, seed};
 use outcore::pager::Backing;
+use outcore::residency::Residency;
 use outcore::sim::{
-    ComputeModel, DiskModel, Even, MachineModel, Settings, Share, Simulated, Span, Step, Workload, simulate,
+    ComputeModel, DiskModel, Even, LaneRecord, MachineModel, Settings, Share, Simulated, Span, Step, Workload, simulate,
 };
 use outcore::store::QueueDepth;
 use outcore::{Bytes, DType, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Tier, WaitCause, format};
@@ -243,6 +244,85 @@ fn the_same_seed_gives_the_same_result_bit_for_bit() {
     };
     assert_eq!(with(1), with(1));
     assert_ne!(with(1), with(2), "the seed makes a difference");
+}
+
+#[test]
+fn recording_changes_nothing_and_adds_up() {
+    let bits = |done: &dyn Debug| format!("{done:?}");
+    let mut looked = 0;
+    for at in 0..60 {
+        let mut case = random_case(&mut Rng::new(at));
+        case.settings.checked = false;
+        let without = simulate(&case.workload, &case.machine, &case.settings);
+        case.settings.timeline = true;
+        let with = || simulate(&case.workload, &case.machine, &case.settings);
+        assert_eq!(bits(&with()), bits(&with()), "case {at}");
+        let Ok(mut done) = with() else {
+            assert_eq!(bits(&with()), bits(&without), "case {at}");
+            continue;
+        };
+        let recorded = done.recorded.take().unwrap();
+        assert_eq!(bits(&done), bits(&without.unwrap()), "case {at}");
+        let busy = |name: &str| recorded.lanes.iter().find(|lane| lane.name == name).unwrap().busy();
+        assert_eq!((busy("disk read"), busy("disk write")), (done.disk_read.busy, done.disk_written.busy), "case {at}");
+        for lane in &recorded.lanes {
+            assert!(lane.spans.len() <= LaneRecord::SPANS_MAX);
+            assert!(
+                lane.spans.iter().all(|span| span.start <= span.end && span.end <= done.time),
+                "case {at}: {lane:?}"
+            );
+            assert_eq!(
+                lane.spans.iter().map(|span| span.busy).sum::<Duration>(),
+                lane.busy(),
+                "case {at}: {}",
+                lane.name
+            );
+        }
+        let samples = &recorded.residency.samples;
+        assert!(samples.len() <= Residency::SAMPLES_MAX && samples.is_sorted_by(|a, b| a.ts <= b.ts));
+        assert!(recorded.peak_frames <= done.frames && recorded.peak_host_frames <= done.host_frames);
+        assert!(recorded.used.hits <= recorded.optimum.hits, "case {at}: {recorded:?}");
+        if case.machine.devices == NonZeroU32::MIN {
+            assert_eq!((busy("compute"), busy("stalled")), (done.compute.busy, stalled(&done)), "case {at}");
+            assert_eq!((busy("link up"), busy("link down")), (done.link_in.busy, done.link_out.busy), "case {at}");
+            assert_eq!((recorded.used.uses, recorded.used.hits), (done.pager.uses, done.pager.hits), "case {at}");
+            looked += samples.len();
+        }
+    }
+    assert!(looked > 100, "{looked}");
+}
+
+#[test]
+fn a_record_stays_small_however_long_the_run_is() {
+    let of = |passes, timeline| {
+        let settings = Settings { passes: count(passes), checked: false, timeline, ..settings(40) };
+        simulate(&pages(100), &machine(), &settings).unwrap()
+    };
+    let recorded = of(1000, true).recorded.unwrap();
+    assert!(recorded.lanes.iter().all(|lane| lane.spans.len() <= LaneRecord::SPANS_MAX));
+    assert!(recorded.lanes.iter().any(|lane| lane.count() > 50_000));
+    assert_eq!(recorded.residency.rows(), 100);
+    assert!((200..=Residency::SAMPLES_MAX).contains(&recorded.residency.samples.len()));
+    // 40 frames of 100 pages are in use for nearly all of the time; a few of these are being filled.
+    let mean = recorded.residency.mean(|sample| &sample.device);
+    assert!((0.3..=0.4).contains(&mean) && recorded.peak_frames == 40, "{mean}");
+    // On a cycle MIN hits as often as all frames but one allow.
+    assert_eq!(recorded.used.uses, 100_000);
+    assert!((0.38..0.4).contains(&recorded.optimum.hit_ratio()), "{:?}", recorded.optimum);
+    assert!(of(2, false).recorded.is_none());
+}
+
+#[test]
+fn tails_are_what_last_pages_have_beyond_their_files() {
+    let step = Step { spans: vec![Span { segment: 0, offset: 0, len: 10, row: 1 }], share: Share::All, writes: false };
+    let workload = Workload::new(vec![(Backing::File, PAGE + 10), (Backing::File, PAGE)], vec![step]).unwrap();
+    let tails = |devices| {
+        let machine = MachineModel { devices: count(devices), ..machine() };
+        simulate(&workload, &machine, &settings(8)).unwrap().tails.get()
+    };
+    assert_eq!(tails(1), PAGE - 10);
+    // Half of each segment on each device.
+    assert_eq!(tails(2), 2 * (PAGE / 2 - 5) + 2 * (PAGE / 2));
 }
 
 #[test]

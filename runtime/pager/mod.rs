@@ -518,6 +518,11 @@ impl Pager {
         self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
     }
 
+    /// Where a page is, if there is such a page.
+    pub fn view_of(&self, page: PageId) -> Option<PageView> {
+        self.segments.get(page.segment.index())?.view(page.index.index())
+    }
+
     /// What a request for these pages would wait for: the first page that is not resident, or else the first of all; and
     /// the fastest tier that has its bytes. A page that is nowhere yet is made in the device tier.
     pub fn awaited(&self, runs: &[PageRun]) -> Option<(PageId, Tier)> {

@@ -105,13 +105,18 @@ impl SegmentTable {
         !self.dying && self.words.get(index.index()).is_some_and(|word| word.load().state == State::Empty)
     }
 
-    pub(super) fn views(&self) -> Vec<PageView> {
-        let view = |(word, entry): (&PageWord, &Entry)| PageView {
+    /// Where a page is.
+    pub(super) fn view(&self, index: usize) -> Option<PageView> {
+        let (word, entry) = (self.words.get(index)?, self.entries.get(index)?);
+        Some(PageView {
             device: word.load(),
             frame: entry.frame(),
             host: entry.valid_host().is_some() && !entry.copying_out(),
             disk: entry.on_disk(),
-        };
-        self.words.iter().zip(&self.entries).map(view).collect()
+        })
+    }
+
+    pub(super) fn views(&self) -> Vec<PageView> {
+        (0..self.words.len()).filter_map(|index| self.view(index)).collect()
     }
 }

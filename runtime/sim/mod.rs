@@ -28,11 +28,13 @@
 pub mod capture;
 mod long;
 mod machine;
+mod recorded;
 mod reuse;
 mod simulate;
 #[cfg(feature = "cli")]
 pub mod synthetic;
 mod trace;
+mod weights;
 mod workload;
 
 use std::num::NonZeroU32;
@@ -46,8 +48,10 @@ use crate::pager::policy::opt::{Min, next_uses};
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
+pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
 pub use simulate::{Flow, Settings, Simulated, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
+pub use weights::ClassBytes;
 pub(crate) use workload::is_routed_expert;
 pub use workload::{Even, Share, Span, Step, Workload};
 

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::machine::{DiskModel, MachineModel};
+use super::recorded::{Recorded, Recorder, Row};
 use super::workload::{Share, Span, Workload};
 use crate::config::{Lookahead, staging_pages};
 use crate::device::{Direction, LinkSchedule, Token};
@@ -63,6 +64,8 @@ pub struct Settings {
     pub fail_one_in: Option<NonZeroU32>,
     /// Whether the pagers' invariants are checked at every event, which makes each event cost as much as all pages.
     pub checked: bool,
+    /// Whether [what happened when](Recorded) is kept: of the first device, and of the disk. It changes nothing else.
+    pub timeline: bool,
 }
 
 impl Settings {
@@ -81,6 +84,7 @@ impl Settings {
             seed: 0,
             fail_one_in: None,
             checked: false,
+            timeline: false,
         }
     }
 }
@@ -125,6 +129,8 @@ pub struct Simulated {
     pub frames: u32,
     /// Frames of each host tier.
     pub host_frames: u32,
+    /// Bytes of the last pages of all segments that are beyond these segments' ends.
+    pub tails: Bytes,
     /// Pages of the largest set that was pinned at once.
     pub unit_pages: u32,
     /// Moves that failed.
@@ -133,6 +139,8 @@ pub struct Simulated {
     pub lost_steps: u64,
     /// Events.
     pub events: u64,
+    /// What happened when, if the settings ask for it.
+    pub recorded: Option<Recorded>,
 }
 
 impl Simulated {
@@ -287,6 +295,7 @@ struct World<'a> {
     stalls: [[(u64, Nanos); Tier::ALL.len()]; CAUSES.len()],
     /// Bytes of each segment on each device.
     lens: Vec<u64>,
+    recorder: Option<Recorder>,
     done: Simulated,
 }
 
@@ -361,6 +370,12 @@ impl<'a> World<'a> {
                 fx: Effects::default(),
             });
         }
+        let of_device = lens.iter().map(|len| (page.pages_for(*len).max(1) * page.bytes()).saturating_sub(*len));
+        let tails = of_device.fold(0, u64::saturating_add).saturating_mul(count);
+        let recorder = devices.first_mut().filter(|_| settings.timeline).map(|device| {
+            let pages = device.words.iter().map(|words| words.len()).collect::<Vec<_>>();
+            Recorder::new(page, pages, &mut device.pager)
+        });
         let done = Simulated {
             passes: Vec::new(),
             time: Duration::ZERO,
@@ -374,10 +389,12 @@ impl<'a> World<'a> {
             pages,
             frames,
             host_frames,
+            tails: Bytes::new(tails),
             unit_pages: 0,
             failures: 0,
             lost_steps: 0,
             events: 0,
+            recorded: None,
         };
         Ok(Self {
             workload,
@@ -398,6 +415,7 @@ impl<'a> World<'a> {
             computed: (0, 0),
             stalls: Default::default(),
             lens,
+            recorder,
             done,
         })
     }
@@ -411,6 +429,9 @@ impl<'a> World<'a> {
             self.now = now;
             self.done.events += 1;
             self.happen(at, event)?;
+            if let (Some(recorder), Some(first)) = (&mut self.recorder, self.devices.first_mut()) {
+                recorder.happened(now, &mut first.pager);
+            }
         }
         Ok(self.report())
     }
@@ -661,11 +682,20 @@ impl<'a> World<'a> {
         }
     }
 
+    /// What is recorded, if that is asked for: of the first device alone, but of the disk, which all share.
+    fn recorder(&mut self, at: usize) -> Option<&mut Recorder> {
+        self.recorder.as_mut().filter(|_| at == 0)
+    }
+
     fn disk_ended(&mut self, at: usize, id: MoveId) -> Result<()> {
         let Some(entry) = self.devices[at].moves.get_mut(&id) else { return Ok(()) };
         let (planned, lane, time) = (entry.planned, entry.lane.take(), entry.time);
         let read = planned.from == Place::Disk;
         self.disk.busy[usize::from(!read)] += time;
+        let now = self.now;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.span(if read { Row::DiskRead } else { Row::DiskWrite }, now.saturating_sub(time), now);
+        }
         if let Some(lane) = lane {
             self.devices[at].queue.finished(lane);
         }
@@ -716,6 +746,10 @@ impl<'a> World<'a> {
         let Some(entry) = self.devices[at].moves.get(&id) else { return Ok(()) };
         let (planned, time) = (entry.planned, entry.time);
         self.devices[at].streams[way].busy += time;
+        let now = self.now;
+        if let Some(recorder) = self.recorder(at).filter(|_| planned.from != Place::Zero) {
+            recorder.span(if way == 0 { Row::LinkIn } else { Row::LinkOut }, now.saturating_sub(time), now);
+        }
         if self.fails() {
             return self.end(at, id, true);
         }
@@ -753,7 +787,7 @@ impl<'a> World<'a> {
             && let Some((wait, valid)) = caller.pinned.front().copied()
         {
             caller.computing = true;
-            self.waited(wait);
+            self.waited(at, wait);
             let unit = &self.units[current];
             let bytes = if valid { unit.bytes } else { 0 };
             let compute = &self.machine.compute;
@@ -761,6 +795,10 @@ impl<'a> World<'a> {
             let time = self.jittered(time);
             self.computed.0 += bytes;
             self.computed.1 += time;
+            let now = self.now;
+            if let Some(recorder) = self.recorder(at) {
+                recorder.span(Row::Compute, now, now.saturating_add(time));
+            }
             self.schedule(self.now.saturating_add(time), at, Event::Computed);
             return Ok(true);
         }
@@ -773,12 +811,16 @@ impl<'a> World<'a> {
     }
 
     /// A device had nothing to compute since the step was open to all.
-    fn waited(&mut self, wait: Option<Wait>) {
+    fn waited(&mut self, at: usize, wait: Option<Wait>) {
         let (Some(Wait { cause, tier }), true) = (wait, self.now > self.opened) else { return };
         if let Some(row) = CAUSES.iter().position(|known| *known == cause) {
             let (count, time) = &mut self.stalls[row][tier as usize];
             *count += 1;
             *time += self.now - self.opened;
+        }
+        let (opened, now) = (self.opened, self.now);
+        if let Some(recorder) = self.recorder(at) {
+            recorder.stalled(cause, opened, now);
         }
     }
 
@@ -860,8 +902,11 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn report(self) -> Simulated {
+    fn report(mut self) -> Simulated {
         let mut done = self.done;
+        if let (Some(recorder), Some(first)) = (self.recorder.take(), self.devices.first_mut()) {
+            done.recorded = Some(recorder.finish(self.now, &mut first.pager, done.frames));
+        }
         done.time = Duration::from_nanos(self.now);
         let all = (self.now as f64).max(1.0);
         let devices = self.devices.len() as u64;

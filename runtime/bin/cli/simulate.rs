@@ -1,11 +1,16 @@
 //! `outcore simulate`: how long passes over a model would take on a machine that is not there.
 
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use clap::Args;
-use outcore::sim::{self, Even, Flow, MachineModel, Settings, Simulated, Workload};
+use outcore::residency::{PagedFile, Residency};
+use outcore::sim::{
+    self, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind, SpanRecord,
+    TensorClass, Workload,
+};
 use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result, format};
 use serde::Serialize;
 
@@ -63,6 +68,9 @@ pub struct Options {
     /// Of everything that is drawn by chance: the same seed gives the same numbers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// With --json: also what happened when, for `outcore report`: at most some 2 MB, however long the run is
+    #[arg(long, requires = "json")]
+    timeline: bool,
     /// One JSON object instead of tables
     #[arg(long)]
     pub json: bool,
@@ -130,6 +138,50 @@ pub struct Found {
     evictions: u64,
     demotions: u64,
     events: u64,
+    /// Of the model's files, by what tensors are for.
+    weights: Vec<ClassBytes>,
+    /// Of the last pages of all files, on all devices, what is beyond the files' ends.
+    tail_bytes: u64,
+    ceiling: Ceilings,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timeline: Option<Timeline>,
+}
+
+/// What the machine can move, of all devices together.
+#[derive(Debug, Serialize)]
+struct Ceilings {
+    disk_read_bytes_per_second: u64,
+    disk_write_bytes_per_second: u64,
+    /// In each direction. None where device memory is host memory.
+    link_bytes_per_second: Option<u64>,
+    compute_bytes_per_second: u64,
+}
+
+/// What happened when, on the first device; times in nanoseconds.
+#[derive(Debug, Serialize)]
+struct Timeline {
+    lanes: Vec<LaneReport>,
+    residency: Residency,
+    hit_ratio: f64,
+    opt_hit_ratio: f64,
+    ratio_uses: u64,
+    peak_device_frames: u32,
+    peak_host_frames: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct LaneReport {
+    name: &'static str,
+    kinds: Vec<KindReport>,
+    /// Which kind, when it began, how long it took, how much of that was taken: several near ones of a kind may be one here.
+    spans: Vec<(usize, u64, u64, u64)>,
+}
+
+#[derive(Debug, Serialize)]
+struct KindReport {
+    name: &'static str,
+    count: u64,
+    ns: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -153,9 +205,53 @@ impl From<Flow> for FlowReport {
     }
 }
 
+impl Timeline {
+    fn of(recorded: Recorded, files: Vec<PagedFile>) -> Self {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let kind = |kind: &SpanKind| KindReport { name: kind.name, count: kind.count, ns: nanos(kind.time) };
+        let span = |span: &SpanRecord| {
+            (span.kind, nanos(span.start), nanos(span.end.saturating_sub(span.start)), nanos(span.busy))
+        };
+        let lane = |lane: &LaneRecord| LaneReport {
+            name: lane.name,
+            kinds: lane.kinds.iter().map(kind).collect(),
+            spans: lane.spans.iter().map(span).collect(),
+        };
+        Self {
+            lanes: recorded.lanes.iter().map(lane).collect(),
+            residency: Residency { files, ..recorded.residency },
+            hit_ratio: recorded.used.hit_ratio(),
+            opt_hit_ratio: recorded.optimum.hit_ratio(),
+            ratio_uses: recorded.used.uses,
+            peak_device_frames: recorded.peak_frames,
+            peak_host_frames: recorded.peak_host_frames,
+        }
+    }
+}
+
+/// What is simulated, and what is known of it beside its steps.
+struct Model {
+    name: String,
+    workload: Workload,
+    weights: Vec<ClassBytes>,
+    /// By segment.
+    files: Vec<String>,
+}
+
+impl Model {
+    /// The files of one device, which has an equal part of each.
+    fn files_of_a_device(&self, machine: &MachineModel, page: PageSize) -> Vec<PagedFile> {
+        let part = |(name, (_, len)): (&String, &(_, u64))| {
+            let bytes = len.div_ceil(u64::from(machine.devices.get()));
+            PagedFile { name: name.clone(), bytes, pages: page.pages_for(bytes).max(1) }
+        };
+        self.files.iter().zip(self.workload.segments()).map(part).collect()
+    }
+}
+
 pub fn run(options: &Options) -> Result<Found> {
     let machine = MachineModel::find(&options.machine)?;
-    let (workload, model) = workload(options)?;
+    let model = model(options)?;
     let device_budget = options.device_budget.unwrap_or(Bytes::new(machine.device_memory.get() / 10 * 9));
     let step_pages = match options.step {
         None => None,
@@ -176,32 +272,41 @@ pub fn run(options: &Options) -> Result<Found> {
         steps_ahead: options.steps_ahead.unwrap_or(u32::from(machine.link.is_some())),
         passes: options.passes,
         seed: options.seed,
+        timeline: options.timeline,
         ..Settings::new(device_budget, options.host_budget)
     };
-    let done = sim::simulate(&workload, &machine, &settings)?;
-    Ok(found(options, &machine, &settings, model, workload.bytes(), &done))
+    let done = sim::simulate(&model.workload, &machine, &settings)?;
+    Ok(found(options, &machine, &settings, model, done))
 }
 
-fn workload(options: &Options) -> Result<(Workload, String)> {
+fn model(options: &Options) -> Result<Model> {
     if let Some(path) = &options.model {
         let header = format::open(path)?;
-        return Ok((Workload::of_model(&header, options.experts_used)?, path.display().to_string()));
+        let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        return Ok(Model {
+            name: path.display().to_string(),
+            workload: Workload::of_model(&header, options.experts_used)?,
+            weights: ClassBytes::of_model(&header),
+            files: header.files.iter().map(|file| name(&file.path)).collect(),
+        });
     }
     let Options { params, dtype, layers, .. } = *options;
     let params = params.unwrap_or_default();
     let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));
     let workload = Workload::even(Even { params, dtype, layers, experts })?;
-    Ok((workload, format!("{params} parameters of {} in {layers} layers", dtype.name())))
+    let class = if experts.is_some() { TensorClass::Experts } else { TensorClass::Other };
+    Ok(Model {
+        name: format!("{params} parameters of {} in {layers} layers", dtype.name()),
+        weights: vec![ClassBytes::new(class, workload.bytes())],
+        files: vec!["layers".to_owned()],
+        workload,
+    })
 }
 
-fn found(
-    options: &Options,
-    machine: &MachineModel,
-    settings: &Settings,
-    model: String,
-    model_bytes: u64,
-    done: &Simulated,
-) -> Found {
+fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: Model, mut done: Simulated) -> Found {
+    let files = model.files_of_a_device(machine, settings.page_size);
+    let timeline = done.recorded.take().map(|recorded| Timeline::of(recorded, files));
+    let of_all = |rate: Bytes| rate.get().saturating_mul(u64::from(machine.devices.get()));
     let stalls = done.stalls.iter().flat_map(|stall| {
         stall.tiers.iter().filter(|tier| tier.count > 0).map(|tier| Stall {
             cause: stall.name,
@@ -212,7 +317,8 @@ fn found(
     });
     let stalls: Vec<Stall> = stalls.collect();
     Found {
-        model,
+        model_bytes: model.workload.bytes(),
+        model: model.name,
         machine: machine.name.clone(),
         devices: machine.devices,
         policy: settings.policy.name(),
@@ -220,7 +326,6 @@ fn found(
         device_budget_bytes: settings.device_budget.get(),
         host_budget_bytes: settings.host_budget.get(),
         seed: options.seed,
-        model_bytes,
         pages: done.pages,
         frames: done.frames,
         host_frames: done.host_frames,
@@ -243,6 +348,15 @@ fn found(
         evictions: done.pager.evictions,
         demotions: done.pager.demotions,
         events: done.events,
+        weights: model.weights,
+        tail_bytes: done.tails.get(),
+        ceiling: Ceilings {
+            disk_read_bytes_per_second: machine.disk.read.get(),
+            disk_write_bytes_per_second: machine.disk.write.get(),
+            link_bytes_per_second: machine.link.map(|link| of_all(link.bandwidth())),
+            compute_bytes_per_second: of_all(machine.compute.bandwidth),
+        },
+        timeline,
     }
 }
 
