@@ -272,6 +272,13 @@ fn the_last_line_holds_what_the_contract_names() {
     assert_eq!(run["interrupted"], false);
     assert_eq!(run["device"], "host");
     let model = files_len(&MODELS.small);
+    let memory = &run["memory"];
+    let weights: u64 = memory["weights"].as_array().unwrap().iter().map(|class| class["bytes"].as_u64().unwrap()).sum();
+    assert!(weights <= model && weights > model / 2, "{run}");
+    assert_eq!((model + memory["tail_bytes"].as_u64().unwrap()) % run["page_bytes"].as_u64().unwrap(), 0, "{run}");
+    for key in ["keys_values_bytes", "activations_bytes"] {
+        assert!(memory[key].as_u64().unwrap() > 0, "{key}: {run}");
+    }
     assert!(run["disk_read_bytes"].as_u64().unwrap() >= model / 2, "{run}");
 
     let output = generate(&args);

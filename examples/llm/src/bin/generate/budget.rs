@@ -38,6 +38,16 @@ pub struct Budgets {
     pub page_size: PageSize,
     /// Most tokens of one pass.
     pub pass: usize,
+    /// What computing takes besides pages in such passes, keys and values included.
+    pub working: Bytes,
+}
+
+/// Keys and values of a sequence of `context` tokens, as all sessions here keep them.
+pub fn keys_values(config: &Config, context: usize) -> Bytes {
+    let [kv_heads, head_dim, layers, context] =
+        [config.kv_heads, config.head_dim, config.layers, context].map(|size| size as u128);
+    let bytes = 2 * layers * kv_heads * head_dim * context * size_of::<f32>() as u128;
+    Bytes::new(u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
 /// What the options say.
@@ -64,13 +74,12 @@ impl Working {
     /// For a prompt of `prompt` tokens in a sequence of `context`, computed by `threads` threads.
     pub fn of(config: &Config, context: usize, prompt: usize, threads: usize) -> Self {
         // Wide enough for the product of any sizes that a configuration may have.
-        let [dim, ffn, heads, kv_heads, head_dim, layers, vocab, context, threads] = [
+        let [dim, ffn, heads, kv_heads, head_dim, vocab, positions, threads] = [
             config.dim,
             config.ffn_dim,
             config.heads,
             config.kv_heads,
             config.head_dim,
-            config.layers,
             config.vocab,
             context,
             threads,
@@ -79,10 +88,9 @@ impl Working {
         const FLOAT: u128 = size_of::<f32>() as u128;
         let bytes = |n: u128| Bytes::new(u64::try_from(n).unwrap_or(u64::MAX));
         let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-        let cache = 2 * layers * kv * context;
         // The logits, their bytes for the hash, and the sampler's odds of 16 bytes each.
         let logits = 6 * vocab;
-        let scores = threads * context;
+        let scores = threads * positions;
         // Of a vector that enters a matrix, its quantised copy: bytes with two scales a block.
         let copy = |elements: u128| elements * size_of::<kernels::Q8Block>() as u128 / kernels::BLOCK as u128 / FLOAT;
         // A product of several vectors exists twice for a while, by rows and by vectors.
@@ -92,7 +100,8 @@ impl Working {
         let floats = 2 * dim + copy(dim) + head_dim + attention.max(feed_forward);
         // A quarter for what the allocator cannot reuse at once; the order of the token's steps.
         let token = bytes(floats * FLOAT * 5 / 4 + 256);
-        let fixed = bytes((cache + logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
+        let fixed = bytes((logits + scores) * FLOAT + u128::from(A_THREAD.get()) * threads);
+        let fixed = Bytes::new(fixed.get().saturating_add(keys_values(config, context).get()));
         Self { fixed, token, prompt }
     }
 
@@ -188,7 +197,8 @@ fn divide_of(
         .remedy(format!("give at least {page}, smaller pages by --page-size, or 0 for no host tier")));
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
-    Ok(Budgets { device, device_asked, host: wishes.host.min(pages(page_size)), page_size, pass })
+    let (host, working) = (wishes.host.min(pages(page_size)), working.bytes(pass));
+    Ok(Budgets { device, device_asked, host, page_size, pass, working })
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says what
@@ -236,7 +246,8 @@ fn divide_gpu_of(
         None => least + Bytes::new(room.saturating_sub(least).get() / ACTIVATIONS_SHARE),
     };
     let pass = longest_pass(prompt, for_activations, &working)?;
-    let besides = working(pass)? + GPU_HEADROOM;
+    let taken = working(pass)?;
+    let besides = taken + GPU_HEADROOM;
     let left = free.saturating_sub(besides);
     let device = asked.unwrap_or_else(|| left.min(pages));
     if device > left {
@@ -261,7 +272,7 @@ fn divide_gpu_of(
         .into());
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
-    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), page_size, pass })
+    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), page_size, pass, working: taken })
 }
 
 /// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of equal

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::output::{Input, NewFile};
+use outcore::sim::ClassBytes;
 use outcore::{Bytes, DeviceChoice, Lane, Runtime};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
@@ -27,7 +28,7 @@ use args::Args;
 use budget::{Wishes, Working};
 use capture::Capture;
 use progress::Progress;
-use report::{Run, Timeline};
+use report::{Memory, Run, Timeline};
 use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
@@ -229,6 +230,14 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
             Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, budgets.pass)?))
         }
     };
+    let keys_values = budget::keys_values(&config, context);
+    let tail = |len: &Bytes| budgets.page_size.pages_for(len.get()) * budgets.page_size.bytes() - len.get();
+    let memory = Memory {
+        weights: ClassBytes::of_model(files.header()),
+        tails: Bytes::new(lengths.iter().map(tail).sum()),
+        keys_values,
+        activations: budgets.working.saturating_sub(keys_values),
+    };
     let pass_bytes = outcore_llm::pass_bytes(&files)?;
     drop(files);
     let mut sampler =
@@ -309,6 +318,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         device_budget: budgets.device,
         device_asked: budgets.device_asked,
         host_budget: budgets.host,
+        memory,
         pass_bytes: Bytes::new(pass_bytes),
         prompt_tokens: prompt,
         tokens,

@@ -7,10 +7,33 @@ use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
 use outcore::output::{Input, NewFile};
+use outcore::residency::Residency;
+use outcore::sim::ClassBytes;
 use outcore::{Bytes, Lane, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
 
-use crate::residency::Residency;
+/// What a run takes memory for, besides the frames.
+#[derive(Debug)]
+pub struct Memory {
+    /// Of the model's files.
+    pub weights: Vec<ClassBytes>,
+    /// Of files' last pages, what is beyond the files' ends.
+    pub tails: Bytes,
+    pub keys_values: Bytes,
+    /// Activations, logits, and what else computing takes.
+    pub activations: Bytes,
+}
+
+impl Memory {
+    fn json(&self) -> Value {
+        json!({
+            "weights": self.weights,
+            "tail_bytes": self.tails.get(),
+            "keys_values_bytes": self.keys_values.get(),
+            "activations_bytes": self.activations.get(),
+        })
+    }
+}
 
 /// A finished run.
 #[derive(Debug)]
@@ -21,6 +44,7 @@ pub struct Run {
     /// What was asked for, where the model has fewer pages.
     pub device_asked: Option<Bytes>,
     pub host_budget: Bytes,
+    pub memory: Memory,
     /// Of weights, that a pass over one token uses.
     pub pass_bytes: Bytes,
     pub prompt_tokens: Vec<u32>,
@@ -115,6 +139,7 @@ impl Run {
             "peak_device_bytes": stats.traffic.peak_device.get(),
             "peak_host_bytes": stats.traffic.peak_host.get(),
             "peak_rss_bytes": peak_rss().get(),
+            "memory": self.memory.json(),
             "logits_xxh3": format!("{:016x}", self.logits_hash),
             "interrupted": self.interrupted,
             "stalls": stalls,

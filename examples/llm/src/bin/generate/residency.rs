@@ -4,38 +4,9 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use outcore::residency::{PagedFile, Residency, Sample};
 use outcore::{Model, PageSize, Runtime, Tensor, Tier};
-use serde::Serialize;
 
-/// What was seen, some of the time.
-#[derive(Debug, Default, Serialize)]
-pub struct Residency {
-    page_bytes: u64,
-    files: Vec<PagedFile>,
-    samples: Vec<Sample>,
-}
-
-/// A file of the model.
-#[derive(Debug, Serialize)]
-struct PagedFile {
-    name: String,
-    bytes: u64,
-    pages: u64,
-}
-
-/// The pages of all files in order are divided into rows of as equal numbers as can be.
-#[derive(Debug, Serialize)]
-struct Sample {
-    /// Since the runtime was opened, in microseconds.
-    ts: f64,
-    /// Of each row, percent of its pages that are in the device's memory.
-    device: Vec<u8>,
-    /// Percent that are in the host's memory, and not in the device's.
-    host: Vec<u8>,
-}
-
-const ROWS_MAX: usize = 256;
-const SAMPLES_MAX: usize = 400;
 /// Between samples, at first: each time there are too many, every second one goes and the time between them doubles.
 const INTERVAL: Duration = Duration::from_millis(5);
 /// A sample holds up the runtime, and may do so for this part of the time.
@@ -73,15 +44,9 @@ impl Watch {
                 stopped = told.recv_timeout(interval) != Err(RecvTimeoutError::Timeout);
                 let now = Instant::now();
                 let sample = look(&runtime, &tensors, (now - opened).as_nanos() as f64 / 1e3);
-                residency.samples.push(sample);
                 interval = interval.max(now.elapsed() * COST);
-                if residency.samples.len() > SAMPLES_MAX {
-                    // The last one stays, and is the end of the run if it was stopped.
-                    let mut number = 0_usize;
-                    residency.samples.retain(|_| {
-                        number += 1;
-                        number % 2 == 1
-                    });
+                // The last one stays, and is the end of the run if it was stopped.
+                if residency.push(sample) {
                     interval *= 2;
                 }
             }
@@ -111,13 +76,5 @@ impl Drop for Watch {
 fn look(runtime: &Runtime, tensors: &[Tensor], ts: f64) -> Sample {
     let tiers: Vec<Tier> =
         tensors.iter().flat_map(|tensor| runtime.snapshot(tensor).pages).map(|page| page.tier()).collect();
-    let rows = tiers.len().min(ROWS_MAX);
-    let share = |tier: Tier| {
-        let percent = |row: usize| {
-            let pages = &tiers[row * tiers.len() / rows..(row + 1) * tiers.len() / rows];
-            (100 * pages.iter().filter(|page| **page == tier).count() / pages.len()) as u8
-        };
-        (0..rows).map(percent).collect()
-    };
-    Sample { ts, device: share(Tier::Device), host: share(Tier::Host) }
+    Sample::of(ts, tiers.len(), |page| tiers.get(page).copied().unwrap_or(Tier::Disk), usize::MAX)
 }
