@@ -1139,6 +1139,8 @@ const GENERATED: &str = r#"{"model":"<b>m</b>.gguf","device":"host","policy":"pl
 "pass_s_median":0.1,"compute_s":0.6,"stall_s":0.4,"overlap":0.5,"disk_read_bytes":10485760,"disk_written_bytes":0,
 "link_bytes":0,"disk_busy_s":2.0,"link_busy_s":0.0,"hit_ratio":0.25,"opt_hit_ratio":0.5,"ratio_uses":99,
 "peak_device_bytes":1048576,"peak_host_bytes":0,"peak_rss_bytes":5242880,"interrupted":false,
+"memory":{"weights":[{"class":"attention","bytes":100000},{"class":"norm","bytes":50000}],"tail_bytes":46608,
+"keys_values_bytes":2097152,"activations_bytes":1048576},
 "stalls":{"disk fault":{"count":4,"seconds":0.4},"zero fill":{"count":0,"seconds":0.0}}}"#;
 
 const TIMELINE: &str = r#"{"traceEvents":[{"name":"read","cat":"disk","ph":"X","ts":0,"dur":1500000,"pid":1,"tid":3000},
@@ -1158,29 +1160,40 @@ fn timeline_with(residency: &str) -> String {
 const PROBED: &str = r#"{"file":"disk.bin","memcpy_bytes_per_second":9000000000,
 "points":[{"block_bytes":65536,"depth":8,"bytes_per_second":10485760},{"block_bytes":65536,"depth":1,"bytes_per_second":1}]}"#;
 
-/// A page of all kinds of inputs.
-fn made_page(dir: &Path) -> String {
-    let place = |name: &str, text: &str| {
-        let path = dir.join(name);
-        fs::write(&path, text).unwrap();
-        string(&path).to_owned()
-    };
-    let one_line = GENERATED.replace('\n', "");
-    let inputs = [
-        place("run.json", &format!("words of the model\n{one_line}\n")),
-        place("timeline.json", &timeline_with(RESIDENCY)),
-        place("probe.json", PROBED),
-        place(
-            "simulated.json",
-            &text(&["simulate", "--params", "1B", "--machine", "laptop", "--device-budget", "1GiB", "--json"]),
-        ),
-        place("found.json", &text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
-    ];
+/// A file of that text.
+fn place(dir: &Path, name: &str, text: impl AsRef<[u8]>) -> String {
+    let path = dir.join(name);
+    fs::write(&path, text).unwrap();
+    string(&path).to_owned()
+}
+
+/// What `outcore simulate` says of a short run.
+fn simulated_run(more: &[&str]) -> String {
+    let short = ["simulate", "--params", "1B", "--machine", "rtx4090", "--device-budget", "1GiB", "--json"];
+    text(&[&short[..], &["--host-budget", "256MiB"], more].concat())
+}
+
+/// A page of these inputs.
+fn page_of(dir: &Path, inputs: &[String]) -> String {
     let page = dir.join("report.html");
     let mut arguments = vec!["report", "-o", string(&page)];
     arguments.extend(inputs.iter().map(String::as_str));
     text(&arguments);
     fs::read_to_string(page).unwrap()
+}
+
+/// A page of all kinds of inputs.
+fn made_page(dir: &Path) -> String {
+    let one_line = GENERATED.replace('\n', "");
+    let inputs = [
+        place(dir, "run.json", format!("words of the model\n{one_line}\n")),
+        place(dir, "timeline.json", timeline_with(RESIDENCY)),
+        place(dir, "simulated.json", simulated_run(&["--timeline"])),
+        place(dir, "found.json", text(&["policies", "--workload", "kv", "--uses", "3000", "--json"])),
+        "--probe".to_owned(),
+        place(dir, "probe.json", PROBED),
+    ];
+    page_of(dir, &inputs)
 }
 
 #[test]
@@ -1246,7 +1259,8 @@ fn report_makes_a_page_that_needs_nothing_else() {
         "&lt;b&gt;m&lt;",
         "5.0 MiB&#x2f;s",
         "10.0 MiB&#x2f;s",
-        "width: 50.0%",
+        "width: 66.67%",
+        "50.0 %",
         "disk fault",
         "late prefetch",
         "0.2500",
@@ -1255,9 +1269,14 @@ fn report_makes_a_page_that_needs_nothing_else() {
         "id=\"timeline-0\"",
         "Where pages were: ",
         "33.3 %",
-        "45.5 KiB beyond their ends",
+        "45.5 KiB beyond their ends, 23.71 % of all pages",
+        "no fragmentation",
+        "activations, logits, threads",
         "id=\"residency-0\"",
-        "on laptop, simulated",
+        "id=\"residency-1\"",
+        "on rtx4090, simulated",
+        "link down",
+        "Keys, values and activations are not simulated",
         "of its ceiling",
         "id=\"simulated-0\"",
         "id=\"policies-0\"",
@@ -1277,6 +1296,134 @@ fn report_makes_a_page_that_needs_nothing_else() {
     assert_eq!(data["timelines"][0]["lanes"].as_array().unwrap().len(), 3);
     assert_eq!(data["timelines"][0]["residency"]["samples"][1]["device"], serde_json::json!([100, 0, 0]));
     assert_eq!(data["policies"][0]["uses"], 3000);
+    let bars = data["bars"].as_array().unwrap();
+    let of = |id: &str| bars.iter().find(|bars| bars["id"] == id).unwrap_or_else(|| panic!("no bars {id}"));
+    assert_eq!(of("stalls-0")["labels"], serde_json::json!(["disk fault"]));
+    // Half of what the probe read, while there was work; and in all of the second that the passes took, all it could be.
+    assert_eq!(of("links-0")["series"][1]["values"][0], 0.5);
+    assert_eq!(
+        of("memory-0")["series"][1]["values"],
+        serde_json::json!([1048576.0, 0.0, 2097152.0, 1048576.0, 1048576.0])
+    );
+    assert_eq!(of("memory-1")["labels"], serde_json::json!(["attention", "norm"]));
+    assert_eq!(of("optimum-0")["series"][0]["values"], serde_json::json!([0.25, 0.5]));
+    for bars in bars {
+        assert!(page.contains(&format!("id={}", bars["id"])), "{bars}");
+    }
+}
+
+#[test]
+fn report_says_where_a_ceiling_comes_from() {
+    let dir = scratch();
+    let linked = GENERATED
+        .replace("\"link_bytes\":0,", "\"link_bytes\":5242880,")
+        .replace("\"link_busy_s\":0.0", "\"link_busy_s\":1.0");
+    let probe = ["--probe".to_owned(), place(dir.path(), "probe.json", PROBED)];
+    let page = |run: &str, probe: &[String]| {
+        let run = place(dir.path(), "run.json", run);
+        page_of(dir.path(), &[&[run][..], probe].concat())
+    };
+    let has = |page: &str, parts: &[&str]| {
+        for part in parts {
+            assert!(page.contains(part), "{part:?} is not in the page");
+        }
+    };
+    has(
+        &page(GENERATED, &[]),
+        &["disk&#x27;s ceiling is not known: run `outcore probe", "give that file with `--probe`", "not known"],
+    );
+    assert!(!page(GENERATED, &[]).contains("link&#x27;s ceiling"), "a link that carried nothing needs none");
+    has(&page(&linked, &[]), &["link&#x27;s ceiling is not known: give `--probe`"]);
+    has(&page(&linked, &probe), &["what `outcore probe` read of disk.bin", "what one thread copied", "8.4 GiB&#x2f;s"]);
+    let on_gpu = linked.replace("\"device\":\"host\"", "\"device\":\"cuda:0\"");
+    has(&page(&on_gpu, &probe), &["link&#x27;s ceiling is not known: add", "link_bytes_per_second"]);
+    let with = |ceiling: &str| on_gpu.replacen('{', &format!("{{\"ceiling\":{ceiling},"), 1);
+    let told = page(&with("{\"disk_bytes_per_second\":20971520,\"link_bytes_per_second\":10485760}"), &probe);
+    has(&told, &["20.0 MiB&#x2f;s", "25.0 %", "50.0 %", "The disk&#x27;s ceiling is what the run&#x27;s JSON says"]);
+    // A run of an earlier release.
+    let (before, after) = (GENERATED.find("\"memory\"").unwrap(), GENERATED.find("\"stalls\"").unwrap());
+    let old = format!("{}{}", &GENERATED[..before], &GENERATED[after..]);
+    has(&page(&old, &[]), &["JSON is of an earlier release", "Tail waste: not known", "no fragmentation"]);
+    // What is wrong is said.
+    let refuse = |run: &str, probe: &str, parts: &[&str]| {
+        let (run, out) = (place(dir.path(), "run.json", run), dir.path().join("refused.html"));
+        refused(&["report", &run, "--probe", probe, "-o", string(&out)], 1, parts);
+        assert!(!out.exists());
+    };
+    refuse(&with("{\"disc\":1}"), &probe[1], &["run.json", "unknown field `disc`"]);
+    refuse(&with("{\"disk_bytes_per_second\":0}"), &probe[1], &["run.json", "nonzero"]);
+    let timeline = place(dir.path(), "timeline.json", TIMELINE);
+    refuse(GENERATED, &timeline, &["timeline.json, given with --probe", "outcore probe --json"]);
+    refuse(GENERATED, string(&dir.path().join("none.json")), &["none.json", "check the path"]);
+    let half = place(dir.path(), "half.json", &PROBED[..PROBED.len() / 2]);
+    refuse(GENERATED, &half, &["half.json", "cut off"]);
+    let run = place(dir.path(), "run.json", GENERATED);
+    refused(&["report", &run, "--probe", &probe[1], "-o", &probe[1]], 1, &["it is what is reported on"]);
+}
+
+#[test]
+fn report_of_a_simulation_has_all_that_one_of_a_run_has() {
+    let dir = scratch();
+    let (run, page) = (dir.path().join("simulated.json"), dir.path().join("report.html"));
+    let simulation = simulated_run(&["--timeline"]);
+    fs::write(&run, &simulation).unwrap();
+    let done = json(&["report", string(&run), "-o", string(&page), "--json"]);
+    let parts = [
+        "what a simulation found",
+        "timeline by lane",
+        "residency over time",
+        "stalls by cause",
+        "bandwidth by link",
+        "hit ratio beside the optimum",
+        "memory by class",
+    ];
+    assert_eq!(done["parts"], serde_json::json!(parts));
+    // Several devices are told apart from their first.
+    fs::write(
+        &run,
+        text(&[
+            "simulate",
+            "--params",
+            "4B",
+            "--machine",
+            "dgx-h200",
+            "--device-budget",
+            "256MiB",
+            "--timeline",
+            "--json",
+        ]),
+    )
+    .unwrap();
+    text(&["report", string(&run), "-o", string(&page)]);
+    let html = fs::read_to_string(&page).unwrap();
+    well_formed(&html);
+    assert!(html.contains("the first of 8 devices"));
+    // What was not recorded is said, with what would.
+    fs::write(&run, simulated_run(&[])).unwrap();
+    text(&["report", string(&run), "-o", string(&page)]);
+    let html = fs::read_to_string(&page).unwrap();
+    assert!(html.contains("simulate with `--json --timeline`") && html.contains("timeline by lane: needs"));
+    // Of an earlier release, too.
+    let mut old: Value = serde_json::from_str(&simulation).unwrap();
+    for new in ["weights", "tail_bytes", "ceiling", "timeline"] {
+        old.as_object_mut().unwrap().remove(new).unwrap();
+    }
+    fs::write(&run, old.to_string()).unwrap();
+    text(&["report", string(&run), "-o", string(&page)]);
+    let html = fs::read_to_string(&page).unwrap();
+    assert!(html.contains("Ceilings are not known: simulate again") && html.contains("Tail waste: not known"));
+    // What is not as it was written is refused.
+    let refuse = |from: &str, to: &str, part: &str| {
+        let bad = simulation.replacen(from, to, 1);
+        assert_ne!(bad, simulation, "{from}");
+        fs::write(&run, bad).unwrap();
+        refused(&["report", string(&run), "-o", string(&page)], 1, &["simulated.json", part]);
+    };
+    refuse("\"spans\":[[0,", "\"spans\":[[9,", "a kind that lane");
+    refuse("\"kinds\"", "\"sorts\"", "missing field `kinds`");
+    refuse("\"device\":[", "\"device\":[0,", "a residency that is uneven");
+    refuse("\"disk_read_bytes_per_second\":", "\"disk_read_bytes_per_second\":-", "outcore simulate --json");
+    assert_eq!(fs::read_to_string(&page).unwrap(), html, "what was there stays");
 }
 
 #[test]
@@ -1339,41 +1486,165 @@ fn report_refuses_bad_input() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3, "nothing else is left");
 }
 
-/// A browser draws all charts of the page, and has nothing to say against it.
-#[test]
-fn report_is_drawn_by_a_browser() {
+/// The browser, if there is one.
+fn browser() -> Option<std::path::PathBuf> {
     let names = ["chromium", "chromium-browser", "google-chrome"];
     let named = std::env::var_os("OUTCORE_CHROMIUM").map(std::path::PathBuf::from);
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found =
         std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name))).find(|path| path.is_file());
-    let Some(browser) = named.or(found) else {
+    named.or(found)
+}
+
+/// What a browser with these arguments prints and says of the page that lies in `dir`.
+fn browsed(browser: &Path, dir: &Path, arguments: &[&str]) -> (String, String) {
+    // A browser that does not end is one that fails.
+    let mut command = Command::new("timeout");
+    command.arg("120").arg(browser);
+    command.args(["--headless", "--no-sandbox", "--disable-gpu", "--lang=en-US", "--enable-logging=stderr"]);
+    command.args(["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]);
+    command.args(["--hide-scrollbars", "--window-size=1366,768"]).args(arguments);
+    command.arg(format!("--user-data-dir={}", string(&dir.join("profile"))));
+    let output = command.arg(format!("file://{}", string(&dir.join("report.html")))).output().unwrap();
+    let [drawn, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(!said.contains("CONSOLE"), "{said}");
+    (drawn, said)
+}
+
+/// Counts, when all is drawn, each chart's pixels that are neither clear nor grey, as grids and texts are.
+const COUNT: &str = r#"<script>
+for (const place of document.querySelectorAll(".chart")) {
+  const canvas = place.querySelector("canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const colours = new Set();
+  let pixels = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    const [r, g, b, a] = data.slice(at, at + 4);
+    if (a < 64 || Math.max(r, g, b) - Math.min(r, g, b) < 10) continue;
+    pixels++;
+    colours.add((r << 16) | (g << 8) | b);
+  }
+  place.dataset.pixels = pixels;
+  place.dataset.colours = colours.size;
+}
+</script>"#;
+
+/// Of each chart of a page, its id, how many coloured pixels it has, and of how many colours.
+fn charts(browser: &Path, dir: &Path, page: &str) -> Vec<(String, u64, u64)> {
+    fs::write(dir.join("report.html"), page.replace("</body>", &format!("{COUNT}</body>"))).unwrap();
+    let (drawn, said) = browsed(browser, dir, &["--dump-dom"]);
+    assert!(drawn.contains("data-drawn=\"all\""), "{drawn}{said}");
+    let mut charts = Vec::new();
+    for place in drawn.split("<div class=\"chart\"").skip(1) {
+        let tag = place.split_once('>').unwrap().0;
+        let value = |name: &str| {
+            let from = tag.split_once(&format!("{name}=\"")).unwrap_or_else(|| panic!("no {name} in {tag}")).1;
+            from.split_once('"').unwrap().0.to_owned()
+        };
+        charts.push((value("id"), value("data-pixels").parse().unwrap(), value("data-colours").parse().unwrap()));
+    }
+    charts
+}
+
+/// The pixels of an image as the browser writes it, red, green and blue: width, height, bytes.
+fn pixels(png: &[u8]) -> (usize, usize, Vec<u8>) {
+    use std::io::Read;
+    let number = |at: usize| u32::from_be_bytes(png[at..at + 4].try_into().unwrap()) as usize;
+    assert!(png.starts_with(b"\x89PNG\r\n\x1a\n"));
+    let (width, height, deep, colours) = (number(16), number(20), png[24], png[25]);
+    let each = match (deep, colours) {
+        (8, 2) => 3,
+        (8, 6) => 4,
+        other => panic!("pixels of another form: {other:?}"),
+    };
+    let (mut at, mut packed) = (8, Vec::new());
+    while at < png.len() {
+        let len = number(at);
+        if &png[at + 4..at + 8] == b"IDAT" {
+            packed.extend_from_slice(&png[at + 8..at + 8 + len]);
+        }
+        at += 12 + len;
+    }
+    let mut lines = Vec::new();
+    flate2::read::ZlibDecoder::new(&packed[..]).read_to_end(&mut lines).unwrap();
+    let stride = width * each;
+    let mut all = vec![0_u8; stride * height];
+    for row in 0..height {
+        let line = &lines[row * (stride + 1)..(row + 1) * (stride + 1)];
+        for x in 0..stride {
+            let left = if x >= each { all[row * stride + x - each] } else { 0 };
+            let up = if row > 0 { all[(row - 1) * stride + x] } else { 0 };
+            let corner = if row > 0 && x >= each { all[(row - 1) * stride + x - each] } else { 0 };
+            let guess = match line[0] {
+                0 => 0,
+                1 => left,
+                2 => up,
+                3 => ((u16::from(left) + u16::from(up)) / 2) as u8,
+                _ => {
+                    let sum = i16::from(left) + i16::from(up) - i16::from(corner);
+                    *[left, up, corner].iter().min_by_key(|near| (sum - i16::from(**near)).abs()).unwrap()
+                }
+            };
+            all[row * stride + x] = line[x + 1].wrapping_add(guess);
+        }
+    }
+    let colours = all.chunks(each).flat_map(|pixel| pixel[..3].to_vec()).collect();
+    (width, height, colours)
+}
+
+/// A browser draws all charts of a page of each kind of input, none of them blank, and has nothing to say against it.
+#[test]
+fn report_is_drawn_by_a_browser() {
+    let Some(browser) = browser() else {
         let required = std::env::var("OUTCORE_REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|one| one == "browser"), "skips, though OUTCORE_REQUIRE names browser");
         eprintln!("SKIPPED: no Chromium on PATH; OUTCORE_CHROMIUM can name one");
         return;
     };
     let dir = scratch();
+    let place = |name: &str, bytes: &[u8]| place(dir.path(), name, bytes);
+    let run = place("run.json", GENERATED.replace('\n', "").as_bytes());
+    let timeline = place("timeline.json", timeline_with(RESIDENCY).as_bytes());
+    let found = text(&["policies", "--workload", "moe", "--uses", "20000", "--json"]);
+    let kinds: [(&[String], &[&str]); 5] = [
+        (
+            &[run, timeline],
+            &["timeline-0", "residency-0", "stalls-0", "stalls-1", "links-0", "optimum-0", "memory-0", "memory-1"],
+        ),
+        (
+            &[place("simulated.json", simulated_run(&["--timeline"]).as_bytes())],
+            &["simulated-0", "timeline-0", "residency-0", "stalls-0", "links-0", "optimum-0", "memory-0", "memory-1"],
+        ),
+        (
+            &[place("short.json", simulated_run(&[]).as_bytes())],
+            &["simulated-0", "stalls-0", "links-0", "memory-0", "memory-1"],
+        ),
+        (&[place("found.json", found.as_bytes())], &["optimum-0", "memory-0", "policies-0"]),
+        (&[place("run.trace", &made_capture())], &["optimum-0", "memory-0", "policies-0"]),
+    ];
+    for (inputs, expected) in kinds {
+        let page = page_of(dir.path(), inputs);
+        let charts = charts(&browser, dir.path(), &page);
+        let ids: Vec<&str> = charts.iter().map(|(id, ..)| id.as_str()).collect();
+        assert_eq!(ids, expected, "of {inputs:?}");
+        for (id, pixels, colours) in &charts {
+            assert!(*pixels > 200 && *colours > 0, "{id} of {inputs:?} is blank: {pixels} pixels, {colours} colours");
+        }
+        let timeline = charts.iter().find(|(id, ..)| id == "timeline-0");
+        assert!(timeline.is_none_or(|(.., colours)| *colours >= 3), "{charts:?}");
+    }
+    // As it is seen.
     made_page(dir.path());
-    // A browser that does not end is one that fails.
-    let mut command = Command::new("timeout");
-    command.arg("120").arg(browser);
-    command.args([
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--lang=en-US",
-        "--dump-dom",
-        "--enable-logging=stderr",
-    ]);
-    command.args(["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]);
-    command.arg(format!("--user-data-dir={}", string(&dir.path().join("profile"))));
-    let output = command.arg(format!("file://{}", string(&dir.path().join("report.html")))).output().unwrap();
-    let drawn = String::from_utf8_lossy(&output.stdout);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(drawn.contains("data-drawn=\"all\""), "{drawn}{said}");
-    assert!(!said.contains("CONSOLE"), "{said}");
-    assert_eq!(drawn.matches("<canvas").count(), 4, "a canvas for each chart");
+    let shot = dir.path().join("page.png");
+    browsed(&browser, dir.path(), &[&format!("--screenshot={}", string(&shot))]);
+    let (width, height, bytes) = pixels(&fs::read(&shot).unwrap());
+    assert_eq!((width, height), (1366, 768));
+    let dark = bytes.chunks(3).filter(|pixel| pixel.iter().any(|value| *value < 128)).count();
+    let coloured =
+        bytes.chunks(3).filter(|pixel| pixel.iter().max().unwrap() - pixel.iter().min().unwrap() > 40).count();
+    assert!(dark > 2000 && coloured > 500, "{dark} dark and {coloured} coloured pixels of a page");
+    let right = bytes.chunks(3 * width).filter(|line| line[3 * (width - 8)..].iter().any(|value| *value < 250)).count();
+    assert_eq!(right, 0, "nothing runs out of the window");
 }
 
 #[test]

@@ -3,17 +3,19 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
+use std::num::NonZeroU64;
 use std::path::Path;
 
-use outcore::sim::capture;
+use outcore::residency::Residency;
+use outcore::sim::{ClassBytes, capture};
 use outcore::{Bytes, Error, ErrorKind, Result};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::super::policies::{self, Found};
-use super::residency::Residency;
-use super::timeline::{Event, Timeline};
+use super::part::file_name;
+use super::timeline::{Event, RecordedLane, Timeline};
 
 /// The largest input: the longest timeline that `generate` writes takes half of it.
 const BYTES_MAX: u64 = 256 << 20;
@@ -50,6 +52,29 @@ pub struct Generated {
     pub stalls: BTreeMap<String, Stall>,
     #[serde(default)]
     pub interrupted: bool,
+    /// Of this release.
+    pub memory: Option<Memory>,
+    /// Written by hand, of what was measured otherwise.
+    #[serde(default)]
+    pub ceiling: Ceilings,
+}
+
+/// What a run took memory for besides frames.
+#[derive(Debug, Deserialize)]
+pub struct Memory {
+    pub weights: Vec<ClassBytes>,
+    pub tail_bytes: u64,
+    pub keys_values_bytes: u64,
+    pub activations_bytes: u64,
+}
+
+/// What links can carry, as far as that is known.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ceilings {
+    /// Of reads.
+    pub disk_bytes_per_second: Option<NonZeroU64>,
+    pub link_bytes_per_second: Option<NonZeroU64>,
 }
 
 /// Of `outcore simulate --json`.
@@ -74,6 +99,57 @@ pub struct Simulated {
     pub link_in: Flow,
     pub link_out: Flow,
     pub compute: Flow,
+    /// These are of this release.
+    #[serde(default)]
+    pub weights: Vec<ClassBytes>,
+    pub tail_bytes: Option<u64>,
+    pub ceiling: Option<MachineCeilings>,
+    /// Only where it was asked for.
+    pub timeline: Option<Recorded>,
+}
+
+/// What a described machine can move, all devices together.
+#[derive(Debug, Deserialize)]
+pub struct MachineCeilings {
+    pub disk_read_bytes_per_second: NonZeroU64,
+    pub disk_write_bytes_per_second: NonZeroU64,
+    pub link_bytes_per_second: Option<NonZeroU64>,
+    pub compute_bytes_per_second: NonZeroU64,
+}
+
+/// What `simulate --timeline` adds.
+#[derive(Debug, Deserialize)]
+pub struct Recorded {
+    /// These two are taken out, to be drawn as all timelines are.
+    lanes: Vec<RecordedLane>,
+    residency: Residency,
+    pub hit_ratio: f64,
+    pub opt_hit_ratio: f64,
+    pub ratio_uses: u64,
+    pub peak_device_frames: u64,
+    pub peak_host_frames: u64,
+}
+
+impl Simulated {
+    /// What it is called.
+    pub fn name(&self) -> String {
+        format!("{} on {}, simulated", file_name(&self.model), self.machine)
+    }
+
+    fn take_timeline(&mut self, file: &str) -> Result<Option<Timeline>> {
+        let name = self.name();
+        let Some(recorded) = &mut self.timeline else { return Ok(None) };
+        let (lanes, seen) = (std::mem::take(&mut recorded.lanes), std::mem::take(&mut recorded.residency));
+        let about = if self.devices > 1 {
+            format!(
+                "In virtual time. Lanes and pages are those of the first of {} devices; the disk is of all.",
+                self.devices
+            )
+        } else {
+            "In virtual time.".to_owned()
+        };
+        Timeline::of_record(file, name, Some(about), lanes, seen).map(Some)
+    }
 }
 
 /// Waiting for one cause, while bytes were in one tier.
@@ -90,8 +166,6 @@ pub struct SimulatedStall {
 pub struct Flow {
     pub bytes: u64,
     pub busy_s: f64,
-    /// Of what the link could have carried.
-    pub utilisation: f64,
 }
 
 /// Waiting for one cause.
@@ -106,6 +180,8 @@ pub struct Stall {
 pub struct Probed {
     pub file: String,
     pub points: Vec<Point>,
+    /// Of one thread.
+    pub memcpy_bytes_per_second: u64,
 }
 
 /// A rate of reading.
@@ -140,11 +216,19 @@ const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`
      `outcore probe --json` wrote";
 
 impl Inputs {
-    /// Reads files.
-    pub fn read(paths: &[impl AsRef<Path>]) -> Result<Self> {
+    /// Reads files, and `probe`, which has to be what it is said to be.
+    pub fn read(paths: &[impl AsRef<Path>], probe: Option<&Path>) -> Result<Self> {
         let mut inputs = Self::default();
         for path in paths {
             inputs.add(path.as_ref())?;
+        }
+        if let Some(path) = probe {
+            let before = inputs.probed.len();
+            inputs.add(path)?;
+            if inputs.probed.len() == before {
+                let what = format!("{}, given with --probe, is not what a probe found", path.display());
+                return Err(Error::new(ErrorKind::Format, what).remedy("give what `outcore probe --json` wrote"));
+            }
         }
         Ok(inputs)
     }
@@ -189,7 +273,8 @@ impl Inputs {
         } else if has("pass_s_median") {
             self.generated.push(fields(object.fields, &name, "generate --json")?);
         } else if has("passes_s") && has("machine") {
-            let simulated: Simulated = fields(object.fields, &name, "outcore simulate --json")?;
+            let mut simulated: Simulated = fields(object.fields, &name, "outcore simulate --json")?;
+            self.timelines.extend(simulated.take_timeline(&name)?);
             self.simulated.push(simulated);
         } else if has("points") && has("memcpy_bytes_per_second") {
             self.probed.push(fields(object.fields, &name, "outcore probe --json")?);

@@ -1,7 +1,13 @@
 //! `outcore report`: what a run was, in one page that needs nothing else.
 
+mod bars;
 mod input;
+mod of_run;
+mod of_simulation;
+mod of_timeline;
+mod of_trace;
 mod page;
+mod part;
 mod residency;
 mod timeline;
 
@@ -21,9 +27,12 @@ use input::Inputs;
 #[derive(Debug, Args)]
 pub struct Options {
     /// What to report on, several of the same run or of several: the files of `generate --timeline` and `generate --capture`, the
-    /// JSON of `generate --json`, `outcore policies --json`, `outcore simulate --json`, or `outcore probe --json`, which is the ceiling of reading
+    /// JSON of `generate --json`, `outcore policies --json`, `outcore simulate --json`, best with `--timeline`, or `outcore probe --json`
     #[arg(value_name = "JSON", required = true)]
     inputs: Vec<PathBuf>,
+    /// What the disk and memory can do: the JSON of `outcore probe --json`, made where the run was
+    #[arg(long, value_name = "JSON")]
+    probe: Option<PathBuf>,
     /// The page to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
@@ -50,9 +59,9 @@ pub struct LeftOut {
 
 pub fn run(options: &Options) -> Result<Written> {
     let named = |path: &PathBuf| Input { path: path.clone(), is: "it is what is reported on" };
-    let kept: Vec<Input> = options.inputs.iter().map(named).collect();
+    let kept: Vec<Input> = options.inputs.iter().chain(&options.probe).map(named).collect();
     let file = NewFile::create(&options.output, "page", "--output", &kept)?;
-    let inputs = Inputs::read(&options.inputs)?;
+    let inputs = Inputs::read(&options.inputs, options.probe.as_deref())?;
     let page = page::of(&inputs)?;
     let mut out = file.beside()?;
     out.write_all(page.text.as_bytes()).map_err(|cause| file.failed(cause))?;
