@@ -50,7 +50,8 @@ fn stalls(line: &Timeline) -> Option<Part> {
 fn where_pages_were(residency: &Residency, name: &str, at: usize) -> Part {
     let (pages, rows) = (residency.pages(), residency.rows());
     let mut notes = vec![format!(
-        "{pages} pages of {}, looked at {} times; {rows} rows from the first file's first page down.",
+        "{pages} pages of {}, looked at {} times; {rows} rows from the first file's first page down. The stronger a colour the more \
+         of a row's pages were there; of pages in both memories colours mix.",
         size(residency.page_bytes),
         residency.samples.len()
     )];
