@@ -63,7 +63,7 @@
       const context = u.ctx;
       context.save();
       context.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
-      context.fillStyle = "#1c2330";
+      context.fillStyle = "#222";
       context.textAlign = "left";
       context.textBaseline = "middle";
       texts.forEach((text, at) => {
