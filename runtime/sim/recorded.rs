@@ -10,11 +10,9 @@ use std::time::Duration;
 
 use crate::ids::{PageId, PageIndex, PageSize, SegmentId, Tier};
 use crate::observe::{CAUSES, cause_name};
-use crate::pager::policy::opt::min_hits;
+use crate::pager::policy::opt::{Optimum, min_hits};
 use crate::pager::{PageUses, Pager, WaitCause};
 use crate::residency::{Residency, Sample};
-
-use super::Counts;
 
 /// Nanoseconds since the start.
 type Nanos = u64;
@@ -27,10 +25,8 @@ pub struct Recorded {
     pub lanes: Vec<LaneRecord>,
     /// Where the device's pages were.
     pub residency: Residency,
-    /// Of the first uses of the device's pages: how many were hits.
-    pub used: Counts,
-    /// Of the same uses in the same order: hits of Belady's MIN with as many frames.
-    pub optimum: Counts,
+    /// Of the first uses of the device's pages: hits, and those of Belady's MIN with as many frames.
+    pub optimum: Optimum,
     /// Most frames in use, after any event.
     pub peak_frames: u32,
     /// Most of the host tier's.
@@ -234,29 +230,32 @@ impl Recorder {
     }
 
     fn take_uses(&mut self, pager: &mut Pager) {
-        let PageUses { pages, dropped } = pager.take_uses();
-        if self.full || pages.is_empty() {
+        let PageUses { uses, dropped, .. } = pager.take_uses();
+        if self.full || uses.is_empty() {
             return;
         }
         // What is compared has to be of the same uses, and hits are known only at the end of what was taken.
-        if dropped > 0 || self.order.len() + pages.len() > Recorded::USES_MAX {
+        if dropped > 0 || self.order.len() + uses.len() > Recorded::USES_MAX {
             self.full = true;
             return;
         }
-        let number = |page: &PageId| (self.firsts[page.segment.index()] + page.index.index()) as u32;
-        self.order.extend(pages.iter().map(number));
+        let number = |page: PageId| (self.firsts[page.segment.index()] + page.index.index()) as u32;
+        self.order.extend(uses.iter().map(|used| number(used.page)));
         self.hits = pager.stats().hits;
     }
 
     /// The simulation has ended.
     pub(super) fn finish(mut self, now: Nanos, pager: &mut Pager, frames: u32) -> Recorded {
         self.look(now, pager);
-        let uses = self.order.len() as u64;
         Recorded {
             lanes: self.lanes,
             residency: self.residency,
-            used: Counts { uses, hits: self.hits },
-            optimum: Counts { uses, hits: min_hits(&self.order, frames as usize) },
+            optimum: Optimum {
+                uses: self.order.len() as u64,
+                hits: min_hits(&self.order, frames as usize),
+                actual_hits: self.hits,
+                truncated: self.full,
+            },
             peak_frames: self.peaks.0,
             peak_host_frames: self.peaks.1,
         }

@@ -220,9 +220,9 @@ impl Timeline {
         Self {
             lanes: recorded.lanes.iter().map(lane).collect(),
             residency: Residency { files, ..recorded.residency },
-            hit_ratio: recorded.used.hit_ratio(),
-            opt_hit_ratio: recorded.optimum.hit_ratio(),
-            ratio_uses: recorded.used.uses,
+            hit_ratio: recorded.optimum.actual_ratio(),
+            opt_hit_ratio: recorded.optimum.ratio(),
+            ratio_uses: recorded.optimum.uses,
             peak_device_frames: recorded.peak_frames,
             peak_host_frames: recorded.peak_host_frames,
         }

@@ -32,6 +32,15 @@
     place.before(line);
   };
 
+  // The chart's own area to draw in, until it is restored.
+  const clipped = (u) => {
+    u.ctx.save();
+    u.ctx.beginPath();
+    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.clip();
+    return u.ctx;
+  };
+
   // Bars: what was used lies before what there is.
   const plain = (text) => text.replace(/(\.\d*?)0+(?= |$)/, "$1").replace(/\.(?= |$)/, "");
   const told = { seconds: time, bytes: size, rate: (v) => size(v) + "/s", ratio: (v) => v.toFixed(4), share: percent };
@@ -154,12 +163,8 @@
     place.after(under);
     const row = (lane) => lanes.length - 1 - lane;
     const draw = (u) => {
-      const context = u.ctx;
-      const { left, top, width: w, height: h } = u.bbox;
-      context.save();
-      context.beginPath();
-      context.rect(left, top, w, h);
-      context.clip();
+      const context = clipped(u);
+      const { left, width: w } = u.bbox;
       // Spans that are too short to be told apart are counted by columns of pixels, each as high as the part of its time
       // that they take; so a lane that is idle most of the time does not look busy.
       const from = u.scales.x.min;
@@ -239,12 +244,8 @@
     const start = (i) => samples[i].ts / 1e6;
     const last = Math.max(line.end, samples.length ? start(samples.length - 1) : 0);
     const draw = (u) => {
-      const context = u.ctx;
-      const { left, top, width: w, height: h } = u.bbox;
-      context.save();
-      context.beginPath();
-      context.rect(left, top, w, h);
-      context.clip();
+      const context = clipped(u);
+      const { left, width: w } = u.bbox;
       samples.forEach((sample, i) => {
         // Whole pixels: between parts of them there would be seams.
         const x0 = Math.round(u.valToPos(start(i), "x", true));
