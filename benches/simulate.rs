@@ -2,6 +2,7 @@
 //!
 //! - `reality`: passes on the host device behind a modelled link, and simulated with the same model, budget, page size,
 //!   policy and compute; the ratio of seconds a pass. The disk's latency and rate are measured before, by the runtime itself.
+//!   For policy `plan` also what `outcore plan` forecasts of as many bytes.
 //! - `scale`: one pass of a trillion parameters in 10^7 pages over eight simulated GPUs: seconds and memory.
 //! - `faults`: processor time of a fault in the pager, from 10^3 to 10^7 pages.
 //!
@@ -18,6 +19,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig};
+use outcore::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
 use outcore::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use outcore::store::QueueDepth;
 use outcore::{
@@ -60,6 +62,36 @@ fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
     DiskModel { read, write: read, latency, depth: QueueDepth::DEFAULT }
 }
 
+/// Seconds of a pass that `outcore plan` forecasts of a model of `size` bytes with so much room for its weights.
+fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed: f64) -> f64 {
+    let given = Given {
+        parameters: Parameters::new(size.get()).unwrap(),
+        dtype: DType::U8,
+        layers: None,
+        hidden: None,
+        heads: None,
+        kv_heads: None,
+        ffn: None,
+        vocab: None,
+        gated: false,
+        experts: None,
+    };
+    let shape = Shape::estimate(&given).unwrap();
+    let job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 1, batch: 1, headroom_percent: 0 };
+    let memory = job.memory(true).unwrap();
+    assert_eq!(memory.weights, size);
+    let resources = Resources {
+        device: room + memory.activations + memory.scratch + memory.kv,
+        host: Bytes::ZERO,
+        disk: Bandwidth::new(disk.read).unwrap(),
+        disk_write: None,
+        link: Some(Bandwidth::new(link.bandwidth()).unwrap()),
+        link_shared: false,
+        compute: Some(Compute::Seconds(computed)),
+    };
+    planning::forecast(&job, &resources).unwrap().run.unwrap().pass_s().unwrap()
+}
+
 struct Point {
     page: Bytes,
     /// Of the model's pages, the frames in percent.
@@ -93,9 +125,9 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         "simulated over measured seconds a pass: {size} over a link of {bandwidth}/s, {rounds} rounds of a median"
     );
     println!(
-        "  page     budget  policy  pages a step  compute  measured s                       simulated s   ratio  to the least"
+        "  page     budget  policy  pages a step  compute  measured s                       simulated s   ratio  to the least  forecast"
     );
-    let (mut results, mut ratios, mut disks) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut results, mut ratios, mut forecasts, mut disks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for point in points() {
         let page = PageSize::new(point.page).unwrap();
         let len = point.tensor * page.bytes();
@@ -148,8 +180,12 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         let ratio = simulated / measured.median;
         // What else runs on the machine only ever makes a pass longer.
         let of_least = simulated / measured.least;
+        let forecast =
+            (point.policy == PolicyKind::Plan).then(|| forecast(size, budget, link, disk, computed) / measured.median);
+        forecasts.extend(forecast);
+        let told = forecast.map_or_else(String::new, |forecast| format!("{forecast:.3}"));
         println!(
-            "  {:7}  {:4} %  {:7} {:12}  {:7.2}  {measured:.3}  {simulated:13.3}  {ratio:6.3}  {of_least:6.3}",
+            "  {:7}  {:4} %  {:7} {:12}  {:7.2}  {measured:.3}  {simulated:13.3}  {ratio:6.3}  {of_least:6.3}  {told:>12}",
             point.page.to_string(),
             point.budget,
             point.policy.name(),
@@ -160,10 +196,11 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         results.push(json!({ "page_bytes": point.page.get(), "budget_percent": point.budget,
             "policy": point.policy.name(), "pages_a_step": point.tensor, "compute_ratio": point.ratio,
             "measured_s": measured.json(), "simulated_s": simulated, "ratio": ratio,
-            "ratio_to_least": of_least }));
+            "ratio_to_least": of_least, "forecast_ratio": forecast }));
     }
     let within = ratios.iter().filter(|ratio| (**ratio - 1.0).abs() <= 0.05).count();
     let worst = ratios.iter().map(|ratio| (ratio - 1.0).abs()).fold(0.0, f64::max);
+    let near = forecasts.iter().filter(|ratio| (**ratio - 1.0).abs() <= 0.1).count();
     let rates: Vec<f64> = disks.iter().map(|disk| disk.read.get() as f64 / 1e9).collect();
     println!(
         "  within 5 %: {within} of {}; the worst is {:.1} % off; disk {:.2} GB/s",
@@ -171,7 +208,9 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
         100.0 * worst,
         Spread::of(&rates)
     );
+    println!("  forecasts within 10 %: {near} of {}: {:.3}", forecasts.len(), Spread::of(&forecasts));
     json!({ "points": results, "within_5_percent": within, "worst": worst, "goal": 0.05,
+        "forecasts_within_10_percent": near, "forecasts": forecasts.len(),
         "disk_gb_s": Spread::of(&rates).json() })
 }
 

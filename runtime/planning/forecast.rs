@@ -10,7 +10,7 @@ use crate::config::Lookahead;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
-use crate::pager::policy::stay;
+use crate::pager::policy::found;
 use crate::sim::MachineModel;
 
 /// What a request pins at most where not everything fits: tiles as large as the example's.
@@ -285,7 +285,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     let unit =
         (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
     // Without an order nothing is filled ahead, and no frames are kept for it.
-    let stays = u64::from(stay(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
+    let stays = u64::from(found(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
     let first_stay = first.min(stays);
     let rest = u64::from(all) - first;
     let rest_stay = rest.min(stays - first_stay);

@@ -36,7 +36,7 @@ use crate::ids::{PageId, SegmentClass, SegmentId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
-pub(crate) use plan::stay;
+pub(crate) use plan::found;
 
 /// What a frame is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -464,12 +464,20 @@ fn streamed_of_unit(unit: u32, frames: u32, pages: u32) -> u32 {
 
 /// How many pages stay for good, of a plan that names `pages`, with `frames` in the device tier, fills that start
 /// `lookahead` pages ahead, and requests that pin `unit` pages at most. The others stream.
-pub(crate) fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
+fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     if pages <= frames {
         return frames;
     }
     let streaming = lookahead.saturating_add(streamed_of_unit(unit, frames, pages)).saturating_add(STREAM_SLACK);
     frames.saturating_sub(streaming)
+}
+
+/// How many pages a pass finds resident, of one that uses each of `pages` once and nothing else: those that
+/// stay, and what the frames hold that streaming keeps for uses the plan does not name. Where those do not come, the
+/// pages used longest ago remain in them, and these are the ones that come next.
+pub(crate) fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
+    let stay = stay(frames, pages, lookahead, unit);
+    if stay < frames { (stay + STREAM_SLACK).min(frames) } else { stay }
 }
 
 impl PlanPolicy {
