@@ -1208,6 +1208,7 @@ fn report_reads_captures() {
     let html = fs::read_to_string(&page).unwrap();
     well_formed(&html);
     assert!(html.contains("Captured from: made by a test") && html.contains("wtinylfu"));
+    assert_eq!(html.matches(">written</th>").count(), 2, "of the optimum, and of the best policy");
     fs::write(&run, &capture[..capture.len() / 2]).unwrap();
     refused(&["report", string(&run), "-o", string(&page)], 1, &["run.trace", "incomplete"]);
     assert_eq!(fs::read_to_string(&page).unwrap(), html, "what was there stays");

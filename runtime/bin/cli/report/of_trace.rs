@@ -39,21 +39,26 @@ fn policies(found: &Found, at: usize) -> Part {
 }
 
 fn regrets(found: &Found) -> Part {
-    let moved = |ratio: &Ratio| Cell::right(ratio.bytes_moved.map_or("-".to_owned(), size));
+    let bytes = |bytes: Option<u64>| Cell::right(bytes.map_or("-".to_owned(), size));
+    // What is written back is told where anything is written.
+    let writes = found.writes > 0;
+    let moved = |ratio: &Ratio| {
+        let written = writes.then(|| bytes(ratio.bytes_written));
+        std::iter::once(bytes(ratio.bytes_moved)).chain(written)
+    };
     let mut bars = Bars::new("optimum", Unit::Ratio, ["optimum", "best policy"]);
     let mut rows = Vec::with_capacity(found.capacities.len());
     for capacity in &found.capacities {
         let best = capacity.policies.iter().max_by(|a, b| a.ratio.hit_ratio.total_cmp(&b.ratio.hit_ratio));
         let mut row = vec![Cell::right(capacity.pages.to_string()), Cell::right(ratio(capacity.optimum.hit_ratio))];
-        row.push(moved(&capacity.optimum));
+        row.extend(moved(&capacity.optimum));
         match best {
-            Some(best) => row.extend([
-                Cell::left(best.policy.clone()),
-                Cell::right(ratio(best.ratio.hit_ratio)),
-                moved(&best.ratio),
-                Cell::bar(best.ratio.hit_ratio, capacity.optimum.hit_ratio),
-            ]),
-            None => row.extend((0..4).map(|_| Cell::left("-"))),
+            Some(best) => {
+                row.extend([Cell::left(best.policy.clone()), Cell::right(ratio(best.ratio.hit_ratio))]);
+                row.extend(moved(&best.ratio));
+                row.push(Cell::bar(best.ratio.hit_ratio, capacity.optimum.hit_ratio));
+            }
+            None => row.extend((0..if writes { 5 } else { 4 }).map(|_| Cell::left("-"))),
         }
         let hits = best.map(|best| best.ratio.hit_ratio);
         let told = best.map_or_else(String::new, |best| {
@@ -62,9 +67,10 @@ fn regrets(found: &Found) -> Part {
         bars.push_told(format!("{} pages", capacity.pages), told, [Some(capacity.optimum.hit_ratio), hits]);
         rows.push(row);
     }
-    let names = [("pages", true), ("optimum", true), ("moved", true), ("best policy", false), ("hit ratio", true)];
-    let mut cells = head(names);
-    cells.extend(head([("moved", true), ("of the optimum", false)]));
+    let written = writes.then_some(("written", true));
+    let best = [("best policy", false), ("hit ratio", true), ("moved", true)];
+    let names = [("pages", true), ("optimum", true), ("moved", true)].into_iter().chain(written).chain(best);
+    let cells = head(names.chain(written).chain([("of the optimum", false)]));
     Part {
         kind: OPTIMUM,
         title: format!("Hit ratio beside the optimum, {}", found.trace),

@@ -86,8 +86,8 @@ pub fn ratio(ratio: f64) -> String {
     format!("{ratio:.4}")
 }
 
-pub fn head<const N: usize>(names: [(&str, bool); N]) -> Vec<Cell> {
-    names.map(|(name, right)| if right { Cell::right(name) } else { Cell::left(name) }).into()
+pub fn head<'a>(names: impl IntoIterator<Item = (&'a str, bool)>) -> Vec<Cell> {
+    names.into_iter().map(|(name, right)| if right { Cell::right(name) } else { Cell::left(name) }).collect()
 }
 
 /// Waiting by cause: of each, how often and how long.
