@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import statistics
@@ -126,6 +127,37 @@ def fio(file, page, depth):
     return json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"]
 
 
+def conversations(path, turns):
+    """A made-up trace of requests: conversations that begin alike, go on by turns, and leave their last block behind."""
+    draw, fresh, going = random.Random(1), 1000, []
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(turns):
+            if not going or draw.random() < 0.3:
+                blocks = list(range(1 + int(draw.paretovariate(1.2)) % 16))
+            else:
+                blocks = going.pop(-1 - min(int(draw.expovariate(1 / 150)), len(going) - 1))[:-1]
+            more = 1 + int(draw.expovariate(1 / 8))
+            blocks += range(fresh, fresh + more)
+            fresh += more
+            going.append(blocks)
+            file.write(json.dumps({"hash_ids": blocks}) + "\n")
+
+
+def libcachesim(folder):
+    """Our policies' hit ratios beside libCacheSim's, which may be half a point apart."""
+    python = PEER.parent / "python"
+    if run([python, "-c", "import libcachesim"]).returncode if python.exists() else True:
+        print("bench: WARNING: libCacheSim is ABSENT, so policies are not compared with it; `make peers` fetches it")
+        return None
+    trace = folder / "conversations.jsonl"
+    conversations(trace, 4000 if QUICK else 12000)
+    done = run([python, ROOT / "benches/compare/policies.py", trace, "--outcore", RELEASE / "outcore"])
+    print(done.stdout, end="", flush=True)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return {"within_half_a_point": done.returncode == 0, "table": done.stdout}
+
+
 def same_ids(ours, theirs):
     """How many of the first ids are the same; the kernels round differently, so that some texts part."""
     return next((n for n, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -227,6 +259,8 @@ def table(results):
         f" fio {show(summary['fio_bytes_s'], 1e-9)} GB/s."
         for summary in rates
     ]
+    if compared := results.get("libcachesim"):
+        lines += ["", "## Policies beside libCacheSim, on made-up conversations", "", compared["table"].strip()]
     lines += ["", "## Benches", "", "```json"]
     lines += [json.dumps({name: found}) for name, found in results.get("benches", {}).items()]
     lines += ["```", ""]
@@ -263,6 +297,8 @@ def main(names):
         for name in BENCHES:
             if not names or name in names:
                 results["benches"][name] = cargo_bench(name)
+        if not names or "libcachesim" in names:
+            results["libcachesim"] = libcachesim(folder)
         small = ROOT / "models/SmolLM2-135M-Instruct.Q4_1.gguf"
         if small.exists() and (not names or "smollm2" in names):
             results["models"]["SmolLM2-135M Q4_1"] = capped("SmolLM2-135M Q4_1", small, 8 * TOKENS, ["130MB"])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds what `make bench` compares with into .venv: llama.cpp, out of the source package of llama-cpp-python, and the
-# program benches/compare/llama_cpp.c on top of it. Takes minutes; does nothing where all is there.
+# program benches/compare/llama_cpp.c on top of it; and fetches libCacheSim. Takes minutes; does nothing where all is there.
 #
 # PYTHON names another interpreter than python3, OUTCORE_PEERS another folder than .venv, CMAKE_ARGS options of the build
 # (on a virtual machine that advertises AMX without allowing it: -DGGML_NATIVE=OFF and what there is instead).
@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=0.3.36
+libcachesim=0.3.5
 python=${PYTHON:-python3}
 venv=${OUTCORE_PEERS:-.venv}
 peer=$venv/bin/llama-peer
@@ -17,6 +18,10 @@ export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} PIP_DI
 fail() { echo "fetch_peers: $*" >&2; exit 1; }
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "$python cannot make the virtual environment $venv"
+if [ "$("$venv/bin/python" -m pip show libcachesim 2>/dev/null | sed -n 's/^Version: //p')" != "$libcachesim" ]; then
+    "$venv/bin/python" -m pip install "libcachesim==$libcachesim" ||
+        fail "libcachesim $libcachesim could not be had; it needs the package index"
+fi
 if [ "$("$venv/bin/python" -m pip show llama-cpp-python 2>/dev/null | sed -n 's/^Version: //p')" != "$version" ]; then
     # Pictures are none of our business, and half of the build.
     CMAKE_ARGS="-DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "$venv/bin/python" -m pip install --no-binary llama-cpp-python "llama-cpp-python==$version" ||
