@@ -866,6 +866,14 @@ fn policies_refuses_bad_input() {
     refused(&["policies", "--workload", "kv", "--trace", trace], 2, &["--trace", "--workload"]);
     refused(&["policies", "--workload", "kv", "--uses", "0"], 1, &["0 uses", "at least 1"]);
     refused(&["policies", "--workload", "kv", "--model", "m.gguf"], 1, &["m.gguf"]);
+    // A header that is only partly there, and one whose tensors are in no layers.
+    let model = common::synthetic(&[5000, 70_000]);
+    let decode = ["policies", "--workload", "decode", "--model", string(&model.path)];
+    refused(&decode, 1, &["numbered layers", "give another one"]);
+    for part in [0, 4, 8, 60] {
+        fs::write(&model.path, &model.bytes[..part]).unwrap();
+        refused(&decode, 1, &["model.safetensors"]);
+    }
     refused(&["policies", "--trace", trace, "--svg", trace], 1, &["it is the trace", "--svg"]);
     refused(&["policies", "--trace", trace, "--svg", string(dir.path())], 1, &["no regular file", "--svg"]);
     assert_eq!(fs::read_to_string(&path).unwrap(), made_trace());
