@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use proptest::prelude::*;
 
-use super::kv::{Gap, class_of};
+use super::kv::{Gap, Kinds, class_of, log2};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
@@ -478,44 +478,115 @@ impl Model for WTinyLfuModel {
     }
 }
 
-/// Every page ever used: when last, how often, and whether it is there.
+/// A page that was used.
+#[derive(Clone, Default)]
+struct KvPage {
+    last: u64,
+    count: u16,
+    there: bool,
+    class: usize,
+    /// When it came to its class.
+    since: u64,
+    kind: Option<u8>,
+    next: Option<u32>,
+}
+
+/// Every page ever used. What is learned of gaps and of kinds of requests it learns as the policy does; those have tests of their
+/// own.
 struct KvModel {
     frames: usize,
-    pages: HashMap<u32, (u64, u16, bool)>,
+    pages: HashMap<u32, KvPage>,
     now: u64,
+    /// Pages that came to a class.
+    came: u64,
     gap: Gap,
+    kinds: Kinds,
+    /// The request in progress, and whether its last page was new.
+    chain: Option<(Vec<u32>, u8, i64, bool)>,
 }
 
 impl KvModel {
-    fn used(&mut self, page: u32, there: bool) {
-        self.now += 1;
-        let known = self.pages.get(&page).copied();
-        if let Some((last, ..)) = known {
-            self.gap.saw(self.now - last);
+    fn new(frames: usize) -> Self {
+        let gap = Gap::assume(frames as u64);
+        Self { frames, pages: HashMap::new(), now: 0, came: 0, gap, kinds: Kinds::new(), chain: None }
+    }
+    fn comes_to(&mut self, page: u32, class: usize) {
+        self.came += 1;
+        self.pages.entry(page).and_modify(|known| (known.class, known.since) = (class, self.came));
+    }
+    fn chain(&mut self, chain: &[u32]) {
+        let known = chain.iter().take_while(|page| self.pages.contains_key(page)).count();
+        let kind = Kinds::of(chain.len(), known);
+        let ends_new = chain.last().is_some_and(|page| !self.pages.contains_key(page));
+        self.chain = Some((chain.to_vec(), kind, self.kinds.bonus(kind), ends_new));
+        if known > 1 {
+            self.gap.saw(self.now - self.pages[&chain[known - 1]].last);
         }
-        self.pages.insert(page, (self.now, known.map_or(0, |(_, count, _)| count) + 1, there));
+        for pair in chain[..known].windows(2).chain((known > 0).then(|| chain.get(known - 1..known + 1)).flatten()) {
+            let Some(before) = self.pages.get(&pair[0]) else { continue };
+            let mut left = before.next.filter(|next| *next != pair[1] && self.pages[next].count == before.count);
+            while let Some(page) = left {
+                if self.pages[&page].there && self.pages[&page].class > 0 {
+                    self.comes_to(page, 0);
+                }
+                left = self.pages.get_mut(&page).and_then(|page| page.next.take());
+            }
+            self.pages.entry(pair[0]).and_modify(|page| page.next = Some(pair[1]));
+        }
+        if chain.iter().any(|page| !self.has(*page)) {
+            for page in chain.iter().filter(|page| self.has(**page)).copied().collect::<Vec<_>>() {
+                self.pages.entry(page).and_modify(|known| known.last = self.now);
+                self.comes_to(page, self.pages[&page].class);
+            }
+        }
+    }
+    fn used(&mut self, page: u32) {
+        self.now += 1;
+        let before = self.pages.get(&page).cloned().unwrap_or_default();
+        let mut known = KvPage { last: self.now, count: before.count + 1, ..before };
+        let (mut bonus, mut first) = (0, false);
+        match &self.chain {
+            None if before.count > 0 => self.gap.saw(self.now - before.last),
+            None => {}
+            Some((chain, kind, worth, ends_new)) => {
+                first = before.count == 0 && *ends_new && chain.last() == Some(&page);
+                if before.count > 0 {
+                    self.kinds.again(before.count, before.kind);
+                }
+                known.kind = Some(*kind).filter(|_| !first && chain[0] != page);
+                self.kinds.used(known.count, known.kind);
+                bonus = known.kind.map_or(0, |_| *worth);
+                let at = chain.iter().position(|other| *other == page);
+                known.next = at.and_then(|at| chain.get(at + 1)).copied().or(known.next);
+            }
+        }
+        let class = if first { 0 } else { class_of(log2(known.count.into()) as i64 + bonus) };
+        self.pages.insert(page, known);
+        self.comes_to(page, class);
     }
 }
 
 impl Model for KvModel {
     fn has(&self, page: u32) -> bool {
-        self.pages.get(&page).is_some_and(|(.., there)| *there)
+        self.pages.get(&page).is_some_and(|page| page.there)
     }
     fn hit(&mut self, page: u32) {
-        self.used(page, true);
+        self.used(page);
     }
     fn miss(&mut self, page: u32) -> Option<u32> {
-        self.used(page, false);
-        let there = self.pages.iter().filter(|(_, (.., there))| *there);
-        let value = |last: u64, count: u16| last as i64 + self.gap.worth(class_of(count)) as i64;
+        self.used(page);
+        let there = self.pages.iter().filter(|(_, known)| known.there);
         let full = there.clone().count() == self.frames;
-        // Where two are worth the same, the one with fewer uses goes.
-        let least = there.min_by_key(|(_, (last, count, _))| (value(*last, *count), class_of(*count)));
+        // The first class goes in its order; of others the one worth least, of several the oldest.
+        let least = there.min_by_key(|(_, known)| match known.class {
+            0 => (i64::MIN, 0, 0, known.since),
+            class => (self.gap.worth(class, self.now - known.last), known.last, class, known.since),
+        });
         let victim = least.map(|(page, _)| *page).filter(|_| full);
         if let Some(victim) = victim {
-            self.pages.entry(victim).and_modify(|(.., there)| *there = false);
+            self.pages.entry(victim).and_modify(|known| known.there = false);
         }
-        self.pages.entry(page).and_modify(|(.., there)| *there = true);
+        self.pages.entry(page).and_modify(|known| known.there = true);
         victim
     }
 }
@@ -540,7 +611,7 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
             let (window, probation, protected) = (Vec::new(), Vec::new(), Vec::new());
             Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
         }
-        PolicyKind::Kv => Box::new(KvModel { frames, pages: HashMap::new(), now: 0, gap: Gap::assume(frames as u64) }),
+        PolicyKind::Kv => Box::new(KvModel::new(frames)),
         // A plan's victims are compared where the plan is; a random page has no order.
         PolicyKind::Plan | PolicyKind::Random => unreachable!("{kind} has no model"),
     }
@@ -576,6 +647,60 @@ fn compare(kind: PolicyKind, frames: usize, uses: &[u32]) -> Result<(), TestCase
         prop_assert_eq!(victim, model.miss(number), "{} at use {} of page {}", kind, at, number);
     }
     Ok(())
+}
+
+/// Chains of which each begins as an earlier one does, for some pages, and goes on with new ones.
+fn chains() -> impl Strategy<Value = Vec<Vec<u32>>> {
+    let part = (
+        any::<prop::sample::Index>(),
+        any::<prop::sample::Index>(),
+        prop_oneof![3 => 0usize..3, 1 => 3usize..9],
+        any::<bool>(),
+    );
+    prop::collection::vec(part, 1..60).prop_map(|parts| {
+        let mut chains: Vec<Vec<u32>> = vec![vec![0, 1, 2]];
+        let mut new = 3;
+        for (of, kept, added, whole) in parts {
+            let of = of.get(&chains);
+            let kept = if whole { of.len() - 1 } else { kept.index(of.len()) };
+            let chain = of[..=kept.min(of.len() - 1)].iter().copied().chain(new..new + added as u32).collect();
+            new += added as u32;
+            chains.push(chain);
+        }
+        chains
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(128) })]
+
+    #[test]
+    fn kv_is_its_model_with_chains(frames in 1usize..40, chains in chains()) {
+        let mut model = KvModel::new(frames);
+        let mut policy = PolicyKind::Kv.build();
+        policy.resize(frames as u32, 0, 0);
+        policy.segment(SegmentId(0), chains.concat().iter().max().map_or(1, |last| last + 1));
+        let mut resident = BTreeSet::new();
+        for (at, chain) in chains.iter().enumerate() {
+            policy.chain(&chain.iter().map(|number| page(*number)).collect::<Vec<_>>());
+            model.chain(chain);
+            for number in chain.iter().copied() {
+                policy.accessed(page(number));
+                if resident.contains(&number) {
+                    model.hit(number);
+                    continue;
+                }
+                let victim = (resident.len() == frames).then(|| demand(&mut *policy)).flatten();
+                if let Some(victim) = victim {
+                    prop_assert!(resident.remove(&victim), "chain {}: {} is not there", at, victim);
+                    policy.removed(page(victim));
+                }
+                policy.inserted(page(number));
+                resident.insert(number);
+                prop_assert_eq!(victim, model.miss(number), "chain {} at page {}", at, number);
+            }
+        }
+    }
 }
 
 /// Few pages often, all of them now and then, and runs.
