@@ -7,9 +7,9 @@ use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 use crate::pager::numbers::{PageNumbers, fit};
 
-/// Evicts the page that is worth least. A page is worth the logarithm of its uses; that holds for a gap, and then it loses
-/// one, a half of its uses, with each gap that goes by. The gap is the geometric mean of the time, in uses of pages, after which
-/// a chain is taken up again. Nobody answers at once: in the first gap a page that waits tells nothing, and one that has waited
+/// Evicts the page that is worth least. A page is worth the logarithm of its uses. That holds for a gap; one that was not used
+/// for `x` gaps has lost `4/3 (x^(3/4) - 1)`. The gap is the geometric mean of the time, in uses of pages, after
+/// which a chain is taken up again. Nobody answers at once: in the first gap a page that waits tells nothing, and one that has waited
 /// for long is nearer to its next use than one that was just used.
 ///
 /// What is known of [chains](Policy::chain) beyond counts:
@@ -111,11 +111,30 @@ impl Gap {
         self.mean = self.mean - self.mean / self.seen + log / self.seen;
     }
 
-    /// What a page of this class is worth that was used last so long ago, in gaps; gaps in uses.
-    pub(super) fn worth(&self, class: usize, age: u64) -> i64 {
-        let gap = exp2(self.mean / ONE);
-        let class = gap as i64 * (class as i64 - ONCE as i64) / STEPS;
-        class - age.saturating_sub(gap) as i64
+    pub(super) fn uses(&self) -> f64 {
+        exp2(self.mean / ONE) as f64
+    }
+}
+
+/// What pages are worth by class and age, in uses, where a gap is so many uses.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Worth {
+    gap: f64,
+    step: f64,
+    inverse: f64,
+}
+
+impl Worth {
+    pub(super) fn new(gap: f64) -> Self {
+        Self { gap, step: gap / STEPS as f64, inverse: 1.0 / gap }
+    }
+
+    /// With an age of `x` gaps, more than one, a page has lost `4/3 (x^(3/4) - 1)` octaves: one a gap to begin with, and less
+    /// than that once it has outlived most. Square roots are the same to the last bit on every machine, powers are not.
+    pub(super) fn of(&self, class: usize, age: u32) -> i64 {
+        let worth = self.step * (class as f64 - ONCE as f64);
+        let root = (f64::from(age) * self.inverse).max(1.0).sqrt();
+        (worth - self.gap * (root * root.sqrt() - 1.0) * (4.0 / 3.0)) as i64
     }
 }
 
@@ -147,7 +166,8 @@ impl Tally {
     /// At so many uses all are halved: what was long ago counts less.
     const MOST: u64 = 1 << 17;
 
-    fn is_full(&mut self) -> bool {
+    /// Whether it did.
+    fn halve_if_full(&mut self) -> bool {
         let full = self.uses >= Self::MOST;
         if full {
             (self.uses, self.again) = (self.uses / 2, self.again / 2);
@@ -197,13 +217,13 @@ impl Kinds {
     /// A page has so many uses now, the last by a request of this kind.
     pub(super) fn used(&mut self, count: u16, kind: Option<u8>) {
         let tally = &mut self.counts[Self::count(count)];
-        tally.is_full();
+        tally.halve_if_full();
         tally.uses += 1;
         if let Some(kind) = kind.map(usize::from) {
             self.expected[kind] += self.likely(count);
             let tally = &mut self.kinds[kind];
             tally.uses += 1;
-            if tally.is_full() {
+            if tally.halve_if_full() {
                 self.expected[kind] /= 2;
             }
         }
@@ -450,9 +470,10 @@ impl Policy for KvPolicy {
         if want == Want::Memory {
             return offer_each(classes.pages(numbers), take);
         }
+        let by_age = Worth::new(gap.uses());
         let worth = |class: usize, number: u32| {
             let age = now.wrapping_sub(last[number as usize]);
-            let worth = if class == FIRST { i64::MIN } else { gap.worth(class, age.into()) };
+            let worth = if class == FIRST { i64::MIN } else { by_age.of(class, age) };
             (worth, Reverse(age))
         };
         let least = |classes: &Classes<CLASSES>| {
@@ -520,12 +541,15 @@ mod tests {
             gap.saw(200);
             gap.saw(800);
         }
-        let worth = |class, age| gap.worth(class, age);
-        let found = worth(ONCE + 8, 0);
-        assert!((360..=440).contains(&found), "{found}");
-        // Nothing is lost in the first gap, and a half of the uses in each after it.
-        assert_eq!([worth(ONCE, 0), worth(ONCE, found as u64), worth(ONCE + 8, 2 * found as u64)], [0; 3]);
-        assert_eq!(worth(ONCE + 16, 4 * found as u64), -found);
+        let found = gap.uses();
+        assert!((360.0..=440.0).contains(&found), "{found}");
+        let worth = Worth::new(found);
+        let gaps = |class, age: f64| worth.of(class, (age * found) as u32) as f64 / found;
+        // Nothing is lost in the first gap, and then a half of the uses with each, and less later.
+        assert_eq!([gaps(ONCE, 0.0), gaps(ONCE, 1.0), gaps(ONCE + 8, 1.0)], [0.0, 0.0, 1.0]);
+        for (age, lost) in [(1.1, 0.099), (2.0, 0.909), (4.0, 2.438), (16.0, 9.333)] {
+            assert!((gaps(ONCE + 8, age) - 1.0 + lost).abs() < 0.02, "{age}: {}", gaps(ONCE + 8, age));
+        }
     }
 
     #[test]
@@ -537,8 +561,9 @@ mod tests {
         assert_eq!((0..39).map(|_| victim(&mut policy)).collect::<Vec<_>>(), (1..40).collect::<Vec<_>>());
         // But not for ever: for as long as its second use is worth.
         (40..340).for_each(|index| come(&mut policy, index));
-        let worth = policy.gap.worth(ONCE + 8, policy.since(0).into());
-        let lost = |index: &u32| policy.gap.worth(ONCE, policy.since(*index).into());
+        let by_age = Worth::new(policy.gap.uses());
+        let worth = by_age.of(ONCE + 8, policy.since(0));
+        let lost = |index: &u32| by_age.of(ONCE, policy.since(*index));
         let older = (40..340).filter(|index| lost(index) < worth).count();
         assert!((10..290).contains(&older), "{older}");
         assert_eq!((0..).take_while(|_| victim(&mut policy) != 0).count(), older);
@@ -600,7 +625,7 @@ mod tests {
                 kinds.again(1, Some(kind));
             }
         }
-        // Of 3 two thirds are used again, of 5 an eighth: with all together the odds are 4 to 5 or so.
+        // Of 3 three quarters are used again, of 5 an eighth.
         let (more, less) = (kinds.bonus(3), kinds.bonus(5));
         assert!(more > 64 && less < -128, "{more} {less}");
         // It is not believed at once.

@@ -215,13 +215,15 @@ pub enum PolicyKind {
     /// G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on
     /// Storage 13(4), 2017.
     WTinyLfu,
-    /// For key-value caches: the page with the least `last use + 1.5 gap log2(uses)` goes, `gap` being the geometric mean of
-    /// the times, in uses, after which chains are taken up again (of pages, where no [chain](Policy::chain) is told of); the
-    /// unfinished ends of chains go before all others. Counts outlive eviction.
+    /// For key-value caches: the page that is worth least goes. A page is worth the logarithm of its uses for one gap, and from
+    /// then on loses `4/3 (x^(3/4) - 1)` until it has not been used for `x` gaps, the gap being the geometric mean of the times, in
+    /// uses, after which chains are taken up again (of pages, where no [chain](Policy::chain) is told of). The unfinished ends of
+    /// chains, and pages that their chain has left, go before all others; a use counts for more or less than one by how often pages
+    /// are used again that requests of its kind have used. Counts outlive eviction.
     ///
     /// Recency and frequency in one sum, as in D. Lee et al., "LRFU: a spectrum of policies that subsumes the least recently
-    /// used and least frequently used policies", IEEE Transactions on Computers 50(12), 2001; the sum itself and its unit
-    /// are of this crate, see decision 0013.
+    /// used and least frequently used policies", IEEE Transactions on Computers 50(12), 2001; the sum itself and all else are of
+    /// this crate, see decision 0013.
     Kv,
     /// Frames are divided among [classes of segments](SegmentClass), and the shares follow what they are worth: a class that
     /// would hit more with more frames gets some of one that would lose less. Within its share a class has a policy of its

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use proptest::prelude::*;
 
-use super::kv::{Gap, Kinds, class_of, log2};
+use super::kv::{Gap, Kinds, Worth, class_of, log2};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
@@ -577,10 +577,11 @@ impl Model for KvModel {
         self.used(page);
         let there = self.pages.iter().filter(|(_, known)| known.there);
         let full = there.clone().count() == self.frames;
+        let worth = Worth::new(self.gap.uses());
         // The first class goes in its order; of others the one worth least, of several the oldest.
         let least = there.min_by_key(|(_, known)| match known.class {
             0 => (i64::MIN, 0, 0, known.since),
-            class => (self.gap.worth(class, self.now - known.last), known.last, class, known.since),
+            class => (worth.of(class, (self.now - known.last) as u32), known.last, class, known.since),
         });
         let victim = least.map(|(page, _)| *page).filter(|_| full);
         if let Some(victim) = victim {
