@@ -87,6 +87,7 @@ fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed
         disk_write: None,
         link: Some(Bandwidth::new(link.bandwidth()).unwrap()),
         link_shared: false,
+        link_latency: link.latency(),
         compute: Some(Compute::Seconds(computed)),
     };
     planning::forecast(&job, &resources).unwrap().run.unwrap().pass_s().unwrap()

@@ -87,7 +87,10 @@ impl FromStr for Lookahead {
         match text {
             "auto" => Ok(Self::Auto),
             "off" => Ok(Self::Off),
-            size => size.parse().map(Self::Bytes),
+            size => size.parse().map(Self::Bytes).map_err(|error: Error| {
+                let remedy = format!("{}, or auto, or off", error.advice().unwrap_or("give a size"));
+                error.remedy(remedy)
+            }),
         }
     }
 }

@@ -754,6 +754,8 @@ fn plan_refuses_bad_input() {
     refused(&described(&["--params", "70 dozen"]), 2, &["70 dozen", "7B"]);
     refused(&described(&["--params", "7B", "--dtype", "bf17"]), 2, &["bf17", "BF16"]);
     refused(&described(&["--params", "7B", "--heads", "8", "--kv-heads", "3"]), 1, &["3 heads of keys", "check both"]);
+    let uneven = described(&["--params", "7B", "--heads", "7", "--hidden", "4096"]);
+    refused(&uneven, 1, &["7 heads do not divide a hidden size of 4096"]);
     refused(
         &described(&["--params", "7B", "--batch", "1000000000000", "--context", "1000000000000"]),
         1,
@@ -852,7 +854,9 @@ fn policies_refuses_bad_input() {
     refused(&run("10", "lru"), 1, &["made.jsonl", "check the path"]);
     fs::write(&path, made_trace()).unwrap();
     refused(&run("10", "s3-fifo"), 2, &["\"s3-fifo\"", "the closest name is s3fifo", "wtinylfu"]);
+    refused(&run("10", "plan-declard"), 2, &["\"plan-declard\"", "wtinylfu", "also all, opt and plan-declared"]);
     refused(&run("0", "lru"), 2, &["capacity \"0\" holds no page", "from 1 up"]);
+    refused(&run("-1", "lru"), 2, &["capacity \"-1\" is not understood", "from 1 up"]);
     refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
     refused(&run("4294967296", "lru"), 2, &["more than 4294967295 pages"]);
     // Memory is taken by pages that there are.
@@ -870,6 +874,12 @@ fn policies_refuses_bad_input() {
     let model = common::synthetic(&[5000, 70_000]);
     let decode = ["policies", "--workload", "decode", "--model", string(&model.path)];
     refused(&decode, 1, &["numbered layers", "give another one"]);
+    // A drawing took the place of the model that it was made from.
+    for over in [&model.path, &model.dir.path().join(".").join("model.safetensors")] {
+        let drawn = [&decode[..], &["--svg", string(over)]].concat();
+        refused(&drawn, 1, &["it is a file of the model", "--svg"]);
+        assert_eq!(fs::read(&model.path).unwrap(), model.bytes);
+    }
     for part in [0, 4, 8, 60] {
         fs::write(&model.path, &model.bytes[..part]).unwrap();
         refused(&decode, 1, &["model.safetensors"]);
@@ -1001,7 +1011,12 @@ fn simulate_refuses_bad_input() {
     refused(&simulated(&["--device-budget", "1MiB"]), 1, &["holds no page of 2.0 MiB"]);
     let large = simulated(&["--device-budget", "64MiB", "--step", "1GiB"]);
     refused(&large, 1, &["are wanted at once, but the device budget holds 32"]);
-    refused(&simulated(&["--experts", "4", "--experts-used", "5"]), 1, &["5 of 4"]);
+    refused(&simulated(&["--experts", "4", "--experts-used", "5"]), 1, &["5 of 4 experts"]);
+    refused(&simulated(&["--experts", "4", "--experts-used", "0"]), 1, &["0 of 4 experts"]);
+    refused(&simulated(&["--experts-used", "2"]), 1, &["--experts-used 2", "give --experts"]);
+    refused(&simulated(&["--lookahead", "much"]), 2, &["\"much\"", "or auto, or off"]);
+    let layers = ["simulate", "--params", "7B", "--machine", "h200", "--layers", "4000000000"];
+    refused(&layers, 1, &["4000000000 layers", "16777216"]);
     refused(&["simulate", "--params", "lots", "--machine", "h200"], 2, &["\"lots\"", "70B"]);
     refused(&["simulate", "--params", "1B", "--layers", "0", "--machine", "h200"], 1, &["at least one layer"]);
 }

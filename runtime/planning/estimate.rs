@@ -89,6 +89,10 @@ impl Shape {
         // Whole heads of 64.
         let hidden = size("hidden size", given.hidden, ((hidden / 64.0).round() as u64).saturating_mul(64).max(64))?;
         let heads = size("heads", given.heads, hidden / if hidden >= 2048 { 128 } else { 64 })?;
+        if given.heads.is_some() && !hidden.is_multiple_of(heads) {
+            let what = format!("{heads} heads do not divide a hidden size of {hidden}");
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give both so that heads are alike"));
+        }
         let kv_heads = size("heads of keys and values", given.kv_heads, heads)?;
         let ffn = match &experts {
             None => size("feed-forward size", given.ffn, hidden.saturating_mul(4))?,

@@ -1,6 +1,7 @@
 //! Where a job's pages would be, what moves in each pass, and how long that takes.
 
 use std::fmt;
+use std::time::Duration;
 
 use super::compute::Compute;
 use super::memory::{Job, Memory, Work};
@@ -40,6 +41,8 @@ pub struct Resources {
     pub link: Option<Bandwidth>,
     /// Whether both ways share the link, one at a time.
     pub link_shared: bool,
+    /// What each copy over the link takes beside its bytes.
+    pub link_latency: Duration,
     /// How long a pass computes in which nothing has to be waited for, if that is known.
     pub compute: Option<Compute>,
 }
@@ -60,6 +63,7 @@ impl Resources {
             disk_write: Some(Bandwidth::new(machine.disk.write).map_err(of_machine)?),
             link: machine.link.map(|link| Bandwidth::new(link.bandwidth()).map_err(of_machine)).transpose()?,
             link_shared: machine.link.is_some_and(|link| !link.duplex()),
+            link_latency: machine.link.map_or(Duration::ZERO, |link| link.latency()),
             compute: Some(Compute::Roofline(machine.compute)),
         })
     }
@@ -165,14 +169,11 @@ impl Run {
     }
 
     /// Seconds of a pass, or of a step. Where fills start [ahead](Self::ahead) of use, the longest of computing, link and
-    /// disk, which then work side by side; where not, computing and the longer of the others. `None` if nothing moves and
-    /// computing is not known.
+    /// disk, which then work side by side; where not, all of them, one after the other: somebody waits for each page. `None`
+    /// if nothing moves and computing is not known.
     pub fn pass_s(&self) -> Option<f64> {
         let (longest, _) = self.longest()?;
-        if self.ahead {
-            return Some(longest);
-        }
-        Some(self.compute_s.unwrap_or(0.0) + self.disk_s.max(self.link_s.unwrap_or(0.0)))
+        Some(if self.ahead { longest } else { self.times().map(|(seconds, _)| seconds).sum() })
     }
 
     /// What takes longest.
@@ -183,11 +184,9 @@ impl Run {
     /// What takes more than half as long as the bottleneck. Both cannot be hidden behind each other entirely, so a pass
     /// takes longer than either.
     pub fn beside(&self) -> Option<Bottleneck> {
-        let (longest, bottleneck) = self.longest()?;
-        // Where computing and moves follow each other, neither is behind the other.
-        let apart = |what: Bottleneck| !self.ahead && [what, bottleneck].contains(&Bottleneck::Compute);
-        let others =
-            self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0 && !apart(*what));
+        // Where they follow each other none is behind another.
+        let (longest, bottleneck) = self.longest().filter(|_| self.ahead)?;
+        let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
         others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
     }
 
@@ -330,7 +329,10 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
         copied_down,
         disk_read,
         disk_written,
-        link_s: resources.link.map(|link| link.seconds(through_link)),
+        link_s: resources.link.map(|link| {
+            let copies = through_link.get() as f64 / page.bytes() as f64;
+            link.seconds(through_link) + copies * resources.link_latency.as_secs_f64()
+        }),
         disk_s: resources.disk.seconds(disk_read) + write.seconds(disk_written),
         compute_s: resources.compute.and_then(|compute| compute.seconds(job, &memory)),
         tokens: job.tokens(),

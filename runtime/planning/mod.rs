@@ -34,6 +34,7 @@
 //!     disk_write: None,
 //!     link: Some("50GB/s".parse()?),
 //!     link_shared: false,
+//!     link_latency: std::time::Duration::ZERO,
 //!     compute: None,
 //! };
 //! let run = forecast(&job, &resources)?.run.expect("80 GiB hold more than activations");

@@ -38,6 +38,7 @@ fn resources(device: u64, host: u64, disk: &str, link: Option<&str>) -> Resource
         disk_write: None,
         link: link.map(|link| link.parse().unwrap()),
         link_shared: false,
+        link_latency: std::time::Duration::ZERO,
         compute: None,
     }
 }
@@ -418,6 +419,7 @@ fn extreme_jobs_have_an_answer_or_an_error() {
                             disk_write: None,
                             link: (memory % 2 == 0).then(|| Bandwidth::new(Bytes::new(batch)).unwrap()),
                             link_shared: batch == 2,
+                            link_latency: std::time::Duration::ZERO,
                             compute: (context == 1000).then_some(Compute::Roofline(h200)),
                         };
                         let Ok(now) = forecast(&job, &resources) else {

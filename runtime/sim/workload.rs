@@ -60,6 +60,9 @@ pub struct Step {
     pub writes: bool,
 }
 
+/// Layers of an even model at most: more than any model has.
+const LAYERS_MAX: u32 = 1 << 24;
+
 /// The same steps in every pass, but for what is drawn.
 #[derive(Clone, Debug)]
 pub struct Workload {
@@ -175,11 +178,19 @@ impl Workload {
     /// Passes over a model of equal layers, one behind the other in one file.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if there is no layer, or less than a block of parameters for each of its parts; if a
-    /// pass would use no expert or more than there are.
+    /// [`ErrorKind::InvalidArgument`] if there is no layer or more than 2^24, or less than a block of parameters for each of
+    /// its parts; if a pass would use no expert or more than there are.
     pub fn even(model: Even) -> Result<Self> {
         let Even { params, dtype, layers, experts } = model;
+        if layers > LAYERS_MAX {
+            let what = format!("{layers} layers are more than the {LAYERS_MAX} that can be simulated");
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give fewer"));
+        }
         let (parts, used) = experts.unwrap_or((1, 1));
+        if !(1..=parts.max(1)).contains(&used) {
+            let what = format!("a pass cannot use {used} of {parts} experts");
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give from 1 to as many as there are"));
+        }
         let pieces = u64::from(layers) * u64::from(parts);
         let blocks = params.checked_div(pieces).map_or(0, |each| each / dtype.block_elements());
         let piece = blocks * dtype.block_bytes();

@@ -7,10 +7,11 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use clap::Args;
+use outcore::format::{self, ModelHeader};
 use outcore::output::{Input, NewFile};
 use outcore::sim::synthetic::{Workload, WorkloadKind};
 use outcore::sim::{Counts, LongTrace, Progress};
-use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result, format};
+use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result};
 use serde::{Deserialize, Serialize};
 
 use super::bar::Bar;
@@ -41,7 +42,7 @@ pub struct Options {
     #[arg(long, value_name = "SIZE", value_parser = page_size)]
     page_size: Option<PageSize>,
     /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity, allow_hyphen_values = true)]
     capacity: Vec<NonZeroU32>,
     /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, mru,
     /// random; plan-declared, which is plan where the program tells the order of its first pass; opt, the optimum, which is
@@ -107,7 +108,11 @@ impl FromStr for Choice {
             "all" => Ok(Self::All),
             "opt" => Ok(Self::Optimum),
             Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
-            _ => text.parse().map(|kind| Self::One(Candidate::Policy(kind))),
+            _ => text.parse().map(|kind| Self::One(Candidate::Policy(kind))).map_err(|error: Error| {
+                let more = format!("; here also all, opt and {}", Candidate::DECLARED);
+                let remedy = error.advice().unwrap_or_default().to_owned() + &more;
+                error.remedy(remedy)
+            }),
         }
     }
 }
@@ -214,7 +219,7 @@ fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
 }
 
 /// What to look at, its name, and the size of its pages if that is known.
-fn trace(options: &Options) -> Result<(LongTrace, String, Option<PageSize>)> {
+fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, String, Option<PageSize>)> {
     let kind = match (&options.trace, options.workload) {
         (Some(path), _) => {
             let bar = Bar::counting("reading");
@@ -238,8 +243,7 @@ fn trace(options: &Options) -> Result<(LongTrace, String, Option<PageSize>)> {
         }
     };
     let page = options.page_size.unwrap_or(PageSize::DEFAULT);
-    let model = options.model.as_deref().map(format::open).transpose()?;
-    let workload = Workload::new(kind, page, model.as_ref())?;
+    let workload = Workload::new(kind, page, model)?;
     let bar = Bar::new("making the workload", options.uses);
     let trace = workload.trace(options.uses, options.seed, &mut |uses| bar.at(uses))?;
     Ok((trace, format!("workload {kind}, seed {}", options.seed), Some(page)))
@@ -263,11 +267,14 @@ pub fn of_capture(path: &std::path::Path) -> Result<Found> {
 
 /// Runs the trace through each policy at each capacity.
 pub fn run(options: &Options) -> Result<Found> {
-    let inputs: Vec<Input> =
-        options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }).collect();
+    let model = options.model.as_deref().map(format::open).transpose()?;
+    let of_model = model.iter().flat_map(|model| model.files.iter().map(|file| &file.path)).chain(&options.model);
+    let mut inputs: Vec<Input> =
+        of_model.map(|path| Input { path: path.clone(), is: "it is a file of the model" }).collect();
+    inputs.extend(options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }));
     // Tried first: some traces take long.
     let svg = options.svg.as_deref().map(|path| NewFile::create(path, "drawing", "--svg", &inputs)).transpose()?;
-    let (mut trace, name, page) = trace(options)?;
+    let (mut trace, name, page) = trace(options, model.as_ref())?;
     let mut candidates: Vec<Candidate> = Vec::new();
     for choice in &options.policy {
         match *choice {

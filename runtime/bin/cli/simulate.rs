@@ -29,7 +29,7 @@ pub struct Options {
     /// With --params: the parameters' type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: DType,
-    /// With --params: layers
+    /// With --params: layers, from 1 to 16777216
     #[arg(long, value_name = "N", default_value_t = 80)]
     layers: u32,
     /// With --params: experts of each layer
@@ -292,6 +292,10 @@ fn model(options: &Options) -> Result<Model> {
     }
     let Options { params, dtype, layers, .. } = *options;
     let params = params.unwrap_or_default();
+    if let (Some(used), None) = (options.experts_used, options.experts) {
+        let what = format!("--experts-used {used} says nothing without --experts");
+        return Err(wrong(what, "give --experts too, how many each layer has"));
+    }
     let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));
     let workload = Workload::even(Even { params, dtype, layers, experts })?;
     let class = if experts.is_some() { TensorClass::Experts } else { TensorClass::Other };
@@ -371,10 +375,16 @@ impl Report for Found {
         about.pair("policy", self.policy);
         about.pair("largest step", format!("{} pages of a device", self.unit_pages));
         about.pair("first pass", seconds(self.first_pass_s));
-        about.pair("median of the others", seconds(self.median_pass_s));
+        if self.passes_s.len() > 1 {
+            about.pair("median of the others", seconds(self.median_pass_s));
+        }
         about.pair("passes", self.passes_s.len().to_string());
         about.pair("hits", format!("{} of {} uses", percent(self.hits, self.uses), self.uses));
-        about.pair("stalled", format!("{} in all, of {}", seconds(self.stall_s), seconds(self.total_s)));
+        let of_all = match self.devices.get() {
+            1 => String::new(),
+            devices => format!(" on each of {devices} devices, whose stalls are added"),
+        };
+        about.pair("stalled", format!("{} in all, of {}{of_all}", seconds(self.stall_s), seconds(self.total_s)));
         text += &about.text();
         let mut flows = Table::new(&[("link", Side::Left), ("bytes", Side::Right), ("busy", Side::Right)]);
         for (name, flow) in [

@@ -5,6 +5,7 @@ mod found;
 mod text;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use outcore::format::{self, Metadata};
@@ -225,6 +226,10 @@ fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -
         disk_write: known.and_then(|known| known.disk_write).filter(|_| options.disk.is_none()),
         link: options.link.or(known.and_then(|known| known.link)),
         link_shared: options.link.is_none() && known.is_some_and(|known| known.link_shared),
+        link_latency: match options.link {
+            Some(_) => Duration::ZERO,
+            None => known.map_or(Duration::ZERO, |known| known.link_latency),
+        },
         compute: options.compute.map(Compute::Seconds).or(known.and_then(|known| known.compute)),
     })
 }
