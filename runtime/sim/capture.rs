@@ -55,6 +55,7 @@ const MARK_END: u64 = 2;
 /// From version 2 on.
 const MARK_WRITE: u64 = 3;
 const MARK_CHAIN: u64 = 4;
+const MARK_INTERRUPTED: u64 = 5;
 
 /// What a capture says of the run it is of.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -375,6 +376,15 @@ impl<W: Write> CaptureWriter<W> {
         self.number(MARK_PASS)
     }
 
+    /// The run was interrupted, and would have used more.
+    ///
+    /// # Errors
+    /// What the file says.
+    pub fn interrupted(&mut self) -> Result<()> {
+        self.number(MARK)?;
+        self.number(MARK_INTERRUPTED)
+    }
+
     /// How many uses there are so far.
     pub fn uses(&self) -> u64 {
         self.uses
@@ -418,6 +428,8 @@ pub enum CaptureStep {
     Chain(Vec<u64>),
     /// A pass ended.
     Pass,
+    /// The run was interrupted here.
+    Interrupted,
 }
 
 /// Reads a capture.
@@ -498,6 +510,7 @@ impl<R: BufRead> CaptureReader<R> {
                 word => self.page(word, true).map(Some),
             },
             MARK_CHAIN if self.version >= 2 => self.chain().map(Some),
+            MARK_INTERRUPTED if self.version >= 2 => Ok(Some(CaptureStep::Interrupted)),
             MARK_PASS => Ok(Some(CaptureStep::Pass)),
             MARK_END => {
                 let uses = self.number()?;
@@ -615,6 +628,7 @@ mod tests {
         writer.chain(&[read(7, 1).page, read(2, 1).page]).unwrap();
         writer.used(write(7, 1)).unwrap();
         assert_eq!(writer.uses(), 6);
+        writer.interrupted().unwrap();
         writer.finish().unwrap()
     }
 
@@ -633,8 +647,9 @@ mod tests {
         let bytes = made();
         let read = |page| CaptureStep::Use { page, write: false };
         let write = |page| CaptureStep::Use { page, write: true };
-        let chain = CaptureStep::Chain(vec![1, 101]);
-        let expected = [read(99), read(100), read(104), write(0), read(0), CaptureStep::Pass, chain, write(1)];
+        let (pass, chain) = (CaptureStep::Pass, CaptureStep::Chain(vec![1, 101]));
+        let end = CaptureStep::Interrupted;
+        let expected = [read(99), read(100), read(104), write(0), read(0), pass, chain, write(1), end];
         assert_eq!(all(&bytes).unwrap(), expected);
         let mut expected = header();
         (expected.segments[0].id, expected.segments[1].id) = (SegmentId(0), SegmentId(1));
@@ -654,8 +669,9 @@ mod tests {
         assert_eq!(text["page_bytes"], 2 << 20);
         assert_eq!(text["segments"][0]["classes"][1]["first"], 10);
         assert_eq!(text["segments"][1]["pages"], 5);
-        // +99, +1, +4, written -104, 0, a pass, a chain of two: +1, +100; written +1, the end and 6 uses.
-        let expected = [199, 1, 3, 9, 0, 3, 208, 1, 1, 0, 1, 0, 4, 2, 3, 201, 1, 0, 3, 3, 0, 2, 6];
+        // +99, +1, +4, written -104, 0, a pass, a chain of two: +1, +100; written +1, interrupted, the end
+        // and 6 uses.
+        let expected = [199, 1, 3, 9, 0, 3, 208, 1, 1, 0, 1, 0, 4, 2, 3, 201, 1, 0, 3, 3, 0, 5, 0, 2, 6];
         assert_eq!(uses, expected);
     }
 

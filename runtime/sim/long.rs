@@ -403,6 +403,7 @@ impl LongTrace {
         }
         let other = classes.len();
         let mut writer = LongTraceWriter::new(classes.into_iter().chain([UNCLASSED]));
+        let mut interrupted = false;
         while let Some(step) = reader.step()? {
             match step {
                 CaptureStep::Use { page, write } => {
@@ -415,6 +416,7 @@ impl LongTrace {
                 }
                 CaptureStep::Chain(pages) => writer.chain(&pages)?,
                 CaptureStep::Pass => writer.pass(),
+                CaptureStep::Interrupted => interrupted = true,
             }
         }
         if writer.uses() == 0 {
@@ -423,7 +425,7 @@ impl LongTrace {
         }
         let mut trace = writer.end()?;
         trace.page_size = Some(header.page_size);
-        trace.about = Some(header.about);
+        trace.about = Some(header.about + if interrupted { " (the run was interrupted)" } else { "" });
         Ok(trace)
     }
 
@@ -727,9 +729,11 @@ mod tests {
             writer.used(PageUse { page, write: index == 6 }).unwrap();
         }
         writer.pass().unwrap();
+        writer.interrupted().unwrap();
         let file = writer.finish().unwrap();
         let trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
-        assert_eq!((trace.passes(), trace.page_size(), trace.about()), (1, Some(PageSize::DEFAULT), Some("made")));
+        assert_eq!((trace.passes(), trace.page_size()), (1, Some(PageSize::DEFAULT)));
+        assert_eq!(trace.about(), Some("made (the run was interrupted)"));
         assert_eq!(trace.writes(), 1);
         let found: Vec<_> = trace.classes().iter().map(|class| (&*class.class, class.pages, class.uses)).collect();
         assert_eq!(found, [("a", 2, 2), ("b", 2, 3), ("no class", 3, 3)]);

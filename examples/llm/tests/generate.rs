@@ -660,9 +660,9 @@ fn interrupted(mut child: Child) -> Value {
 
 #[test]
 fn an_interrupt_ends_the_run_with_its_summary() {
-    let timeline = place("interrupted.json");
+    let (timeline, capture) = (place("interrupted.json"), place("interrupted.trace"));
     let child = command(&["--model", text(&MODELS.large), "--prompt-tokens", "1", "--tokens", "60000", "--json"])
-        .args(["--device-budget", "8MiB", "--timeline", text(&timeline)])
+        .args(["--device-budget", "8MiB", "--timeline", text(&timeline), "--capture", text(&capture)])
         .env("RUST_LOG", "info")
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -671,6 +671,8 @@ fn an_interrupt_ends_the_run_with_its_summary() {
     let run = interrupted(child);
     assert!(run["tokens"].as_array().unwrap().len() < 60000);
     check_timeline(&timeline, f64::INFINITY);
+    let captured = LongTrace::open(&capture, &mut |_| ()).unwrap();
+    assert!(captured.about().unwrap().ends_with("(the run was interrupted)"), "{:?}", captured.about());
 }
 
 #[test]
@@ -762,7 +764,7 @@ fn check_timeline(path: &Path, longest_us: f64) -> HashSet<String> {
             other => panic!("phase {other}: {event}"),
         }
     }
-    for lane in ["disk", "link", "compute", "stall"] {
+    for lane in ["disk", "link", "pass", "stall"] {
         assert!(named.contains(lane), "{named:?}");
     }
     drawn
@@ -781,7 +783,7 @@ fn a_timeline_shows_what_the_run_did() {
         .concat(),
     );
     let drawn = check_timeline(&path, since.elapsed().as_secs_f64() * 1e6);
-    for lane in ["disk", "link", "compute", "stall"] {
+    for lane in ["disk", "link", "pass", "stall"] {
         assert!(drawn.contains(lane), "{drawn:?}");
     }
 }

@@ -124,7 +124,7 @@ impl Timeline {
         let mut lanes: Vec<Lane> =
             lanes.into_iter().zip(spans).map(|(name, spans)| Lane::new(name, spans, cell)).collect();
         // What the program computed and where it waited first, then what moved.
-        let order = ["compute", "stall", "link", "disk"];
+        let order = ["compute", "pass", "stall", "link", "disk"];
         lanes.sort_by_key(|lane| order.iter().position(|known| *known == lane.name).unwrap_or(order.len()));
         Ok(Self { name: file, about: None, start, end, names, lanes, residency })
     }

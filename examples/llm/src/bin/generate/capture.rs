@@ -58,12 +58,15 @@ impl Capture {
         Ok(self.writer.pass()?)
     }
 
-    /// The run has ended.
+    /// The run has ended, by itself or by an interrupt.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
-    pub fn finish(mut self, runtime: &Runtime) -> Result<()> {
+    pub fn finish(mut self, runtime: &Runtime, interrupted: bool) -> Result<()> {
         self.take(runtime)?;
+        if interrupted {
+            self.writer.interrupted()?;
+        }
         let out = self.writer.finish()?;
         let file = out.into_inner().map_err(|refused| self.file.failed(refused.into_error()))?;
         Ok(self.file.put(file)?)

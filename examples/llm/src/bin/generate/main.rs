@@ -300,7 +300,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         text.push_str(&rest);
     }
     if let Some(capture) = capture {
-        capture.finish(&runtime)?;
+        capture.finish(&runtime, interrupt.asked())?;
     }
     if let (Some(timeline), Some(watch)) = (timeline, watch) {
         timeline.write(runtime.take_timeline(), &watch.finish())?;

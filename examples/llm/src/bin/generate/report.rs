@@ -253,7 +253,7 @@ impl Timeline {
     /// `Io` and its kin if the file cannot be written.
     pub fn write(self, mut spans: Vec<Span>, residency: &Residency) -> Result<()> {
         const LANES: [(Lane, &str); 4] =
-            [(Lane::Compute, "compute"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
+            [(Lane::Compute, "pass"), (Lane::Stall, "stall"), (Lane::Link, "link"), (Lane::Disk, "disk")];
         const ROWS_PER_LANE: usize = 1000;
         spans.sort_by_key(|span| (span.start, span.duration));
         let mut ends: [Vec<Duration>; LANES.len()] = Default::default();
