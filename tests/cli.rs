@@ -987,6 +987,8 @@ fn simulate_reads_real_headers_and_machine_files() {
         ("1e10", "-5", &["compute.bytes_per_second is -5", "from 1 to"]),
         ("\"depth\": 8", "\"depth\": \"8\"", &["disk.depth is \"8\", not a number"]),
         ("\"jitter\"", "\"jiter\"", &["jiter does not exist", "the closest is jitter"]),
+        ("\"jitter\"", "\"devices\": 2, \"jitter\"", &["a field is there twice", "\"devices\""]),
+        ("\"depth\": 8", "\"depth\": 8, \"depth\": 9", &["a field is there twice", "\"depth\""]),
         ("{\"name\"", "\"name\"", &["mine.json", "not JSON"]),
     ] {
         fs::write(&machine, fields.replacen(from, to, 1)).unwrap();

@@ -17,12 +17,14 @@
 //! | `compute.step_us` | what each step takes beside |
 //! | `jitter` | how far each time may be off, as a share of it: 0 to 0.9 |
 
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
 
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
 use crate::device::LinkModel;
@@ -185,10 +187,9 @@ impl MachineModel {
     /// [`ErrorKind::Format`] if it is no JSON object; if a field is missing, unknown, or not a number where it has to be one;
     /// if a number is outside what the field can be. The message names the field.
     pub fn from_json(text: &str) -> Result<Self> {
-        let value: Value = serde_json::from_str(text).map_err(|cause| {
-            Error::new(ErrorKind::Format, "it is not JSON")
-                .caused_by(cause)
-                .remedy("give a JSON object of the fields of a machine")
+        let Distinct(value) = serde_json::from_str(text).map_err(|cause: serde_json::Error| {
+            let what = if cause.is_data() { "a field is there twice" } else { "it is not JSON" };
+            Error::new(ErrorKind::Format, what).caused_by(cause).remedy("give a JSON object of the fields of a machine")
         })?;
         let fields = Fields::of(&value, "")?;
         fields.known(&[
@@ -241,6 +242,66 @@ impl MachineModel {
             },
             jitter: fields.number("jitter", 0.0, 0.9)?,
         })
+    }
+}
+
+/// A value in whose objects every field is there once.
+struct Distinct(Value);
+
+impl<'de> Deserialize<'de> for Distinct {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Distinct;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a value")
+            }
+
+            fn visit_unit<E>(self) -> Result<Distinct, E> {
+                Ok(Distinct(Value::Null))
+            }
+
+            fn visit_bool<E>(self, truth: bool) -> Result<Distinct, E> {
+                Ok(Distinct(truth.into()))
+            }
+
+            fn visit_u64<E>(self, number: u64) -> Result<Distinct, E> {
+                Ok(Distinct(number.into()))
+            }
+
+            fn visit_i64<E>(self, number: i64) -> Result<Distinct, E> {
+                Ok(Distinct(number.into()))
+            }
+
+            fn visit_f64<E>(self, number: f64) -> Result<Distinct, E> {
+                Ok(Distinct(number.into()))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Distinct, E> {
+                Ok(Distinct(text.into()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Distinct, A::Error> {
+                let mut all = Vec::new();
+                while let Some(Distinct(value)) = list.next_element()? {
+                    all.push(value);
+                }
+                Ok(Distinct(all.into()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Distinct, A::Error> {
+                let mut map = Map::new();
+                while let Some((name, Distinct(value))) = fields.next_entry::<String, Distinct>()? {
+                    if map.contains_key(&name) {
+                        return Err(de::Error::custom(format_args!("{name:?}")));
+                    }
+                    map.insert(name, value);
+                }
+                Ok(Distinct(map.into()))
+            }
+        }
+        deserializer.deserialize_any(Any)
     }
 }
 
