@@ -9,158 +9,38 @@
 //!    in which they were made, random numbers come from one generator, and nothing depends on an address, a hash or a clock.
 //! 2. What ends a simulation is an error or the end of its last pass: an event that does not come is an error.
 
+mod device;
+mod settings;
+mod simulated;
+mod units;
+
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
-use std::num::NonZeroU32;
-use std::sync::Arc;
+use std::collections::{BinaryHeap, HashMap};
 use std::time::{Duration, Instant};
 
 use super::machine::{DiskModel, MachineModel};
-use super::recorded::{Recorded, Recorder, Row};
-use super::workload::{Share, Span, Workload};
-use crate::config::{Lookahead, staging_pages};
+use super::recorded::{Recorder, Row};
+use super::workload::Workload;
+use crate::config::staging_pages;
 use crate::device::{Direction, LinkSchedule, Token};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentClass, SegmentId, Tier};
+use crate::ids::{Bytes, MoveId, PageId, SegmentClass, Tier};
 use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
 use crate::pager::{
-    Access, AccessLog, Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, PagerStats, Place,
-    PolicyKind, Submitted, TryPin, Unpin, WaitCause,
+    AccessLog, Backing, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Submitted,
 };
 use crate::random::Random;
-use crate::store::{Lane, Limits, Queue};
+use crate::store::{Limits, Queue};
 
-/// A step's size where not everything fits, as the example that runs models chooses it: so many bytes, but at most this part
-/// of the device budget.
-const STEP_BYTES: u64 = 8 << 20;
-const STEP_SHARE: u32 = 32;
+pub use settings::Settings;
+pub use simulated::{Flow, Simulated};
+
+use device::{Caller, Device, InFlight, Stream, Wait};
+use simulated::add;
+use units::{Cut, Unit};
+
 /// How often a step is asked for again in a row when moves fail, before the failure is the simulation's.
 const ATTEMPTS: u32 = 1000;
-
-/// What is simulated beside the machine and the workload.
-#[derive(Clone, Debug)]
-pub struct Settings {
-    /// Which pages stay.
-    pub policy: PolicyKind,
-    /// Memory for frames of each device.
-    pub device_budget: Bytes,
-    /// Memory for the host tiers of all devices together.
-    pub host_budget: Bytes,
-    /// Bytes of a page.
-    pub page_size: PageSize,
-    /// How far ahead of use fills start.
-    pub lookahead: Lookahead,
-    /// Pages that one pin of a large tensor takes; `None` is 8 MiB of them, but at most a 32nd of the frames, and at least 2;
-    /// where everything fits, whole tensors.
-    pub step_pages: Option<NonZeroU32>,
-    /// How many steps beyond the one that is computed are pinned: none where the caller computes, as on the host; one or
-    /// more where it is ahead of a stream, as with a GPU.
-    pub steps_ahead: u32,
-    /// Passes, one after the other.
-    pub passes: NonZeroU32,
-    /// Of all that is drawn.
-    pub seed: u64,
-    /// Reads, writes and copies fail by chance, one in so many. A step whose pages did not come is asked for again.
-    pub fail_one_in: Option<NonZeroU32>,
-    /// Whether the pagers' invariants are checked at every event, which makes each event cost as much as all pages.
-    pub checked: bool,
-    /// Whether [what happened when](Recorded) is kept: of the first device, and of the disk. It changes nothing else.
-    pub timeline: bool,
-}
-
-impl Settings {
-    /// The settings of a runtime's defaults with these budgets: policy [`Plan`](PolicyKind::Plan), pages of 2 MiB, four
-    /// passes.
-    pub fn new(device_budget: Bytes, host_budget: Bytes) -> Self {
-        Self {
-            policy: PolicyKind::Plan,
-            device_budget,
-            host_budget,
-            page_size: PageSize::DEFAULT,
-            lookahead: Lookahead::Auto,
-            step_pages: None,
-            steps_ahead: 0,
-            passes: NonZeroU32::MIN.saturating_add(3),
-            seed: 0,
-            fail_one_in: None,
-            checked: false,
-            timeline: false,
-        }
-    }
-}
-
-/// Bytes that went one way, and for how long.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Flow {
-    /// How many. Those of operations that failed do not count.
-    pub bytes: Bytes,
-    /// Time in which they took the disk or a link, latencies included on a link and not on a disk; on average over the devices
-    /// where each has its own.
-    pub busy: Duration,
-    /// That time as a share of all time.
-    pub utilisation: f64,
-}
-
-/// What came of a simulation.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Simulated {
-    /// How long each pass took.
-    pub passes: Vec<Duration>,
-    /// The sum of these.
-    pub time: Duration,
-    /// Time in which a device had nothing to compute because pages were not there, by cause; the sum over all devices.
-    pub stalls: Vec<StallStats>,
-    /// Reads of the disk.
-    pub disk_read: Flow,
-    /// Writes to the disk.
-    pub disk_written: Flow,
-    /// Copies from host to device memory.
-    pub link_in: Flow,
-    /// Copies from device to host memory.
-    pub link_out: Flow,
-    /// What was computed on.
-    pub compute: Flow,
-    /// The pagers' counters, summed over the devices.
-    pub pager: PagerStats,
-    /// Pages of all pagers.
-    pub pages: u64,
-    /// Frames of each device tier.
-    pub frames: u32,
-    /// Frames of each host tier.
-    pub host_frames: u32,
-    /// Bytes of the last pages of all segments that are beyond these segments' ends.
-    pub tails: Bytes,
-    /// Pages of the largest set that was pinned at once.
-    pub unit_pages: u32,
-    /// Moves that failed.
-    pub failures: u64,
-    /// Steps that could not be computed because the bytes of a page were lost.
-    pub lost_steps: u64,
-    /// Events.
-    pub events: u64,
-    /// What happened when, if the settings ask for it.
-    pub recorded: Option<Recorded>,
-}
-
-impl Simulated {
-    /// The first pass, which finds nothing resident.
-    pub fn first(&self) -> Duration {
-        self.passes.first().copied().unwrap_or_default()
-    }
-
-    /// The median of the other passes; of the only one, if there is one.
-    pub fn median(&self) -> Duration {
-        let mut later = self.passes.iter().copied().skip(usize::from(self.passes.len() > 1)).collect::<Vec<_>>();
-        later.sort_unstable();
-        later.get(later.len() / 2).copied().unwrap_or_default()
-    }
-
-    /// Hits over all uses; 0 where there were none.
-    pub fn hit_ratio(&self) -> f64 {
-        if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
-    }
-}
 
 /// Runs passes of `workload` on `machine`. With several devices, each has an equal part of every span and of the host budget,
 /// and none begins a step before all have ended the one before it.
@@ -198,69 +78,6 @@ enum Event {
     Copied(usize),
     /// The step is computed.
     Computed,
-}
-
-#[derive(Debug)]
-struct InFlight {
-    planned: Move,
-    /// What it counts against in the store's queue, while the disk has it.
-    lane: Option<Lane>,
-    /// How long the operation under way takes the disk or its stream.
-    time: Nanos,
-}
-
-/// A stream of copies.
-#[derive(Debug, Default)]
-struct Stream {
-    waiting: VecDeque<MoveId>,
-    running: Option<MoveId>,
-    busy: Nanos,
-    bytes: u64,
-}
-
-/// A step of a pass as it is pinned.
-#[derive(Clone, Debug)]
-struct Unit {
-    runs: Vec<PageRun>,
-    bytes: u64,
-    writes: bool,
-    planned: bool,
-    /// Whether it is of the first step, and not the same in every pass: known, and hinted, when the pass begins.
-    hinted: bool,
-}
-
-/// Why somebody waits.
-#[derive(Clone, Copy, Debug)]
-struct Wait {
-    cause: WaitCause,
-    tier: Tier,
-}
-
-/// The program on one device.
-#[derive(Debug, Default)]
-struct Caller {
-    /// The next unit to pin.
-    next: usize,
-    request: Option<(RequestId, Tier)>,
-    /// Units that are pinned and not computed yet, in order: whether there was a wait, and whether the bytes are there.
-    pinned: VecDeque<(Option<Wait>, bool)>,
-    computing: bool,
-    /// Units of this pass that have been computed.
-    ended: usize,
-    attempts: u32,
-}
-
-#[derive(Debug)]
-struct Device {
-    pager: Pager,
-    log: AccessLog,
-    words: Vec<Arc<[PageWord]>>,
-    queue: Queue<MoveId>,
-    moves: HashMap<MoveId, InFlight>,
-    link: Option<LinkSchedule>,
-    streams: [Stream; 2],
-    caller: Caller,
-    fx: Effects,
 }
 
 /// The disk that all share.
@@ -438,7 +255,13 @@ impl<'a> World<'a> {
 
     fn begin_pass(&mut self) -> Result<()> {
         let pass = self.done.passes.len() as u64;
-        self.units = self.expand(pass)?;
+        let cut = Cut {
+            settings: self.settings,
+            devices: self.devices.len() as u64,
+            frames: self.done.frames,
+            lens: &self.lens,
+        };
+        self.units = cut.units(self.workload.steps(), pass)?;
         self.current = 0;
         self.opened = self.now;
         self.pass_from = self.now;
@@ -460,107 +283,6 @@ impl<'a> World<'a> {
         }
         self.units = units;
         (0..self.devices.len()).try_for_each(|at| self.go_on(at))
-    }
-
-    /// The units of a pass.
-    fn expand(&self, pass: u64) -> Result<Vec<Unit>> {
-        let count = u64::from(self.machine.devices.get());
-        let page = self.settings.page_size;
-        let needed: u64 = self.lens.iter().map(|len| page.pages_for(*len)).sum();
-        let whole = u64::from(self.done.frames) >= needed;
-        let most = match self.settings.step_pages {
-            Some(pages) => u64::from(pages.get()),
-            None if whole => u64::MAX,
-            None => u64::from(self.done.frames / STEP_SHARE).min(page.pages_for(STEP_BYTES)).max(2),
-        };
-        let mut units = Vec::new();
-        let mut draws: HashMap<(u32, u32, u32), Vec<u32>> = HashMap::new();
-        let mut draw = |group: u32, parts: u32, used: u32| {
-            draws
-                .entry((group, parts, used))
-                .or_insert_with(|| {
-                    // Of the seed, the pass and the group alone, so that steps of a group may come in any order.
-                    let mut random = Random(self.settings.seed ^ (pass << 32 | u64::from(group)));
-                    random.0 = random.next();
-                    let mut drawn = Vec::with_capacity(used as usize);
-                    while drawn.len() < used as usize && drawn.len() < parts as usize {
-                        let part = random.below(parts);
-                        if !drawn.contains(&part) {
-                            drawn.push(part);
-                        }
-                    }
-                    drawn.sort_unstable();
-                    drawn
-                })
-                .clone()
-        };
-        for (number, step) in self.workload.steps().iter().enumerate() {
-            let mut used: Vec<Vec<Span>> = Vec::new();
-            match step.share {
-                Share::All => used.push(step.spans.clone()),
-                Share::Parts { group, parts, used: drawn } => {
-                    for part in draw(group, parts, drawn) {
-                        let cut = |span: &Span, part: u32| {
-                            (u128::from(span.len) * u128::from(part) / u128::from(parts)) as u64
-                        };
-                        let of_part = |span: &Span| {
-                            let (from, to) = (cut(span, part), cut(span, part + 1));
-                            Span { offset: span.offset + from, len: to - from, ..*span }
-                        };
-                        used.push(step.spans.iter().map(of_part).filter(|span| span.len > 0).collect());
-                    }
-                }
-                Share::Member { group, parts, used: drawn, member } => {
-                    if draw(group, parts, drawn).contains(&member) {
-                        used.push(step.spans.clone());
-                    }
-                }
-            }
-            let planned = step.share == Share::All;
-            let hinted = number == 0 && !planned;
-            for mut spans in used {
-                for span in &mut spans {
-                    let end = (span.offset + span.len).div_ceil(count);
-                    span.offset /= count;
-                    span.len = end - span.offset;
-                    span.row = (span.row / count).max(1);
-                }
-                let mut push = |spans: &[Span]| -> Result<()> {
-                    let mut runs = spans.iter().map(|span| self.run_of(span)).collect::<Result<Vec<_>>>()?;
-                    PageRun::normalize(&mut runs);
-                    let bytes = spans.iter().map(|span| span.len).sum();
-                    units.push(Unit { runs, bytes, writes: step.writes, planned, hinted });
-                    Ok(())
-                };
-                let [span] = spans[..] else {
-                    if !spans.is_empty() {
-                        push(&spans)?;
-                    }
-                    continue;
-                };
-                let whole = u64::from(self.run_of(&span)?.count) <= most;
-                // A range of n bytes that begins anywhere touches at most n / P + 2 pages, less one if n is a multiple of P.
-                let rows = (most - 1).saturating_mul(page.bytes()) / span.row;
-                let tile = if whole { span.len } else { rows.max(1).saturating_mul(span.row) };
-                let mut from = 0;
-                while from < span.len {
-                    let len = tile.min(span.len - from);
-                    push(&[Span { offset: span.offset + from, len, ..span }])?;
-                    from += len;
-                }
-            }
-        }
-        Ok(units)
-    }
-
-    fn run_of(&self, span: &Span) -> Result<PageRun> {
-        let page = self.settings.page_size;
-        let first = page.page_of(span.offset);
-        let count = page.page_of(span.offset + span.len - 1) - first + 1;
-        let (Ok(first), Ok(count)) = (u32::try_from(first), u32::try_from(count)) else {
-            return Err(internal(format!("a span of {} bytes at {}", span.len, span.offset)));
-        };
-        Ok(PageRun { segment: SegmentId(span.segment), first: PageIndex(first), count })
     }
 
     fn happen(&mut self, at: usize, event: Event) -> Result<()> {
@@ -943,61 +665,6 @@ impl<'a> World<'a> {
     }
 }
 
-impl Device {
-    /// Pins every page of a run without the pager, or none.
-    fn try_pin_run(&mut self, run: PageRun) -> bool {
-        let first = run.first.index();
-        let words = &self.words[run.segment.index()][first..first + run.count as usize];
-        if words.iter().any(|word| !word.load().is_resident()) {
-            return false;
-        }
-        let mut pump = false;
-        for (at, word) in words.iter().enumerate() {
-            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
-            let first_use = match word.try_pin() {
-                TryPin::Hit => false,
-                TryPin::FirstUse => true,
-                TryPin::Busy => {
-                    // Pages in the hands of a writer, of which a program that waits for each of its pins has none.
-                    for word in &words[..at] {
-                        let _ = word.unpin();
-                    }
-                    return false;
-                }
-            };
-            pump |= first_use;
-            let access = Access { page, first_use };
-            if !self.log.push(access) {
-                self.pager.record(&self.log);
-                let _ = self.log.push(access);
-            }
-        }
-        if pump {
-            // A page filled ahead has been reached: the pager may look further.
-            self.pager.record(&self.log);
-            self.pager.pump(&mut self.fx);
-        }
-        true
-    }
-
-    fn unpin(&mut self, unit: &Unit) {
-        let words = unit.runs.iter().flat_map(|run| {
-            let first = run.first.index();
-            &self.words[run.segment.index()][first..first + run.count as usize]
-        });
-        if unit.writes {
-            for word in words {
-                let _ = word.unlock();
-            }
-            self.pager.record(&self.log);
-            self.pager.unlocked(&unit.runs, &mut self.fx);
-        } else if words.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted)) {
-            self.pager.record(&self.log);
-            self.pager.pump(&mut self.fx);
-        }
-    }
-}
-
 fn time_of(bytes: u64, rate: Bytes) -> Duration {
     let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate.get().max(1)));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
@@ -1005,33 +672,4 @@ fn time_of(bytes: u64, rate: Bytes) -> Duration {
 
 fn internal(what: String) -> Error {
     Error::new(ErrorKind::Internal, format!("simulation: {what}")).remedy("report this as a bug")
-}
-
-fn add(sum: &mut PagerStats, more: &PagerStats) {
-    let PagerStats {
-        uses,
-        hits,
-        prefetched,
-        late,
-        faults,
-        fills_disk,
-        fills_host,
-        fills_zero,
-        evictions,
-        demotions,
-        write_backs,
-        poisoned,
-    } = more;
-    sum.uses += uses;
-    sum.hits += hits;
-    sum.prefetched += prefetched;
-    sum.late += late;
-    sum.faults += faults;
-    sum.fills_disk += fills_disk;
-    sum.fills_host += fills_host;
-    sum.fills_zero += fills_zero;
-    sum.evictions += evictions;
-    sum.demotions += demotions;
-    sum.write_backs += write_backs;
-    sum.poisoned += poisoned;
 }

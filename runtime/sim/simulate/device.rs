@@ -1,0 +1,121 @@
+//! A device: its pager, what moves to and from it, and the program on it.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use super::Nanos;
+use super::units::Unit;
+use crate::device::LinkSchedule;
+use crate::ids::{MoveId, PageId, PageIndex, RequestId, Tier};
+use crate::pager::{Access, AccessLog, Effects, Move, PageRun, PageWord, Pager, TryPin, Unpin, WaitCause};
+use crate::store::{Lane, Queue};
+
+/// A move under way.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) planned: Move,
+    /// What it counts against in the store's queue, while the disk has it.
+    pub(super) lane: Option<Lane>,
+    /// How long the operation under way takes the disk or its stream.
+    pub(super) time: Nanos,
+}
+
+/// A stream of copies.
+#[derive(Debug, Default)]
+pub(super) struct Stream {
+    pub(super) waiting: VecDeque<MoveId>,
+    pub(super) running: Option<MoveId>,
+    pub(super) busy: Nanos,
+    pub(super) bytes: u64,
+}
+
+/// Why somebody waits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wait {
+    pub(super) cause: WaitCause,
+    pub(super) tier: Tier,
+}
+
+/// The program on one device.
+#[derive(Debug, Default)]
+pub(super) struct Caller {
+    /// The next unit to pin.
+    pub(super) next: usize,
+    pub(super) request: Option<(RequestId, Tier)>,
+    /// Units that are pinned and not computed yet, in order: whether there was a wait, and whether the bytes are there.
+    pub(super) pinned: VecDeque<(Option<Wait>, bool)>,
+    pub(super) computing: bool,
+    /// Units of this pass that have been computed.
+    pub(super) ended: usize,
+    pub(super) attempts: u32,
+}
+
+/// A device and what is on it.
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) pager: Pager,
+    pub(super) log: AccessLog,
+    pub(super) words: Vec<Arc<[PageWord]>>,
+    pub(super) queue: Queue<MoveId>,
+    pub(super) moves: HashMap<MoveId, InFlight>,
+    pub(super) link: Option<LinkSchedule>,
+    pub(super) streams: [Stream; 2],
+    pub(super) caller: Caller,
+    pub(super) fx: Effects,
+}
+
+impl Device {
+    /// Pins every page of a run without the pager, or none.
+    pub(super) fn try_pin_run(&mut self, run: PageRun) -> bool {
+        let first = run.first.index();
+        let words = &self.words[run.segment.index()][first..first + run.count as usize];
+        if words.iter().any(|word| !word.load().is_resident()) {
+            return false;
+        }
+        let mut pump = false;
+        for (at, word) in words.iter().enumerate() {
+            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
+            let first_use = match word.try_pin() {
+                TryPin::Hit => false,
+                TryPin::FirstUse => true,
+                TryPin::Busy => {
+                    // Pages in the hands of a writer, of which a program that waits for each of its pins has none.
+                    for word in &words[..at] {
+                        let _ = word.unpin();
+                    }
+                    return false;
+                }
+            };
+            pump |= first_use;
+            let access = Access { page, first_use };
+            if !self.log.push(access) {
+                self.pager.record(&self.log);
+                let _ = self.log.push(access);
+            }
+        }
+        if pump {
+            // A page filled ahead has been reached: the pager may look further.
+            self.pager.record(&self.log);
+            self.pager.pump(&mut self.fx);
+        }
+        true
+    }
+
+    /// The program lets a unit go.
+    pub(super) fn unpin(&mut self, unit: &Unit) {
+        let words = unit.runs.iter().flat_map(|run| {
+            let first = run.first.index();
+            &self.words[run.segment.index()][first..first + run.count as usize]
+        });
+        if unit.writes {
+            for word in words {
+                let _ = word.unlock();
+            }
+            self.pager.record(&self.log);
+            self.pager.unlocked(&unit.runs, &mut self.fx);
+        } else if words.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted)) {
+            self.pager.record(&self.log);
+            self.pager.pump(&mut self.fx);
+        }
+    }
+}
