@@ -49,7 +49,7 @@ pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, Capt
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
-pub use simulate::{Flow, Settings, Simulated, simulate};
+pub use simulate::{Flow, Guest, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
 pub use weights::ClassBytes;
 pub(crate) use workload::is_routed_expert;

@@ -150,9 +150,12 @@ pub(super) struct Recorder {
     residency: Residency,
     interval: Nanos,
     next: Nanos,
-    /// By segment: the number of its first page; and of all pages.
+    /// By segment: the number of its first page.
     firsts: Vec<usize>,
+    /// Of those segments, how many are the workload's, and their pages; with those that came later.
+    own: usize,
     pages: usize,
+    numbered: usize,
     /// The order of use, and how many of these were hits.
     order: Vec<u32>,
     hits: u64,
@@ -168,7 +171,7 @@ impl Recorder {
             pages += count;
             pages - count
         };
-        let firsts = segments.into_iter().map(first).collect();
+        let firsts: Vec<usize> = segments.into_iter().map(first).collect();
         pager.keep_uses();
         let lanes = vec![
             LaneRecord::new("compute", ["step"]),
@@ -184,8 +187,10 @@ impl Recorder {
             residency,
             interval: INTERVAL,
             next: 0,
+            own: firsts.len(),
             firsts,
             pages,
+            numbered: pages,
             order: Vec::new(),
             hits: 0,
             full: false,
@@ -217,7 +222,7 @@ impl Recorder {
 
     fn look(&mut self, now: Nanos, pager: &mut Pager) {
         let tier = |number: usize| {
-            let segment = self.firsts.partition_point(|first| *first <= number) - 1;
+            let segment = self.firsts[..self.own].partition_point(|first| *first <= number) - 1;
             let index = PageIndex((number - self.firsts[segment]) as u32);
             let page = PageId { segment: SegmentId(segment as u32), index };
             pager.view_of(page).map_or(Tier::Disk, |view| view.tier())
@@ -227,6 +232,18 @@ impl Recorder {
             self.interval *= 2;
         }
         self.take_uses(pager);
+    }
+
+    /// A segment of so many pages was added, which is looked at only for the order of use.
+    pub(super) fn joined(&mut self, segment: SegmentId, pages: usize, pager: &mut Pager) {
+        // Its number may be that of one whose uses nobody has taken.
+        self.take_uses(pager);
+        let first = self.numbered;
+        self.numbered += pages;
+        match self.firsts.get_mut(segment.index()) {
+            Some(known) => *known = first,
+            None => self.firsts.push(first),
+        }
     }
 
     fn take_uses(&mut self, pager: &mut Pager) {

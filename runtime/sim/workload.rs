@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Metadata, ModelHeader, TensorHeader};
+use crate::ids::SegmentClass;
 use crate::pager::Backing;
 
 /// Bytes of a segment that are used together.
@@ -67,6 +68,7 @@ const LAYERS_MAX: u32 = 1 << 24;
 #[derive(Clone, Debug)]
 pub struct Workload {
     segments: Vec<(Backing, u64)>,
+    classes: Vec<SegmentClass>,
     steps: Vec<Step>,
 }
 
@@ -119,7 +121,25 @@ impl Workload {
                 return wrong(at, format!("draws {used} of {parts} parts"));
             }
         }
-        Ok(Self { segments, steps })
+        let class = |(backing, _): &(Backing, u64)| match backing {
+            Backing::File => SegmentClass::Weights,
+            Backing::ReadWrite => SegmentClass::Other,
+        };
+        let classes = segments.iter().map(class).collect();
+        Ok(Self { segments, classes, steps })
+    }
+
+    /// What the segments are for, one by one; without this files are [weights](SegmentClass::Weights) and all else is
+    /// [other](SegmentClass::Other).
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if there are more or fewer classes than segments.
+    pub fn with_classes(self, classes: Vec<SegmentClass>) -> Result<Self> {
+        if classes.len() != self.segments.len() {
+            let what = format!("{} classes are given for {} segments", classes.len(), self.segments.len());
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("give each segment one"));
+        }
+        Ok(Self { classes, ..self })
     }
 
     /// Decode passes over a model: one row of the embeddings; the layers in order, in each the order in which a transformer
@@ -208,6 +228,11 @@ impl Workload {
             })
             .collect();
         Self::new(vec![(Backing::File, u64::from(layers) * layer)], steps)
+    }
+
+    /// What the segments are for.
+    pub fn classes(&self) -> &[SegmentClass] {
+        &self.classes
     }
 
     /// The segments: where their pages come from, and their bytes.

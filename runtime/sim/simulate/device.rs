@@ -1,13 +1,15 @@
 //! A device: its pager, what moves to and from it, and the program on it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::Nanos;
+use super::contents::Contents;
 use super::units::Unit;
+use super::walker::Walker;
 use crate::device::LinkSchedule;
-use crate::ids::{MoveId, PageId, PageIndex, RequestId, Tier};
-use crate::pager::{Access, AccessLog, Effects, Move, PageRun, PageWord, Pager, TryPin, Unpin, WaitCause};
+use crate::ids::{MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, Tier};
+use crate::pager::{Access, AccessLog, Backing, Effects, Move, PageRun, PageWord, Pager, TryPin, Unpin, WaitCause};
 use crate::store::{Lane, Queue};
 
 /// A move under way.
@@ -55,16 +57,67 @@ pub(super) struct Caller {
 pub(super) struct Device {
     pub(super) pager: Pager,
     pub(super) log: AccessLog,
+    /// By segment: its pages, and its bytes.
     pub(super) words: Vec<Arc<[PageWord]>>,
+    pub(super) lens: Vec<u64>,
     pub(super) queue: Queue<MoveId>,
     pub(super) moves: HashMap<MoveId, InFlight>,
     pub(super) link: Option<LinkSchedule>,
     pub(super) streams: [Stream; 2],
     pub(super) caller: Caller,
+    /// Others who use pages, by the number of the trouble they are.
+    pub(super) walkers: BTreeMap<usize, Walker>,
+    /// Those who wait for a smaller budget.
+    pub(super) shrinking: Vec<RequestId>,
+    pub(super) lost: bool,
     pub(super) fx: Effects,
+    /// Where the simulation is checked.
+    pub(super) contents: Option<Contents>,
 }
 
 impl Device {
+    /// A segment of so many pages, for which the pager has room, and of so many bytes.
+    pub(super) fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32, len: u64) -> SegmentId {
+        let (segment, words) = self.pager.add_segment(backing, class, pages);
+        // The number of one that is gone is used again.
+        if segment.index() == self.words.len() {
+            self.words.push(words);
+            self.lens.push(len);
+        } else {
+            self.words[segment.index()] = words;
+            self.lens[segment.index()] = len;
+        }
+        if let Some(contents) = &mut self.contents {
+            contents.joined(segment, backing, pages);
+        }
+        segment
+    }
+
+    /// Whether all is as it should be, where that is checked.
+    pub(super) fn check(&mut self) -> Result<(), String> {
+        let Some(contents) = &mut self.contents else { return Ok(()) };
+        self.pager.check_invariants()?;
+        contents.check(&self.pager)
+    }
+
+    /// Bytes of a page that exist on disk, where pages have so many.
+    pub(super) fn valid(&self, page: PageId, page_bytes: u64) -> u64 {
+        let start = u64::from(page.index.0) * page_bytes;
+        self.lens[page.segment.index()].saturating_sub(start).min(page_bytes)
+    }
+
+    /// Pages of which no bytes are left: those that could not be written back and, of a lost device, those that only it had.
+    pub(super) fn lost_runs(&self) -> Vec<PageRun> {
+        let mut runs = if self.lost { self.pager.only_on_device() } else { Vec::new() };
+        runs.extend(self.pager.lost_pages().iter().map(|(page, _)| PageRun {
+            segment: page.segment,
+            first: page.index,
+            count: 1,
+        }));
+        PageRun::normalize(&mut runs);
+        runs
+    }
+
     /// Pins every page of a run without the pager, or none.
     pub(super) fn try_pin_run(&mut self, run: PageRun) -> bool {
         let first = run.first.index();
@@ -102,12 +155,15 @@ impl Device {
     }
 
     /// The program lets a unit go.
-    pub(super) fn unpin(&mut self, unit: &Unit) {
+    pub(super) fn unpin(&mut self, unit: &Unit) -> Result<(), String> {
         let words = unit.runs.iter().flat_map(|run| {
             let first = run.first.index();
             &self.words[run.segment.index()][first..first + run.count as usize]
         });
         if unit.writes {
+            if let Some(contents) = &mut self.contents {
+                contents.written(&self.pager, &unit.runs)?;
+            }
             for word in words {
                 let _ = word.unlock();
             }
@@ -116,6 +172,15 @@ impl Device {
         } else if words.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted)) {
             self.pager.record(&self.log);
             self.pager.pump(&mut self.fx);
+        }
+        Ok(())
+    }
+
+    /// The program has a unit.
+    pub(super) fn has(&mut self, unit: &Unit) -> Result<(), String> {
+        match &mut self.contents {
+            Some(contents) => contents.pinned(&self.pager, &unit.runs, unit.writes),
+            None => Ok(()),
         }
     }
 }

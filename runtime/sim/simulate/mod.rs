@@ -9,13 +9,17 @@
 //!    in which they were made, random numbers come from one generator, and nothing depends on an address, a hash or a clock.
 //! 2. What ends a simulation is an error or the end of its last pass: an event that does not come is an error.
 
+mod contents;
 mod device;
+mod rest;
 mod settings;
 mod simulated;
+mod trouble;
 mod units;
+mod walker;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::time::{Duration, Instant};
 
 use super::machine::{DiskModel, MachineModel};
@@ -24,18 +28,19 @@ use super::workload::Workload;
 use crate::config::staging_pages;
 use crate::device::{Direction, LinkSchedule, Token};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageId, SegmentClass, Tier};
+use crate::ids::{Bytes, MoveId, PageSize, Tier};
 use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
-use crate::pager::{
-    AccessLog, Backing, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Submitted,
-};
+use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Submitted};
 use crate::random::Random;
 use crate::store::{Limits, Queue};
 
 pub use settings::Settings;
 pub use simulated::{Flow, Simulated};
+pub use trouble::{Guest, Part, Trouble, TroubleKind, When};
 
+use contents::Contents;
 use device::{Caller, Device, InFlight, Stream, Wait};
+use rest::EVENTS_MAX;
 use simulated::add;
 use units::{Cut, Unit};
 
@@ -61,7 +66,8 @@ const ATTEMPTS: u32 = 1000;
 /// # Errors
 /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a budget holds no page, or what one step pins does not fit: the pager's own
 /// error; [`InvalidArgument`](ErrorKind::InvalidArgument) if a budget is more than the machine has, or a segment or a budget
-/// has too many pages; [`Io`](ErrorKind::Io) if a step fails a thousand times in a row.
+/// has too many pages, or if trouble names a device or bytes that there are not; [`Io`](ErrorKind::Io) if a step fails a thousand
+/// times in a row; [`Device`](ErrorKind::Device) if a device is lost, with the pages that are lost with it.
 pub fn simulate(workload: &Workload, machine: &MachineModel, settings: &Settings) -> Result<Simulated> {
     World::new(workload, machine, settings)?.run()
 }
@@ -78,6 +84,10 @@ enum Event {
     Copied(usize),
     /// The step is computed.
     Computed,
+    /// A walker's time with its page is over.
+    Walked(usize),
+    /// Trouble begins, or ends.
+    Trouble(usize, bool),
 }
 
 /// The disk that all share.
@@ -110,9 +120,18 @@ struct World<'a> {
     pass_from: Nanos,
     computed: (u64, Nanos),
     stalls: [[(u64, Nanos); Tier::ALL.len()]; CAUSES.len()],
-    /// Bytes of each segment on each device.
-    lens: Vec<u64>,
     recorder: Option<Recorder>,
+    /// Trouble under way, in the order in which it began, and that which has ended.
+    under_way: Vec<usize>,
+    over: Vec<usize>,
+    /// Frames of the largest budget so far.
+    most_frames: u32,
+    /// Events since a step ended.
+    idle_events: u64,
+    /// Why the program ends before its last pass.
+    failed: Option<Error>,
+    /// The program has ended.
+    ended: bool,
     done: Simulated,
 }
 
@@ -124,28 +143,10 @@ impl<'a> World<'a> {
     fn new(workload: &'a Workload, machine: &'a MachineModel, settings: &'a Settings) -> Result<Self> {
         let count = u64::from(machine.devices.get());
         let page = settings.page_size;
-        for (tier, budget, memory) in [
-            ("device", settings.device_budget, machine.device_memory),
-            ("host", settings.host_budget, machine.host_memory),
-        ] {
-            if budget > memory {
-                let what = format!("a {tier} budget of {budget} is more than machine {} has: {memory}", machine.name);
-                return Err(invalid(what, "give a smaller one, or choose another machine"));
-            }
-        }
-        let frames_of = |tier: &str, budget: Bytes| {
-            u32::try_from(budget.get() / page.bytes()).map_err(|_| {
-                invalid(format!("a {tier} budget of {budget} has too many pages of {page:?}"), "choose larger pages")
-            })
-        };
-        let frames = frames_of("device", settings.device_budget)?;
-        let host_frames = frames_of("host", Bytes::new(settings.host_budget.get() / count))?;
-        if frames == 0 {
-            let (budget, least) = (settings.device_budget, Bytes::new(page.bytes()));
-            let what = format!("a device budget of {budget} holds no page of {least}");
-            return Err(Error::new(ErrorKind::BudgetTooSmall, what)
-                .remedy(format!("give at least {least}, or choose smaller pages")));
-        }
+        let frames = device_frames(machine, settings, settings.device_budget)?;
+        let host_budget = Bytes::new(settings.host_budget.get() / count);
+        within("host", settings.host_budget, machine.host_memory, machine)?;
+        let host_frames = frames_of("host", host_budget, page)?;
         let lens: Vec<u64> = workload.segments().iter().map(|(_, len)| len.div_ceil(count)).collect();
         let direct_io = machine.link.is_none();
         let config = PagerConfig {
@@ -159,33 +160,33 @@ impl<'a> World<'a> {
         let mut devices = Vec::with_capacity(machine.devices.get() as usize);
         let mut pages = 0u64;
         for _ in 0..count {
-            let mut pager = Pager::new(config, settings.policy.build());
-            let mut words = Vec::with_capacity(lens.len());
-            for ((backing, _), len) in workload.segments().iter().zip(&lens) {
-                let of_segment = u32::try_from(page.pages_for(*len).max(1)).ok().filter(|n| pager.has_room_for(*n));
-                let Some(of_segment) = of_segment else {
-                    let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
-                    return Err(invalid(what, "choose larger pages"));
-                };
-                let class = match backing {
-                    Backing::File => SegmentClass::Weights,
-                    Backing::ReadWrite => SegmentClass::Other,
-                };
-                // A new pager names its segments in order, from 0.
-                words.push(pager.add_segment(*backing, class, of_segment).1);
-                pages += u64::from(of_segment);
-            }
-            devices.push(Device {
-                pager,
+            let mut device = Device {
+                pager: Pager::new(config, settings.policy.build()),
                 log: AccessLog::new(),
-                words,
+                words: Vec::with_capacity(lens.len()),
+                lens: Vec::with_capacity(lens.len()),
                 queue: Queue::new(Limits::of_depth(machine.disk.depth)),
                 moves: HashMap::new(),
                 link: machine.link.map(LinkSchedule::new),
                 streams: Default::default(),
                 caller: Caller::default(),
+                walkers: BTreeMap::new(),
+                shrinking: Vec::new(),
+                lost: false,
                 fx: Effects::default(),
-            });
+                contents: settings.checked.then(|| Contents::new(frames, host_frames)),
+            };
+            for (((backing, _), class), len) in workload.segments().iter().zip(workload.classes()).zip(&lens) {
+                let of_segment = u32::try_from(page.pages_for(*len).max(1)).ok();
+                let Some(of_segment) = of_segment.filter(|n| device.pager.has_room_for(*n)) else {
+                    let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
+                    return Err(invalid(what, "choose larger pages"));
+                };
+                // A new pager names its segments in order, from 0.
+                device.add_segment(*backing, *class, of_segment, *len);
+                pages += u64::from(of_segment);
+            }
+            devices.push(device);
         }
         let of_device = lens.iter().map(|len| (page.pages_for(*len).max(1) * page.bytes()).saturating_sub(*len));
         let tails = of_device.fold(0, u64::saturating_add).saturating_mul(count);
@@ -231,37 +232,76 @@ impl<'a> World<'a> {
             pass_from: 0,
             computed: (0, 0),
             stalls: Default::default(),
-            lens,
             recorder,
+            under_way: Vec::new(),
+            over: Vec::new(),
+            most_frames: frames,
+            idle_events: 0,
+            failed: None,
+            ended: false,
             done,
         })
     }
 
     fn run(mut self) -> Result<Simulated> {
-        self.begin_pass()?;
-        while self.done.passes.len() < self.settings.passes.get() as usize {
-            let Some(Reverse((now, _, at, event))) = self.events.pop() else {
-                return Err(internal("nothing moves, but a pass has not ended".to_owned()));
-            };
-            self.now = now;
-            self.done.events += 1;
-            self.happen(at, event)?;
-            if let (Some(recorder), Some(first)) = (&mut self.recorder, self.devices.first_mut()) {
-                recorder.happened(now, &mut first.pager);
+        self.expect_trouble()?;
+        match self.passes() {
+            Ok(()) => {
+                let done = self.report();
+                if self.settings.checked {
+                    self.come_to_rest()?;
+                }
+                Ok(done)
+            }
+            Err(error) => {
+                let lost = error.kind() == ErrorKind::Device;
+                if lost || self.settings.checked && error.kind() != ErrorKind::Internal {
+                    self.come_to_rest()?;
+                }
+                Err(if lost { self.told_of_loss(&error) } else { error })
             }
         }
-        Ok(self.report())
+    }
+
+    fn passes(&mut self) -> Result<()> {
+        self.begin_pass()?;
+        while self.failed.is_none() && self.done.passes.len() < self.settings.passes.get() as usize {
+            if !self.next_event()? {
+                return Err(internal("nothing moves, but a pass has not ended".to_owned()));
+            }
+        }
+        self.failed.take().map_or(Ok(()), Err)
+    }
+
+    /// Lets time go on to the next event. `false` if there is none.
+    fn next_event(&mut self) -> Result<bool> {
+        let Some(Reverse((now, _, at, event))) = self.events.pop() else { return Ok(false) };
+        self.now = now;
+        self.done.events += 1;
+        self.idle_events += 1;
+        if self.settings.checked && self.idle_events > EVENTS_MAX {
+            return Err(internal(format!("no step has ended for {EVENTS_MAX} events")));
+        }
+        self.happen(at, event)?;
+        if let (Some(recorder), Some(first)) = (&mut self.recorder, self.devices.first_mut()) {
+            recorder.happened(now, &mut first.pager);
+        }
+        Ok(true)
+    }
+
+    /// The program ends with this error.
+    fn fail_program(&mut self, error: Error) {
+        self.failed.get_or_insert(error);
+    }
+
+    fn cut(&self) -> Cut<'a> {
+        let devices = self.devices.len() as u64;
+        Cut { settings: self.settings, devices, frames: self.done.frames, segments: self.workload.segments() }
     }
 
     fn begin_pass(&mut self) -> Result<()> {
-        let pass = self.done.passes.len() as u64;
-        let cut = Cut {
-            settings: self.settings,
-            devices: self.devices.len() as u64,
-            frames: self.done.frames,
-            lens: &self.lens,
-        };
-        self.units = cut.units(self.workload.steps(), pass)?;
+        let pass = self.done.passes.len() as u32;
+        self.units = self.cut().units(self.workload.steps(), pass)?;
         self.current = 0;
         self.opened = self.now;
         self.pass_from = self.now;
@@ -282,6 +322,7 @@ impl<'a> World<'a> {
             }
         }
         self.units = units;
+        self.trouble_of_pass(pass)?;
         (0..self.devices.len()).try_for_each(|at| self.go_on(at))
     }
 
@@ -289,7 +330,13 @@ impl<'a> World<'a> {
         match event {
             Event::Disk(id) => self.disk_ended(at, id)?,
             Event::Copied(stream) => self.copied(at, stream)?,
+            Event::Walked(key) => self.walked(at, key)?,
+            Event::Computed | Event::Trouble(..) if self.ended => return Ok(()),
             Event::Computed => return self.computed(at),
+            Event::Trouble(which, begins) => {
+                self.trouble(which, begins)?;
+                return (0..self.devices.len()).try_for_each(|at| self.go_on(at));
+            }
         }
         self.go_on(at)
     }
@@ -308,26 +355,13 @@ impl<'a> World<'a> {
         (nanos as f64 * (1.0 + off)) as u64
     }
 
-    fn fails(&mut self) -> bool {
-        self.settings.fail_one_in.is_some_and(|one_in| self.random.below(one_in.get()) == 0)
-    }
-
-    /// Bytes of a page that exist on disk.
-    fn valid(&self, page: PageId) -> u64 {
-        let bytes = self.settings.page_size.bytes();
-        let start = u64::from(page.index.0) * bytes;
-        self.lens[page.segment.index()].saturating_sub(start).min(bytes)
-    }
-
     /// Carries out what the pager wants, and does what the program can do, until neither has anything left.
     fn go_on(&mut self, at: usize) -> Result<()> {
         loop {
             self.settle(at)?;
             self.start_disk(at);
             self.start_copies(at);
-            if self.settings.checked {
-                self.devices[at].pager.check_invariants().map_err(internal)?;
-            }
+            self.devices[at].check().map_err(internal)?;
             if !self.advance(at)? {
                 return Ok(());
             }
@@ -337,7 +371,11 @@ impl<'a> World<'a> {
     fn settle(&mut self, at: usize) -> Result<()> {
         while !self.devices[at].fx.is_empty() {
             let device = &mut self.devices[at];
-            let Effects { protect: _, moves, raised, discard, done, released: _ } = std::mem::take(&mut device.fx);
+            let Effects { protect, moves, raised, discard, done, released } = std::mem::take(&mut device.fx);
+            if let Some(contents) = &mut device.contents {
+                protect.iter().chain(&discard).for_each(|frame| contents.vacated(*frame));
+                released.iter().for_each(|segment| contents.left(*segment));
+            }
             for planned in moves {
                 self.start(at, planned)?;
             }
@@ -356,6 +394,16 @@ impl<'a> World<'a> {
                 if let Some((_, tier)) = waited {
                     let granted = result.map(|Granted { cause, .. }| Some(Wait { cause, tier }));
                     self.answered(at, granted)?;
+                    continue;
+                }
+                let device = &mut self.devices[at];
+                let walker = device.walkers.iter_mut().find(|(_, walker)| walker.request == Some(id));
+                if let Some((key, walker)) = walker {
+                    walker.request = None;
+                    let key = *key;
+                    self.walker_answered(at, key, result.map(|_| ()))?;
+                } else {
+                    device.shrinking.retain(|waiting| *waiting != id);
                 }
             }
         }
@@ -365,7 +413,11 @@ impl<'a> World<'a> {
     /// Begins a move where its bytes are.
     fn start(&mut self, at: usize, planned: Move) -> Result<()> {
         let Move { id, from, to, .. } = planned;
-        self.devices[at].moves.insert(id, InFlight { planned, lane: None, time: 0 });
+        let device = &mut self.devices[at];
+        device.moves.insert(id, InFlight { planned, lane: None, time: 0 });
+        if let Some(contents) = &mut device.contents {
+            contents.begin(&planned).map_err(internal)?;
+        }
         match (from, to) {
             (Place::Disk, Place::Device(_)) | (Place::Host(_), Place::Disk) => self.queue_disk(at, planned),
             (Place::Device(_), Place::Disk) if planned.staging.is_none() => self.queue_disk(at, planned),
@@ -378,7 +430,7 @@ impl<'a> World<'a> {
 
     fn queue_disk(&mut self, at: usize, Move { id, page, priority, .. }: Move) {
         let now = self.moment();
-        let bytes = self.valid(page) as u32;
+        let bytes = self.devices[at].valid(page, self.settings.page_size.bytes()) as u32;
         self.devices[at].queue.push(Token(id.get()), priority, bytes, id, now);
     }
 
@@ -393,8 +445,10 @@ impl<'a> World<'a> {
             let Some(planned) = self.devices[at].moves.get(&id).map(|entry| entry.planned) else { continue };
             let DiskModel { read, write, .. } = self.machine.disk;
             let rate = if planned.from == Place::Disk { read } else { write };
-            let time = self.jittered(time_of(self.valid(planned.page), rate));
-            let latency = self.jittered(self.machine.disk.latency);
+            let bytes = self.devices[at].valid(planned.page, self.settings.page_size.bytes());
+            let times = self.slowness(Part::Disk);
+            let time = self.jittered(time_of(bytes, rate)).saturating_mul(times);
+            let latency = self.jittered(self.machine.disk.latency).saturating_mul(times);
             let begin = self.disk.free.max(self.now.saturating_add(latency));
             self.disk.free = begin.saturating_add(time);
             if let Some(entry) = self.devices[at].moves.get_mut(&id) {
@@ -421,15 +475,17 @@ impl<'a> World<'a> {
         if let Some(lane) = lane {
             self.devices[at].queue.finished(lane);
         }
-        if self.fails() {
-            return self.end(at, id, true);
+        let on_device = |place: Place| planned.staging.is_none() && matches!(place, Place::Device(_));
+        if let Some(error) = self.failure(at, on_device(planned.from) || on_device(planned.to), !read) {
+            return self.end(at, id, Err(error));
         }
-        self.disk.bytes[usize::from(!read)] += self.valid(planned.page);
+        let bytes = self.devices[at].valid(planned.page, self.settings.page_size.bytes());
+        self.disk.bytes[usize::from(!read)] += bytes;
         if read && planned.staging.is_some() {
             self.devices[at].streams[0].waiting.push_back(id);
             return Ok(());
         }
-        self.end(at, id, false)
+        self.end(at, id, Ok(()))
     }
 
     fn start_copies(&mut self, at: usize) {
@@ -449,7 +505,8 @@ impl<'a> World<'a> {
                 // Within one memory every byte is read and written.
                 None => time_of(2 * page, computes),
             };
-            let time = self.jittered(time);
+            let times = if zero { 1 } else { self.slowness(Part::Link) };
+            let time = self.jittered(time).saturating_mul(times);
             let direction = if way == 0 { Direction::In } else { Direction::Out };
             let now = Duration::from_nanos(self.now);
             let end = match &mut self.devices[at].link {
@@ -472,8 +529,8 @@ impl<'a> World<'a> {
         if let Some(recorder) = self.recorder(at).filter(|_| planned.from != Place::Zero) {
             recorder.span(if way == 0 { Row::LinkIn } else { Row::LinkOut }, now.saturating_sub(time), now);
         }
-        if self.fails() {
-            return self.end(at, id, true);
+        if let Some(error) = self.failure(at, true, false) {
+            return self.end(at, id, Err(error));
         }
         if planned.from != Place::Zero {
             self.devices[at].streams[way].bytes += self.settings.page_size.bytes();
@@ -482,19 +539,21 @@ impl<'a> World<'a> {
             self.queue_disk(at, planned);
             return Ok(());
         }
-        self.end(at, id, false)
+        self.end(at, id, Ok(()))
     }
 
     /// A move has ended.
-    fn end(&mut self, at: usize, id: MoveId, failed: bool) -> Result<()> {
+    fn end(&mut self, at: usize, id: MoveId, result: Result<()>) -> Result<()> {
+        let page = self.settings.page_size.bytes();
         let device = &mut self.devices[at];
-        device.moves.remove(&id);
-        let result = if failed {
-            self.done.failures += 1;
-            Err(Error::new(ErrorKind::Io, "a simulated move failed").remedy("let fewer fail"))
-        } else {
-            Ok(())
-        };
+        self.done.failures += u64::from(result.is_err());
+        let ended = device.moves.remove(&id);
+        if let Some(InFlight { planned, .. }) = ended.filter(|_| self.settings.checked) {
+            let valid = device.valid(planned.page, page);
+            if let Some(contents) = &mut device.contents {
+                contents.end(&planned, result.is_ok(), valid, page).map_err(internal)?;
+            }
+        }
         device.pager.record(&device.log);
         device.pager.complete(id, result, &mut device.fx);
         Ok(())
@@ -502,6 +561,9 @@ impl<'a> World<'a> {
 
     /// The program does one thing, if it can.
     fn advance(&mut self, at: usize) -> Result<bool> {
+        if self.ended || self.failed.is_some() {
+            return Ok(false);
+        }
         let current = self.current;
         let caller = &mut self.devices[at].caller;
         if !caller.computing
@@ -514,7 +576,8 @@ impl<'a> World<'a> {
             let bytes = if valid { unit.bytes } else { 0 };
             let compute = &self.machine.compute;
             let time = compute.step.saturating_add(time_of(bytes, compute.bandwidth));
-            let time = self.jittered(time);
+            let times = self.slowness(Part::Compute);
+            let time = self.jittered(time).saturating_mul(times);
             self.computed.0 += bytes;
             self.computed.1 += time;
             let now = self.now;
@@ -577,23 +640,29 @@ impl<'a> World<'a> {
 
     /// The unit that was to be pinned is pinned, or its request has failed.
     fn answered(&mut self, at: usize, granted: Result<Option<Wait>>) -> Result<()> {
-        let caller = &mut self.devices[at].caller;
+        let Self { devices, units, .. } = self;
+        let device = &mut devices[at];
+        let caller = &mut device.caller;
         match granted {
             Ok(wait) => {
                 caller.attempts = 0;
                 caller.pinned.push_back((wait, true));
+                caller.next += 1;
+                let unit = &units[caller.next - 1];
+                device.has(unit).map_err(internal)?;
+                if device.lost {
+                    self.fail_program(lost_device(at));
+                }
             }
-            Err(error) if error.kind() == ErrorKind::Io && caller.attempts < ATTEMPTS => {
-                caller.attempts += 1;
-                return Ok(());
-            }
+            Err(error) if error.kind() == ErrorKind::Io && caller.attempts < ATTEMPTS => caller.attempts += 1,
             Err(error) if error.kind() == ErrorKind::Poisoned => {
                 self.done.lost_steps += 1;
                 caller.pinned.push_back((None, false));
+                caller.next += 1;
             }
-            Err(error) => return Err(error),
+            // Not through whoever called: what else is to be done now is done.
+            Err(error) => self.fail_program(error),
         }
-        caller.next += 1;
         Ok(())
     }
 
@@ -602,8 +671,9 @@ impl<'a> World<'a> {
         let device = &mut devices[at];
         let unit = &units[device.caller.ended];
         if let Some((_, true)) = device.caller.pinned.pop_front() {
-            device.unpin(unit);
+            device.unpin(unit).map_err(internal)?;
         }
+        self.idle_events = 0;
         device.caller.computing = false;
         device.caller.ended += 1;
         self.arrived += 1;
@@ -624,10 +694,11 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn report(mut self) -> Simulated {
-        let mut done = self.done;
+    fn report(&mut self) -> Simulated {
+        let mut done = self.done.clone();
+        done.frames = self.most_frames;
         if let (Some(recorder), Some(first)) = (self.recorder.take(), self.devices.first_mut()) {
-            done.recorded = Some(recorder.finish(self.now, &mut first.pager, done.frames));
+            done.recorded = Some(recorder.finish(self.now, &mut first.pager, self.most_frames));
         }
         done.time = Duration::from_nanos(self.now);
         let all = (self.now as f64).max(1.0);
@@ -668,6 +739,38 @@ impl<'a> World<'a> {
 fn time_of(bytes: u64, rate: Bytes) -> Duration {
     let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate.get().max(1)));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
+/// Frames of a device with this budget.
+fn device_frames(machine: &MachineModel, settings: &Settings, budget: Bytes) -> Result<u32> {
+    within("device", budget, machine.device_memory, machine)?;
+    let frames = frames_of("device", budget, settings.page_size)?;
+    if frames == 0 {
+        let least = Bytes::new(settings.page_size.bytes());
+        let what = format!("a device budget of {budget} holds no page of {least}");
+        return Err(Error::new(ErrorKind::BudgetTooSmall, what)
+            .remedy(format!("give at least {least}, or choose smaller pages")));
+    }
+    Ok(frames)
+}
+
+fn within(tier: &str, budget: Bytes, memory: Bytes, machine: &MachineModel) -> Result<()> {
+    if budget <= memory {
+        return Ok(());
+    }
+    let what = format!("a {tier} budget of {budget} is more than machine {} has: {memory}", machine.name);
+    Err(invalid(what, "give a smaller one, or choose another machine"))
+}
+
+fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
+    u32::try_from(budget.get() / page.bytes()).map_err(|_| {
+        invalid(format!("a {tier} budget of {budget} has too many pages of {page:?}"), "choose larger pages")
+    })
+}
+
+fn lost_device(at: usize) -> Error {
+    Error::new(ErrorKind::Device, format!("device {at} is lost"))
+        .remedy("start anew without it; files are as they were")
 }
 
 fn internal(what: String) -> Error {

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 
+use super::trouble::Trouble;
 use crate::config::Lookahead;
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
@@ -31,7 +32,10 @@ pub struct Settings {
     pub seed: u64,
     /// Reads, writes and copies fail by chance, one in so many. A step whose pages did not come is asked for again.
     pub fail_one_in: Option<NonZeroU32>,
-    /// Whether the pagers' invariants are checked at every event, which makes each event cost as much as all pages.
+    /// What goes wrong besides, and what changes.
+    pub trouble: Vec<Trouble>,
+    /// Whether at every event the pagers' invariants are checked, and that every page's newest bytes are where they should be;
+    /// and at the end that nothing is left in flight, or pinned. It makes each event cost as much as all pages.
     pub checked: bool,
     /// Whether [what happened when](crate::sim::Recorded) is kept: of the first device, and of the disk. It changes nothing else.
     pub timeline: bool,
@@ -52,6 +56,7 @@ impl Settings {
             passes: NonZeroU32::MIN.saturating_add(3),
             seed: 0,
             fail_one_in: None,
+            trouble: Vec::new(),
             checked: false,
             timeline: false,
         }

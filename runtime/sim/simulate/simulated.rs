@@ -43,7 +43,7 @@ pub struct Simulated {
     pub pager: PagerStats,
     /// Pages of all pagers.
     pub pages: u64,
-    /// Frames of each device tier.
+    /// Frames of each device tier, with the largest budget that it had.
     pub frames: u32,
     /// Frames of each host tier.
     pub host_frames: u32,

@@ -6,7 +6,7 @@ use super::internal;
 use super::settings::Settings;
 use crate::error::Result;
 use crate::ids::{PageIndex, SegmentId};
-use crate::pager::PageRun;
+use crate::pager::{Backing, PageRun};
 use crate::random::Random;
 use crate::sim::workload::{Share, Span, Step};
 
@@ -34,15 +34,15 @@ pub(super) struct Cut<'a> {
     pub(super) devices: u64,
     /// Frames of each.
     pub(super) frames: u32,
-    /// Bytes of each segment on each.
-    pub(super) lens: &'a [u64],
+    /// The workload's.
+    pub(super) segments: &'a [(Backing, u64)],
 }
 
 impl Cut<'_> {
     /// The units of a pass.
-    pub(super) fn units(&self, steps: &[Step], pass: u64) -> Result<Vec<Unit>> {
+    pub(super) fn units(&self, steps: &[Step], pass: u32) -> Result<Vec<Unit>> {
         let page = self.settings.page_size;
-        let needed: u64 = self.lens.iter().map(|len| page.pages_for(*len)).sum();
+        let needed: u64 = self.segments.iter().map(|(_, len)| page.pages_for(len.div_ceil(self.devices))).sum();
         let whole = u64::from(self.frames) >= needed;
         let most = match self.settings.step_pages {
             Some(pages) => u64::from(pages.get()),
@@ -56,7 +56,7 @@ impl Cut<'_> {
                 .entry((group, parts, used))
                 .or_insert_with(|| {
                     // Of the seed, the pass and the group alone, so that steps of a group may come in any order.
-                    let mut random = Random(self.settings.seed ^ (pass << 32 | u64::from(group)));
+                    let mut random = Random(self.settings.seed ^ (u64::from(pass) << 32 | u64::from(group)));
                     random.0 = random.next();
                     let mut drawn = Vec::with_capacity(used as usize);
                     while drawn.len() < used as usize && drawn.len() < parts as usize {
@@ -128,6 +128,11 @@ impl Cut<'_> {
     fn part_of(&self, span: Span) -> Span {
         let (offset, end) = (span.offset / self.devices, (span.offset + span.len).div_ceil(self.devices));
         Span { offset, len: end - offset, row: (span.row / self.devices).max(1), ..span }
+    }
+
+    /// The pages of a device's parts of these spans, span by span.
+    pub(super) fn runs(&self, spans: &[Span]) -> Result<Vec<PageRun>> {
+        spans.iter().map(|span| self.run_of(&self.part_of(*span))).collect()
     }
 
     fn run_of(&self, span: &Span) -> Result<PageRun> {

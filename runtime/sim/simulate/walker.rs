@@ -1,0 +1,141 @@
+//! Somebody who uses pages one by one, beside the program on a device.
+
+use super::device::Device;
+use super::{Event, Nanos, World, internal};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{PageId, RequestId};
+use crate::pager::{PageRun, Submitted, Unpin};
+
+/// Uses each of its pages once, then rests.
+#[derive(Debug)]
+pub(super) struct Walker {
+    pub(super) pages: Vec<PageId>,
+    writes: bool,
+    hold: Nanos,
+    /// What it hints at when it begins.
+    hints: Vec<PageRun>,
+    /// The page it will use next; all of them when it rests.
+    next: usize,
+    /// Between asking for a page and the end of its time with it.
+    pub(super) busy: bool,
+    pub(super) request: Option<RequestId>,
+    /// What it has pinned.
+    held: Option<PageId>,
+}
+
+impl Walker {
+    pub(super) fn new(pages: Vec<PageId>, writes: bool, hold: Nanos, hints: Vec<PageRun>) -> Self {
+        let next = pages.len();
+        Self { pages, writes, hold, hints, next, busy: false, request: None, held: None }
+    }
+
+    pub(super) fn rests(&self) -> bool {
+        !self.busy && self.next == self.pages.len()
+    }
+}
+
+/// A page by itself.
+const fn alone(page: PageId) -> PageRun {
+    PageRun { segment: page.segment, first: page.index, count: 1 }
+}
+
+impl Device {
+    fn let_go(&mut self, page: PageId, writes: bool) -> Result<(), String> {
+        let word = &self.words[page.segment.index()][page.index.index()];
+        if writes {
+            if let Some(contents) = &mut self.contents {
+                contents.written(&self.pager, &[alone(page)])?;
+            }
+            let _ = word.unlock();
+            self.pager.unlocked(&[alone(page)], &mut self.fx);
+        } else if word.unpin() == Unpin::Wanted {
+            self.pager.pump(&mut self.fx);
+        }
+        Ok(())
+    }
+
+    /// A walker is gone, whatever it was about to do.
+    pub(super) fn stop_walker(&mut self, key: usize) -> Result<(), String> {
+        let Some(mut walker) = self.walkers.remove(&key) else { return Ok(()) };
+        if let Some(id) = walker.request.take() {
+            self.pager.cancel(id, &mut self.fx);
+        }
+        walker.held.take().map_or(Ok(()), |page| self.let_go(page, walker.writes))
+    }
+}
+
+impl World<'_> {
+    /// A walker that rests begins anew.
+    pub(super) fn walk_again(&mut self, at: usize, key: usize) -> Result<()> {
+        let device = &mut self.devices[at];
+        let Some(walker) = device.walkers.get_mut(&key).filter(|walker| walker.rests()) else { return Ok(()) };
+        walker.next = 0;
+        if !walker.hints.is_empty() {
+            device.pager.prefetch(&walker.hints, &mut device.fx);
+        }
+        self.walk(at, key)
+    }
+
+    /// A walker asks for its next page.
+    fn walk(&mut self, at: usize, key: usize) -> Result<()> {
+        let device = &mut self.devices[at];
+        let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
+        let Some(page) = walker.pages.get(walker.next).copied() else { return Ok(()) };
+        walker.next += 1;
+        walker.busy = true;
+        device.pager.record(&device.log);
+        match device.pager.submit(&[alone(page)], walker.writes, &mut device.fx) {
+            Ok(Submitted::Waiting(id)) => {
+                walker.request = Some(id);
+                Ok(())
+            }
+            Ok(Submitted::Ready(_)) => self.walker_answered(at, key, Ok(())),
+            Err(error) => self.walker_answered(at, key, Err(error)),
+        }
+    }
+
+    /// A walker has its page, or will not get it.
+    pub(super) fn walker_answered(&mut self, at: usize, key: usize, granted: Result<()>) -> Result<()> {
+        let device = &mut self.devices[at];
+        let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
+        let page = walker.pages[walker.next - 1];
+        let mut hold = 0;
+        match granted {
+            Ok(()) => {
+                (walker.held, hold) = (Some(page), walker.hold);
+                if let Some(contents) = &mut device.contents {
+                    contents.pinned(&device.pager, &[alone(page)], walker.writes).map_err(internal)?;
+                }
+            }
+            Err(error) => self.is_expected(at, &error)?,
+        }
+        let end = self.now.saturating_add(hold);
+        self.schedule(end, at, Event::Walked(key));
+        Ok(())
+    }
+
+    /// One page of a device may always be had, but for these reasons.
+    fn is_expected(&self, at: usize, error: &Error) -> Result<()> {
+        let expected = match error.kind() {
+            ErrorKind::Io => self.settings.fail_one_in.is_some(),
+            ErrorKind::Device => self.devices[at].lost,
+            // A write back that failed too often.
+            ErrorKind::Poisoned => self.done.failures > 0,
+            _ => false,
+        };
+        if expected { Ok(()) } else { Err(internal(format!("a page cannot be had, for no reason: {error}"))) }
+    }
+
+    /// A walker's time with its page is over.
+    pub(super) fn walked(&mut self, at: usize, key: usize) -> Result<()> {
+        let device = &mut self.devices[at];
+        let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
+        walker.busy = false;
+        let (held, writes) = (walker.held.take(), walker.writes);
+        device.pager.record(&device.log);
+        if let Some(page) = held {
+            device.let_go(page, writes).map_err(internal)?;
+        }
+        self.walk(at, key)
+    }
+}
