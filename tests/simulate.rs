@@ -14,10 +14,13 @@ use harness::{Rng, seed};
 use outcore::pager::Backing;
 use outcore::residency::Residency;
 use outcore::sim::{
-    ComputeModel, DiskModel, Even, LaneRecord, MachineModel, Settings, Share, Simulated, Span, Step, Workload, simulate,
+    ComputeModel, DiskModel, Even, Guest, LaneRecord, MachineModel, Part, Settings, Share, Simulated, Span, Step,
+    Trouble, TroubleKind, When, Workload, simulate,
 };
 use outcore::store::QueueDepth;
-use outcore::{Bytes, DType, ErrorKind, LinkModel, PageSize, PolicyKind, Tier, WaitCause, format};
+use outcore::{
+    Bytes, DType, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, SegmentClass, Tier, WaitCause, format,
+};
 use simulate_swarm::{bits, random_case, stalled, swarm};
 
 const PAGE: u64 = 1 << 20;
@@ -198,6 +201,7 @@ fn what_is_resident_is_computed_on_and_nothing_else() {
     assert_eq!(done.disk_read.bytes, Bytes::new(50 * PAGE), "every page is read once");
     assert_eq!(done.link_in.bytes, Bytes::new(50 * PAGE));
     assert_eq!(done.pager.faults + done.pager.late + done.pager.prefetched, 50);
+    assert_eq!((done.pager.uses, done.pager.hits), (6 * 50, 5 * 50), "those at the end count, too");
     assert_eq!(done.median(), 50 * step);
 }
 
@@ -295,6 +299,214 @@ fn failures_cost_time_and_nothing_else() {
     let hopeless = Settings { fail_one_in: Some(count(1)), ..settings(40) };
     let error = simulate(&pages(100), &machine(), &hopeless).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
+}
+
+/// 100 pages in order, of which LRU hits none in 40 frames: a pass is 100 reads of 100 us, copies of 1 ms and steps of 1 ns.
+fn in_trouble(trouble: Vec<Trouble>) -> Simulated {
+    let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(40) };
+    simulate(&pages(100), &machine(), &settings).unwrap()
+}
+
+const LRU_PASS: Duration = Duration::from_nanos(110_000_100);
+
+fn slow(part: Part, times: u32) -> TroubleKind {
+    TroubleKind::Slow { part, times: count(times), one_in: NonZeroU32::MIN }
+}
+
+#[test]
+fn a_slow_spell_costs_what_it_slows() {
+    let spell = |part, times, pass| Trouble::from(slow(part, times), When::Pass(pass)).until(When::Pass(pass + 1));
+    let done = in_trouble(vec![
+        spell(Part::Disk, 2, 1),
+        spell(Part::Link, 3, 2),
+        spell(Part::Compute, 1000, 4),
+        // Both at once.
+        spell(Part::Disk, 2, 4),
+        spell(Part::Disk, 5, 4),
+    ]);
+    let longer = [0, 10_000_000, 200_000_000, 0, 90_000_000 + 99_900, 0].map(Duration::from_nanos);
+    assert_eq!(done.passes, longer.map(|longer| LRU_PASS + longer));
+    // While it lasts, by the clock: the copies of three pages begin within it.
+    let from = LRU_PASS + Duration::from_micros(50);
+    let until = from + Duration::from_micros(2200);
+    let done = in_trouble(vec![Trouble::from(slow(Part::Link, 2), When::Time(from)).until(When::Time(until))]);
+    let later = |pass| if pass == 1 { Duration::from_millis(2) } else { Duration::ZERO };
+    assert_eq!(done.passes, [0, 1, 2, 3, 4, 5].map(|pass| LRU_PASS + later(pass)));
+}
+
+#[test]
+fn a_single_move_can_take_a_thousand_times_as_long() {
+    // The copy of the second pass's first page begins at this nanosecond.
+    let from = LRU_PASS + Duration::from_micros(100);
+    let until = When::Time(from + Duration::from_nanos(1));
+    let done = in_trouble(vec![Trouble::from(slow(Part::Link, 1000), When::Time(from)).until(until)]);
+    assert_eq!(done.passes[1], LRU_PASS + Duration::from_millis(999));
+    assert_eq!(done.time, 6 * LRU_PASS + Duration::from_millis(999));
+    // By chance: some of the 600 copies.
+    let outliers = TroubleKind::Slow { part: Part::Link, times: count(1000), one_in: count(50) };
+    let late = in_trouble(vec![Trouble::from(outliers, When::Pass(0))]).time - 6 * LRU_PASS;
+    assert_eq!(late.as_nanos() % 999_000_000, 0);
+    assert!((1..60).contains(&(late.as_millis() / 999)), "{late:?}");
+}
+
+#[test]
+fn a_smaller_budget_costs_the_faults_of_what_it_holds_no_more() {
+    let of = |trouble| {
+        let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(100) };
+        simulate(&pages(100), &machine(), &settings).unwrap()
+    };
+    let half = Trouble::from(TroubleKind::DeviceBudget(Bytes::new(50 * PAGE)), When::Pass(2));
+    let (calm, smaller) = (of(Vec::new()), of(vec![half.clone()]));
+    assert_eq!((calm.pager.faults, smaller.pager.faults), (100, 100 + 4 * 100));
+    assert_eq!(smaller.passes[..2], calm.passes[..2]);
+    assert_eq!(smaller.passes[2..], [LRU_PASS; 4]);
+    // When it is back, the 50 pages that are there hit, and the others come to stay.
+    let done = of(vec![half.until(When::Pass(4))]);
+    assert_eq!(done.pager.faults, 100 + 2 * 100 + 50);
+    assert_eq!(done.passes[5], calm.passes[5]);
+    // More than the settings say.
+    let more = Trouble::from(TroubleKind::DeviceBudget(Bytes::new(100 * PAGE)), When::Pass(1));
+    let done = in_trouble(vec![more]);
+    assert_eq!((done.pager.faults, done.frames), (100 + 60, 100));
+}
+
+#[test]
+fn a_budget_too_small_for_a_step_ends_the_run_with_that_error() {
+    let trouble = vec![Trouble::from(TroubleKind::DeviceBudget(Bytes::new(2 * PAGE)), When::Pass(1))];
+    // Four pages hold what three have from any row on.
+    let settings = Settings { step_pages: Some(count(4)), trouble, ..settings(40) };
+    let step =
+        Step { spans: vec![Span { segment: 0, offset: 0, len: 60 * PAGE, row: 1 }], share: Share::All, writes: false };
+    let workload = Workload::new(vec![(Backing::File, 60 * PAGE)], vec![step]).unwrap();
+    let error = simulate(&workload, &machine(), &settings).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
+    assert!(error.to_string().contains("3 pages (3.0 MiB) are wanted at once"), "{error}");
+}
+
+/// Each page of a segment in a step of its own.
+fn one_by_one(segment: u32, pages: u64, writes: bool) -> Vec<Step> {
+    let span = |page| Span { segment, offset: page * PAGE, len: PAGE, row: 1 };
+    (0..pages).map(|page| Step { spans: vec![span(page)], share: Share::All, writes }).collect()
+}
+
+#[test]
+fn a_tensor_comes_and_goes_with_its_dirty_pages() {
+    let guest = |backing, bytes| {
+        let (class, hold) = (SegmentClass::Activations, Duration::ZERO);
+        TroubleKind::Guest(Guest { backing, class, bytes: Bytes::new(bytes), hold, hinted: false })
+    };
+    let of = |frames, kind: Option<TroubleKind>| {
+        let trouble = kind.map(|kind| Trouble::from(kind, When::Pass(1)).until(When::Pass(3))).into_iter().collect();
+        let settings = Settings { policy: PolicyKind::Lru, lookahead: Lookahead::Off, trouble, ..settings(frames) };
+        // Steps that leave it time for its pages.
+        let compute = ComputeModel { step: Duration::from_millis(1), ..machine().compute };
+        simulate(&pages(40), &MachineModel { compute, ..machine() }, &settings).unwrap()
+    };
+    // Where there is room, ten pages are made, written twice, and gone, and the program does not notice.
+    let (calm, done) = (of(60, None), of(60, Some(guest(Backing::ReadWrite, 10 * PAGE))));
+    assert_eq!(done.passes[3..], calm.passes[3..]);
+    assert_eq!((done.pager.fills_zero, done.pager.write_backs), (10, 0));
+    assert_eq!((done.pager.uses, done.pager.faults, done.pager.hits), (6 * 40 + 20, 40 + 10, 5 * 40 + 10));
+    assert_eq!((done.pager.evictions, calm.pager.evictions), (10, 0));
+    // Of a file all pages but the last are whole.
+    let done = of(60, Some(guest(Backing::File, 9 * PAGE + 5)));
+    assert_eq!(done.disk_read.bytes, Bytes::new(49 * PAGE + 5));
+    // Where there is not, what it had dirty is written back, and read again.
+    let done = of(45, Some(guest(Backing::ReadWrite, 10 * PAGE)));
+    assert_eq!(done.disk_written.bytes.get(), done.pager.write_backs * PAGE);
+    assert!(done.pager.write_backs > 0 && done.pager.faults > 50, "{:?}", done.pager);
+}
+
+#[test]
+fn a_full_disk_costs_bytes_only_where_there_is_no_room_for_them() {
+    let full = Trouble::from(TroubleKind::DiskFull, When::Pass(1)).until(When::Pass(2));
+    let segments = vec![(Backing::ReadWrite, 8 * PAGE), (Backing::File, 30 * PAGE)];
+    let steps = [one_by_one(0, 8, true), one_by_one(1, 30, false)].concat();
+    let workload = Workload::new(segments, steps).unwrap();
+    let settings = Settings { policy: PolicyKind::Lru, trouble: vec![full], ..settings(20) };
+    let done = simulate(&workload, &machine(), &settings).unwrap();
+    // What cannot be written stays, and what can be read again goes.
+    assert!(done.failures > 0, "{done:?}");
+    assert_eq!((done.lost_steps, done.pager.poisoned), (0, 0));
+    assert!(done.disk_written.bytes >= Bytes::new(4 * 8 * PAGE), "{:?}", done.disk_written);
+    // All are dirty, and there is room for ten of them: those that had to go are lost, and whoever wants them hears of it.
+    let full = Trouble::from(TroubleKind::DiskFull, When::Pass(0));
+    let all_dirty = Workload::new(vec![(Backing::ReadWrite, 30 * PAGE)], one_by_one(0, 30, true)).unwrap();
+    let done =
+        simulate(&all_dirty, &machine(), &Settings { trouble: vec![full], ..settings_of(&settings, 10) }).unwrap();
+    assert_eq!((done.pager.poisoned, done.lost_steps, done.pager.write_backs), (20, 5 * 20, 0));
+    // After three attempts that somebody waited for, or eight in all.
+    assert!((3 * 20..=8 * 20).contains(&done.failures), "{}", done.failures);
+}
+
+fn settings_of(settings: &Settings, frames: u64) -> Settings {
+    Settings { device_budget: Bytes::new(frames * PAGE), ..settings.clone() }
+}
+
+#[test]
+fn a_lost_device_ends_the_run_and_names_what_is_lost_with_it() {
+    let workload = |writes| {
+        let segments = vec![(Backing::ReadWrite, 8 * PAGE), (Backing::File, 30 * PAGE)];
+        Workload::new(segments, [one_by_one(0, 8, writes), one_by_one(1, 30, false)].concat()).unwrap()
+    };
+    let of = |workload: &Workload, frames, host: u64, at| {
+        let trouble = vec![Trouble::from(TroubleKind::DeviceLost { device: 0 }, at)];
+        let host_budget = Bytes::new(host * PAGE);
+        let settings = Settings { policy: PolicyKind::Lru, trouble, host_budget, ..settings(frames) };
+        let error = simulate(workload, &machine(), &settings).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Device);
+        error.to_string()
+    };
+    let text = of(&workload(true), 40, 0, When::Pass(2));
+    assert!(text.starts_with("8 pages (8.0 MiB) are lost, 0 to 7 of segment 0: device 0 is lost"), "{text}");
+    // What was read, or never written, is still where it came from.
+    for at in [When::Pass(2), When::Time(Duration::from_micros(700))] {
+        let text = of(&workload(false), 40, 0, at);
+        assert!(text.starts_with("device 0 is lost"), "{text}");
+    }
+    // What was written back when others came is safe, and so is what the host tier has.
+    for (frames, host) in [(20, 0), (20, 20)] {
+        let text = of(&workload(true), frames, host, When::Pass(2));
+        assert!(text.starts_with("device 0 is lost"), "{text}");
+    }
+    // One that is there for the others has to be there.
+    let settings = |device| {
+        let trouble = vec![Trouble::from(TroubleKind::DeviceLost { device }, When::Pass(1))];
+        Settings { trouble, ..settings(40) }
+    };
+    let two = MachineModel { devices: count(2), ..machine() };
+    let error = simulate(&workload(true), &two, &settings(1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Device);
+    assert!(
+        error.to_string().starts_with("4 pages (4.0 MiB) are lost, 0 to 3 of segment 0: device 1 is lost"),
+        "{error}"
+    );
+    let error = simulate(&workload(true), &two, &settings(2)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn what_a_program_tells_its_pager_is_done_when_it_says() {
+    let ten = vec![Span { segment: 0, offset: 10 * PAGE, len: 10 * PAGE, row: 1 }];
+    let of = |kinds: Vec<TroubleKind>| {
+        let trouble = kinds.into_iter().map(|kind| Trouble::from(kind, When::Pass(2))).collect();
+        let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(60) };
+        simulate(&pages(50), &machine(), &settings).unwrap().pager
+    };
+    assert_eq!(of(Vec::new()).faults, 50);
+    assert_eq!(of(vec![TroubleKind::Evict(ten.clone())]).faults, 60);
+    // Ten frames are free, and so they are the first whose memory goes.
+    assert_eq!(of(vec![TroubleKind::Trim(Bytes::new(15 * PAGE))]).faults, 55);
+    let hinted = of(vec![TroubleKind::Evict(ten.clone()), TroubleKind::Hint(ten.clone())]);
+    assert_eq!((hinted.faults, hinted.prefetched + hinted.late), (50, 10), "{hinted:?}");
+    assert_eq!(of(vec![TroubleKind::Chain(ten.clone())]), of(Vec::new()));
+    // Without its plan the policy fills nothing ahead.
+    let of = |trouble| simulate(&pages(100), &machine(), &Settings { trouble, ..settings(40) }).unwrap();
+    let plan = |order| TroubleKind::Plan { order, cyclic: true };
+    let withdrawn = of(vec![Trouble::from(plan(Vec::new()), When::Pass(3))]);
+    let calm = of(Vec::new());
+    assert_eq!(withdrawn.passes[..2], calm.passes[..2]);
+    assert!(withdrawn.time > calm.time && withdrawn.pager.faults > 2 * calm.pager.faults, "{:?}", withdrawn.pager);
 }
 
 #[test]

@@ -697,6 +697,10 @@ impl<'a> World<'a> {
     fn report(&mut self) -> Simulated {
         let mut done = self.done.clone();
         done.frames = self.most_frames;
+        for device in &mut self.devices {
+            // Hits that nobody has told the pager of.
+            device.pager.record(&device.log);
+        }
         if let (Some(recorder), Some(first)) = (self.recorder.take(), self.devices.first_mut()) {
             done.recorded = Some(recorder.finish(self.now, &mut first.pager, self.most_frames));
         }
