@@ -78,8 +78,9 @@ pub(super) struct Device {
 impl Device {
     /// A segment of so many pages, for which the pager has room, and of so many bytes.
     pub(super) fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32, len: u64) -> SegmentId {
+        // The number of one that is gone is used again, perhaps at once.
+        self.forget_released();
         let (segment, words) = self.pager.add_segment(backing, class, pages);
-        // The number of one that is gone is used again.
         if segment.index() == self.words.len() {
             self.words.push(words);
             self.lens.push(len);
@@ -91,6 +92,14 @@ impl Device {
             contents.joined(segment, backing, pages);
         }
         segment
+    }
+
+    /// Segments of which nothing is in flight any more are gone.
+    pub(super) fn forget_released(&mut self) {
+        let released = std::mem::take(&mut self.fx.released);
+        if let Some(contents) = &mut self.contents {
+            released.into_iter().for_each(|segment| contents.left(segment));
+        }
     }
 
     /// Whether all is as it should be, where that is checked.

@@ -87,7 +87,7 @@ enum Event {
     /// A walker's time with its page is over.
     Walked(usize),
     /// Trouble begins, or ends.
-    Trouble(usize, bool),
+    Trouble(u32, bool),
 }
 
 /// The disk that all share.
@@ -334,7 +334,7 @@ impl<'a> World<'a> {
             Event::Computed | Event::Trouble(..) if self.ended => return Ok(()),
             Event::Computed => return self.computed(at),
             Event::Trouble(which, begins) => {
-                self.trouble(which, begins)?;
+                self.trouble(which as usize, begins)?;
                 return (0..self.devices.len()).try_for_each(|at| self.go_on(at));
             }
         }
@@ -371,10 +371,10 @@ impl<'a> World<'a> {
     fn settle(&mut self, at: usize) -> Result<()> {
         while !self.devices[at].fx.is_empty() {
             let device = &mut self.devices[at];
-            let Effects { protect, moves, raised, discard, done, released } = std::mem::take(&mut device.fx);
+            device.forget_released();
+            let Effects { protect, moves, raised, discard, done, released: _ } = std::mem::take(&mut device.fx);
             if let Some(contents) = &mut device.contents {
                 protect.iter().chain(&discard).for_each(|frame| contents.vacated(*frame));
-                released.iter().for_each(|segment| contents.left(*segment));
             }
             for planned in moves {
                 self.start(at, planned)?;

@@ -21,6 +21,24 @@ pub enum When {
 
 /// Something that goes wrong, or changes, for a while, for good, or once. What begins at the same moment begins in the order
 /// in which the settings have it; what is never reached does not happen.
+///
+/// ```
+/// use std::num::NonZeroU32;
+///
+/// use outcore::sim::{Even, MachineModel, Part, Settings, Trouble, TroubleKind, When, Workload, simulate};
+/// use outcore::{Bytes, DType};
+///
+/// // The disk is ten times slower for one pass.
+/// let times = NonZeroU32::MIN.saturating_add(9);
+/// let kind = TroubleKind::Slow { part: Part::Disk, times, one_in: NonZeroU32::MIN };
+/// let trouble = vec![Trouble::from(kind, When::Pass(2)).until(When::Pass(3))];
+///
+/// let model = Even { params: 10_000_000_000, dtype: DType::BF16, layers: 40, experts: None };
+/// let settings = Settings { trouble, ..Settings::new(Bytes::gib(10), Bytes::ZERO) };
+/// let done = simulate(&Workload::even(model)?, &MachineModel::named("h200")?, &settings)?;
+/// assert!(done.passes[2] > 5 * done.passes[1] && done.passes[2] > 5 * done.passes[3]);
+/// # Ok::<(), outcore::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Trouble {
@@ -72,8 +90,8 @@ pub enum TroubleKind {
     },
     /// Writes to the disk take their time and fail.
     DiskFull,
-    /// A device is lost with all that is in its memory. Moves from and to that memory take their time and fail; the program
-    /// ends when it uses the device again, or hears of such a failure, and the simulation with it. Does not end.
+    /// A device is lost with all that is in its memory, for good. Moves from and to that memory take their time and fail. The
+    /// program ends, and the simulation with it: at once, or where it waits for pages of that device, when it hears of them.
     DeviceLost {
         /// Which; the first one is 0.
         device: u32,
@@ -97,6 +115,13 @@ pub enum TroubleKind {
     },
     /// It tells of a prefix [chain](crate::pager::Pager::chain) that is about to be used, once.
     Chain(Vec<Span>),
+}
+
+impl TroubleKind {
+    /// Whether it can end.
+    const fn lasts(&self) -> bool {
+        matches!(self, Self::Slow { .. } | Self::DiskFull | Self::DeviceBudget(_) | Self::Guest(_))
+    }
 }
 
 /// A tensor that is there for a while. Each device has an equal part; a second program there uses its pages one by one, when it
@@ -131,7 +156,7 @@ impl World<'_> {
             for (at, trouble) in settings.trouble.iter().enumerate() {
                 let moment = if begins { Some(trouble.from) } else { trouble.until };
                 if let Some(When::Time(time)) = moment {
-                    self.schedule(nanos(time), 0, Event::Trouble(at, begins));
+                    self.schedule(nanos(time), 0, Event::Trouble(at as u32, begins));
                 }
             }
         }
@@ -188,12 +213,13 @@ impl World<'_> {
     pub(super) fn trouble(&mut self, which: usize, begins: bool) -> Result<()> {
         let Some(trouble) = self.settings.trouble.get(which) else { return Ok(()) };
         // Moments of two kinds may come in any order.
-        if self.over.contains(&which) {
+        if self.over.contains(&which) || !begins && !trouble.kind.lasts() {
             return Ok(());
         }
-        if begins {
+        if begins && trouble.kind.lasts() {
             self.under_way.push(which);
-        } else {
+        }
+        if !begins {
             self.under_way.retain(|other| *other != which);
             self.over.push(which);
         }
