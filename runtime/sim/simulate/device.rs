@@ -69,6 +69,8 @@ pub(super) struct Device {
     pub(super) walkers: BTreeMap<usize, Walker>,
     /// Those who wait for a smaller budget.
     pub(super) shrinking: Vec<RequestId>,
+    /// Frames whose memory is on its way back to the system.
+    pub(super) discarding: usize,
     pub(super) lost: bool,
     pub(super) fx: Effects,
     /// Where the simulation is checked.

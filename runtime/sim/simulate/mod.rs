@@ -28,7 +28,7 @@ use super::workload::Workload;
 use crate::config::staging_pages;
 use crate::device::{Direction, LinkSchedule, Token};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageSize, Tier};
+use crate::ids::{Bytes, FrameId, MoveId, PageSize, Tier};
 use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
 use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Submitted};
 use crate::random::Random;
@@ -84,6 +84,8 @@ enum Event {
     Copied(usize),
     /// The step is computed.
     Computed,
+    /// A frame's memory is back with the system.
+    Discarded(FrameId),
     /// A walker's time with its page is over.
     Walked(usize),
     /// Trouble begins, or ends.
@@ -172,6 +174,7 @@ impl<'a> World<'a> {
                 caller: Caller::default(),
                 walkers: BTreeMap::new(),
                 shrinking: Vec::new(),
+                discarding: 0,
                 lost: false,
                 fx: Effects::default(),
                 contents: settings.checked.then(|| Contents::new(frames, host_frames)),
@@ -330,6 +333,12 @@ impl<'a> World<'a> {
         match event {
             Event::Disk(id) => self.disk_ended(at, id)?,
             Event::Copied(stream) => self.copied(at, stream)?,
+            Event::Discarded(frame) => {
+                let device = &mut self.devices[at];
+                device.discarding -= 1;
+                device.pager.record(&device.log);
+                device.pager.discarded(frame, &mut device.fx);
+            }
             Event::Walked(key) => self.walked(at, key)?,
             Event::Computed | Event::Trouble(..) if self.ended => return Ok(()),
             Event::Computed => return self.computed(at),
@@ -386,8 +395,12 @@ impl<'a> World<'a> {
                 }
                 device.queue.raise(Token(id.get()), priority);
             }
+            device.discarding += discard.len();
             for frame in discard {
-                device.pager.discarded(frame, &mut device.fx);
+                // As long as it takes to fill it with zero bytes.
+                let time = time_of(self.settings.page_size.bytes(), self.machine.compute.bandwidth);
+                let end = self.now.saturating_add(self.jittered(time));
+                self.schedule(end, at, Event::Discarded(frame));
             }
             for (id, result) in done {
                 let waited = self.devices[at].caller.request.take_if(|(request, _)| *request == id);

@@ -49,7 +49,9 @@ impl World<'_> {
             device.pager.close(&closed, &mut device.fx);
             self.go_on(at)?;
         }
-        self.events_until("the last move", |world| world.devices.iter().all(|device| device.moves.is_empty()))?;
+        self.events_until("the end of all moves", |world| {
+            world.devices.iter().all(|device| device.moves.is_empty() && device.discarding == 0)
+        })?;
         if self.settings.checked { self.check_rest().map_err(internal) } else { Ok(()) }
     }
 
@@ -80,7 +82,7 @@ impl World<'_> {
                 break;
             }
         }
-        Err(internal(format!("{what} does not come")))
+        Err(internal(format!("{what} never comes")))
     }
 
     fn check_rest(&mut self) -> Result<(), String> {
