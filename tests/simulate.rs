@@ -527,6 +527,19 @@ fn bad_settings_are_refused() {
     let much = Settings { host_budget: Bytes::gib(17), ..settings(10) };
     let (kind, text) = refused(&machine(), &much);
     assert!(kind == ErrorKind::InvalidArgument && text.contains("a host budget of 17.0 GiB"), "{text}");
+    let late = |kind| Settings { trouble: vec![Trouble::from(kind, When::Pass(99))], ..settings(10) };
+    let (kind, text) = refused(&machine(), &late(TroubleKind::DeviceBudget(Bytes::ZERO)));
+    assert!(kind == ErrorKind::BudgetTooSmall && text.starts_with("trouble 0 of the settings"), "{text}");
+    let (kind, text) = refused(&machine(), &late(TroubleKind::DeviceBudget(Bytes::gib(17))));
+    assert!(kind == ErrorKind::InvalidArgument && text.contains("more than machine test has"), "{text}");
+    let (kind, text) = refused(&machine(), &late(TroubleKind::DeviceLost { device: 1 }));
+    assert!(kind == ErrorKind::InvalidArgument && text.contains("machine test has no device 1"), "{text}");
+    for (segment, offset, len) in [(1, 0, 1), (0, 0, 0), (0, 100 * PAGE, 1), (0, 1, u64::MAX)] {
+        let span = Span { segment, offset, len, row: 1 };
+        let (kind, text) = refused(&machine(), &late(TroubleKind::Hint(vec![span])));
+        assert!(kind == ErrorKind::InvalidArgument && text.contains("is not in segment"), "{text}");
+    }
+    assert_eq!(pages(3).with_classes(Vec::new()).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 
 #[test]

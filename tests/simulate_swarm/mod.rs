@@ -125,8 +125,16 @@ pub fn random_case(rng: &mut Rng) -> Case {
     if rng.one_in(4) {
         return case;
     }
-    let hurried = Settings { checked: false, ..case.settings.clone() };
-    let calm = simulate(&case.workload, &case.machine, &hurried);
+    // Most that do not fit are given more: one that ends at once says little.
+    let calm = loop {
+        let hurried = Settings { checked: false, ..case.settings.clone() };
+        match simulate(&case.workload, &case.machine, &hurried) {
+            Err(error) if error.kind() == ErrorKind::BudgetTooSmall && !rng.one_in(8) => {
+                case.settings.device_budget = Bytes::new(2 * case.settings.device_budget.get());
+            }
+            other => break other,
+        }
+    };
     let (time, passes) = (calm.map_or(Duration::from_micros(1), |done| done.time), case.settings.passes.get());
     let time = u64::try_from(time.as_nanos()).unwrap();
     let most = *rng.pick(&[2, 4, 12]);

@@ -8,6 +8,7 @@
 //! 1. The same workload, machine and settings give the same result, bit for bit: events at the same time happen in the order
 //!    in which they were made, random numbers come from one generator, and nothing depends on an address, a hash or a clock.
 //! 2. What ends a simulation is an error or the end of its last pass: an event that does not come is an error.
+//! 3. What is not asked for, trouble, checks or a record, draws no number, makes no event, and changes nothing.
 
 mod contents;
 mod device;
