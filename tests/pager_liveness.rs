@@ -730,3 +730,23 @@ fn regression_plans_that_share_frames_come_to_rest() {
         world.read_all();
     }
 }
+
+/// Who waits for a page gets no frame that a smaller budget waits for, though one is on its way.
+#[test]
+fn a_smaller_budget_keeps_the_frame_that_it_waits_for() {
+    let (mut world, s) = world(4, 0, 8);
+    for index in 0..4 {
+        touch(&mut world, s, index, true);
+    }
+    world.pin(&[run(s, 1, 3)], false, false).unwrap();
+    world.set_budget(3);
+    assert_eq!(world.moves[0].0.page, page(s, 0), "the only page that nobody holds is written back");
+    let waiting = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    end(&mut world, s, 0, true);
+    assert_eq!(world.pager.device_frames(), (3, 3));
+    assert!(world.waiting.iter().any(|(id, ..)| *id == waiting) && world.moves.is_empty());
+    world.unpin(0);
+    settle(&mut world);
+    assert!(world.waiting.is_empty());
+    world.drain();
+}
