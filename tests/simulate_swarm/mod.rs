@@ -143,7 +143,11 @@ pub fn random_case(rng: &mut Rng) -> Case {
             0 => When::Pass(rng.below(u64::from(passes)) as u32),
             _ => When::Time(Duration::from_nanos(after + rng.below(1 + time - time.min(after)))),
         };
-        let from = moment(rng, 0);
+        // Often several at once.
+        let from = match case.settings.trouble.last() {
+            Some(last) if rng.one_in(3) => last.from,
+            _ => moment(rng, 0),
+        };
         let mut trouble = Trouble::from(trouble_kind(rng, &case), from);
         if !rng.one_in(4) {
             let after = if let When::Time(from) = from { from.as_nanos() as u64 } else { 0 };

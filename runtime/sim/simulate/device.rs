@@ -65,7 +65,8 @@ pub(super) struct Device {
     pub(super) link: Option<LinkSchedule>,
     pub(super) streams: [Stream; 2],
     pub(super) caller: Caller,
-    /// Others who use pages, by the number of the trouble they are.
+    /// Tensors that came later, and others who use pages, by the number of the trouble they are.
+    pub(super) guests: BTreeMap<usize, SegmentId>,
     pub(super) walkers: BTreeMap<usize, Walker>,
     /// Those who wait for a smaller budget.
     pub(super) shrinking: Vec<RequestId>,

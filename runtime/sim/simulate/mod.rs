@@ -173,6 +173,7 @@ impl<'a> World<'a> {
                 link: machine.link.map(LinkSchedule::new),
                 streams: Default::default(),
                 caller: Caller::default(),
+                guests: BTreeMap::new(),
                 walkers: BTreeMap::new(),
                 shrinking: Vec::new(),
                 discarding: 0,

@@ -301,6 +301,7 @@ impl World<'_> {
             let run = PageRun { segment, first: PageIndex(0), count: pages };
             let writes = guest.backing == Backing::ReadWrite;
             let hints = if guest.hinted { vec![run] } else { Vec::new() };
+            device.guests.insert(which, segment);
             device.walkers.insert(which, Walker::new(run.pages().collect(), writes, nanos(guest.hold), hints));
             self.walk_again(at, which)?;
         }
@@ -309,11 +310,11 @@ impl World<'_> {
 
     fn guest_goes(&mut self, which: usize) -> Result<()> {
         for device in &mut self.devices {
-            let Some(page) = device.walkers.get(&which).and_then(|walker| walker.pages.first().copied()) else {
-                continue;
-            };
-            device.stop_walker(which).map_err(internal)?;
-            device.pager.remove_segment(page.segment, &mut device.fx);
+            let Some(hints) = device.stop_walker(which).map_err(internal)? else { continue };
+            let Some(segment) = device.guests.remove(&which) else { continue };
+            device.pager.remove_segment(segment, &mut device.fx);
+            // Who hints need not know that it has gone.
+            device.pager.prefetch(&hints, &mut device.fx);
         }
         Ok(())
     }

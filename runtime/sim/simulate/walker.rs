@@ -9,7 +9,7 @@ use crate::pager::{PageRun, Submitted, Unpin};
 /// Uses each of its pages once, then rests.
 #[derive(Debug)]
 pub(super) struct Walker {
-    pub(super) pages: Vec<PageId>,
+    pages: Vec<PageId>,
     writes: bool,
     hold: Nanos,
     /// What it hints at when it begins.
@@ -17,7 +17,7 @@ pub(super) struct Walker {
     /// The page it will use next; all of them when it rests.
     next: usize,
     /// Between asking for a page and the end of its time with it.
-    pub(super) busy: bool,
+    busy: bool,
     pub(super) request: Option<RequestId>,
     /// What it has pinned.
     held: Option<PageId>,
@@ -54,13 +54,16 @@ impl Device {
         Ok(())
     }
 
-    /// A walker is gone, whatever it was about to do.
-    pub(super) fn stop_walker(&mut self, key: usize) -> Result<(), String> {
-        let Some(mut walker) = self.walkers.remove(&key) else { return Ok(()) };
+    /// A walker is gone, whatever it was about to do. What it hinted at, if there was such a walker.
+    pub(super) fn stop_walker(&mut self, key: usize) -> Result<Option<Vec<PageRun>>, String> {
+        let Some(mut walker) = self.walkers.remove(&key) else { return Ok(None) };
         if let Some(id) = walker.request.take() {
             self.pager.cancel(id, &mut self.fx);
         }
-        walker.held.take().map_or(Ok(()), |page| self.let_go(page, walker.writes))
+        if let Some(page) = walker.held.take() {
+            self.let_go(page, walker.writes)?;
+        }
+        Ok(Some(walker.hints))
     }
 }
 
