@@ -750,3 +750,22 @@ fn a_smaller_budget_keeps_the_frame_that_it_waits_for() {
     assert!(world.waiting.is_empty());
     world.drain();
 }
+
+/// What is filled ahead took the frames that a smaller budget waited for, one after the other, as long as there was more to fill.
+#[test]
+fn regression_a_smaller_budget_does_not_wait_for_fills_ahead() {
+    let (mut world, s) = world(4, 0, 8);
+    for index in 0..4 {
+        touch(&mut world, s, index, true);
+    }
+    world.set_budget(2);
+    assert_eq!(world.moves.len(), 2, "two are written back");
+    world.with(|pager, fx| pager.prefetch(&[run(s, 5, 1)], fx));
+    world.complete(0, true);
+    world.complete(0, true);
+    assert_eq!(world.pager.device_frames().1, 2);
+    // The hint was not forgotten.
+    settle(&mut world);
+    assert!(world.frame(page(s, 5)).is_some());
+    world.drain();
+}

@@ -30,7 +30,9 @@ impl Pager {
 
     /// Starts fills ahead of use, as far as frames and the lookahead allow.
     pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
-        if !self.queue.is_empty() {
+        // Whoever waits for a smaller budget would wait for as long as something is filled: frames that become free go to
+        // pages first.
+        if !self.queue.is_empty() || self.frames.active() > self.frames.target {
             return;
         }
         while let Some(page) = self.hints.front().copied() {
