@@ -769,3 +769,21 @@ fn regression_a_smaller_budget_does_not_wait_for_fills_ahead() {
     assert!(world.frame(page(s, 5)).is_some());
     world.drain();
 }
+
+/// The reserve took what had just been filled ahead, if all else was pinned; that was filled ahead again, or nothing was.
+#[test]
+fn regression_the_reserve_leaves_what_was_filled_ahead() {
+    let (frames, pages) = (8, 12);
+    let mut world = World::new(config(frames, pages, 2, true), PolicyKind::Plan);
+    let s = world.segment(Backing::ReadWrite, pages);
+    world.with(|pager, fx| pager.declare_plan(&[run(s, 0, pages)], true, fx));
+    for index in (0..pages).chain(0..4) {
+        touch(&mut world, s, index, true);
+    }
+    world.pin(&[run(s, 4, frames - 1)], false, false).unwrap();
+    end_at_most(&mut world, 100, true);
+    assert!(world.moves.is_empty() && world.guards.len() == 1);
+    let fresh = world.pager.view(s).iter().filter(|view| view.device.fresh).count();
+    assert_eq!(fresh, 1, "the one frame that is left is for the page that comes next");
+    world.drain();
+}

@@ -1,7 +1,7 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
 use super::policy::{Take, Want};
-use super::state::{BeginEvict, Claim, State};
+use super::state::{BeginEvict, Claim, Snapshot, State};
 use super::{Effects, Granted, Pager, Place, Priority, WaitCause};
 use crate::ids::{HostFrameId, PageId};
 
@@ -51,9 +51,16 @@ impl Pager {
             if want == Want::Memory && word.load().state != State::Clean {
                 return Take::Skip;
             }
-            if want == Want::Reserve && word.load().state == State::Clean {
-                // A clean page at the head of the line is as good as a free frame.
-                return Take::Stop;
+            if want == Want::Reserve {
+                let Snapshot { state, fresh, .. } = word.load();
+                if state == State::Clean {
+                    // A clean page at the head of the line is as good as a free frame.
+                    return Take::Stop;
+                }
+                if fresh {
+                    // It was filled ahead, and would be again: where all else is pinned, up and down without end.
+                    return Take::Skip;
+                }
             }
             taken = match word.begin_evict() {
                 BeginEvict::Won => Some((page, Taken::Clean)),
