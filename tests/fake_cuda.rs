@@ -7,7 +7,8 @@
 mod control;
 mod cuda_calls;
 
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 
 use control::{Fake, Reach};
 use cuda_calls::*;
@@ -444,6 +445,36 @@ fn the_device_can_be_lost_while_the_host_waits() {
         assert_eq!(waiting.join().unwrap(), CUresult::CUDA_ERROR_UNKNOWN);
     });
     assert_eq!(event.try_is_complete().unwrap_err().0, CUresult::CUDA_ERROR_UNKNOWN);
+}
+
+/// Work that was under way went on after the program had heard of the loss, with memory that it had freed since.
+#[test]
+fn regression_no_work_outlasts_the_news_of_a_lost_device() {
+    let fake = Fake::load();
+    let (begun, begins) = mpsc::channel();
+    let ended = Arc::new(AtomicU64::new(0));
+    let sum = ended.clone();
+    fake.register_kernel(
+        "axpy",
+        |_| Vec::new(),
+        move |_| {
+            begun.send(()).unwrap();
+            // Some time of computing.
+            let found = (0..50_000_000u64).fold(1, |x, n| std::hint::black_box(x ^ n.wrapping_mul(x)));
+            sum.store(found | 1, Ordering::SeqCst);
+        },
+    );
+    let context = context();
+    let stream = context.new_stream().unwrap();
+    let function = context.load_module(Ptx::from_src(AXPY)).unwrap().load_function("axpy").unwrap();
+    let config = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
+    // SAFETY: the arguments are the kernel's parameters; it touches no memory.
+    unsafe { stream.launch_builder(&function).arg(&0.5f32).arg(&0u64).arg(&0u64).arg(&0u32).launch(config) }.unwrap();
+    begins.recv().unwrap();
+    fake.lose_device(CUresult::CUDA_ERROR_UNKNOWN as u32);
+    assert_eq!(context.new_stream().unwrap_err().0, CUresult::CUDA_ERROR_UNKNOWN);
+    assert_ne!(ended.load(Ordering::SeqCst), 0, "the kernel still runs");
+    fake.take_findings();
 }
 
 #[test]

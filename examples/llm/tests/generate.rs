@@ -735,7 +735,8 @@ fn check_residency(residency: &Value, longest_us: f64) {
         assert!(device.iter().zip(&host).all(|(device, host)| device + host <= 100));
         most = most.max(device.iter().filter(|percent| **percent > 0).count());
     }
-    assert!(most > 0, "no page was ever seen in device memory");
+    // A run that is interrupted may end before its first page comes.
+    assert!(most > 0 || longest_us.is_infinite(), "no page was ever seen in device memory");
 }
 
 /// Reads a timeline; returns the lanes that have spans.

@@ -33,6 +33,8 @@ pub struct Driver {
     host_operations: u64,
     pub timelines: Vec<Timeline>,
     pub workers: usize,
+    /// Copies and kernels under way; host functions are not counted, since who loses the device may hold what they wait for.
+    pub running: usize,
     /// No stream starts anything while set.
     pub held: bool,
     pub contexts: Contexts,
@@ -82,6 +84,7 @@ impl Driver {
             host_operations: 0,
             timelines: Vec::new(),
             workers: 0,
+            running: 0,
             held: false,
             contexts: Contexts::default(),
             streams: HashMap::new(),
@@ -146,7 +149,16 @@ pub fn wait_until(driver: &mut Guard, mut done: impl FnMut(&Driver) -> bool) -> 
     while driver.lost.is_none() && !done(driver) {
         SHARED.changed.wait(driver);
     }
-    inject::unless_lost(driver.lost)
+    told_of_loss(driver).map_or(Ok(()), Err)
+}
+
+/// What the device was lost with, if it was. Once that is told nothing of its work touches memory any more: the program may
+/// free what copies were given.
+fn told_of_loss(driver: &mut Guard) -> Option<CuResult> {
+    while driver.lost.is_some() && driver.running > 0 {
+        SHARED.changed.wait(driver);
+    }
+    driver.lost
 }
 
 /// Waits for any change.
@@ -162,6 +174,7 @@ pub fn wait_at_most(driver: &mut Guard, limit: Duration, mut done: impl FnMut(&D
             return done(driver);
         }
     }
+    told_of_loss(driver);
     true
 }
 
@@ -206,6 +219,7 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
     if let Err((code, fatal)) = driver.injection.count(name) {
         if fatal {
             driver.lose(code);
+            told_of_loss(&mut driver);
         }
         return code;
     }
@@ -213,7 +227,7 @@ pub fn enter(name: &'static str, need: Need, body: impl FnOnce(&mut Guard) -> Ou
         wait(&mut driver);
     }
     if need != Need::Nothing {
-        if let Some(code) = driver.lost {
+        if let Some(code) = told_of_loss(&mut driver) {
             return code;
         }
         if !driver.initialised && name != "cuInit" {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::abi::{CuResult, ERROR_UNKNOWN, Outcome};
+use crate::abi::{CuResult, ERROR_UNKNOWN};
 
 /// Counts calls and decides which of them fail.
 #[derive(Default)]
@@ -173,9 +173,4 @@ impl Link {
         self.0[direction] = Some(end);
         Some(end)
     }
-}
-
-/// A lost device answers every call with the code it was lost with.
-pub fn unless_lost(lost: Option<CuResult>) -> Outcome {
-    lost.map_or(Ok(()), Err)
 }

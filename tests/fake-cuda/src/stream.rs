@@ -257,12 +257,14 @@ fn worker(id: TimelineId) {
             result = driver.injection.count(WORK).map_err(|(code, _)| code);
             if result.is_ok() {
                 let delay = driver.config.draw_delay();
+                driver.running += 1;
                 drop(driver);
                 if !delay.is_zero() {
                     std::thread::sleep(delay);
                 }
                 result = run();
                 driver = lock();
+                driver.running -= 1;
             }
         }
         // An asynchronous failure takes the context with it, as on a real device.

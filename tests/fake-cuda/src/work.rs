@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::abi::*;
 use crate::clock::Clock;
-use crate::driver::{Driver, Guard, HOST_FUNCTION, InHostFunction, lock};
+use crate::driver::{Driver, Guard, HOST_FUNCTION, InHostFunction, lock, notify};
 use crate::judge::{Op, Space, Touch};
 use crate::memory::Piece;
 use crate::module::Launch;
@@ -193,6 +193,8 @@ impl Driver {
                         let mut driver = lock();
                         // The host now knows what came before the function.
                         driver.known.join(&inside.clock);
+                        driver.running -= 1;
+                        notify();
                     }
                     HOST_FUNCTION.set(Some(inside));
                     if let Some(function) = function {
@@ -200,6 +202,7 @@ impl Driver {
                         unsafe { function(argument as *mut libc::c_void) };
                     }
                     HOST_FUNCTION.set(None);
+                    lock().running += 1;
                     Ok(())
                 })
             }
