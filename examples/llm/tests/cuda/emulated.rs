@@ -105,6 +105,9 @@ fn open(path: &Path) -> *mut c_void {
 pub fn ptx_file(test: &str) -> Option<PathBuf> {
     let library = kernel_library(test)?;
     let path = library.with_extension("ptx");
+    // Tests that run side by side write one file.
+    static WRITING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _writing = WRITING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if !path.exists() {
         // SAFETY: the function has no parameters and returns a C string that lives as long as the library.
         let text = unsafe {
