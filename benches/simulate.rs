@@ -265,7 +265,8 @@ fn fault(pager: &mut Pager, fx: &mut Effects, words: &[PageWord], index: u32) {
 /// Processor nanoseconds of a cycle of `pages` through half as many frames, for each of its faults: with a plan there is about
 /// one hit to each, whose cost is counted in; with LRU there is none.
 fn fault_nanos(policy: PolicyKind, pages: u32, rounds: usize) -> Spread {
-    const USES: u32 = 800_000;
+    // Two cycles at least: the faults of one come one after the other.
+    let uses = (2 * pages as usize).max(800_000);
     let config =
         PagerConfig { frames: pages / 2, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
     let mut pager = Pager::new(config, policy.build());
@@ -279,7 +280,7 @@ fn fault_nanos(policy: PolicyKind, pages: u32, rounds: usize) -> Spread {
     let mut round = || {
         let before = pager.stats().faults;
         let start = support::cpu_seconds();
-        order.by_ref().take(USES as usize).for_each(|index| fault(&mut pager, &mut fx, &words, index));
+        order.by_ref().take(uses).for_each(|index| fault(&mut pager, &mut fx, &words, index));
         (support::cpu_seconds() - start) * 1e9 / (pager.stats().faults - before) as f64
     };
     Spread::of(&(0..rounds).map(|_| round()).collect::<Vec<_>>())
