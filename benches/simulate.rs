@@ -64,18 +64,7 @@ fn disk(path: &Path, count: u64, page: PageSize) -> DiskModel {
 
 /// Seconds of a pass that `outcore plan` forecasts of a model of `size` bytes with so much room for its weights.
 fn forecast(size: Bytes, room: Bytes, link: LinkModel, disk: DiskModel, computed: f64) -> f64 {
-    let given = Given {
-        parameters: Parameters::new(size.get()).unwrap(),
-        dtype: DType::U8,
-        layers: None,
-        hidden: None,
-        heads: None,
-        kv_heads: None,
-        ffn: None,
-        vocab: None,
-        gated: false,
-        experts: None,
-    };
+    let given = Given::new(Parameters::new(size.get()).unwrap(), DType::U8);
     let shape = Shape::estimate(&given).unwrap();
     let job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 1, batch: 1, headroom_percent: 0 };
     let memory = job.memory(true).unwrap();

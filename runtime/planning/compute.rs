@@ -94,7 +94,7 @@ impl Job {
 
 #[cfg(test)]
 mod tests {
-    use super::super::estimate::{Given, GivenExperts};
+    use super::super::estimate::Given;
     use super::super::memory::{KvType, Optimizer};
     use super::super::shape::Shape;
     use super::*;
@@ -146,19 +146,7 @@ mod tests {
 
     #[test]
     fn experts_that_are_not_drawn_take_no_operations_and_no_bytes() {
-        let given = Given {
-            parameters: "46.7B".parse().unwrap(),
-            dtype: DType::BF16,
-            layers: Some(32),
-            hidden: Some(4096),
-            heads: Some(32),
-            kv_heads: Some(8),
-            ffn: None,
-            vocab: Some(32_000),
-            gated: true,
-            experts: Some(GivenExperts { count: 8, active: Some(2), ffn: Some(14_336) }),
-        };
-        let shape = Shape::estimate(&given).unwrap();
+        let shape = Shape::estimate(&Given::mixtral(2).unwrap()).unwrap();
         // Jiang et al. 2024, "Mixtral of Experts": of 47 billion parameters a token uses 13.
         assert!((12.7e9..13.1e9).contains(&shape.active_parameters()), "{}", shape.active_parameters());
         let mut job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 1, batch: 1, headroom_percent: 20 };

@@ -32,6 +32,40 @@ pub struct Given {
     pub experts: Option<GivenExperts>,
 }
 
+impl Given {
+    /// Only so much: all else is estimated.
+    pub const fn new(parameters: Parameters, dtype: DType) -> Self {
+        Self {
+            parameters,
+            dtype,
+            layers: None,
+            hidden: None,
+            heads: None,
+            kv_heads: None,
+            ffn: None,
+            vocab: None,
+            gated: false,
+            experts: None,
+        }
+    }
+
+    /// Mixtral 8x7B (Jiang et al. 2024, "Mixtral of Experts"): 46.7 billion parameters, of which 45.1 are those of 8 experts a
+    /// layer. A token uses `active` of them: 2, as it was trained.
+    #[cfg(test)]
+    pub(super) fn mixtral(active: u64) -> Result<Self> {
+        Ok(Self {
+            layers: Some(32),
+            hidden: Some(4096),
+            heads: Some(32),
+            kv_heads: Some(8),
+            vocab: Some(32_000),
+            gated: true,
+            experts: Some(GivenExperts { count: 8, active: Some(active), ffn: Some(14_336) }),
+            ..Self::new(Parameters::new(46_700_000_000)?, DType::BF16)
+        })
+    }
+}
+
 /// What is known of a model's experts without a file.
 #[derive(Clone, Copy, Debug)]
 pub struct GivenExperts {
@@ -218,18 +252,7 @@ mod tests {
     use super::*;
 
     fn given(parameters: u64) -> Given {
-        Given {
-            parameters: Parameters::new(parameters).unwrap(),
-            dtype: DType::BF16,
-            layers: None,
-            hidden: None,
-            heads: None,
-            kv_heads: None,
-            ffn: None,
-            vocab: None,
-            gated: false,
-            experts: None,
-        }
+        Given::new(Parameters::new(parameters).unwrap(), DType::BF16)
     }
 
     #[test]

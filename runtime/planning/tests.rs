@@ -258,21 +258,9 @@ fn steps_of_fewer_tokens_compute_less() {
     assert_eq!(Change::Batch(2).made(&infer(), &known).1.compute, Some(Compute::Seconds(8.0)));
 }
 
-/// 46.7 billion parameters of 2 bytes, of which 45.1 are those of 8 experts a layer.
 fn mixtral(active: u64) -> Job {
-    let given = Given {
-        parameters: Parameters::new(46_700_000_000).unwrap(),
-        dtype: DType::BF16,
-        layers: Some(32),
-        hidden: Some(4096),
-        heads: Some(32),
-        kv_heads: Some(8),
-        ffn: None,
-        vocab: Some(32_000),
-        gated: true,
-        experts: Some(GivenExperts { count: 8, active: Some(active), ffn: Some(14_336) }),
-    };
-    Job { work: Work::Infer { kv: KvType::F16 }, shape: Shape::estimate(&given).unwrap(), ..infer() }
+    let shape = Shape::estimate(&Given::mixtral(active).unwrap()).unwrap();
+    Job { work: Work::Infer { kv: KvType::F16 }, shape, ..infer() }
 }
 
 #[test]
