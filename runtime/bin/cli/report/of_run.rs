@@ -12,7 +12,8 @@ pub fn parts(run: &Generated, inputs: &Inputs, of: &str) -> Vec<Part> {
     let title = format!("Hit ratio beside the optimum{of}");
     let optimum = part::beside_optimum(title, run.ratio_uses, &run.policy, run.hit_ratio, run.opt_hit_ratio);
     let mut parts = vec![summary(run, of), stalls, links(run, inputs, of), optimum, memory(run, of)];
-    parts.extend(weights(run, of));
+    let weights = run.memory.as_ref().map_or(&[][..], |memory| &memory.weights);
+    parts.extend(part::weights(format!("Weights by class{of}"), weights));
     parts
 }
 
@@ -128,11 +129,4 @@ fn memory(run: &Generated, of: &str) -> Part {
         .map(|memory| memory.weights.iter().map(|class| class.bytes).fold(memory.tail_bytes, u64::saturating_add));
     notes.push(part::waste(tails, files));
     part::memory(format!("Memory by class{of}"), notes, &classes)
-}
-
-fn weights(run: &Generated, of: &str) -> Option<Part> {
-    let memory = run.memory.as_ref().filter(|memory| !memory.weights.is_empty())?;
-    let classes: Vec<_> = memory.weights.iter().map(|class| (class.class.clone(), Some(class.bytes), None)).collect();
-    let notes = vec!["In the model's files, by what tensors are for.".to_owned()];
-    Some(part::memory(format!("Weights by class{of}"), notes, &classes))
 }

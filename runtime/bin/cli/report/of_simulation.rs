@@ -17,7 +17,7 @@ pub fn parts(simulated: &Simulated, at: usize) -> Vec<Part> {
         part::beside_optimum(format!("Hit ratio beside the optimum: {name}"), uses, &simulated.policy, hits, optimum)
     }));
     parts.push(memory(simulated, &name));
-    parts.extend(weights(simulated, &name));
+    parts.extend(part::weights(format!("Weights by class: {name}"), &simulated.weights));
     parts
 }
 
@@ -97,12 +97,4 @@ fn memory(simulated: &Simulated, name: &str) -> Part {
     let pages = simulated.tail_bytes.map(|tails| simulated.model_bytes.saturating_add(tails));
     notes.push(part::waste(simulated.tail_bytes, pages));
     part::memory(format!("Memory by class: {name}"), notes, &classes)
-}
-
-fn weights(simulated: &Simulated, name: &str) -> Option<Part> {
-    let classes: Vec<_> =
-        simulated.weights.iter().map(|class| (class.class.clone(), Some(class.bytes), None)).collect();
-    let notes = vec!["In the model's files, by what tensors are for.".to_owned()];
-    let title = format!("Weights by class: {name}");
-    if classes.is_empty() { None } else { Some(part::memory(title, notes, &classes)) }
 }

@@ -1,5 +1,6 @@
 //! A part of the page: a heading, notes, a chart, a table.
 
+use outcore::sim::ClassBytes;
 use serde::Serialize;
 
 use super::super::output::size;
@@ -185,6 +186,13 @@ pub fn links(title: String, notes: Vec<String>, links: &[Link], all: f64) -> Par
         ("of its ceiling", true),
     ]);
     Part { kind: LINKS, title, notes, bars: bars.some(), head, rows, ..Part::default() }
+}
+
+/// Weights by what tensors are for, if that is told.
+pub fn weights(title: String, classes: &[ClassBytes]) -> Option<Part> {
+    let classes: Vec<_> = classes.iter().map(|class| (class.class.clone(), Some(class.bytes), None)).collect();
+    let notes = vec!["In the model's files, by what tensors are for.".to_owned()];
+    if classes.is_empty() { None } else { Some(memory(title, notes, &classes)) }
 }
 
 /// Bytes by class: of each the name, the most in use where that is known, and the room for it where it has one.
