@@ -18,7 +18,7 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig};
+use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
 use outcore::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
 use outcore::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use outcore::store::QueueDepth;
@@ -243,7 +243,7 @@ fn scale() -> Value {
 
 fn fault(pager: &mut Pager, fx: &mut Effects, words: &[PageWord], index: u32) {
     let page = PageRun { segment: SegmentId::new(0), first: PageIndex::new(index), count: 1 };
-    pager.submit(&[page], false, fx).unwrap();
+    pager.submit(&[page], Purpose::Read, fx).unwrap();
     while let Some(planned) = fx.moves.pop() {
         pager.complete(planned.id, Ok(()), fx);
     }

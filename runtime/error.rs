@@ -25,10 +25,14 @@ pub enum ErrorKind {
     Unsupported,
     /// A budget cannot hold what was asked for as one unit.
     BudgetTooSmall,
+    /// Scopes that hold pins would wait for each other for ever: this one gives up, and keeps what it holds.
+    WouldDeadlock,
     /// The operating system or the device would not give memory or address space.
     OutOfMemory,
     /// Reading or writing failed.
     Io,
+    /// Reading or writing took longer than the runtime was told to wait for it.
+    TimedOut,
     /// A GPU or its driver failed.
     Device,
     /// The file system that holds the scratch file is full.
@@ -117,7 +121,7 @@ impl Error {
     /// assert!(!Error::new(ErrorKind::Poisoned, "page 7 is lost").is_transient());
     /// ```
     pub fn is_transient(&self) -> bool {
-        matches!(self.0.kind, ErrorKind::Io | ErrorKind::DiskFull)
+        matches!(self.0.kind, ErrorKind::Io | ErrorKind::TimedOut | ErrorKind::DiskFull | ErrorKind::WouldDeadlock)
     }
 
     /// What the user can do about it.

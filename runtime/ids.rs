@@ -254,6 +254,10 @@ id!(
     /// A set of pages wanted as a unit.
     RequestId, u64, "req"
 );
+id!(
+    /// What one task holds and may still ask for.
+    ScopeId, u64, "scope"
+);
 
 /// What a segment's tensors are for: policies may treat classes differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -74,13 +74,14 @@ pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
-    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, SegmentClass,
-    SegmentId, StagingId, Tier,
+    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
+    SegmentClass, SegmentId, StagingId, Tier,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
-pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, WaitCause};
+pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause};
 pub use pin::{
-    DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, StreamPin, UnpinRefused,
+    Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
+    ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
 };
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;

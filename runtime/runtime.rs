@@ -23,9 +23,7 @@ use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{
-    DeviceExclusive, DeviceOnStream, DeviceShared, Exclusive, ExclusiveSet, PinRequest, Shared as SharedPin, SharedSet,
-};
+use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
@@ -43,6 +41,12 @@ pub(crate) struct Shared {
     lookahead: Lookahead,
     /// Frames of the largest device budget so far.
     most_frames: AtomicU32,
+}
+
+impl Shared {
+    pub(crate) fn page_size(&self) -> PageSize {
+        self.page_size
+    }
 }
 
 impl Drop for Shared {
@@ -407,31 +411,39 @@ impl Runtime {
         self.engine().host_addressable
     }
 
-    /// Pins a tensor's pages for reading. What can never be resident together is refused; what could be, but for guards,
-    /// waits for them, also for those of the caller: whoever needs several tensors at once takes them as
-    /// [a set](Self::pin_set), and whoever must not wait for ever gives [a limit](PinRequest::wait_timeout). A large request
-    /// that waits is overtaken at most 16 times, but always by threads that hold guards, which it may be waiting for, by
-    /// tasks, which may, and by who has waited for a tenth of a second: it may have been sent guards.
-    pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, SharedPin<'a>> {
-        PinRequest::new(SharedPin(tensor))
+    /// Pins a tensor's pages for reading. What can never be resident together is refused. What could be, but for guards,
+    /// waits for them, and holds nothing meanwhile: it is passed by at most 16 later ones
+    /// ([`PASSES_MAX`](crate::pager::PASSES_MAX)).
+    ///
+    /// Whoever needs several tensors at once takes them as [a set](Self::pin_set). Whoever holds guards and asks for more
+    /// does so in [a scope](Self::scope): of guards outside of scopes nobody can tell that they wait for each other, and
+    /// [`waiting`](Self::waiting) says who waits for what.
+    #[inline]
+    pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
+        PinRequest::new(HostPin::new(tensor), None)
     }
 
-    /// Pins a read-write tensor's pages for writing. Other pins of the same pages wait, and are waited for; after 16
-    /// readers have left and others were still there, new ones wait, but for the same exceptions.
-    pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, Exclusive<'a>> {
-        PinRequest::new(Exclusive(tensor))
+    /// Pins a read-write tensor's pages for writing: nobody else has them meanwhile. Waits as [`pin`](Self::pin) does.
+    #[inline]
+    pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
+        PinRequest::new(HostPin::new(tensor), None)
     }
 
     /// Pins several tensors' pages for reading, as a unit: all or none, so that two callers that need sets can never
     /// hold half each.
-    pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, SharedSet<'a>> {
-        PinRequest::new(SharedSet(tensors))
+    pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
+        PinRequest::new(HostPins::new(tensors), None)
     }
 
     /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
     /// fine.
-    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, ExclusiveSet<'a>> {
-        PinRequest::new(ExclusiveSet(tensors))
+    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
+        PinRequest::new(HostPins::new(tensors), None)
+    }
+
+    /// What a task that holds guards and asks for more pins in: see [`Scope`](crate::Scope).
+    pub fn scope(&self) -> ScopeBuilder {
+        ScopeBuilder::new(self.shared.clone())
     }
 
     /// Pins several tensors' pages for reading on the device, as a unit, wherever that is: the guard gives device
@@ -452,8 +464,8 @@ impl Runtime {
     /// # runtime.close()?;
     /// # Ok::<(), outcore::Error>(())
     /// ```
-    pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceShared<'a>> {
-        PinRequest::new(DeviceShared(tensors))
+    pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
+        PinRequest::new(DevicePins::new(tensors), None)
     }
 
     /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
@@ -482,13 +494,13 @@ impl Runtime {
         &self,
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
-    ) -> PinRequest<'a, DeviceOnStream<'a>> {
-        PinRequest::new(DeviceOnStream(tensors, stream))
+    ) -> PinRequest<'a, DevicePinsOn<'a>> {
+        PinRequest::new(DevicePinsOn::new(tensors, stream), None)
     }
 
     /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
-    pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DeviceExclusive<'a>> {
-        PinRequest::new(DeviceExclusive(tensors))
+    pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
+        PinRequest::new(DevicePins::new(tensors), None)
     }
 
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use outcore::pager::policy::{Policy, Take, Want};
-use outcore::pager::{Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Unpin};
+use outcore::pager::{Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, Unpin};
 use outcore::{PageId, PageIndex, SegmentClass, SegmentId};
 
 thread_local! {
@@ -63,7 +63,7 @@ fn run(segment: SegmentId, index: u32) -> PageRun {
 
 /// One fault from submission to unpin, every move ending at once.
 fn fault(pager: &mut Pager, fx: &mut Effects, segment: SegmentId, index: u32) {
-    let _ = pager.submit(&[run(segment, index)], false, fx).unwrap();
+    let _ = pager.submit(&[run(segment, index)], Purpose::Read, fx).unwrap();
     finish(pager, fx);
 }
 

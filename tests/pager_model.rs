@@ -5,7 +5,7 @@
 
 mod pager_world;
 
-use outcore::pager::{Backing, PageRun, PolicyKind};
+use outcore::pager::{Backing, PageRun, PolicyKind, ScopePriority};
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
@@ -25,8 +25,8 @@ struct Shape {
     writers: usize,
     /// In three readers, how many are streams.
     streams: usize,
-    /// Whether those who hold guards say so.
-    nesting: bool,
+    /// Scopes that are open at once, of each kind; pins outside of scopes come as well.
+    scopes: usize,
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -40,7 +40,7 @@ fn shape(random: &mut Random) -> Shape {
         failing: [0, 0, 5, 20][random.below(4)],
         actors: 1 + random.below(8),
         writers: random.below(3),
-        nesting: random.below(2) == 0,
+        scopes: random.below(4),
         streams: random.below(3),
     }
 }
@@ -88,7 +88,8 @@ impl Run {
         match random.below(32) {
             0..8 if self.world.guards.len() + self.world.waiting.len() < actors => {
                 let budget = self.world.budget;
-                self.world.nested = self.shape.nesting && !self.world.guards.is_empty();
+                let scope = random.below(self.world.scopes.len() + 1);
+                self.world.scope = self.world.scopes.get(scope).map(|(id, _)| *id);
                 if random.below(3) < writers {
                     let count = 1 + random.below(2.min(self.shape.pages as usize / 2)) as u32;
                     let pages = self.shape.pages - self.shape.pages / 2;
@@ -147,6 +148,19 @@ impl Run {
 
     fn rarely(&mut self, random: &mut Random) {
         match random.below(12) {
+            3..6 if self.world.scopes.len() < self.shape.scopes => {
+                if random.below(2) == 0 {
+                    self.world.growing_scope();
+                } else {
+                    let pages = 1 + random.below(self.world.budget.max(1) as usize) as u32;
+                    let priority = [ScopePriority::Interactive, ScopePriority::Batch][random.below(2)];
+                    self.world.reserving_scope(pages.min(self.world.budget), priority);
+                }
+            }
+            6 if !self.world.scopes.is_empty() => {
+                let (scope, _) = self.world.scopes[random.below(self.world.scopes.len())];
+                self.world.close_scope(scope);
+            }
             0 => {
                 let order = self.runs(random, self.shape.pages);
                 let cyclic = random.below(2) == 0;

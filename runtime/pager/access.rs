@@ -1,6 +1,13 @@
 //! The order of use, carried from the lock-free hit path to the policy.
+//!
+//! Each thread that pins has a ring of its own, which it alone writes and the pager, under its latch, alone reads: a hit
+//! is recorded with plain stores. Uses of one page that follow each other are one entry with a count. What is lost is the
+//! order between threads, as far as nothing else tells it; each thread's own is kept, and every use is there.
 
-use crossbeam_queue::ArrayQueue;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
 
 use crate::ids::{PageId, PageIndex, SegmentId};
 
@@ -11,38 +18,194 @@ pub struct Access {
     pub page: PageId,
     /// Whether it was the first since the page was filled ahead of use.
     pub first_use: bool,
-}
-
-/// Uses not yet seen by the pager, oldest first. When it is full, whoever could not push takes the latch and lets the
-/// pager record.
-#[derive(Debug)]
-pub struct AccessLog {
-    queue: ArrayQueue<u64>,
+    /// Whether it was pinned for writing.
+    pub write: bool,
 }
 
 const FIRST_USE: u64 = 1 << 63;
+const WRITE: u64 = 1 << 62;
+/// Segments are counted in 30 bits here.
+const SEGMENT: u32 = (1 << 30) - 1;
+
+impl Access {
+    #[inline]
+    fn pack(self) -> u64 {
+        let flags = if self.first_use { FIRST_USE } else { 0 } | if self.write { WRITE } else { 0 };
+        u64::from(self.page.segment.0) << 32 | u64::from(self.page.index.0) | flags
+    }
+
+    fn unpack(packed: u64) -> Self {
+        let page = PageId { segment: SegmentId((packed >> 32) as u32 & SEGMENT), index: PageIndex(packed as u32) };
+        Self { page, first_use: packed & FIRST_USE != 0, write: packed & WRITE != 0 }
+    }
+}
+
+/// How full a ring is after a use was recorded.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Recorded {
+    /// There is room.
+    Ok,
+    /// It has just become three quarters full: somebody should [drain](super::Pager::record) the log soon.
+    High,
+    /// It was full: the use was not recorded. The caller drains the log and records it again.
+    Full,
+}
+
+/// Entries of a ring. So many that what an overflow costs is one use in as many.
+const CAPACITY: u32 = 1 << 14;
+/// Entries come in parts, made when they are first needed: a thread whose uses are drained often needs few.
+const PART: u32 = 1 << 10;
+const HIGH: u32 = CAPACITY / 4 * 3;
+
+#[derive(Debug, Default)]
+struct Slot {
+    access: AtomicU64,
+    /// Uses so far; grows while it is the newest slot.
+    count: AtomicU32,
+}
+
+/// One thread's uses.
+#[derive(Debug)]
+struct Ring {
+    parts: [OnceLock<Box<[Slot]>>; (CAPACITY / PART) as usize],
+    /// Slots begun, by the writer; wraps.
+    tail: AtomicU32,
+    /// Slots done with, by the reader; wraps.
+    head: AtomicU32,
+    /// Its bit in [`AccessLog::dirty`].
+    bit: u64,
+}
+
+impl Ring {
+    #[inline]
+    fn slot(&self, number: u32) -> &Slot {
+        let at = number % CAPACITY;
+        let part = self.parts[(at / PART) as usize].get_or_init(|| (0..PART).map(|_| Slot::default()).collect());
+        &part[(at % PART) as usize]
+    }
+}
+
+/// Records the uses of one thread, or of whoever else makes one at a time.
+#[derive(Debug)]
+pub struct Recorder {
+    ring: Arc<Ring>,
+    dirty: Arc<AtomicU64>,
+    last: u64,
+    count: u32,
+    tail: u32,
+    /// The reader's head when it was last looked at.
+    head: u32,
+}
+
+impl Recorder {
+    /// Adds a use.
+    #[inline]
+    pub fn record(&mut self, access: Access) -> Recorded {
+        let packed = access.pack();
+        let mut recorded = Recorded::Ok;
+        if packed == self.last && self.count < u32::MAX && self.tail != self.head {
+            self.count += 1;
+            self.ring.slot(self.tail.wrapping_sub(1)).count.store(self.count, Ordering::Release);
+        } else {
+            if self.tail.wrapping_sub(self.head) >= HIGH {
+                recorded = self.crowded();
+                if recorded == Recorded::Full {
+                    return recorded;
+                }
+            }
+            let slot = self.ring.slot(self.tail);
+            slot.access.store(packed, Ordering::Relaxed);
+            slot.count.store(1, Ordering::Relaxed);
+            self.tail = self.tail.wrapping_add(1);
+            (self.last, self.count) = (packed, 1);
+            // Publishes the slot.
+            self.ring.tail.store(self.tail, Ordering::Release);
+        }
+        if self.dirty.load(Ordering::Relaxed) & self.ring.bit == 0 {
+            self.dirty.fetch_or(self.ring.bit, Ordering::Release);
+        }
+        recorded
+    }
+
+    #[cold]
+    fn crowded(&mut self) -> Recorded {
+        self.head = self.ring.head.load(Ordering::Acquire);
+        match self.tail.wrapping_sub(self.head) {
+            // The newest slot stays the reader's until there is a newer one.
+            CAPACITY.. => Recorded::Full,
+            HIGH => Recorded::High,
+            _ => Recorded::Ok,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Reader {
+    ring: Arc<Ring>,
+    /// Uses of the newest slot that were told already.
+    told: u32,
+}
+
+/// Uses not yet seen by the pager.
+#[derive(Debug, Default)]
+pub struct AccessLog {
+    readers: Mutex<Vec<Reader>>,
+    /// Rings with something new, by one of 64 bits.
+    dirty: Arc<AtomicU64>,
+}
 
 impl AccessLog {
-    /// Room for this many uses: one latch every few thousand hits costs nothing, and the policy is never far behind.
-    const CAPACITY: usize = 4096;
-
     /// An empty log.
     pub fn new() -> Self {
-        Self { queue: ArrayQueue::new(Self::CAPACITY) }
+        Self::default()
     }
 
-    /// Adds a use; `false` if there is no room.
-    #[inline]
-    pub fn push(&self, access: Access) -> bool {
-        let flag = if access.first_use { FIRST_USE } else { 0 };
-        let packed = u64::from(access.page.segment.0) << 32 | u64::from(access.page.index.0) | flag;
-        self.queue.push(packed).is_ok()
+    /// A ring for one more thread. It goes when the recorder has gone and its uses have been told.
+    pub fn recorder(&self) -> Recorder {
+        let mut readers = self.readers.lock();
+        let used = readers.iter().fold(0u64, |used, reader| used | reader.ring.bit);
+        // Beyond 64 threads some share a bit.
+        let bit = 1u64 << (!used).trailing_zeros().min(63);
+        let (tail, head) = (AtomicU32::new(0), AtomicU32::new(0));
+        let ring = Arc::new(Ring { parts: [const { OnceLock::new() }; _], tail, head, bit });
+        readers.push(Reader { ring: ring.clone(), told: 0 });
+        Recorder { ring, dirty: self.dirty.clone(), last: u64::MAX, count: 0, tail: 0, head: 0 }
     }
 
-    pub(super) fn pop(&self) -> Option<Access> {
-        let packed = self.queue.pop()?;
-        let page = PageId { segment: SegmentId((packed >> 32) as u32 & 0x7FFF_FFFF), index: PageIndex(packed as u32) };
-        Some(Access { page, first_use: packed & FIRST_USE != 0 })
+    /// Tells every use so far, each with how often it was made in a row, and forgets it.
+    pub(super) fn drain(&self, mut tell: impl FnMut(Access, u32)) {
+        if self.dirty.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let dirty = self.dirty.swap(0, Ordering::Acquire);
+        let mut readers = self.readers.lock();
+        readers.retain_mut(|reader| {
+            if reader.ring.bit & dirty == 0 {
+                return true;
+            }
+            // Nobody writes any more if this is the last owner; looked at before the ring is read to its end.
+            let ended = Arc::strong_count(&reader.ring) == 1;
+            let tail = reader.ring.tail.load(Ordering::Acquire);
+            let mut head = reader.ring.head.load(Ordering::Relaxed);
+            while head != tail {
+                let slot = reader.ring.slot(head);
+                let count = slot.count.load(Ordering::Acquire);
+                let access = Access::unpack(slot.access.load(Ordering::Relaxed));
+                if count > reader.told {
+                    tell(access, count - reader.told);
+                }
+                if head.wrapping_add(1) == tail {
+                    // It may still grow.
+                    reader.told = count;
+                    break;
+                }
+                reader.told = 0;
+                head = head.wrapping_add(1);
+            }
+            reader.ring.head.store(head, Ordering::Release);
+            !ended
+        });
     }
 }
 
@@ -99,11 +262,5 @@ impl PageUses {
         } else {
             self.dropped += 1;
         }
-    }
-}
-
-impl Default for AccessLog {
-    fn default() -> Self {
-        Self::new()
     }
 }

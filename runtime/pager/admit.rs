@@ -1,55 +1,96 @@
 //! Requests: sets of pages that are admitted, filled and pinned as a unit.
+//!
+//! A request takes all it needs in one step, or nothing: pins and locks of pages that are resident, frames for those that
+//! are not. Admitted, it waits for moves only, and these end. Not admitted, it stands in the [`Line`] of what was missing
+//! first, a page or frames, and is tried again when that line moves. So a step costs what it changes, however many wait.
+//!
+//! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
+//! readers who come one after the other do not keep it from all of them together.
 
+use super::line::{Class, Line, Turn};
 use super::policy::Want;
+use super::scope::pages_of;
 use super::state::{Claim, State, TryPin};
-use super::{Effects, Granted, PageRun, Pager, Priority, Submitted, WaitCause};
+use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, PageId, RequestId, SegmentId};
+use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 
-/// How often the oldest request may be overtaken by younger ones that fit where it does not. Bounded, so that a large
-/// request is not starved. A nested request, whose submitter may hold the very guards that the oldest waits for, may
-/// always pass: it is let through by what is free, and were it not, both would wait for ever.
-const OVERTAKEN_MAX: u32 = 16;
+/// What pins are wanted for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// To read.
+    #[default]
+    Read,
+    /// To read and write: nobody else has the pages meanwhile.
+    Write,
+    /// To be read by work on a stream, which is made to wait for what is not there yet: pages may be *lent*, see
+    /// [`Pager::taken`].
+    ReadOnStream,
+}
 
-/// How often a reader may leave the pages of a waiting writer with others still there, before new readers wait for the
-/// writer. Nested ones pass here too.
-const READERS_MAX: u32 = 16;
+/// What a request is like, but for its pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
+    /// What the pins are for.
+    pub purpose: Purpose,
+    /// The scope it belongs to; a scope of its own without one.
+    pub scope: Option<ScopeId>,
+    /// When it is served, if it has no scope.
+    pub priority: ScopePriority,
+    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on.
+    pub never_refused: bool,
+}
+
+impl From<Purpose> for Terms {
+    fn from(purpose: Purpose) -> Self {
+        Self { purpose, ..Self::default() }
+    }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Holds nothing.
+    /// Holds nothing, and stands in lines.
     Queued,
-    /// Holds pins on some pages and waits for the others' fills.
+    /// Holds pins or locks of some pages and waits for the others' fills.
     Filling,
-    /// Holds a pin on every page and waits for readers to leave.
-    Upgrading,
     /// Waits for the budget to be met.
     Shrinking,
 }
 
-/// What a request is like, but for its pages.
-#[derive(Clone, Copy, Debug, Default)]
-struct Kind {
-    exclusive: bool,
-    nested: bool,
-    for_stream: bool,
+/// Where a request stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Stand {
+    Nowhere,
+    /// In the line for frames, wanting so many, and the count it joined at.
+    Frames { need: u32, joined: u64 },
+    /// In the lines of these pages, with the counts it joined at. The first one is in its way.
+    Pages(Vec<(PageId, u64)>),
+}
+
+/// Why a request was not admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Blocked {
+    Frames(u32),
+    Page(PageId),
 }
 
 #[derive(Debug)]
 pub(super) struct Request {
     runs: Vec<PageRun>,
-    exclusive: bool,
-    /// Its submitter may hold guards.
-    nested: bool,
-    /// Its pages may be lent: it is for a stream, which waits for their fills.
-    for_stream: bool,
+    terms: Terms,
+    /// Frames to be set aside for its scope, of a request for a purse.
+    frames: u32,
+    turn: Turn,
     stage: Stage,
-    /// How often a reader has left and others remained, once it waits for readers to leave.
-    outlasted: u32,
+    stand: Stand,
+    /// How often it was passed before it joined the lines it stands in.
+    passed: u32,
     /// Pages whose fill it waits for.
     remaining: u32,
     /// Those of them that the device has not taken up.
     untaken: u32,
+    /// Frames of its scope's purse that it has spent.
+    spent: u32,
     cause: WaitCause,
     serial: u32,
 }
@@ -57,6 +98,10 @@ pub(super) struct Request {
 impl Request {
     fn pages(&self) -> impl Iterator<Item = PageId> + use<> {
         self.runs.clone().into_iter().flat_map(PageRun::pages)
+    }
+
+    fn writes(&self) -> bool {
+        self.terms.purpose == Purpose::Write
     }
 }
 
@@ -74,96 +119,191 @@ impl Pager {
         self.request_key(id).map(|key| self.requests[key].runs.as_slice())
     }
 
-    /// Whether a request is nested, and how often it was outlasted by readers.
-    pub(super) fn request_standing(&self, id: RequestId) -> Option<(bool, u32)> {
-        self.request_key(id).map(|key| (self.requests[key].nested, self.requests[key].outlasted))
+    /// The scope, the pages, the purpose and the frames of a request that stands in a line.
+    pub(super) fn asks(&self, id: RequestId) -> Option<(Option<ScopeId>, &[PageRun], Purpose, u32)> {
+        let request = &self.requests[self.request_key(id)?];
+        let queued = request.stage == Stage::Queued;
+        queued.then_some((request.terms.scope, request.runs.as_slice(), request.terms.purpose, request.frames))
+    }
+
+    pub(super) fn request_terms(&self, id: RequestId) -> Option<(Option<ScopeId>, Purpose)> {
+        self.request_key(id).map(|key| (self.requests[key].terms.scope, self.requests[key].terms.purpose))
+    }
+
+    pub(super) fn never_refused(&self, id: RequestId) -> bool {
+        self.request_key(id).is_some_and(|key| self.requests[key].terms.never_refused)
     }
 
     /// Of a live request for a stream: for how many pages it waits that the device has not taken up.
     pub(super) fn request_untaken(&self, id: RequestId) -> Option<u32> {
         let request = &self.requests[self.request_key(id)?];
-        request.for_stream.then_some(request.untaken)
+        (request.terms.purpose == Purpose::ReadOnStream).then_some(request.untaken)
     }
 
     /// Every live request: its stage as a number, what it waits for, whether it writes.
     pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
         self.requests
             .iter()
-            .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.exclusive))
+            .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.writes()))
     }
 
-    fn add_request(&mut self, runs: Vec<PageRun>, kind: Kind, stage: Stage) -> RequestId {
+    /// For checks: how often a request was passed so far.
+    pub(super) fn request_passed(&self, id: RequestId) -> Option<u32> {
+        let request = &self.requests[self.request_key(id)?];
+        let since = match &request.stand {
+            Stand::Nowhere => 0,
+            Stand::Frames { joined, .. } => self.frame_line.line.passed_since(*joined),
+            Stand::Pages(pages) => {
+                let of = |(page, joined): &(PageId, u64)| self.page_lines.get(page).map(|line| line.passed_since(*joined));
+                pages.iter().filter_map(of).sum()
+            }
+        };
+        Some(request.passed + since)
+    }
+
+    /// Whether a request waits for frames, and the pages in whose lines it stands.
+    #[doc(hidden)]
+    pub fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
+        self.request_stand(id).map(|(_, frames, pages)| (frames.is_some(), pages))
+    }
+
+    /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
+    pub(super) fn request_stand(&self, id: RequestId) -> Option<(Turn, Option<u32>, Vec<PageId>)> {
+        let request = &self.requests[self.request_key(id)?];
+        let (frames, pages) = match &request.stand {
+            Stand::Nowhere => (None, Vec::new()),
+            Stand::Frames { need, .. } => (Some(*need), Vec::new()),
+            Stand::Pages(pages) => (None, pages.iter().map(|(page, _)| *page).collect()),
+        };
+        Some((request.turn, frames, pages))
+    }
+
+    fn add_request(&mut self, runs: Vec<PageRun>, frames: u32, terms: Terms, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
-        let Kind { exclusive, nested, for_stream } = kind;
-        let (cause, serial) = (WaitCause::None, self.next_serial);
-        let (outlasted, remaining, untaken) = (0, 0, 0);
-        let request =
-            Request { runs, exclusive, nested, for_stream, stage, outlasted, remaining, untaken, cause, serial };
-        let key = self.requests.insert(request);
+        self.next_age += 1;
+        let class = match terms.scope {
+            _ if terms.never_refused => Class::Growing,
+            Some(_) if self.grows(terms.scope) => Class::Growing,
+            Some(_) => class_of(self.scope(terms.scope).map_or(terms.priority, |scope| scope.priority)),
+            None => class_of(terms.priority),
+        };
+        for run in &runs {
+            self.segments[run.segment.index()].requests += 1;
+        }
+        let key = self.requests.insert(Request {
+            runs,
+            terms,
+            frames,
+            turn: Turn { class, age: self.next_age },
+            stage,
+            stand: Stand::Nowhere,
+            passed: 0,
+            remaining: 0,
+            untaken: 0,
+            spent: 0,
+            cause: WaitCause::None,
+            serial: self.next_serial,
+        });
         self.request_id(key)
     }
 
-    /// Wants all these pages pinned at once; `exclusive` for writing. `runs` must be normalized.
-    ///
-    /// # Errors
-    /// `BudgetTooSmall` if they can never be resident together, `Poisoned` if the bytes of one were lost, `Closed`.
-    pub fn submit(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
-        self.submit_as(runs, Kind { exclusive, ..Kind::default() }, fx)
+    fn remove_request(&mut self, key: usize) -> Request {
+        let id = self.request_id(key);
+        let request = self.requests.remove(key);
+        for run in &request.runs {
+            if let Some(table) = self.segments.get_mut(run.segment.index()) {
+                table.requests -= 1;
+            }
+        }
+        self.ends_waiting(request.terms.scope, id);
+        request
     }
 
-    /// [`submit`](Self::submit) for a caller who holds guards, or may hold some. Such a request is served by what is free
-    /// even while older ones wait, since they may wait for those guards.
+    /// Wants all these pages pinned at once. `runs` must be [normalized](PageRun::normalize).
     ///
     /// # Errors
-    /// As for [`submit`](Self::submit).
-    pub fn submit_nested(&mut self, runs: &[PageRun], exclusive: bool, fx: &mut Effects) -> Result<Submitted> {
-        self.submit_as(runs, Kind { exclusive, nested: true, ..Kind::default() }, fx)
-    }
-
-    /// [`submit`](Self::submit) for reading, by work on a stream: a page whose fill the device has [taken](Self::taken) up
-    /// is as good as one that is there, since the stream will wait for it. `nested` as for
-    /// [`submit_nested`](Self::submit_nested).
-    ///
-    /// # Errors
-    /// As for [`submit`](Self::submit).
-    pub fn submit_for_stream(&mut self, runs: &[PageRun], nested: bool, fx: &mut Effects) -> Result<Submitted> {
-        self.submit_as(runs, Kind { exclusive: false, nested, for_stream: true }, fx)
-    }
-
-    fn submit_as(&mut self, runs: &[PageRun], kind: Kind, fx: &mut Effects) -> Result<Submitted> {
+    /// `BudgetTooSmall` if they can never be resident together, or are more than the scope was opened for;
+    /// `WouldDeadlock` if the scope's own pins are in the way; `Poisoned` if the bytes of one were lost; `Closed`.
+    pub fn submit(&mut self, runs: &[PageRun], terms: impl Into<Terms>, fx: &mut Effects) -> Result<Submitted> {
+        let terms = terms.into();
         if self.closing {
             return Err(closing());
         }
-        let total: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
-        if total > u64::from(self.frames.target) {
-            return Err(too_large(total, self.frames.target, self.config.page_bytes));
+        let total = pages_of(runs);
+        let frames = self.frames_for(terms.never_refused);
+        if total > u64::from(frames) {
+            return Err(too_large(total, frames, self.config.page_bytes));
         }
+        self.check_scope(terms.scope, runs, terms.purpose)?;
+        let writes = terms.purpose == Purpose::Write;
         let mut cause = WaitCause::None;
         for page in runs.iter().flat_map(|run| run.pages()) {
             let snapshot = self.word(page).load();
             cause = earlier(cause, self.cause_for(page, snapshot.state));
             if snapshot.is_resident() || snapshot.state == State::Evicting {
-                self.used(page, snapshot.fresh, kind.exclusive);
+                self.used(page, snapshot.fresh, writes);
             } else {
-                self.missed(page, snapshot.state, kind.exclusive);
+                self.missed(page, snapshot.state, writes);
             }
             if snapshot.state == State::Poisoned {
                 return Err(self.lost_error(page));
             }
         }
+        // Its pages were resident, or are in the hands of a writer or of a move.
+        self.stats.latched_hits += u64::from(cause == WaitCause::None && total > 0);
         self.policy.unit(total as u32);
-        let id = self.add_request(runs.to_vec(), kind, Stage::Queued);
+        let id = self.add_request(runs.to_vec(), 0, terms, Stage::Queued);
+        self.enter(id, cause, fx)
+    }
+
+    /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
+    ///
+    /// # Errors
+    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing.
+    pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
+        if self.closing {
+            return Err(closing());
+        }
+        let most = self.frames_for(false);
+        if frames > most {
+            return Err(too_large(u64::from(frames), most, self.config.page_bytes));
+        }
+        let terms = Terms { scope: Some(scope), ..Terms::default() };
+        let id = self.add_request(Vec::new(), frames, terms, Stage::Queued);
+        self.enter(id, WaitCause::None, fx)
+    }
+
+    /// Tries a new request, and has it stand in line if it cannot be admitted.
+    fn enter(&mut self, id: RequestId, cause: WaitCause, fx: &mut Effects) -> Result<Submitted> {
         if let Some(key) = self.request_key(id) {
             self.requests[key].cause = cause;
         }
-        self.queue.push_back(id);
+        // What has become possible meanwhile is older.
+        self.serve_awaiting(fx);
+        self.retire_frames(fx);
+        self.fill_purses(fx);
+        self.attempt(id, fx);
         self.pump(fx);
+        if let Some(key) = self.request_key(id)
+            && self.requests[key].stage == Stage::Queued
+        {
+            let scope = self.requests[key].terms.scope;
+            self.begins_to_wait(scope, id);
+            if scope.is_some() {
+                self.break_deadlocks(id, fx);
+            }
+        }
         // Ready at once: the result is given here rather than as an effect.
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let (_, result) = fx.done.swap_remove(at);
-            return Ok(Submitted::Ready(result?.after));
+            return Ok(Submitted::Ready(result?));
         }
         Ok(Submitted::Waiting(id))
+    }
+
+    /// Frames a request can have at most.
+    fn frames_for(&self, never_refused: bool) -> u32 {
+        self.frames.target.saturating_sub(if never_refused { 0 } else { self.floor })
     }
 
     fn missed(&mut self, page: PageId, state: State, write: bool) {
@@ -196,14 +336,14 @@ impl Pager {
     /// Waits until the device tier is within its budget.
     pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
         if self.frames.existing() <= self.frames.target {
-            return Submitted::Ready(None);
+            return Submitted::Ready(Granted::default());
         }
-        let id = self.add_request(Vec::new(), Kind::default(), Stage::Shrinking);
+        let id = self.add_request(Vec::new(), 0, Terms::default(), Stage::Shrinking);
         self.shrinking.push(id);
         self.pump(fx);
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let _ = fx.done.swap_remove(at);
-            return Submitted::Ready(None);
+            return Submitted::Ready(Granted::default());
         }
         Submitted::Waiting(id)
     }
@@ -212,32 +352,30 @@ impl Pager {
     pub fn cancel(&mut self, id: RequestId, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         match self.requests[key].stage {
-            Stage::Queued => self.leave_queue(id),
+            Stage::Queued => self.step_out(id, key),
             Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
-            Stage::Filling | Stage::Upgrading => self.give_up(id),
+            Stage::Filling => self.give_up(id),
         }
-        self.requests.remove(key);
+        self.remove_request(key);
         self.pump(fx);
     }
 
-    /// From now on the request is [nested](Self::submit_nested).
-    pub fn take_for_nested(&mut self, id: RequestId, fx: &mut Effects) {
+    /// Ends a request with an error, whatever it waits for.
+    pub(super) fn end_queued(&mut self, id: RequestId, error: Error, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
-        if !std::mem::replace(&mut self.requests[key].nested, true) {
-            self.pump(fx);
+        match self.requests[key].stage {
+            Stage::Queued => self.step_out(id, key),
+            Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
+            Stage::Filling => self.give_up(id),
         }
-    }
-
-    fn leave_queue(&mut self, id: RequestId) {
-        if self.queue.front() == Some(&id) {
-            // The next one has its own count: not to be overtaken at all would hold up whoever it waits for.
-            self.overtaken = 0;
-        }
-        self.queue.retain(|queued| *queued != id);
+        self.finish(id, Err(error), fx);
     }
 
     /// Nobody can wait for pages of this segment any more: a request that still does was forgotten, not dropped.
     pub(super) fn cancel_all_of(&mut self, segment: SegmentId, fx: &mut Effects) {
+        if self.segments.get(segment.index()).is_none_or(|table| table.requests == 0) {
+            return;
+        }
         let forgotten: Vec<RequestId> = self
             .requests
             .iter()
@@ -245,35 +383,33 @@ impl Pager {
             .map(|(key, _)| self.request_id(key))
             .collect();
         for id in forgotten {
-            self.cancel(id, fx);
+            let gone = Error::new(ErrorKind::NotFound, "the tensor of a request that was forgotten is gone");
+            self.end_queued(id, gone, fx);
         }
     }
 
-    /// Releases every pin and every wait of an admitted request.
-    pub(super) fn give_up(&mut self, id: RequestId) {
+    /// Releases every pin, lock and wait of an admitted request.
+    fn give_up(&mut self, id: RequestId) {
         let Some(key) = self.request_key(id) else { return };
-        self.upgrading.retain(|upgrading| *upgrading != id);
+        let writes = self.requests[key].writes();
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         for page in pages {
-            if self.claims.get(&page) == Some(&id) {
-                self.claims.remove(&page);
-                self.word(page).open_to_readers();
-            }
             let waits = self.filling.get_mut(&page).is_some_and(|fill| {
                 let before = fill.waiters.len();
                 fill.waiters.retain(|waiter| *waiter != id);
+                fill.locked &= !writes || fill.waiters.len() == before;
                 fill.waiters.len() != before
             });
-            if !waits && self.word(page).load().pins > 0 && self.holds(page) {
+            let word = self.word(page).load();
+            // A page of an admitted request is either still filling or pinned by it; a failed fill left it Empty.
+            if !waits && word.pins > 0 && word.is_resident() {
                 // The pump that follows serves whoever wanted this.
-                let _ = self.word(page).unpin();
+                let _ = if writes { self.word(page).unlock() } else { self.word(page).unpin() };
             }
+            self.changed(page);
         }
-    }
-
-    /// A page of an admitted request is either still filling or pinned by it; a failed fill left it Empty.
-    fn holds(&self, page: PageId) -> bool {
-        self.word(page).load().is_resident()
+        let (scope, spent) = (self.requests[key].terms.scope, std::mem::take(&mut self.requests[key].spent));
+        self.owe(scope, spent);
     }
 
     /// A fill this request waited for has failed.
@@ -308,7 +444,9 @@ impl Pager {
 
     /// Ends a request for a stream that waits only for fills that the device has taken up: their pages are lent.
     fn lend_if_taken(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
-        let Request { for_stream: true, untaken: 0, cause, .. } = self.requests[key] else { return };
+        let Request { terms: Terms { purpose: Purpose::ReadOnStream, .. }, untaken: 0, .. } = self.requests[key] else {
+            return;
+        };
         let awaited = |page: &PageId| self.filling.get(page).is_some_and(|fill| fill.waiters.contains(&id));
         let lent: Vec<PageId> = self.requests[key].pages().filter(awaited).collect();
         for (count, page) in lent.iter().enumerate() {
@@ -326,211 +464,360 @@ impl Pager {
                 after = after.max(fill.taken);
             }
         }
-        self.finish(id, Ok(Granted { cause, after }), fx);
+        self.grant(id, key, after, fx);
+    }
+
+    /// The fill it waits for is done anew: the device has not taken it up.
+    pub(super) fn untake(&mut self, id: RequestId) {
+        if let Some(key) = self.request_key(id) {
+            self.requests[key].untaken += 1;
+        }
     }
 
     fn all_ready(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
-        if self.requests[key].exclusive {
-            self.requests[key].stage = Stage::Upgrading;
-            self.upgrading.push(id);
-            self.advance_upgrades(fx);
-            if self.closing && self.request_key(id).is_some() {
-                self.give_up(id);
-                self.finish(id, Err(closing()), fx);
+        if self.requests[key].writes() {
+            for page in self.requests[key].pages() {
+                let began = self.word(page).begin_write();
+                if self.took(page, began, fx) {
+                    // What failed to be written is out of date.
+                    self.forget_failures(page);
+                }
             }
-        } else {
-            let cause = self.requests[key].cause;
-            self.finish(id, Ok(Granted { cause, after: None }), fx);
         }
+        self.grant(id, key, None, fx);
+    }
+
+    fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
+        let Request { terms, spent, cause, frames, .. } = self.requests[key];
+        let runs = std::mem::take(&mut self.requests[key].runs);
+        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write);
+        self.requests[key].runs = runs;
+        if frames > 0
+            && let Some(scope) = self.scope_mut(terms.scope)
+        {
+            scope.purse += frames;
+            self.purses += frames;
+        }
+        self.finish(id, Ok(Granted { cause, after, spent }), fx);
     }
 
     /// The request is over.
     pub(super) fn finish(&mut self, id: RequestId, result: Result<Granted>, fx: &mut Effects) {
         if let Some(key) = self.request_key(id) {
-            self.requests.remove(key);
+            self.remove_request(key);
             fx.done.push((id, result));
         }
     }
 
-    /// Locks the pages of writers whose readers have left.
-    pub(super) fn advance_upgrades(&mut self, fx: &mut Effects) {
-        for id in self.upgrading.clone() {
-            let Some(key) = self.request_key(id) else { continue };
-            let pages: Vec<PageId> = self.requests[key].pages().collect();
-            if pages.iter().any(|page| self.entry(*page).copying_out()) {
-                // The copy of a victim that was rescued still reads the frame.
-                self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::WriteBack);
-                continue;
-            }
-            let clean: Vec<bool> = pages.iter().map(|page| self.word(*page).load().state == State::Clean).collect();
-            let (mut locked, mut left) = (0, false);
-            for page in &pages {
-                // The mark of an earlier attempt that met pins is gone if one of them has ended since.
-                left = !self.word(*page).load().wanted;
-                if self.word(*page).lock() != Claim::Won {
-                    break;
-                }
-                locked += 1;
-            }
-            if locked < pages.len() {
-                let request = &mut self.requests[key];
-                let closes = left && request.outlasted + 1 == READERS_MAX;
-                if left && request.outlasted < READERS_MAX {
-                    request.outlasted += 1;
-                }
-                for (page, clean) in pages[..locked].iter().zip(clean) {
-                    let _ = self.word(*page).unlock_to_shared(clean);
-                }
-                if closes {
-                    pages.iter().for_each(|page| self.word(*page).close_to_readers());
-                }
-                self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
-                continue;
-            }
-            for page in pages {
-                self.word(page).open_to_readers();
-                self.entry(page).set_on_disk(false);
-                self.forget_failures(page);
-                self.drop_host_copy(page);
-            }
-            self.writers += 1;
-            self.upgrading.retain(|upgrading| *upgrading != id);
-            let cause = self.requests[key].cause;
-            self.finish(id, Ok(Granted { cause, after: None }), fx);
-        }
-    }
-
-    /// A writer's guard has ended and unlocked its pages.
-    pub fn unlocked(&mut self, runs: &[PageRun], fx: &mut Effects) {
+    /// A writer's pins have ended, or others' that somebody waits for: whoever stands in these pages' lines may go on.
+    pub fn released(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
-            self.claims.remove(&page);
+            self.changed(page);
         }
         self.pump(fx);
     }
 
-    /// Admits what fits, oldest first.
-    pub(super) fn admit_queued(&mut self, fx: &mut Effects) {
-        let mut index = 0;
-        while let Some(id) = self.queue.get(index).copied() {
-            let Some(key) = self.request_key(id) else {
-                self.queue.remove(index);
-                continue;
-            };
-            if index > 0 && self.overtaken >= OVERTAKEN_MAX && !self.requests[key].nested {
-                index += 1;
-                continue;
-            }
-            if self.try_admit(id, key, fx) {
-                self.queue.retain(|queued| *queued != id);
-                self.overtaken = if index == 0 { 0 } else { (self.overtaken + 1).min(OVERTAKEN_MAX) };
-                // What was admitted may have finished at once and changed what fits.
-            } else {
-                index += 1;
+    /// Something has happened to a page: its line is served by the next [pump](Self::pump).
+    pub(super) fn changed(&mut self, page: PageId) {
+        if self.page_lines.contains_key(&page) {
+            self.moved.push(page);
+        }
+    }
+
+    /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer.
+    pub(super) fn appeared(&mut self, page: PageId) {
+        let Some(waiting) = self.absent.get(&page) else { return };
+        for id in waiting.clone() {
+            let Some(key) = self.request_key(id) else { continue };
+            let turn = self.requests[key].turn;
+            let Stand::Frames { need, .. } = &mut self.requests[key].stand else { continue };
+            let before = *need;
+            *need = before.saturating_sub(1);
+            self.frame_line.wants(turn, before, before.saturating_sub(1));
+            if before <= 1 {
+                self.nearly.push(id);
             }
         }
     }
 
-    /// Takes everything the request needs, or nothing.
-    fn try_admit(&mut self, id: RequestId, key: usize, fx: &mut Effects) -> bool {
-        let pages: Vec<PageId> = self.requests[key].pages().collect();
-        let Request { exclusive, nested, .. } = self.requests[key];
-        if exclusive && pages.iter().any(|page| self.claims.contains_key(page)) {
-            self.requests[key].cause = earlier(self.requests[key].cause, WaitCause::Guard);
+    /// Serves whoever can go on.
+    pub(super) fn serve_lines(&mut self, fx: &mut Effects) {
+        loop {
+            if let Some(page) = self.moved.pop() {
+                self.serve_page(page, fx);
+            } else if let Some(id) = self.nearly.pop() {
+                if self.asks(id).is_some() {
+                    self.attempt(id, fx);
+                }
+            } else if !self.serve_frames(fx) {
+                return;
+            }
+        }
+    }
+
+    /// Tries those in a page's line, in order, until one finds this page in its way.
+    fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
+        let mut behind = None;
+        while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {
+            if self.attempt(id, fx) == Some(Blocked::Page(page)) {
+                return;
+            }
+            behind = Some(turn);
+        }
+    }
+
+    /// Tries those for whom frames may be enough. Whether one of them went on.
+    fn serve_frames(&mut self, fx: &mut Effects) -> bool {
+        if self.frame_line.line.is_empty() {
             return false;
+        }
+        let mut tried: Vec<RequestId> = Vec::new();
+        for id in self.frame_line.candidates() {
+            if !tried.contains(&id) {
+                tried.push(id);
+            }
+        }
+        tried.into_iter().any(|id| !matches!(self.attempt(id, fx), Some(Blocked::Frames(_))))
+    }
+
+    /// Admits a request, or has it stand in the line of what is in its way, which is returned.
+    fn attempt(&mut self, id: RequestId, fx: &mut Effects) -> Option<Blocked> {
+        let key = self.request_key(id)?;
+        match self.try_admit(id, key, fx) {
+            Ok(()) => None,
+            Err((blocked, cause)) => {
+                let request = &mut self.requests[key];
+                request.cause = earlier(request.cause, cause);
+                self.stand(id, key, blocked);
+                Some(blocked)
+            }
+        }
+    }
+
+    /// Has a request stand in line, if it does not already.
+    fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
+        match (&self.requests[key].stand, blocked) {
+            (Stand::Frames { need, .. }, Blocked::Frames(now)) if *need == now => return,
+            (Stand::Pages(pages), Blocked::Page(page))
+                if self.requests[key].writes() || pages.iter().any(|(other, _)| *other == page) =>
+            {
+                return;
+            }
+            _ => {}
+        }
+        self.step_out(id, key);
+        let Request { turn, passed, .. } = self.requests[key];
+        let left = self.passes.saturating_sub(passed);
+        let stand = match blocked {
+            Blocked::Frames(need) => {
+                for page in self.requests[key].pages() {
+                    if self.word(page).load().state == State::Empty {
+                        self.absent.entry(page).or_default().insert(id);
+                    }
+                }
+                self.gate.close();
+                Stand::Frames { need, joined: self.frame_line.join(turn, id, left, need) }
+            }
+            Blocked::Page(page) => {
+                let pages: Vec<PageId> =
+                    if self.requests[key].writes() { self.requests[key].pages().collect() } else { vec![page] };
+                let part = left / pages.len() as u32;
+                let mut stands = Vec::with_capacity(pages.len());
+                for page in pages {
+                    self.word(page).close();
+                    stands.push((page, self.page_lines.entry(page).or_default().join(turn, id, part)));
+                }
+                Stand::Pages(stands)
+            }
+        };
+        self.requests[key].stand = stand;
+    }
+
+    /// Has a request leave the lines it stands in.
+    fn step_out(&mut self, id: RequestId, key: usize) {
+        let turn = self.requests[key].turn;
+        let mut passed = 0;
+        match std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere) {
+            Stand::Nowhere => {}
+            Stand::Frames { need, joined } => {
+                passed = self.frame_line.leave(turn, joined, need);
+                for page in self.requests[key].pages() {
+                    if let Some(waiting) = self.absent.get_mut(&page) {
+                        waiting.remove(&id);
+                        if waiting.is_empty() {
+                            self.absent.remove(&page);
+                        }
+                    }
+                }
+                if self.frame_line.line.is_empty() {
+                    self.gate.open();
+                }
+            }
+            Stand::Pages(pages) => {
+                for (page, joined) in pages {
+                    let Some(line) = self.page_lines.get_mut(&page) else { continue };
+                    passed += line.leave(turn, joined);
+                    if line.is_empty() {
+                        self.page_lines.remove(&page);
+                        if self.segments.contains(page.segment.index()) {
+                            self.word(page).reopen();
+                        }
+                    } else {
+                        // It may have been what was in the others' way.
+                        self.moved.push(page);
+                    }
+                }
+            }
+        }
+        self.requests[key].passed += passed;
+    }
+
+    /// The line in which somebody must not be passed by a new request for these pages again.
+    fn barred(&self, turn: Turn, pages: &[PageId], takes_frames: bool) -> Option<Blocked> {
+        if turn.class == Class::Growing {
+            return None;
+        }
+        if takes_frames && self.frame_line.line.bars(turn) {
+            return Some(Blocked::Frames(0));
+        }
+        let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
+        pages.iter().find(barred).map(|page| Blocked::Page(*page))
+    }
+
+    /// Takes everything the request needs, or nothing and says what was in the way.
+    fn try_admit(&mut self, id: RequestId, key: usize, fx: &mut Effects) -> Result<(), (Blocked, WaitCause)> {
+        let pages: Vec<PageId> = self.requests[key].pages().collect();
+        let Request { terms, turn, frames, .. } = self.requests[key];
+        let writes = terms.purpose == Purpose::Write;
+        if let Some(blocked) = self.barred(turn, &pages, true) {
+            let cause = if matches!(blocked, Blocked::Page(_)) { WaitCause::Guard } else { WaitCause::Frames };
+            return Err((blocked, cause));
         }
         let mut pinned = Vec::with_capacity(pages.len());
         let mut joined = Vec::new();
         let mut missing = Vec::new();
         let mut blocked = None;
         for page in pages.iter().copied() {
-            let word = self.word(page);
-            match if nested { word.try_pin_nested() } else { word.try_pin() } {
-                TryPin::Hit | TryPin::FirstUse => {
-                    pinned.push(page);
-                    if self.entry(page).evict_after() && !self.spare(page) {
-                        blocked = Some(WaitCause::WriteBack);
-                        break;
-                    }
-                    continue;
-                }
-                TryPin::Busy => {}
-            }
-            match self.word(page).load().state {
-                State::Filling => {
-                    if let Some(error) = self.filling.get(&page).and_then(|fill| fill.failed.clone()) {
-                        // It cannot be tried again while it is lent, and when that ends is not known.
-                        for page in pinned {
-                            self.word(page).unpin_quiet();
-                        }
-                        self.finish(id, Err(error), fx);
-                        return true;
-                    }
-                    joined.push(page);
-                }
+            let state = self.word(page).load().state;
+            let copying_out = self.entry(page).copying_out();
+            match state {
                 State::Empty => missing.push(page),
-                State::Evicting if self.can_rescue() && self.word(page).rescue().is_ok() => {
-                    self.transit -= 1;
-                    self.entered(page);
-                    pinned.push(page);
-                }
-                State::Evicting => blocked = Some(WaitCause::Frames),
-                State::Poisoned => {
-                    for page in pinned {
-                        self.word(page).unpin_quiet();
+                State::Filling => match self.filling.get(&page) {
+                    Some(fill) if fill.failed.is_some() => {
+                        // It cannot be tried again while it is lent, and when that ends is not known.
+                        let error = fill.failed.clone().unwrap_or_else(closing);
+                        self.undo(&pinned, writes);
+                        self.end_queued(id, error, fx);
+                        return Ok(());
                     }
+                    Some(fill) if fill.locked || writes && (fill.lent || !fill.waiters.is_empty()) => {
+                        blocked = Some((Blocked::Page(page), WaitCause::Guard));
+                    }
+                    _ => joined.push(page),
+                },
+                State::Poisoned => {
+                    self.undo(&pinned, writes);
                     let error = self.lost_error(page);
-                    self.finish(id, Err(error), fx);
-                    return true;
+                    self.end_queued(id, error, fx);
+                    return Ok(());
                 }
-                _ => blocked = Some(WaitCause::Guard),
+                State::Evicting if !writes && self.can_rescue() => {
+                    let rescued = self.word(page).rescue();
+                    if self.took(page, rescued, fx) {
+                        self.transit -= 1;
+                        self.entered(page);
+                        self.appeared(page);
+                        pinned.push(page);
+                    }
+                }
+                State::Evicting => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
+                // The copy of a victim that was rescued still reads the frame.
+                _ if writes && copying_out => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
+                _ if writes => match self.word(page).lock() {
+                    Claim::Won => pinned.push(page),
+                    Claim::Blocked => {
+                        let written = state == State::WritingBack;
+                        let cause = if written { WaitCause::WriteBack } else { WaitCause::Guard };
+                        blocked = Some((Blocked::Page(page), cause));
+                    }
+                },
+                _ => match self.word(page).try_pin_latched() {
+                    TryPin::Hit | TryPin::FirstUse => {
+                        pinned.push(page);
+                        if self.entry(page).evict_after() && !self.spare(page) {
+                            blocked = Some((Blocked::Page(page), WaitCause::WriteBack));
+                        }
+                    }
+                    TryPin::Busy => blocked = Some((Blocked::Page(page), WaitCause::Guard)),
+                },
             }
             if blocked.is_some() {
                 break;
             }
         }
-        let needed = missing.len() as u32;
-        while blocked.is_none() && self.frames.free_count() + self.transit < self.promised() + needed {
+        let needed = missing.len() as u32 + frames;
+        let spent = self.scope(terms.scope).map_or(0, |scope| scope.purse).min(missing.len() as u32);
+        let floor = if terms.never_refused { 0 } else { self.floor };
+        while blocked.is_none() && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed {
             if !self.reclaim(Want::Demand, fx) {
-                blocked = Some(if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames });
+                let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
+                blocked = Some((Blocked::Frames(needed), cause));
             }
         }
-        if let Some(cause) = blocked {
-            for page in pinned {
-                self.word(page).unpin_quiet();
-            }
-            let request = &mut self.requests[key];
-            request.cause = earlier(request.cause, cause);
-            return false;
+        if let Some(blocked) = blocked {
+            self.undo(&pinned, writes);
+            return Err(blocked);
         }
-        let short = self.frames.free_count() < self.promised() + needed;
+        self.step_out(id, key);
+        self.frame_line.line.pass(turn);
+        for page in &pages {
+            if let Some(line) = self.page_lines.get_mut(page) {
+                line.pass(turn);
+            }
+        }
+        let short = self.frames.free_count() < self.promised() + needed - spent;
+        if let Some(scope) = self.scope_mut(terms.scope) {
+            scope.purse -= spent;
+            self.purses -= spent;
+        }
         let request = &mut self.requests[key];
         request.stage = Stage::Filling;
-        request.remaining = needed + joined.len() as u32;
+        request.remaining = missing.len() as u32 + joined.len() as u32;
         request.untaken = request.remaining;
+        request.spent = spent;
         if short {
             request.cause = earlier(request.cause, WaitCause::WriteBack);
-        }
-        if exclusive {
-            for page in &pages {
-                self.claims.insert(*page, id);
-            }
         }
         for page in joined {
             if let Some(fill) = self.filling.get_mut(&page) {
                 fill.waiters.push(id);
+                fill.locked = writes;
                 self.requests[key].untaken -= u32::from(fill.taken.is_some());
             }
             self.raise(page, Priority::Demand, fx);
         }
         for page in missing {
-            self.admit_fill(page, Some(id), Priority::Demand, fx);
+            self.admit_fill(page, Some(id), writes, Priority::Demand, fx);
         }
         if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
         } else {
+            self.ends_waiting(terms.scope, id);
             self.lend_if_taken(id, key, fx);
         }
-        true
+        Ok(())
+    }
+
+    /// Gives back what was pinned or locked for a request that is not admitted after all.
+    fn undo(&mut self, pinned: &[PageId], writes: bool) {
+        for page in pinned {
+            if writes {
+                // Whoever met the lock meanwhile stands in the page's line, and was in it before.
+                let _ = self.word(*page).unlock();
+            } else {
+                self.word(*page).unpin_quiet();
+            }
+        }
     }
 
     /// A victim that is being written back is wanted by an admission: it stays, unless its frame is promised. Were it
@@ -545,9 +832,10 @@ impl Pager {
         may
     }
 
-    /// Frames, free or in transit, that are spoken for: by admitted pages, and by a shrinking budget.
+    /// Frames, free or in transit, that are spoken for: by admitted pages, by scopes that declared them, and by a shrinking
+    /// budget.
     pub(super) fn promised(&self) -> u32 {
-        self.awaiting.len() as u32 + self.frames.active().saturating_sub(self.frames.target)
+        self.awaiting.len() as u32 + self.purses + self.frames.active().saturating_sub(self.frames.target)
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.
@@ -555,18 +843,45 @@ impl Pager {
         self.frames.free_count() + self.transit > self.promised()
     }
 
-    /// Fails queued requests that a smaller budget can never hold.
+    /// Fails requests that wait and that a smaller budget can never hold, and finds those that it makes wait for each
+    /// other.
     pub(super) fn refuse_oversized(&mut self, fx: &mut Effects) {
-        let frames = self.frames.target;
-        let page_bytes = self.config.page_bytes;
-        for id in self.queue.clone() {
+        let queued: Vec<RequestId> =
+            self.request_stages().filter(|(_, stage, ..)| *stage == Stage::Queued as u8).map(|(id, ..)| id).collect();
+        for id in queued {
             let Some(key) = self.request_key(id) else { continue };
-            let total: u64 = self.requests[key].runs.iter().map(|run| u64::from(run.count)).sum();
-            if total > u64::from(frames) {
-                self.leave_queue(id);
-                self.finish(id, Err(too_large(total, frames, page_bytes)), fx);
+            let Request { frames, terms, .. } = self.requests[key];
+            let total = pages_of(&self.requests[key].runs) + u64::from(frames);
+            let most = self.frames_for(terms.never_refused);
+            if total > u64::from(most) {
+                let error = too_large(total, most, self.config.page_bytes);
+                self.end_queued(id, error, fx);
+            } else if terms.scope.is_some() {
+                self.break_deadlocks(id, fx);
             }
         }
+    }
+
+    /// Ends every request that stands in a line.
+    pub(super) fn end_all_queued(&mut self, error: &Error, fx: &mut Effects) {
+        let queued: Vec<RequestId> =
+            self.request_stages().filter(|(_, stage, ..)| *stage != Stage::Filling as u8).map(|(id, ..)| id).collect();
+        for id in queued {
+            self.end_queued(id, error.clone(), fx);
+        }
+    }
+
+    /// In whose line requests stand, for checks.
+    pub(super) fn lines(&self) -> impl Iterator<Item = (Option<PageId>, &Line)> {
+        let frames = std::iter::once((None, &self.frame_line.line));
+        frames.chain(self.page_lines.iter().map(|(page, line)| (Some(*page), line)))
+    }
+}
+
+fn class_of(priority: ScopePriority) -> Class {
+    match priority {
+        ScopePriority::Interactive => Class::Interactive,
+        ScopePriority::Batch => Class::Batch,
     }
 }
 

@@ -112,12 +112,12 @@ impl Pager {
             ensure!(entry.frame().is_some() == frame_wanted, "{page:?}: {:?}, frame {:?}", word.state, entry.frame());
             let lent = filling.is_some_and(|fill| fill.lent && (fill.taken.is_some() || fill.failed.is_some()));
             ensure!(word.pins == 0 || word.is_resident() || lent, "{page:?}: {} pins, {:?}", word.pins, word.state);
-            ensure!(!word.exclusive || word.pins == 1 && word.state == State::Dirty, "{page:?}: {word:?}");
-            let waited_for = self.claims.get(&page).and_then(|id| self.request_standing(*id));
-            ensure!(
-                !word.closed || waited_for.is_some_and(|(_, outlasted)| outlasted > 1) && !word.exclusive,
-                "{page:?} is closed for nobody"
-            );
+            let can_be_locked = word.pins == 1 && matches!(word.state, State::Clean | State::Dirty);
+            ensure!(!word.exclusive || can_be_locked, "{page:?}: {word:?}");
+            let waited_for = self.page_lines.get(&page).is_some_and(|line| !line.is_empty());
+            ensure!(word.closed == waited_for, "{page:?}: closed {}, waited for {waited_for}", word.closed);
+            let held = entry.copying_out() || entry.failures > 0;
+            ensure!(word.held == held, "{page:?}: held {}, {entry:?}", word.held);
             let moving = filling.is_some_and(|fill| fill.moving.is_some());
             ensure!(moves.fill == u32::from(moving), "{page:?}: fill moves");
             let copying = moves.demotion > 0;
@@ -214,18 +214,26 @@ impl Pager {
                 ensure!(counted == waiting, "{id:?}: {counted} fills not taken up, but there are {waiting}");
                 ensure!(stage != 1 || counted > 0, "{id:?} waits only for what could be lent");
             }
-            let queued = self.queue.iter().filter(|queued| **queued == id).count();
-            let upgrading = self.upgrading.iter().filter(|other| **other == id).count();
             let shrinking = self.shrinking.iter().filter(|other| **other == id).count();
-            let expected = [u8::from(stage == 0), u8::from(stage == 2), u8::from(stage == 3)].map(usize::from);
-            ensure!([queued, upgrading, shrinking] == expected, "{id:?} in stage {stage} is in the wrong lines");
+            ensure!(shrinking == usize::from(stage == 2), "{id:?} in stage {stage} is in the wrong line");
+            let (_, frames, pages) = self.request_stand(id).unwrap_or_else(|| unreachable!("it is live"));
+            let stands = usize::from(frames.is_some()) + pages.len();
+            ensure!((stands > 0) == (stage == 0), "{id:?} in stage {stage} stands in {stands} lines");
+            for (line, stands_there) in self.lines().map(|(page, line)| match page {
+                None => (line, frames.is_some()),
+                Some(page) => (line, pages.contains(&page)),
+            }) {
+                let is_there = line.requests().filter(|other| *other == id).count();
+                ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
+            }
             ensure!(stage != 1 || remaining > 0, "{id:?} waits for nothing");
             let pages = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
             for page in pages {
-                let claimed = self.claims.get(&page) == Some(&id);
-                ensure!(claimed == (exclusive && (stage == 1 || stage == 2)), "{id:?}: its claim of {page:?}");
-                let awaited = self.filling.get(&page).is_some_and(|fill| fill.waiters.contains(&id));
-                if (stage == 1 || stage == 2) && !awaited {
+                let fill = self.filling.get(&page);
+                let awaited = fill.is_some_and(|fill| fill.waiters.contains(&id));
+                let alone = fill.is_none_or(|fill| fill.locked && fill.waiters.len() == 1);
+                ensure!(!awaited || !exclusive || alone, "{id:?} writes {page:?}, and is not alone: {fill:?}");
+                if stage == 1 && !awaited {
                     *pins.entry(page).or_default() += 1;
                 }
             }
@@ -234,10 +242,19 @@ impl Pager {
             let word = self.word(page).load();
             ensure!(word.pins >= held, "{page:?} has {} pins, requests hold {held}", word.pins);
         }
-        for (page, id) in &self.claims {
-            // A finished writer's claim ends with its guard.
-            let live = self.request_runs(*id).is_some();
-            ensure!(live || self.word(*page).load().exclusive, "{page:?} is claimed by {id:?}, which is gone");
+        let purses: u32 = self.scopes.iter().map(|(_, scope)| scope.purse).sum();
+        let owed: u32 = self.scopes.iter().map(|(_, scope)| scope.owed).sum();
+        ensure!((purses, owed) == (self.purses, self.owed), "purses hold {purses} and are owed {owed}");
+        let waiting: Vec<RequestId> = self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
+        let standing: usize = self.lines().map(|(_, line)| line.len()).sum();
+        ensure!(waiting.is_empty() == (standing == 0), "{} requests stand in {standing} places", waiting.len());
+        for (segment, table) in &self.segments {
+            let of = |id: RequestId| {
+                let runs = self.request_runs(id).unwrap_or_default();
+                runs.iter().filter(|run| run.segment.index() == segment).count()
+            };
+            let counted: usize = self.request_stages().map(|(id, ..)| of(id)).sum();
+            ensure!(table.requests as usize == counted, "segment {segment}: {} requests, not {counted}", table.requests);
         }
         Ok(())
     }
@@ -263,30 +280,30 @@ impl Pager {
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
-            (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh).hash(&mut hasher);
+            (word.state, word.pins, word.exclusive, word.wanted, word.closed, word.fresh, word.held).hash(&mut hasher);
             format!("{entry:?}").hash(&mut hasher);
             let fill = self.filling.get(&page).map(|fill| {
                 let waiters: Vec<_> = fill.waiters.iter().map(request).collect();
                 let lent = (fill.taken.is_some(), fill.lent, fill.failed.is_some());
-                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent)
+                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent, fill.locked, fill.wanted)
             });
             let put_off = self.put_off.get(&page).map(|until| until.saturating_sub(self.events));
-            (fill, put_off, self.claims.get(&page).map(request)).hash(&mut hasher);
+            (fill, put_off).hash(&mut hasher);
         }
         for (_, record) in &moves {
             let MoveRecord { page, from, to, priority, staging, started, .. } = record;
             (page, from, to, priority, staging, started).hash(&mut hasher);
         }
         for (id, stage, remaining, exclusive) in &requests {
-            (stage, remaining, exclusive, self.request_runs(*id), self.request_standing(*id)).hash(&mut hasher);
+            (stage, remaining, exclusive, self.request_runs(*id), self.request_passed(*id)).hash(&mut hasher);
+            let (turn, frames, pages) = self.request_stand(*id).unwrap_or_else(|| unreachable!("it is live"));
+            (turn.class, frames, pages).hash(&mut hasher);
             self.request_untaken(*id).hash(&mut hasher);
         }
-        for line in [&self.upgrading, &self.shrinking] {
-            line.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
-        }
-        self.queue.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
-        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.overtaken, self.writers > 0, self.closing)
-            .hash(&mut hasher);
+        self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
+        let mut scopes: Vec<_> = self.scopes.iter().map(|(_, scope)| (scope.purse, scope.owed)).collect();
+        scopes.sort_unstable();
+        (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.floor, scopes, self.closing).hash(&mut hasher);
         if self.policy.name() == "lru" {
             self.policy.tracked().hash(&mut hasher);
         } else {

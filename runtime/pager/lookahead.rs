@@ -32,7 +32,7 @@ impl Pager {
     pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
         // Whoever waits for a smaller budget would wait for as long as something is filled: frames that become free go to
         // pages first.
-        if !self.queue.is_empty() || self.frames.active() > self.frames.target {
+        if !self.frame_line.line.is_empty() || self.frames.active() > self.frames.target {
             return;
         }
         while let Some(page) = self.hints.front().copied() {
@@ -68,12 +68,12 @@ impl Pager {
         if self.closing {
             return false;
         }
-        while self.frames.free_count() + self.transit <= self.promised() {
+        while self.frames.free_count() + self.transit <= self.promised() + self.floor {
             if !self.reclaim(want, fx) {
                 return false;
             }
         }
-        self.admit_fill(page, None, Priority::Prefetch, fx);
+        self.admit_fill(page, None, false, Priority::Prefetch, fx);
         true
     }
 }

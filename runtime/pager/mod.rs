@@ -9,8 +9,10 @@
 //! 1. A frame belongs to at most one page, a page to at most one device frame and one host frame.
 //! 2. Frames in use never exceed the budget; a fill starts only when its frame, and its staging buffer where it needs
 //!    one, are its own.
-//! 3. A request holds either all its frames or none: it is admitted as a unit. So two requests never wait for each other.
-//! 4. `awaiting <= free + transit`: every admitted page that has no frame yet has one on its way. Where a failure breaks
+//! 3. A request holds either all its frames and pages or none: it is admitted as a unit (see [`admit`]). So two requests
+//!    never wait for each other; what may is [scopes](scope), which hold pins and ask for more.
+//! 4. `awaiting + purses <= free + transit`: every admitted page that has no frame yet has one on its way, and so has every
+//!    scope that declared what it needs. Where a failure breaks
 //!    this, the pump repairs it by choosing another victim.
 //! 5. A dirty page's bytes exist in exactly one place until a write back has been confirmed.
 //! 6. What a guard pins stays where it is.
@@ -21,44 +23,65 @@
 //! # Locking
 //!
 //! A [`Pager`] is used under one latch. Only [`PageWord`]s are touched without it (see [`state`]), and only to pin and
-//! unpin resident pages. Effects are carried out after the latch is released, except `protect`, which must not be
+//! unpin resident pages (see [`pin`]). Effects are carried out after the latch is released, except `protect`, which must not be
 //! overtaken by the frame's next use.
+
+/// What can only be false because of a bug in this crate. Checked in debug builds and with the feature `strict`.
+macro_rules! invariant {
+    ($holds:expr, $($message:tt)+) => {
+        if cfg!(any(debug_assertions, feature = "strict")) {
+            assert!($holds, $($message)+);
+        }
+    };
+}
 
 mod access;
 mod admit;
 mod bits;
 mod check;
 mod frames;
+mod line;
 mod links;
 mod lookahead;
 mod moves;
 mod numbers;
 mod order;
+pub mod pin;
 pub mod policy;
 mod reclaim;
+pub mod scope;
 pub mod state;
 mod table;
+mod waiting;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use slab::Slab;
 
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::ids::{
     FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, StagingId, Tier,
 };
 
-pub use access::{Access, AccessLog, PageChain, PageUse, PageUses};
+pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
+pub use admit::{Purpose, Terms};
+pub use line::PASSES_MAX;
+pub use pin::Gate;
 pub use policy::{Policy, PolicyKind};
+pub use scope::{Holdings, ScopePriority, ScopeTerms};
 pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
+pub use waiting::{Holder, Waiter, WaitsFor};
 
 use admit::Request;
 pub(crate) use admit::closing;
 use frames::{DeviceFrames, HostFrames, StagingRing};
+use line::{FrameLine, Line};
 use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
+use scope::{Scope, Stuck};
+use state::Illegal;
 use table::SegmentTable;
 
 /// How urgent a move is; the smallest goes first.
@@ -125,23 +148,38 @@ impl PageRun {
 
     /// Sorts runs and joins those that touch or overlap, so that each page appears once.
     pub fn normalize(runs: &mut Vec<PageRun>) {
-        runs.retain(|run| run.count > 0);
+        let joined = Self::join(runs);
+        runs.truncate(joined);
+    }
+
+    /// [`normalize`](Self::normalize) of runs wherever they are: those that are left come first, and are counted.
+    pub fn join(runs: &mut [PageRun]) -> usize {
         runs.sort_unstable();
-        runs.dedup_by(|next, run| {
-            let end = run.first.0 + run.count;
-            let touches = run.segment == next.segment && next.first.0 <= end;
-            if touches {
-                run.count = run.count.max(next.first.0 + next.count - run.first.0);
+        let mut joined = 0usize;
+        for at in 0..runs.len() {
+            let next = runs[at];
+            if next.count == 0 {
+                continue;
             }
-            touches
-        });
+            if let Some(run) = joined.checked_sub(1).map(|last| &mut runs[last])
+                && run.segment == next.segment
+                && next.first.0 <= run.first.0 + run.count
+            {
+                run.count = run.count.max(next.first.0 + next.count - run.first.0);
+            } else {
+                runs[joined] = next;
+                joined += 1;
+            }
+        }
+        joined
     }
 }
 
 /// Why a request had to wait; the first that applies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum WaitCause {
     /// It did not wait.
+    #[default]
     None,
     /// A page had to come from disk.
     Disk,
@@ -160,20 +198,22 @@ pub enum WaitCause {
 }
 
 /// What a request got: pins of all its pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Granted {
     /// What it waited for.
     pub cause: WaitCause,
     /// When the bytes of pages that were lent are there, if any were. Only for [requests for a
-    /// stream](Pager::submit_for_stream).
+    /// stream](Purpose::ReadOnStream).
     pub after: Option<FillPoint>,
+    /// Frames of its scope's purse that it has spent: given back with [`Pager::unspent`] when the pins have ended.
+    pub spent: u32,
 }
 
 /// How a request was received.
 #[derive(Debug)]
 pub enum Submitted {
-    /// Every page is pinned; the bytes of some may be there only [after](Granted::after) this.
-    Ready(Option<FillPoint>),
+    /// Every page is pinned; the bytes of some may be there only [after](Granted::after) a point.
+    Ready(Granted),
     /// [`Effects::done`] will name this request.
     Waiting(RequestId),
 }
@@ -261,6 +301,13 @@ pub struct PagerStats {
     pub write_backs: u64,
     /// Pages whose bytes were lost after repeated failures.
     pub poisoned: u64,
+    /// Fills ahead of use that failed and were tried once more, for those who had come to wait for them.
+    pub retried: u64,
+    /// Requests that ended because scopes would have waited for each other for ever.
+    pub deadlocks: u64,
+    /// Pins for which every page was resident and that asked under the latch all the same: somebody waited for these pages
+    /// or for frames, or they were in the hands of a writer or of a move.
+    pub latched_hits: u64,
 }
 
 /// Where a page is, for snapshots.
@@ -298,14 +345,28 @@ pub struct Pager {
     staging: StagingRing,
     policy: Box<dyn Policy>,
     requests: Slab<Request>,
-    /// Requests not admitted yet, oldest first.
-    queue: VecDeque<RequestId>,
-    /// Writers that have their pages and wait for readers to leave.
-    upgrading: Vec<RequestId>,
+    /// Requests that wait for frames.
+    frame_line: FrameLine,
+    /// Requests that wait for pages, by page; only lines in which somebody stands.
+    page_lines: HashMap<PageId, Line>,
+    /// Absent pages, and who waits for frames for them.
+    absent: HashMap<PageId, BTreeSet<RequestId>>,
+    /// Pages to whose lines something has happened.
+    moved: Vec<PageId>,
+    /// Requests that wait for no frame any more.
+    nearly: Vec<RequestId>,
+    /// Closed while somebody waits for frames.
+    gate: Arc<Gate>,
+    scopes: Slab<Scope>,
+    stuck: Stuck,
+    /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
+    purses: u32,
+    /// Frames that purses are owed.
+    owed: u32,
+    /// Frames kept for requests that can never be refused.
+    floor: u32,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
-    /// Writers that have been admitted, by page.
-    claims: HashMap<PageId, RequestId>,
     /// Pages being filled: who waits.
     filling: HashMap<PageId, Fill>,
     /// Pages whose fill has failed and that are lent: their frames stay until these pins end.
@@ -322,10 +383,8 @@ pub struct Pager {
     prefetching: u32,
     /// The page used last, as long as nothing else the policy hears of has happened to any page.
     staying: Option<PageId>,
-    /// How often the oldest queued request was overtaken.
-    overtaken: u32,
-    /// Writers admitted so far; while there were none, no victim can be dirty.
-    writers: u64,
+    /// Segments whose pages can be dirty; while there is none, no victim is.
+    writable: u32,
     /// How often [`pump`](Self::pump) has run: the only time a pager knows.
     events: u64,
     /// Pages whose next write back is put off, and until which event.
@@ -334,6 +393,9 @@ pub struct Pager {
     lost: Vec<(PageId, Error)>,
     closing: bool,
     next_serial: u32,
+    next_age: u64,
+    /// How often a waiting request may be passed.
+    passes: u32,
     stats: PagerStats,
     trace: Trace,
     /// Uses that nobody has taken yet, if they are wanted.
@@ -348,6 +410,10 @@ struct Fill {
     moving: Option<MoveId>,
     /// Set once the device has taken up the copy.
     taken: Option<FillPoint>,
+    /// Whether it is for a writer, who is the only one that waits.
+    locked: bool,
+    /// Whether the move under way was started for somebody who waited.
+    wanted: bool,
     /// Whether the page was lent, at whatever time.
     lent: bool,
     /// Why the move failed, of a page that is still lent.
@@ -367,10 +433,18 @@ impl Pager {
             segments: Slab::new(),
             numbers: PageNumbers::default(),
             requests: Slab::new(),
-            queue: VecDeque::new(),
-            upgrading: Vec::new(),
+            frame_line: FrameLine::default(),
+            page_lines: HashMap::new(),
+            absent: HashMap::new(),
+            moved: Vec::new(),
+            nearly: Vec::new(),
+            gate: Arc::new(Gate::default()),
+            scopes: Slab::new(),
+            stuck: Stuck::default(),
+            purses: 0,
+            owed: 0,
+            floor: 0,
             shrinking: Vec::new(),
-            claims: HashMap::new(),
             filling: HashMap::new(),
             spoiled: Vec::new(),
             awaiting: VecDeque::new(),
@@ -380,23 +454,31 @@ impl Pager {
             hints: VecDeque::new(),
             prefetching: 0,
             staying: None,
-            overtaken: 0,
-            writers: 0,
+            writable: 0,
             events: 0,
             put_off: HashMap::new(),
             lost: Vec::new(),
             closing: false,
             next_serial: 0,
+            next_age: 0,
+            passes: PASSES_MAX,
             stats: PagerStats::default(),
             trace: Trace::default(),
             uses: None,
         }
     }
 
+    /// Another bound than [`PASSES_MAX`], for tests that follow every sequence.
+    #[doc(hidden)]
+    pub fn set_passes(&mut self, passes: u32) {
+        self.passes = passes;
+    }
+
     /// Adds a segment of `pages` pages; their words are shared with whoever pins them.
     pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
+        self.writable += u32::from(backing == Backing::ReadWrite);
         let segment = SegmentId(self.segments.insert(table) as u32);
         self.numbers.add(segment, pages);
         self.host.add_segment(segment, pages);
@@ -438,10 +520,38 @@ impl Pager {
 
     /// Takes in what was used without the latch. Called before anything else under each hold of the latch.
     pub fn record(&mut self, log: &AccessLog) {
-        while let Some(access) = log.pop() {
-            // What writes takes the latch.
-            self.used(access.page, access.first_use, false);
+        log.drain(|Access { page, first_use, write }, count| {
+            for n in 0..count {
+                self.used(page, first_use && n == 0, write);
+            }
+        });
+    }
+
+    /// What tells pins that somebody waits for frames.
+    pub fn gate(&self) -> Arc<Gate> {
+        self.gate.clone()
+    }
+
+    /// Acts on an edge of a page word. One that cannot be stops debug and `strict` builds at once; in others the page is
+    /// given up, with whatever waits for it, so that nothing goes on with what is not known. Whether it was taken.
+    fn took(&mut self, page: PageId, edge: Result<(), Illegal>, fx: &mut Effects) -> bool {
+        let Err(illegal) = edge else { return true };
+        invariant!(false, "{page:?}: {illegal}");
+        self.condemn(page, &illegal, fx);
+        false
+    }
+
+    fn condemn(&mut self, page: PageId, illegal: &Illegal, fx: &mut Effects) {
+        let error = Error::new(ErrorKind::Internal, format!("page {} of {:?}: {illegal}", page.index.0, page.segment))
+            .remedy("report this as a bug; the page's bytes are not trusted any more");
+        self.word(page).condemn();
+        self.policy.removed(page);
+        self.stats.poisoned += 1;
+        self.lost.push((page, error.clone()));
+        for waiter in self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default() {
+            self.fail(waiter, &error, fx);
         }
+        self.changed(page);
     }
 
     fn used(&mut self, page: PageId, first_use: bool, write: bool) {
@@ -558,20 +668,12 @@ impl Pager {
     pub fn close(&mut self, error: &Error, fx: &mut Effects) {
         self.closing = true;
         self.hints.clear();
-        for id in std::mem::take(&mut self.queue) {
-            self.finish(id, Err(error.clone()), fx);
-        }
-        for id in std::mem::take(&mut self.shrinking) {
-            self.finish(id, Err(error.clone()), fx);
-        }
-        for id in std::mem::take(&mut self.upgrading) {
-            self.give_up(id);
-            self.finish(id, Err(error.clone()), fx);
-        }
+        self.end_all_queued(error, fx);
         // A fill without a frame may never get one: guards that outlive the closing may hold them all.
         let frameless = std::mem::take(&mut self.awaiting);
         for page in frameless.iter().copied() {
-            let _ = self.word(page).fill_err();
+            let ended = self.word(page).fill_err().map(drop);
+            self.took(page, ended, fx);
             // A write back of its host copy that ended meanwhile left it to the fill to give the copy its place again.
             self.host_copy_read(page, false);
             let Some(fill) = self.filling.remove(&page) else { continue };
@@ -595,15 +697,27 @@ impl Pager {
         self.release_spoiled(fx);
         self.serve_awaiting(fx);
         self.retire_frames(fx);
-        self.advance_upgrades(fx);
-        self.admit_queued(fx);
+        self.fill_purses(fx);
+        self.serve_lines(fx);
         if !self.closing {
             self.keep_reserve(fx);
             self.look_ahead(fx);
         }
-        // An admission that failed may have made frames free for nothing.
+        // An admission that failed may have made frames free for nothing; what was taken down may be what somebody waits for.
         self.serve_awaiting(fx);
+        while !(self.moved.is_empty() && self.nearly.is_empty()) {
+            self.serve_lines(fx);
+            self.serve_awaiting(fx);
+        }
         self.raise_victims(fx);
+        invariant!(self.moved.is_empty() && self.nearly.is_empty(), "somebody who may go on was not tried");
+        invariant!(self.gate.is_closed() != self.frame_line.line.is_empty(), "the gate does not say who waits for frames");
+        invariant!(self.frames.free_count() == 0 || self.awaiting.is_empty(), "a page awaits a frame that is free");
+    }
+
+    /// Invariant 4.
+    fn keeps_promises(&self) -> bool {
+        self.awaiting.len() as u32 + self.purses <= self.frames.free_count() + self.transit
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -121,7 +121,7 @@ impl Pager {
             self.start_fill(page, frame, fx);
         }
         // Invariant 4, after a rescue or a failed write back.
-        while self.awaiting.len() as u32 > self.transit {
+        while !self.closing && !self.keeps_promises() {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
             }
@@ -176,7 +176,7 @@ impl Pager {
         if self.background == 0 || self.transit == 0 {
             return;
         }
-        let wanted = if self.queue.is_empty() && self.shrinking.is_empty() {
+        let wanted = if self.frame_line.line.is_empty() && self.page_lines.is_empty() && self.shrinking.is_empty() {
             let urgent =
                 |page: &&PageId| self.filling.get(page).is_some_and(|fill| fill.priority <= Priority::WriteBack);
             self.awaiting.iter().take_while(urgent).count()
@@ -214,17 +214,26 @@ impl Pager {
     }
 
     /// Begins the fill of an empty page: it has a frame now, or one on its way.
-    pub(super) fn admit_fill(&mut self, page: PageId, waiter: Option<RequestId>, priority: Priority, fx: &mut Effects) {
-        if let Err(illegal) = self.word(page).begin_fill() {
-            // The caller saw Empty under this hold of the latch, so this cannot be; refuse rather than corrupt.
-            debug_assert!(false, "{illegal}");
+    /// `locked` if whoever waits for it writes.
+    pub(super) fn admit_fill(
+        &mut self,
+        page: PageId,
+        waiter: Option<RequestId>,
+        locked: bool,
+        priority: Priority,
+        fx: &mut Effects,
+    ) {
+        // The caller saw Empty under this hold of the latch.
+        let begun = self.word(page).begin_fill();
+        if !self.took(page, begun, fx) {
             return;
         }
+        self.appeared(page);
         if priority > Priority::WriteBack {
             self.prefetching += 1;
         }
-        let waiters = waiter.into_iter().collect();
-        let fill = Fill { waiters, priority, moving: None, taken: None, lent: false, failed: None };
+        let (waiters, wanted) = (waiter.into_iter().collect(), waiter.is_some());
+        let fill = Fill { waiters, priority, moving: None, taken: None, locked, wanted, lent: false, failed: None };
         self.filling.insert(page, fill);
         match self.frames.take() {
             Some(frame) => self.start_fill(page, frame, fx),
@@ -260,13 +269,16 @@ impl Pager {
             (Place::Device(frame), Place::Host(host)) => self.copied_down(&record, frame, host, result, fx),
             (Place::Device(frame), _) => self.written_back(&record, frame, result, fx),
             (Place::Host(host), _) => self.host_written_back(record.page, host, result),
-            _ => debug_assert!(false, "a move from {:?} to {:?}", record.from, record.to),
+            _ => invariant!(false, "a move from {:?} to {:?}", record.from, record.to),
         }
         self.reap_segment(record.page.segment, fx);
         self.pump(fx);
     }
 
     fn filled(&mut self, page: PageId, from: Place, frame: FrameId, result: Result<()>, fx: &mut Effects) {
+        if result.is_err() && self.tries_again(page, from, frame, fx) {
+            return;
+        }
         let Some(mut fill) = self.filling.remove(&page) else { return };
         if fill.priority > Priority::WriteBack {
             self.prefetching = self.prefetching.saturating_sub(1);
@@ -289,6 +301,7 @@ impl Pager {
             for waiter in waiters {
                 self.fail(waiter, &error, fx);
             }
+            self.changed(page);
             return;
         }
         match from {
@@ -304,11 +317,40 @@ impl Pager {
         // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
         let pins = waiters.len() as u32;
         let word = self.word(page);
-        let _ = if fill.lent { word.fill_ok_lent(pins, dirty) } else { word.fill_ok(pins, dirty) };
+        let filled = match fill {
+            Fill { locked: true, .. } => word.fill_ok_locked(dirty),
+            Fill { lent: true, .. } => word.fill_ok_lent(pins, dirty),
+            _ => word.fill_ok(pins, dirty),
+        };
+        if !self.took(page, filled, fx) {
+            waiters.into_iter().for_each(|waiter| self.fail(waiter, &self.lost_error(page), fx));
+            return;
+        }
+        self.changed(page);
         self.entered(page);
         for waiter in waiters {
             self.page_ready(waiter, fill.taken.is_some(), fx);
         }
+    }
+
+    /// A fill that was begun ahead of use has failed, and somebody has come to wait for it: they get a try of their own.
+    fn tries_again(&mut self, page: PageId, from: Place, frame: FrameId, fx: &mut Effects) -> bool {
+        let Some(fill) = self.filling.get_mut(&page) else { return false };
+        if fill.wanted || fill.waiters.is_empty() || fill.lent || self.closing {
+            return false;
+        }
+        fill.wanted = true;
+        if fill.taken.take().is_some() {
+            for waiter in fill.waiters.clone() {
+                self.untake(waiter);
+            }
+        }
+        self.stats.retried += 1;
+        if let Place::Host(_) = from {
+            self.host_copy_read(page, false);
+        }
+        self.start_fill(page, frame, fx);
+        true
     }
 
     /// A frame goes back from a page that was not filled.
@@ -332,6 +374,7 @@ impl Pager {
             if let Some(frame) = self.entry(page).frame() {
                 self.unfilled(page, frame, fx);
             }
+            self.changed(page);
             self.reap_segment(page.segment, fx);
         }
     }
@@ -374,6 +417,11 @@ impl Pager {
         let entry = self.entry(page);
         entry.set_host_busy(false);
         entry.set_copying_out(false);
+        if entry.failures == 0 {
+            self.word(page).release();
+        }
+        self.changed(page);
+        let entry = self.entry(page);
         let stale = entry.host_stale();
         entry.set_host_stale(false);
         if result.is_err() || stale {
@@ -392,8 +440,10 @@ impl Pager {
             }
         } else if state == State::Evicting {
             self.transit -= 1;
-            let _ = self.word(page).evicted();
-            self.vacate(page, frame, fx);
+            let evicted = self.word(page).evicted();
+            if self.took(page, evicted, fx) {
+                self.vacate(page, frame, fx);
+            }
         } else {
             // Rescued while it was copied: the host copy is a duplicate now.
             self.host.duplicated(page);
@@ -418,14 +468,17 @@ impl Pager {
         let entry = self.entry(page);
         let evict = entry.evict_after();
         entry.set_evict_after(false);
-        let _ = self.word(page).write_back_ok();
-        if !evict {
+        self.changed(page);
+        let clean = self.word(page).write_back_ok();
+        if !self.took(page, clean, fx) || !evict {
             return;
         }
         self.transit -= 1;
         if self.word(page).begin_evict() == BeginEvict::Won {
-            let _ = self.word(page).evicted();
-            self.vacate(page, frame, fx);
+            let evicted = self.word(page).evicted();
+            if self.took(page, evicted, fx) {
+                self.vacate(page, frame, fx);
+            }
         } else {
             self.entered(page);
         }
@@ -435,6 +488,11 @@ impl Pager {
     pub(super) fn forget_failures(&mut self, page: PageId) {
         let entry = self.entry(page);
         (entry.failures, entry.urgent_failures) = (0, 0);
+        let copying_out = entry.copying_out();
+        if !copying_out {
+            self.word(page).release();
+        }
+        let entry = self.entry(page);
         if entry.put_off() {
             entry.set_put_off(false);
             self.put_off.remove(&page);
@@ -446,6 +504,8 @@ impl Pager {
         let entry = self.entry(page);
         entry.failures = entry.failures.saturating_add(1);
         entry.set_put_off(true);
+        self.word(page).hold();
+        let entry = self.entry(page);
         let wait = PUT_OFF << (entry.failures - 1).min(ATTEMPTS);
         self.put_off.insert(page, self.events + wait);
     }
@@ -464,9 +524,13 @@ impl Pager {
         let give_up = entry.urgent_failures >= URGENT_ATTEMPTS || entry.failures >= ATTEMPTS;
         let evict = entry.evict_after();
         entry.set_evict_after(false);
-        let _ = self.word(page).write_back_err();
         if evict {
             self.transit -= 1;
+        }
+        self.changed(page);
+        let failed = self.word(page).write_back_err();
+        if !self.took(page, failed, fx) {
+            return;
         }
         if give_up && self.word(page).poison() == Claim::Won {
             self.stats.poisoned += 1;
@@ -482,6 +546,7 @@ impl Pager {
     /// A frame has lost its page.
     pub(super) fn vacate(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.stats.evictions += 1;
+        self.changed(page);
         self.entry(page).set_frame(None);
         self.frames.give(frame);
         fx.protect.push(frame);
@@ -546,7 +611,8 @@ impl Pager {
         self.host.remove_segment(segment);
         self.numbers.remove(segment);
         self.lost.retain(|(page, _)| page.segment != segment);
-        self.segments.remove(segment.index());
+        let table = self.segments.remove(segment.index());
+        self.writable -= u32::from(table.backing == super::Backing::ReadWrite);
         fx.released.push(segment);
     }
 

@@ -2,7 +2,7 @@
 
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, Snapshot, State};
-use super::{Effects, Granted, Pager, Place, Priority, WaitCause};
+use super::{Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
 
 /// What a policy's candidate turned out to be.
@@ -42,7 +42,7 @@ impl Pager {
             else {
                 return Take::Skip;
             };
-            if entry.held_back() {
+            if entry.held_back(word.load().state) {
                 return Take::Skip;
             }
             if !with_put_off && entry.put_off() && put_off.get(&page).is_some_and(|until| *events < *until) {
@@ -80,7 +80,8 @@ impl Pager {
 
     /// Evicts this page if nothing forbids it.
     pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
-        if self.entry(page).held_back() || self.is_put_off(page) {
+        let state = self.word(page).load().state;
+        if self.entry(page).held_back(state) || self.is_put_off(page) {
             return false;
         }
         let word = self.word(page);
@@ -95,8 +96,11 @@ impl Pager {
 
     fn take_down(&mut self, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {
         self.policy.removed(page);
+        if taken == Taken::Dirty {
+            self.outdate_copies(page);
+        }
         let Some(frame) = self.entry(page).frame() else {
-            debug_assert!(false, "resident page {page:?} without a frame");
+            invariant!(false, "resident page {page:?} without a frame");
             return;
         };
         let priority = if self.is_urgent(want) { Priority::WriteBack } else { Priority::Background };
@@ -108,6 +112,8 @@ impl Pager {
             entry.set_host(Some(host));
             entry.set_host_busy(true);
             entry.set_copying_out(true);
+            self.word(page).hold();
+            let entry = self.entry(page);
             entry.set_evict_after(taken == Taken::Dirty);
             self.transit += 1;
             self.start_move(page, Place::Device(frame), Place::Host(host), priority, fx);
@@ -116,9 +122,17 @@ impl Pager {
             self.transit += 1;
             self.start_move(page, Place::Device(frame), Place::Disk, priority, fx);
         } else {
-            let _ = self.word(page).evicted();
-            self.vacate(page, frame, fx);
+            let evicted = self.word(page).evicted();
+            if self.took(page, evicted, fx) {
+                self.vacate(page, frame, fx);
+            }
         }
+    }
+
+    /// The device tier has newer bytes than any copy below: a writer leaves no other trace than the page's state.
+    fn outdate_copies(&mut self, page: PageId) {
+        self.entry(page).set_on_disk(false);
+        self.drop_host_copy(page);
     }
 
     /// A host frame for `page`, if one is free or held by a clean copy that may go at once.
@@ -131,8 +145,10 @@ impl Pager {
         }
         let Self { host, segments, policy, .. } = self;
         let victim = host.victim(|candidate| {
-            let entry = &segments[candidate.segment.index()].entries[candidate.index.index()];
-            !entry.host_busy() && !entry.host_dirty() && policy.host_victim(candidate, page)
+            let table = &segments[candidate.segment.index()];
+            let entry = &table.entries[candidate.index.index()];
+            let kept = entry.host_dirty() && !table.is_outdated(candidate.index);
+            !entry.host_busy() && !kept && policy.host_victim(candidate, page)
         })?;
         self.drop_host_copy(victim);
         self.host.take()
@@ -144,12 +160,18 @@ impl Pager {
             return;
         }
         let candidate = self.host.victim(|candidate| {
-            let entry = &self.segments[candidate.segment.index()].entries[candidate.index.index()];
-            !entry.host_busy() && (!entry.host_dirty() || !self.is_put_off(candidate))
+            let table = &self.segments[candidate.segment.index()];
+            let entry = &table.entries[candidate.index.index()];
+            // What a writer has in its hands may be newer, or not.
+            let written = table.words[candidate.index.index()].load().exclusive;
+            !entry.host_busy() && !written && (!entry.host_dirty() || !self.is_put_off(candidate))
         });
         let Some(page) = candidate else {
             return;
         };
+        if self.segments[page.segment.index()].is_outdated(page.index) {
+            return self.drop_host_copy(page);
+        }
         let entry = self.entry(page);
         let Some(frame) = entry.host() else { return };
         if entry.host_dirty() {
@@ -164,8 +186,8 @@ impl Pager {
     pub(super) fn keep_reserve(&mut self, fx: &mut Effects) {
         self.clean_host(fx);
         let reserve = (self.frames.active() / 8).min(8);
-        while self.frames.free_count() + self.transit < self.awaiting.len() as u32 + reserve {
-            if self.writers == 0 || !self.reclaim(Want::Reserve, fx) {
+        while self.frames.free_count() + self.transit < self.awaiting.len() as u32 + self.purses + reserve {
+            if self.writable == 0 || !self.reclaim(Want::Reserve, fx) {
                 break;
             }
         }
@@ -177,7 +199,10 @@ impl Pager {
             if self.frames.retire() {
                 continue;
             }
-            if let Some(frame) = self.frames.discard() {
+            // What is set aside for a scope stays until that ends.
+            if self.frames.free_count() > self.purses
+                && let Some(frame) = self.frames.discard()
+            {
                 fx.discard.push(frame);
                 continue;
             }
@@ -188,7 +213,7 @@ impl Pager {
         }
         if self.frames.existing() <= self.frames.target {
             for id in std::mem::take(&mut self.shrinking) {
-                self.finish(id, Ok(Granted { cause: WaitCause::None, after: None }), fx);
+                self.finish(id, Ok(Granted::default()), fx);
             }
         }
     }
@@ -220,7 +245,7 @@ impl Pager {
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
         while given < count && !self.closing {
-            if self.frames.free_count() <= self.awaiting.len() as u32 && !self.reclaim(Want::Memory, fx) {
+            if self.frames.free_count() <= self.awaiting.len() as u32 + self.purses + self.floor && !self.reclaim(Want::Memory, fx) {
                 break;
             }
             let Some(frame) = self.frames.discard() else { break };

@@ -4,18 +4,20 @@
 //!
 //! | bits | field | meaning |
 //! |---|---|---|
-//! | 0..4 | state | [`State`] |
+//! | 0..3 | state | [`State`] |
+//! | 3 | held | a copy of the frame runs, or write backs have failed: a writer asks under the latch |
 //! | 4 | exclusive | the one pin is a writer's |
 //! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
 //! | 6 | fresh | filled ahead of use and not used yet |
-//! | 7 | closed | a writer that waits for readers has been overtaken often enough: no new ones but nested |
+//! | 7 | closed | a request waits for this page: pins ask under the latch, and every unpin says so |
 //! | 8..32 | pins | how many guards forbid eviction |
 //! | 32..64 | generation | how often the page has left this tier |
 //!
 //! # Access protocol
 //!
 //! 1. Every change is one read-modify-write; there are no plain stores after construction.
-//! 2. [`PageWord::try_pin`], [`PageWord::unpin`] and [`PageWord::unlock`] are called by anyone, without the latch.
+//! 2. [`PageWord::try_pin`], [`PageWord::try_write`], [`PageWord::undo_write`], [`PageWord::unpin`] and
+//!    [`PageWord::unlock`] are called by anyone, without the latch.
 //! 3. Every other edge is taken only under the pager's latch. So two threads never race for the same edge, only a
 //!    latched edge against pins.
 //! 4. Bytes behind a pin are published by the edge that made the page resident (release) and seen by the pin (acquire);
@@ -23,6 +25,8 @@
 //!    publishes nothing: its bytes are there for a stream that waits for the fill, and for nobody else.
 //! 5. `wanted` is set by the very read-modify-write that found the pin, and read by the very one that removes it. No
 //!    wake-up is lost, whatever the order.
+//! 6. What a writer changes beside the word (whether lower tiers have valid copies) is found out from the state when the
+//!    page leaves: only `held` sends it to the latch.
 //!
 //! # Edges
 //!
@@ -32,21 +36,25 @@
 //! | Filling | `lend` | same, pins + 1 |
 //! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, pins + those who wait, fresh if there are none |
 //! | Filling | `fill_ok_lent(pins, dirty)` | the same, never fresh |
+//! | Filling, pins = 0 | `fill_ok_locked(dirty)` | Clean or Dirty, exclusive, pins = 1 |
 //! | Filling, pins = 0 | `fill_err` | Empty |
 //! | Clean, Dirty, WritingBack, not exclusive, not closed | `try_pin` | same, pins + 1, no longer fresh |
-//! | Clean, Dirty, WritingBack, not exclusive | `try_pin_nested` | same, pins + 1, no longer fresh |
-//! | Clean, Dirty, WritingBack, pins > 0, not exclusive | `close_to_readers` | same, closed |
-//! | any | `open_to_readers` | same, not closed |
+//! | Clean, Dirty, WritingBack, not exclusive | `try_pin_latched` | same, pins + 1, no longer fresh |
+//! | Clean, Dirty, pins = 0, not closed, not held | `try_write` | Dirty, exclusive, pins = 1 |
+//! | Dirty, exclusive | `undo_write(clean)` | Clean or Dirty, as before, pins = 0 |
+//! | any | `close` / `reopen` | same, closed / not closed |
+//! | any | `hold` / `release` | same, held / not held |
 //! | Filling, Clean, Dirty, WritingBack | `unpin` | same, pins - 1 |
-//! | Clean or Dirty, pins = 1 | `lock` (by the holder of that pin) | Dirty, exclusive |
-//! | Dirty, exclusive | `unlock` | Dirty, pins - 1 |
-//! | Dirty, exclusive | `unlock_to_shared(clean)` | Clean or Dirty, as before the lock |
+//! | Clean or Dirty, pins = 0 | `lock` | same, exclusive, pins = 1 |
+//! | Clean or Dirty, exclusive | `begin_write` | Dirty, exclusive |
+//! | Clean or Dirty, exclusive | `unlock` | same, pins - 1 |
 //! | Dirty, not exclusive | `begin_write_back` | WritingBack |
 //! | WritingBack | `write_back_ok` / `write_back_err` | Clean / Dirty |
 //! | Clean, pins = 0 | `begin_evict` | Evicting |
 //! | Evicting | `rescue` | Clean, pins = 1 |
 //! | Evicting | `evicted` | Empty, generation + 1 |
 //! | Dirty, pins = 0 | `poison` | Poisoned |
+//! | any | `condemn` | Poisoned |
 
 use crate::sync::{AtomicU64, Ordering};
 
@@ -70,7 +78,8 @@ pub enum State {
     Poisoned = 6,
 }
 
-const STATE: u64 = 0xF;
+const STATE: u64 = 0x7;
+const HELD: u64 = 1 << 3;
 const EXCLUSIVE: u64 = 1 << 4;
 const WANTED: u64 = 1 << 5;
 const FRESH: u64 = 1 << 6;
@@ -116,8 +125,10 @@ pub struct Snapshot {
     pub exclusive: bool,
     /// Whether somebody waits for a pin to end.
     pub wanted: bool,
-    /// Whether new readers wait for a writer.
+    /// Whether a request waits for this page, so that pins ask under the latch.
     pub closed: bool,
+    /// Whether a writer has to ask under the latch.
+    pub held: bool,
     /// Whether the page was filled ahead of use and not used yet.
     pub fresh: bool,
     /// How often the page has left the tier.
@@ -139,7 +150,7 @@ pub enum TryPin {
     Hit,
     /// Pinned, and this is the first use since the page was filled ahead: the caller tells the pager to look ahead.
     FirstUse,
-    /// Not pinned: not resident, being evicted, held by a writer, or kept for one.
+    /// Not pinned: not resident, being evicted, held by a writer, or waited for by somebody who came before.
     Busy,
 }
 
@@ -151,6 +162,21 @@ pub enum Unpin {
     Done,
     /// Somebody waits for pins of this page to end: the caller tells the pager.
     Wanted,
+}
+
+/// How [`PageWord::try_write`] went.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TryWrite {
+    /// Pinned for writing, and dirty.
+    Won {
+        /// Whether the page was clean, for [`PageWord::undo_write`].
+        clean: bool,
+        /// As [`TryPin::FirstUse`].
+        first_use: bool,
+    },
+    /// Not pinned: not resident, in somebody's hands or in motion, or waited for.
+    Busy,
 }
 
 /// How [`PageWord::begin_evict`] went.
@@ -203,6 +229,7 @@ impl PageWord {
             exclusive: word & EXCLUSIVE != 0,
             wanted: word & WANTED != 0,
             closed: word & CLOSED != 0,
+            held: word & HELD != 0,
             fresh: word & FRESH != 0,
             generation: (word >> 32) as u32,
         }
@@ -239,8 +266,8 @@ impl PageWord {
         self.pin_unless(EXCLUSIVE | CLOSED)
     }
 
-    /// Pins a resident page for somebody who may hold guards that a waiting writer waits for.
-    pub fn try_pin_nested(&self) -> TryPin {
+    /// Pins a resident page for a request that the pager has let past those that wait for it.
+    pub fn try_pin_latched(&self) -> TryPin {
         self.pin_unless(EXCLUSIVE)
     }
 
@@ -255,26 +282,55 @@ impl PageWord {
         })
     }
 
-    /// The caller's pin is to become a writer's: new readers wait, until it is [opened](Self::open_to_readers).
-    pub fn close_to_readers(&self) {
+    /// Pins a resident page that nobody has, for writing. Takes no lock.
+    #[inline]
+    pub fn try_write(&self) -> TryWrite {
         self.update(|word| {
-            debug_assert!(pins_of(word) > 0 && word & EXCLUSIVE == 0, "closed by nobody");
-            (Some(word | CLOSED), ())
+            let state = state_of(word);
+            let free = pins_of(word) == 0 && word & (CLOSED | HELD) == 0;
+            if !free || !matches!(state, State::Clean | State::Dirty) {
+                return (None, TryWrite::Busy);
+            }
+            let won = TryWrite::Won { clean: state == State::Clean, first_use: word & FRESH != 0 };
+            (Some((with_state(word & !FRESH, State::Dirty) | EXCLUSIVE) + PIN), won)
         })
     }
 
-    /// The writer has its lock, or has given up.
-    pub fn open_to_readers(&self) {
+    /// Gives back what [`try_write`](Self::try_write) won, unwritten: used when a set could not be pinned as a whole.
+    pub fn undo_write(&self, clean: bool) -> Unpin {
+        self.update(|word| {
+            invariant!(word & EXCLUSIVE != 0 && pins_of(word) == 1, "a write is undone that was not begun");
+            let to = if clean { State::Clean } else { State::Dirty };
+            (Some(with_state(word & !(WANTED | EXCLUSIVE), to) - PIN), told(word))
+        })
+    }
+
+    /// A request waits for this page: pins ask under the latch from now on.
+    pub fn close(&self) {
+        self.update(|word| (Some(word | CLOSED), ()))
+    }
+
+    /// No request waits for it.
+    pub fn reopen(&self) {
         self.update(|word| (Some(word & !CLOSED), ()))
+    }
+
+    /// Writers ask under the latch from now on.
+    pub fn hold(&self) {
+        self.update(|word| (Some(word | HELD), ()))
+    }
+
+    /// They need not.
+    pub fn release(&self) {
+        self.update(|word| (Some(word & !HELD), ()))
     }
 
     /// Ends a pin. Takes no lock. A pin is owned by its caller, so there is one to end.
     #[inline]
     pub fn unpin(&self) -> Unpin {
         self.update(|word| {
-            debug_assert!(pins_of(word) > 0, "unpin without a pin");
-            let outcome = if word & WANTED == 0 { Unpin::Done } else { Unpin::Wanted };
-            (Some((word & !WANTED) - PIN), outcome)
+            invariant!(pins_of(word) > 0, "unpin without a pin");
+            (Some((word & !WANTED) - PIN), told(word))
         })
     }
 
@@ -282,17 +338,17 @@ impl PageWord {
     /// the pin it met, not by this one.
     pub fn unpin_quiet(&self) {
         self.update(|word| {
-            debug_assert!(pins_of(word) > 0, "unpin without a pin");
+            invariant!(pins_of(word) > 0, "unpin without a pin");
             (Some(word - PIN), ())
         })
     }
 
-    /// Ends a writer's pin. The page stays dirty.
+    /// Ends a writer's pin.
+    #[inline]
     pub fn unlock(&self) -> Unpin {
         self.update(|word| {
-            debug_assert!(word & EXCLUSIVE != 0 && pins_of(word) == 1, "unlock without a lock");
-            let outcome = if word & WANTED == 0 { Unpin::Done } else { Unpin::Wanted };
-            (Some((word & !(WANTED | EXCLUSIVE)) - PIN), outcome)
+            invariant!(word & EXCLUSIVE != 0 && pins_of(word) == 1, "unlock without a lock");
+            (Some((word & !(WANTED | EXCLUSIVE)) - PIN), told(word))
         })
     }
 
@@ -322,6 +378,15 @@ impl PageWord {
         let fresh = if fresh { FRESH } else { 0 };
         self.edge(edge, |w| {
             (state_of(w) == State::Filling).then(|| (with_state(w, to) + u64::from(pins) * PIN) | fresh)
+        })
+    }
+
+    /// Filling to Clean or Dirty, in the hands of the writer it was filled for.
+    pub fn fill_ok_locked(&self, dirty: bool) -> Result<(), Illegal> {
+        let to = if dirty { State::Dirty } else { State::Clean };
+        self.edge("fill_ok_locked", |w| {
+            let fits = state_of(w) == State::Filling && pins_of(w) == 0;
+            fits.then(|| (with_state(w, to) | EXCLUSIVE) + PIN)
         })
     }
 
@@ -377,21 +442,24 @@ impl PageWord {
         self.edge("write_back_err", |w| (state_of(w) == State::WritingBack).then(|| with_state(w, State::Dirty)))
     }
 
-    /// Makes the caller's one shared pin a writer's, and the page dirty.
+    /// Pins a resident page that nobody has, for a writer whose other pages may still be on their way. Nothing is
+    /// written before [`begin_write`](Self::begin_write).
     pub fn lock(&self) -> Claim {
         self.update(|word| match state_of(word) {
-            State::Clean | State::Dirty if pins_of(word) == 1 && word & EXCLUSIVE == 0 => {
-                (Some(with_state(word & !FRESH, State::Dirty) | EXCLUSIVE), Claim::Won)
+            State::Clean | State::Dirty if pins_of(word) == 0 => {
+                (Some(((word & !FRESH) | EXCLUSIVE) + PIN), Claim::Won)
             }
-            _ => (Some(word | WANTED), Claim::Blocked),
+            _ if pins_of(word) > 0 => (Some(word | WANTED), Claim::Blocked),
+            _ => (None, Claim::Blocked),
         })
     }
 
-    /// Gives a lock back without ending the pin: used when a set could not be locked as a whole. Nothing was written, so
-    /// a page that was clean is clean again.
-    pub fn unlock_to_shared(&self, clean: bool) -> Result<(), Illegal> {
-        let to = if clean { State::Clean } else { State::Dirty };
-        self.edge("unlock_to_shared", |w| (w & EXCLUSIVE != 0).then(|| with_state(w & !EXCLUSIVE, to)))
+    /// The writer that has [locked](Self::lock) the page gets it: it is dirty from here on.
+    pub fn begin_write(&self) -> Result<(), Illegal> {
+        self.edge("begin_write", |w| {
+            let locked = w & EXCLUSIVE != 0 && matches!(state_of(w), State::Clean | State::Dirty);
+            locked.then(|| with_state(w, State::Dirty))
+        })
     }
 
     /// Dirty and unpinned to Poisoned.
@@ -402,6 +470,16 @@ impl PageWord {
             _ => (None, Claim::Blocked),
         })
     }
+
+    /// Nothing is known of this page any more: an [edge that cannot be](Illegal) was met. Pins stay.
+    pub fn condemn(&self) {
+        self.update(|word| (Some(with_state(word, State::Poisoned)), ()))
+    }
+}
+
+/// What the end of a pin tells.
+fn told(word: u64) -> Unpin {
+    if word & (WANTED | CLOSED) == 0 { Unpin::Done } else { Unpin::Wanted }
 }
 
 #[cfg(all(test, not(loom)))]

@@ -64,8 +64,8 @@ impl Entry {
         (self.host != NONE).then_some(HostFrameId(self.host))
     }
     /// A move still touches this page's frame, or would write old bytes over what its write back writes: it must stay.
-    pub(super) fn held_back(&self) -> bool {
-        self.copying_out() || self.host_stale()
+    pub(super) fn held_back(&self, state: State) -> bool {
+        self.copying_out() || self.host_stale() || self.host_busy() && state == State::Dirty
     }
     pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
         self.host = host.map_or(NONE, |f| f.0);
@@ -83,6 +83,8 @@ pub(super) struct SegmentTable {
     pub(super) entries: Vec<Entry>,
     /// Moves that name a page of this segment.
     pub(super) in_flight: u32,
+    /// Runs of live requests that are of this segment.
+    pub(super) requests: u32,
     /// Nobody refers to the segment any more; it goes when nothing is in flight.
     pub(super) dying: bool,
 }
@@ -96,6 +98,7 @@ impl SegmentTable {
             words: (0..pages).map(|_| PageWord::default()).collect(),
             entries: vec![entry; pages as usize],
             in_flight: 0,
+            requests: 0,
             dying: false,
         }
     }
@@ -105,14 +108,23 @@ impl SegmentTable {
         !self.dying && self.words.get(index.index()).is_some_and(|word| word.load().state == State::Empty)
     }
 
+    /// Whether the device tier has newer bytes than any copy below. Not of a page that a writer has: it may give it back
+    /// unwritten.
+    pub(super) fn is_outdated(&self, index: PageIndex) -> bool {
+        let word = self.words[index.index()].load();
+        word.state == State::Dirty && !word.exclusive
+    }
+
     /// Where a page is.
     pub(super) fn view(&self, index: usize) -> Option<PageView> {
-        let (word, entry) = (self.words.get(index)?, self.entries.get(index)?);
+        let (word, entry) = (self.words.get(index)?.load(), self.entries.get(index)?);
+        // A writer takes no latch: what is below a dirty page is out of date, whatever the entry says.
+        let newest = !matches!(word.state, State::Dirty | State::WritingBack);
         Some(PageView {
-            device: word.load(),
+            device: word,
             frame: entry.frame(),
-            host: entry.valid_host().is_some() && !entry.copying_out(),
-            disk: entry.on_disk(),
+            host: newest && entry.valid_host().is_some() && !entry.copying_out(),
+            disk: newest && entry.on_disk(),
         })
     }
 

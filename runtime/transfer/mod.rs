@@ -17,6 +17,7 @@
 //! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
 
+mod recording;
 pub(crate) mod ticket;
 
 use std::cell::Cell;
@@ -36,11 +37,16 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::ModelHeader;
-use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
+use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
-use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Priority, Submitted, WaitCause};
+use crate::pager::pin::{self, Pinned, Words};
+use crate::pager::{
+    AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms, WaitCause,
+};
+use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
+use recording::{RuntimeName, with_recorder};
 use ticket::Ticket;
 
 /// Where a segment's pages live, for the engine.
@@ -89,20 +95,11 @@ impl Source {
     }
 }
 
-/// What pins are wanted for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
-    Read,
-    Write,
-    /// To be read by work on a stream, which is made to wait for what is not there yet.
-    ReadOnStream,
-}
-
 /// How a request was received.
 #[derive(Debug)]
 pub(crate) enum Received {
-    /// Every page is pinned; the bytes of some may be there only after this event.
-    Ready(Option<EventId>),
+    /// Every page is pinned.
+    Ready(Granted),
     Waiting(Waiting),
 }
 
@@ -289,7 +286,9 @@ pub(crate) struct Parts {
 pub(crate) struct Engine {
     latch: Mutex<Latched>,
     idle: Condvar,
-    pub(crate) log: AccessLog,
+    log: AccessLog,
+    name: RuntimeName,
+    gate: Arc<Gate>,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
     slab: HostSlab,
@@ -387,9 +386,11 @@ impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
         let Parts { pager, device, store, slab, observer, sink } = parts;
         let engine = Arc::new(Self {
+            gate: pager.gate(),
             latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
             log: AccessLog::new(),
+            name: RuntimeName::new(),
             fills: device.create_stream(StreamKind::Fill)?,
             write_backs: device.create_stream(StreamKind::WriteBack)?,
             page_bytes: device.page_size().bytes(),
@@ -418,20 +419,75 @@ impl Engine {
         result
     }
 
-    /// Submits a request. `nested` if the caller may hold guards.
-    pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, nested: bool) -> Result<Received> {
+    /// Pins resident pages without the latch: all of them, or none.
+    #[inline]
+    pub(crate) fn try_pin(&self, words: &[Words<'_>], purpose: Purpose) -> bool {
+        let mut crowded = false;
+        let pinned = with_recorder(self.name, &self.log, |recorder| {
+            pin::pin(&self.gate, words, purpose, |access| match recorder.record(access) {
+                Recorded::Ok => {}
+                Recorded::High => crowded = true,
+                Recorded::Full => {
+                    // No effects come of it, and so nobody's code runs here.
+                    self.latch.lock().pager.record(&self.log);
+                    let _ = recorder.record(access);
+                }
+            })
+        });
+        match pinned {
+            Pinned::All { reached: false } if !crowded => true,
+            Pinned::None { wanted: false } => false,
+            pinned => self.pinned_slowly(pinned, words),
+        }
+    }
+
+    #[cold]
+    fn pinned_slowly(&self, pinned: Pinned, words: &[Words<'_>]) -> bool {
+        match pinned {
+            Pinned::All { reached } => {
+                if reached {
+                    // A page filled ahead has been reached: the pager may look further.
+                    self.with(|pager, fx| pager.pump(fx));
+                }
+                true
+            }
+            Pinned::None { .. } => {
+                let runs: Vec<PageRun> = words.iter().map(|(run, _)| *run).collect();
+                self.with(|pager, fx| pager.released(&runs, fx));
+                false
+            }
+        }
+    }
+
+    /// Submits a request, of a scope if it has one.
+    pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, scope: Option<&Member>) -> Result<Received> {
+        let terms = Terms { purpose, scope: scope.map(|scope| scope.id), ..Terms::default() };
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
         let page = latched.pager.awaited(runs);
-        let exclusive = purpose == Purpose::Write;
-        let submitted = match purpose {
-            Purpose::ReadOnStream => latched.pager.submit_for_stream(runs, nested, &mut fx),
-            _ if nested => latched.pager.submit_nested(runs, exclusive, &mut fx),
-            _ => latched.pager.submit(runs, exclusive, &mut fx),
-        };
+        let submitted = latched.pager.submit(runs, terms, &mut fx);
+        self.received(latched, submitted, page, fx)
+    }
+
+    /// Asks for the frames that a scope said it needs.
+    pub(crate) fn reserve(&self, scope: ScopeId, frames: u32) -> Result<Received> {
+        let mut fx = Effects::default();
+        let mut latched = self.latch.lock();
+        latched.pager.record(&self.log);
+        let submitted = latched.pager.reserve(scope, frames, &mut fx);
+        self.received(latched, submitted, None, fx)
+    }
+
+    fn received<'a>(
+        &'a self,
+        mut latched: parking_lot::MutexGuard<'a, Latched>,
+        submitted: Result<Submitted>,
+        page: Option<(PageId, Tier)>,
+        fx: Effects,
+    ) -> Result<Received> {
         let received = submitted.map(|submitted| match submitted {
-            Submitted::Ready(after) => Received::Ready(after.map(event_at)),
+            Submitted::Ready(granted) => Received::Ready(granted),
             Submitted::Waiting(id) => {
                 let ticket = Arc::new(Ticket::default());
                 latched.tickets.insert(id, ticket.clone());
@@ -459,11 +515,6 @@ impl Engine {
         };
         self.settle(latched, fx);
         ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
-    }
-
-    /// The request's caller may hold guards.
-    pub(crate) fn take_for_nested(&self, id: RequestId) {
-        self.with(|pager, fx| pager.take_for_nested(id, fx));
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.

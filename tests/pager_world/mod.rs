@@ -7,11 +7,14 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
+use outcore::pager::pin::{self, Pinned};
 use outcore::pager::{
-    Backing, Effects, Granted, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind, Submitted, TryPin,
-    Unpin, WaitCause,
+    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind,
+    Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
 };
-use outcore::{Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId};
+use outcore::{
+    Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
+};
 
 /// What a page-sized piece of memory holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +33,31 @@ pub enum Use {
     Stream,
 }
 
+impl From<Use> for Purpose {
+    fn from(purpose: Use) -> Self {
+        match purpose {
+            Use::Read => Self::Read,
+            Use::Write => Self::Write,
+            Use::Stream => Self::ReadOnStream,
+        }
+    }
+}
+
+/// A request that waits.
+#[derive(Clone, Debug)]
+pub struct Wish {
+    pub id: RequestId,
+    pub runs: Vec<PageRun>,
+    pub purpose: Use,
+    pub scope: Option<ScopeId>,
+    /// New requests that came later and were granted first, the lock-free ones too, where this one is new.
+    pub passed: Option<u32>,
+    /// What it waits for: a purse, if this is not 0.
+    pub frames: u32,
+    /// It waits for moves only.
+    pub admitted: bool,
+}
+
 impl From<bool> for Use {
     fn from(exclusive: bool) -> Self {
         if exclusive { Self::Write } else { Self::Read }
@@ -41,6 +69,9 @@ pub struct Guard {
     pub pages: Vec<PageId>,
     pub exclusive: bool,
     pub frames: Vec<FrameId>,
+    pub scope: Option<ScopeId>,
+    /// Frames of its scope's purse that were spent for it.
+    pub spent: u32,
     /// Pages whose bytes are there when their moves have ended, on a stream's timeline.
     pub lent: Vec<(PageId, MoveId)>,
     /// Those of them whose fill has failed: what the stream computes is void.
@@ -64,7 +95,7 @@ pub struct World {
     pub taken: Vec<MoveId>,
     points: u64,
     pub discards: Vec<FrameId>,
-    pub waiting: Vec<(RequestId, Vec<PageRun>, Use)>,
+    pub waiting: Vec<Wish>,
     pub guards: Vec<Guard>,
     pub failed: Vec<(RequestId, Error)>,
     pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
@@ -73,8 +104,18 @@ pub struct World {
     /// Fail the move completion with this number; 0 is none.
     pub fail_nth: u64,
     pub completions: u64,
-    /// Whether requests say that their submitter may hold guards.
-    pub nested: bool,
+    log: AccessLog,
+    recorder: Recorder,
+    gate: Arc<Gate>,
+    /// Open scopes, and what they hold.
+    pub scopes: Vec<(ScopeId, Arc<Holdings>)>,
+    /// Those of them that declared what they need.
+    reserved: Vec<ScopeId>,
+    /// The scope of pins from now on.
+    pub scope: Option<ScopeId>,
+    /// The most that any request was passed by, and the most that is allowed.
+    pub most_passed: u32,
+    pub passes: u32,
     /// Whether every step checks what must hold; for steps that were checked before.
     pub checked: bool,
 }
@@ -93,8 +134,12 @@ pub fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
 
 impl World {
     pub fn new(config: PagerConfig, policy: PolicyKind) -> Self {
+        let (pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
         Self {
-            pager: Pager::new(config, policy.build()),
+            recorder: log.recorder(),
+            gate: pager.gate(),
+            log,
+            pager,
             config,
             budget: config.frames,
             words: HashMap::new(),
@@ -115,9 +160,19 @@ impl World {
             most_in_use: 0,
             fail_nth: 0,
             completions: 0,
-            nested: false,
+            scopes: Vec::new(),
+            reserved: Vec::new(),
+            scope: None,
+            most_passed: 0,
+            passes: outcore::pager::PASSES_MAX,
             checked: true,
         }
+    }
+
+    /// Allows a waiting request to be passed so often.
+    pub fn set_passes(&mut self, passes: u32) {
+        self.passes = passes;
+        self.pager.set_passes(passes);
     }
 
     pub fn segment(&mut self, backing: Backing, pages: u32) -> SegmentId {
@@ -141,6 +196,7 @@ impl World {
     /// Calls the pager and carries out what it wants.
     pub fn with<T>(&mut self, call: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
         let mut fx = Effects::default();
+        self.pager.record(&self.log);
         let result = call(&mut self.pager, &mut fx);
         self.settle(fx);
         result
@@ -172,15 +228,32 @@ impl World {
             self.discards.push(frame);
         }
         for (id, result) in fx.done {
-            let at = self.waiting.iter().position(|(waiting, ..)| *waiting == id).expect("done, but nobody waits");
-            let (_, runs, purpose) = self.waiting.remove(at);
+            let at = self.waiting.iter().position(|wish| wish.id == id).expect("done, but nobody waits");
+            let Wish { runs, purpose, scope, passed, frames, admitted, .. } = self.waiting.remove(at);
             self.ended.push((id, result.as_ref().map(|granted| granted.cause).map_err(Error::kind)));
             match result {
-                Ok(Granted { after, .. }) => self.acquired(&runs, purpose, after),
+                Ok(_) if frames > 0 => {}
+                Ok(Granted { after, spent, .. }) => {
+                    if passed.is_some() && !admitted {
+                        self.went_first(at, &runs);
+                    }
+                    self.acquired(&runs, purpose, scope, after, spent);
+                }
                 Err(error) => self.failed.push((id, error)),
             }
         }
         self.released.extend(fx.released);
+        for at in 0..self.waiting.len() {
+            let Wish { id, passed, admitted, .. } = &self.waiting[at];
+            let (id, passed, admitted) = (*id, *passed, *admitted);
+            if !admitted && self.pager.stands(id).is_some_and(|(frames, pages)| !frames && pages.is_empty()) {
+                self.waiting[at].admitted = true;
+                if passed.is_some() {
+                    let runs = self.waiting[at].runs.clone();
+                    self.went_first(at, &runs);
+                }
+            }
+        }
         self.check();
     }
 
@@ -269,7 +342,28 @@ impl World {
         self.with(|pager, fx| pager.discarded(frame, fx));
     }
 
-    fn acquired(&mut self, runs: &[PageRun], purpose: Use, after: Option<FillPoint>) {
+    /// A new request, before which `older` ones waited, was granted: whoever of these waits for the same was passed.
+    fn went_first(&mut self, older: usize, runs: &[PageRun]) {
+        for wish in &mut self.waiting[..older] {
+            let Some((frames, pages)) = self.pager.stands(wish.id) else { continue };
+            let shares = pages.iter().any(|page| runs.iter().any(|run| run.pages().any(|other| other == *page)));
+            if let Some(passed) = &mut wish.passed
+                && (frames || shares)
+            {
+                *passed += 1;
+                self.most_passed = self.most_passed.max(*passed);
+            }
+        }
+    }
+
+    fn acquired(
+        &mut self,
+        runs: &[PageRun],
+        purpose: Use,
+        scope: Option<ScopeId>,
+        after: Option<FillPoint>,
+        spent: u32,
+    ) {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         let frames = pages.iter().map(|page| self.frame(*page).expect("a pinned page has a frame")).collect();
         let absent = pages.iter().filter(|page| !self.word(**page).load().is_resident());
@@ -280,7 +374,7 @@ impl World {
         assert_eq!(after.is_some(), !lent.is_empty(), "what the stream has to wait for");
         assert!(lent.is_empty() || purpose == Use::Stream, "lent to who does not wait");
         let exclusive = purpose == Use::Write;
-        self.guards.push(Guard { pages, exclusive, frames, lent, void: Vec::new() });
+        self.guards.push(Guard { pages, exclusive, frames, scope, spent, lent, void: Vec::new() });
         self.check_guard(self.guards.len() - 1);
         if exclusive {
             self.write_through(self.guards.len() - 1);
@@ -335,46 +429,77 @@ impl World {
         let (in_use, active) = self.pager.device_frames();
         let bound = self.budget.max(self.most_in_use);
         assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
-        self.most_in_use = in_use.max(self.budget.min(active));
+        // What a scope was promised is its, also where the budget shrinks later.
+        let promised = (in_use + self.pager.set_aside()).min(active);
+        self.most_in_use = promised.max(self.budget.min(active));
         assert!(self.pager.host_frames().0 <= self.config.host_frames);
+    }
+
+    fn holdings(&self, scope: Option<ScopeId>) -> Option<&Arc<Holdings>> {
+        self.scopes.iter().find(|(id, _)| Some(*id) == scope).map(|(_, holdings)| holdings)
     }
 
     /// Pins without the latch if everything is resident, else submits. `None` if it was refused.
     pub fn pin(&mut self, runs: &[PageRun], purpose: impl Into<Use>, lock_free: bool) -> Option<Result<(), RequestId>> {
         let purpose = purpose.into();
-        let exclusive = purpose == Use::Write;
+        let scope = self.scope;
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
-        if lock_free && !exclusive {
-            let taken = pages.iter().take_while(|page| self.word(**page).try_pin() != TryPin::Busy).count();
-            if taken == pages.len() {
-                self.acquired(runs, purpose, None);
-                self.check();
-                return Some(Ok(()));
-            }
-            let mut wanted = false;
-            for page in &pages[..taken] {
-                wanted |= self.word(*page).unpin() == Unpin::Wanted;
-            }
-            if wanted {
-                self.with(|pager, fx| pager.pump(fx));
+        // Of a scope that holds something, growth: it passes everybody, and may be passed.
+        let reserved = |id: &ScopeId| self.reserved.contains(id);
+        let new = self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0) && !scope.as_ref().is_some_and(reserved);
+        if lock_free {
+            let of = |run: &PageRun| {
+                let first = run.first.get() as usize;
+                (*run, &self.words[&run.segment][first..first + run.count as usize])
+            };
+            let words: Vec<_> = runs.iter().map(of).collect();
+            let (recorder, log, pager) = (&mut self.recorder, &self.log, &mut self.pager);
+            let pinned = pin::pin(&self.gate, &words, purpose.into(), |access| {
+                if recorder.record(access) == Recorded::Full {
+                    pager.record(log);
+                    let _ = recorder.record(access);
+                }
+            });
+            match pinned {
+                Pinned::All { .. } => {
+                    if let Some(holdings) = self.holdings(scope)
+                        && holdings.add(runs, purpose == Use::Write)
+                    {
+                        self.with(|pager, fx| pager.holds_more(scope.unwrap(), fx));
+                    }
+                    if new {
+                        self.went_first(self.waiting.len(), runs);
+                    }
+                    self.acquired(runs, purpose, scope, None, 0);
+                    self.check();
+                    return Some(Ok(()));
+                }
+                Pinned::None { wanted: true } => self.with(|pager, fx| pager.released(runs, fx)),
+                Pinned::None { wanted: false } => {}
             }
         }
         let mut fx = Effects::default();
-        let submitted = if purpose == Use::Stream {
-            self.pager.submit_for_stream(runs, self.nested, &mut fx)
-        } else if self.nested {
-            self.pager.submit_nested(runs, exclusive, &mut fx)
-        } else {
-            self.pager.submit(runs, exclusive, &mut fx)
-        };
-        match submitted {
-            Ok(Submitted::Ready(after)) => {
-                self.acquired(runs, purpose, after);
+        self.pager.record(&self.log);
+        let terms = Terms { purpose: purpose.into(), scope, ..Terms::default() };
+        match self.pager.submit(runs, terms, &mut fx) {
+            Ok(Submitted::Ready(Granted { after, spent, .. })) => {
+                if new {
+                    self.went_first(self.waiting.len(), runs);
+                }
+                self.acquired(runs, purpose, scope, after, spent);
                 self.settle(fx);
                 Some(Ok(()))
             }
             Ok(Submitted::Waiting(id)) => {
-                self.waiting.push((id, runs.to_vec(), purpose));
+                self.waiting.push(Wish {
+                    id,
+                    runs: runs.to_vec(),
+                    purpose,
+                    scope,
+                    passed: new.then_some(0),
+                    frames: 0,
+                    admitted: false,
+                });
                 self.settle(fx);
                 Some(Err(id))
             }
@@ -383,12 +508,13 @@ impl World {
                 let lost = |p: &PageId| self.pager.lost_pages().iter().any(|(lost, _)| lost == p);
                 match error.kind() {
                     ErrorKind::Poisoned => assert!(pages.iter().any(lost), "{error}"),
-                    ErrorKind::BudgetTooSmall => assert!(pages.len() as u32 > self.budget),
+                    ErrorKind::BudgetTooSmall => assert!(pages.len() as u32 > self.budget || scope.is_some(), "{error}"),
                     // A fill has failed and its page is still lent.
                     ErrorKind::Io => {
                         let void = |page: &PageId| self.guards.iter().any(|guard| guard.void.contains(page));
                         assert!(pages.iter().any(void), "{error}");
                     }
+                    ErrorKind::WouldDeadlock => assert!(scope.is_some(), "{error}"),
                     _ => panic!("{error}"),
                 }
                 None
@@ -396,30 +522,71 @@ impl World {
         }
     }
 
+    /// Opens a scope and makes it that of pins from now on.
+    pub fn open_scope(&mut self, terms: ScopeTerms) -> ScopeId {
+        let holdings = Arc::new(Holdings::default());
+        let id = self.pager.open_scope(terms, holdings.clone());
+        self.scopes.push((id, holdings));
+        self.scope = Some(id);
+        id
+    }
+
+    /// A scope that grows.
+    pub fn growing_scope(&mut self) -> ScopeId {
+        self.open_scope(ScopeTerms::default())
+    }
+
+    /// A scope that declares so many pages. Whether these are set aside, or who waits for them.
+    pub fn reserving_scope(&mut self, frames: u32, priority: ScopePriority) -> (ScopeId, Result<(), RequestId>) {
+        let id = self.open_scope(ScopeTerms { priority, at_most: Some(frames), ..ScopeTerms::default() });
+        self.reserved.push(id);
+        let mut fx = Effects::default();
+        let reserved = match self.pager.reserve(id, frames, &mut fx).expect("so many there are") {
+            Submitted::Ready(_) => Ok(()),
+            Submitted::Waiting(request) => {
+                let (runs, purpose, scope) = (Vec::new(), Use::Read, Some(id));
+                let (passed, admitted) = (None, false);
+                self.waiting.push(Wish { id: request, runs, purpose, scope, passed, frames, admitted });
+                Err(request)
+            }
+        };
+        self.settle(fx);
+        (id, reserved)
+    }
+
+    pub fn close_scope(&mut self, id: ScopeId) {
+        self.scopes.retain(|(open, _)| *open != id);
+        self.scope = self.scope.filter(|scope| *scope != id);
+        self.with(|pager, fx| pager.close_scope(id, fx));
+    }
+
     pub fn unpin(&mut self, guard: usize) {
         self.check_guard(guard);
-        let Guard { pages, exclusive, .. } = self.guards.remove(guard);
-        if exclusive {
-            for page in &pages {
-                let _ = self.word(*page).unlock();
-            }
-            let runs: Vec<PageRun> = pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
-            self.with(|pager, fx| pager.unlocked(&runs, fx));
-            return;
+        let Guard { pages, exclusive, scope, spent, .. } = self.guards.remove(guard);
+        let mut runs: Vec<PageRun> = pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
+        PageRun::normalize(&mut runs);
+        if let Some(holdings) = self.holdings(scope) {
+            holdings.remove(&runs, exclusive);
         }
         let mut wanted = false;
-        for page in &pages {
-            wanted |= self.word(*page).unpin() == Unpin::Wanted;
+        for run in &runs {
+            let first = run.first.get() as usize;
+            wanted |= pin::unpin(&self.words[&run.segment][first..first + run.count as usize], exclusive);
         }
-        if wanted {
-            self.with(|pager, fx| pager.pump(fx));
+        if wanted || spent > 0 {
+            self.with(|pager, fx| {
+                if let Some(scope) = scope {
+                    pager.unspent(scope, spent, fx);
+                }
+                pager.released(&runs, fx);
+            });
         } else {
             self.check();
         }
     }
 
     pub fn cancel(&mut self, at: usize) {
-        let (id, ..) = self.waiting.remove(at);
+        let Wish { id, .. } = self.waiting.remove(at);
         self.with(|pager, fx| pager.cancel(id, fx));
     }
 
@@ -447,10 +614,18 @@ impl World {
             }
         }
         assert!(self.moves.is_empty() && self.guards.is_empty(), "it does not come to rest");
+        while let Some((scope, _)) = self.scopes.first() {
+            let scope = *scope;
+            self.close_scope(scope);
+        }
+        if !self.moves.is_empty() || !self.discards.is_empty() || !self.guards.is_empty() {
+            return self.drain();
+        }
         assert!(self.waiting.is_empty(), "{:?} wait for ever\n{:#?}", self.waiting, self.pager);
         assert!(self.pager.is_idle(), "not idle\n{:#?}", self.pager);
         let words = self.words.values().flat_map(|words| words.iter());
         assert!(words.into_iter().all(|word| word.load().pins == 0), "a pin leaked");
+        assert!(self.most_passed <= self.passes, "a request was passed {} times", self.most_passed);
     }
 
     /// Reads every page once: nothing is lost but what was reported lost.
@@ -492,6 +667,9 @@ impl World {
         let mut guards: Vec<_> = self.guards.iter().map(|guard| (&guard.pages, guard.exclusive, &guard.void)).collect();
         guards.sort();
         guards.hash(&mut hasher);
+        let mut held: Vec<_> = self.scopes.iter().map(|(_, holdings)| holdings.pages()).collect();
+        held.sort_unstable();
+        held.hash(&mut hasher);
         self.discards.hash(&mut hasher);
         let class = |page: Option<PageId>, bytes: Bytes| match bytes {
             Bytes::Garbage => 0,

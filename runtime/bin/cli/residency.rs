@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use outcore::format::ModelHeader;
-use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Place, Submitted, Unpin};
+use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
 use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
 
 /// One pass over a model under a budget, once the first passes are over.
@@ -108,7 +108,7 @@ impl Simulation {
 
     fn run(&mut self, units: &[PageRun]) -> Result<()> {
         for unit in units {
-            let submitted = self.pager.submit(std::slice::from_ref(unit), false, &mut self.fx)?;
+            let submitted = self.pager.submit(std::slice::from_ref(unit), Purpose::Read, &mut self.fx)?;
             self.settle()?;
             if let Submitted::Waiting(id) = submitted {
                 let at = self.fx.done.iter().position(|(done, _)| *done == id);
@@ -125,7 +125,7 @@ impl Simulation {
                 }
             }
             if wanted {
-                self.pager.pump(&mut self.fx);
+                self.pager.released(std::slice::from_ref(unit), &mut self.fx);
             }
             self.settle()?;
         }

@@ -8,8 +8,11 @@ use super::contents::Contents;
 use super::units::Unit;
 use super::walker::Walker;
 use crate::device::LinkSchedule;
-use crate::ids::{MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, Tier};
-use crate::pager::{Access, AccessLog, Backing, Effects, Move, PageRun, PageWord, Pager, TryPin, Unpin, WaitCause};
+use crate::ids::{MoveId, PageId, RequestId, SegmentClass, SegmentId, Tier};
+use crate::pager::pin::{self, Pinned};
+use crate::pager::{
+    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWord, Pager, Purpose, Recorded, Recorder, WaitCause,
+};
 use crate::store::{Lane, Queue};
 
 /// A move under way.
@@ -57,6 +60,8 @@ pub(super) struct Caller {
 pub(super) struct Device {
     pub(super) pager: Pager,
     pub(super) log: AccessLog,
+    pub(super) recorder: Recorder,
+    pub(super) gate: Arc<Gate>,
     /// By segment: its pages, and its bytes.
     pub(super) words: Vec<Arc<[PageWord]>>,
     pub(super) lens: Vec<u64>,
@@ -134,58 +139,55 @@ impl Device {
     pub(super) fn try_pin_run(&mut self, run: PageRun) -> bool {
         let first = run.first.index();
         let words = &self.words[run.segment.index()][first..first + run.count as usize];
-        if words.iter().any(|word| !word.load().is_resident()) {
-            return false;
-        }
-        let mut pump = false;
-        for (at, word) in words.iter().enumerate() {
-            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
-            let first_use = match word.try_pin() {
-                TryPin::Hit => false,
-                TryPin::FirstUse => true,
-                TryPin::Busy => {
-                    // Pages in the hands of a writer, of which a program that waits for each of its pins has none.
-                    for word in &words[..at] {
-                        let _ = word.unpin();
-                    }
-                    return false;
+        let Self { pager, log, recorder, gate, .. } = self;
+        let pinned = pin::pin(gate, &[(run, words)], Purpose::Read, |access| {
+            if recorder.record(access) == Recorded::Full {
+                pager.record(log);
+                let _ = recorder.record(access);
+            }
+        });
+        match pinned {
+            Pinned::None { wanted } => {
+                if wanted {
+                    self.released(&[run]);
                 }
-            };
-            pump |= first_use;
-            let access = Access { page, first_use };
-            if !self.log.push(access) {
-                self.pager.record(&self.log);
-                let _ = self.log.push(access);
+                false
+            }
+            Pinned::All { reached } => {
+                if reached {
+                    // A page filled ahead has been reached: the pager may look further.
+                    self.pager.record(&self.log);
+                    self.pager.pump(&mut self.fx);
+                }
+                true
             }
         }
-        if pump {
-            // A page filled ahead has been reached: the pager may look further.
-            self.pager.record(&self.log);
-            self.pager.pump(&mut self.fx);
+    }
+
+    fn released(&mut self, runs: &[PageRun]) {
+        self.pager.record(&self.log);
+        self.pager.released(runs, &mut self.fx);
+    }
+
+    /// Ends the pins of pages, `writes` if they are a writer's.
+    pub(super) fn let_go_of(&mut self, runs: &[PageRun], writes: bool) -> Result<(), String> {
+        if writes && let Some(contents) = &mut self.contents {
+            contents.written(&self.pager, runs)?;
         }
-        true
+        let wanted = runs.iter().fold(false, |wanted, run| {
+            let first = run.first.index();
+            let words = &self.words[run.segment.index()][first..first + run.count as usize];
+            wanted | pin::unpin(words, writes)
+        });
+        if wanted {
+            self.released(runs);
+        }
+        Ok(())
     }
 
     /// The program lets a unit go.
     pub(super) fn unpin(&mut self, unit: &Unit) -> Result<(), String> {
-        let words = unit.runs.iter().flat_map(|run| {
-            let first = run.first.index();
-            &self.words[run.segment.index()][first..first + run.count as usize]
-        });
-        if unit.writes {
-            if let Some(contents) = &mut self.contents {
-                contents.written(&self.pager, &unit.runs)?;
-            }
-            for word in words {
-                let _ = word.unlock();
-            }
-            self.pager.record(&self.log);
-            self.pager.unlocked(&unit.runs, &mut self.fx);
-        } else if words.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted)) {
-            self.pager.record(&self.log);
-            self.pager.pump(&mut self.fx);
-        }
-        Ok(())
+        self.let_go_of(&unit.runs, unit.writes)
     }
 
     /// The program has a unit.

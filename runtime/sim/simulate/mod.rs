@@ -31,7 +31,9 @@ use crate::device::{Direction, LinkSchedule, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, MoveId, PageSize, Tier};
 use crate::observe::{CAUSES, StallStats, TierStalls, cause_name};
-use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Submitted};
+use crate::pager::{
+    AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Purpose, Submitted, Terms,
+};
 use crate::random::Random;
 use crate::store::{Limits, Queue};
 
@@ -163,9 +165,12 @@ impl<'a> World<'a> {
         let mut devices = Vec::with_capacity(machine.devices.get() as usize);
         let mut pages = 0u64;
         for _ in 0..count {
+            let (pager, log) = (Pager::new(config, settings.policy.build()), AccessLog::new());
             let mut device = Device {
-                pager: Pager::new(config, settings.policy.build()),
-                log: AccessLog::new(),
+                recorder: log.recorder(),
+                gate: pager.gate(),
+                pager,
+                log,
                 words: Vec::with_capacity(lens.len()),
                 lens: Vec::with_capacity(lens.len()),
                 queue: Queue::new(Limits::of_depth(machine.disk.depth)),
@@ -637,13 +642,11 @@ impl<'a> World<'a> {
         }
         device.pager.record(&device.log);
         let tier = device.pager.awaited(&unit.runs).map_or(Tier::Device, |(_, tier)| tier);
-        let nested = !device.caller.pinned.is_empty();
-        let submitted = if nested {
-            device.pager.submit_nested(&unit.runs, unit.writes, &mut device.fx)
-        } else {
-            device.pager.submit(&unit.runs, unit.writes, &mut device.fx)
-        };
-        match submitted {
+        let purpose = if unit.writes { Purpose::Write } else { Purpose::Read };
+        // It goes on computing, and letting units go, while it waits: others may wait for just those.
+        let never_refused = !device.caller.pinned.is_empty();
+        let terms = Terms { purpose, never_refused, ..Terms::default() };
+        match device.pager.submit(&unit.runs, terms, &mut device.fx) {
             Ok(Submitted::Ready(_)) => self.answered(at, Ok(None)),
             Ok(Submitted::Waiting(id)) => {
                 device.caller.request = Some((id, tier));

@@ -95,6 +95,9 @@ pub(super) fn add(sum: &mut PagerStats, more: &PagerStats) {
         demotions,
         write_backs,
         poisoned,
+        retried,
+        deadlocks,
+        latched_hits,
     } = more;
     sum.uses += uses;
     sum.hits += hits;
@@ -108,4 +111,7 @@ pub(super) fn add(sum: &mut PagerStats, more: &PagerStats) {
     sum.demotions += demotions;
     sum.write_backs += write_backs;
     sum.poisoned += poisoned;
+    sum.retried += retried;
+    sum.deadlocks += deadlocks;
+    sum.latched_hits += latched_hits;
 }

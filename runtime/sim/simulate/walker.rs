@@ -4,7 +4,7 @@ use super::device::Device;
 use super::{Event, Nanos, World, internal};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId};
-use crate::pager::{PageRun, Submitted, Unpin};
+use crate::pager::{PageRun, Purpose, Submitted};
 
 /// Uses each of its pages once, then rests.
 #[derive(Debug)]
@@ -41,17 +41,7 @@ const fn alone(page: PageId) -> PageRun {
 
 impl Device {
     fn let_go(&mut self, page: PageId, writes: bool) -> Result<(), String> {
-        let word = &self.words[page.segment.index()][page.index.index()];
-        if writes {
-            if let Some(contents) = &mut self.contents {
-                contents.written(&self.pager, &[alone(page)])?;
-            }
-            let _ = word.unlock();
-            self.pager.unlocked(&[alone(page)], &mut self.fx);
-        } else if word.unpin() == Unpin::Wanted {
-            self.pager.pump(&mut self.fx);
-        }
-        Ok(())
+        self.let_go_of(&[alone(page)], writes)
     }
 
     /// A walker is gone, whatever it was about to do. What it hinted at, if there was such a walker.
@@ -87,7 +77,8 @@ impl World<'_> {
         walker.next += 1;
         walker.busy = true;
         device.pager.record(&device.log);
-        match device.pager.submit(&[alone(page)], walker.writes, &mut device.fx) {
+        let purpose = if walker.writes { Purpose::Write } else { Purpose::Read };
+        match device.pager.submit(&[alone(page)], purpose, &mut device.fx) {
             Ok(Submitted::Waiting(id)) => {
                 walker.request = Some(id);
                 Ok(())

@@ -1,0 +1,208 @@
+//! Lines of requests that wait for one thing: a page, or frames.
+//!
+//! # The bound
+//!
+//! A request that waits is *passed* when a later one gets what it waits for. [`PASSES_MAX`] of these are allowed, over all
+//! lines it stands in together: one in several lines gets an equal part of the bound in each. A line counts passes once,
+//! for everybody, and each request knows at which count its part is used up: so a pass costs the same however long the
+//! line is.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ids::RequestId;
+
+/// How often a waiting request may be passed by later ones.
+pub const PASSES_MAX: u32 = 16;
+
+/// A request's place among all others: what is urgent first, then what came first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Turn {
+    pub(super) class: Class,
+    /// Counts requests; one that came later has a greater one.
+    pub(super) age: u64,
+}
+
+/// Who is served first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Class {
+    /// Its scope holds pins that others may wait for, or it can never be refused: passes everybody, and is not counted.
+    Growing,
+    /// New, and somebody waits for an answer.
+    Interactive,
+    /// New, and nobody does.
+    Batch,
+}
+
+/// Requests that wait for one thing.
+#[derive(Debug, Default)]
+pub(super) struct Line {
+    turns: BTreeMap<Turn, (RequestId, u64)>,
+    ages: BTreeSet<u64>,
+    /// At which count of passes a request's part of the bound is used up.
+    limits: BTreeSet<(u64, u64)>,
+    /// Ages of requests whose part is used up.
+    barring: BTreeSet<u64>,
+    passes: u64,
+}
+
+impl Line {
+    pub(super) fn is_empty(&self) -> bool {
+        self.turns.is_empty()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.turns.len()
+    }
+
+    /// Joins; it may be passed `part` more times in this line. Returns the count to [leave](Self::leave) with.
+    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32) -> u64 {
+        let limit = self.passes + u64::from(part);
+        self.turns.insert(turn, (id, limit));
+        self.ages.insert(turn.age);
+        self.limits.insert((limit, turn.age));
+        self.bar();
+        self.passes
+    }
+
+    /// Leaves. Returns how often it was passed since it joined.
+    pub(super) fn leave(&mut self, turn: Turn, joined: u64) -> u32 {
+        if let Some((_, limit)) = self.turns.remove(&turn) {
+            self.limits.remove(&(limit, turn.age));
+        }
+        self.ages.remove(&turn.age);
+        self.barring.remove(&turn.age);
+        self.passed_since(joined)
+    }
+
+    /// Passes since the count was `joined`.
+    pub(super) fn passed_since(&self, joined: u64) -> u32 {
+        (self.passes - joined) as u32
+    }
+
+    /// Whether a new request of this turn would pass one that must not be passed again.
+    pub(super) fn bars(&self, turn: Turn) -> bool {
+        turn.class != Class::Growing && self.barring.first().is_some_and(|oldest| *oldest < turn.age)
+    }
+
+    /// A request of this turn got what the line waits for.
+    pub(super) fn pass(&mut self, turn: Turn) {
+        if turn.class != Class::Growing && self.ages.first().is_some_and(|oldest| *oldest < turn.age) {
+            self.passes += 1;
+            self.bar();
+        }
+    }
+
+    fn bar(&mut self) {
+        while let Some((limit, age)) = self.limits.first().copied().filter(|(limit, _)| *limit <= self.passes) {
+            self.limits.remove(&(limit, age));
+            self.barring.insert(age);
+        }
+    }
+
+    /// The first one behind `turn`; the first of all without one.
+    pub(super) fn next(&self, behind: Option<Turn>) -> Option<(Turn, RequestId)> {
+        let next = match behind {
+            None => self.turns.first_key_value(),
+            Some(turn) => self.turns.range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded)).next(),
+        };
+        next.map(|(turn, (id, _))| (*turn, *id))
+    }
+
+    pub(super) fn get(&self, turn: Turn) -> Option<RequestId> {
+        self.turns.get(&turn).map(|(id, _)| *id)
+    }
+
+    /// The oldest request that must not be passed again.
+    pub(super) fn barring(&self) -> Option<RequestId> {
+        let oldest = *self.barring.first()?;
+        // New requests have one of two classes.
+        [Class::Interactive, Class::Batch, Class::Growing].into_iter().find_map(|class| self.get(Turn { class, age: oldest }))
+    }
+
+    pub(super) fn requests(&self) -> impl Iterator<Item = RequestId> {
+        self.turns.values().map(|(id, _)| *id)
+    }
+}
+
+/// Requests that wait for frames, also by how many they want.
+#[derive(Debug, Default)]
+pub(super) struct FrameLine {
+    pub(super) line: Line,
+    growing: BTreeSet<(u32, Turn)>,
+    new: BTreeSet<(u32, Turn)>,
+}
+
+impl FrameLine {
+    fn by_need(&mut self, turn: Turn) -> &mut BTreeSet<(u32, Turn)> {
+        if turn.class == Class::Growing { &mut self.growing } else { &mut self.new }
+    }
+
+    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, need: u32) -> u64 {
+        self.by_need(turn).insert((need, turn));
+        self.line.join(turn, id, part)
+    }
+
+    pub(super) fn leave(&mut self, turn: Turn, joined: u64, need: u32) -> u32 {
+        self.by_need(turn).remove(&(need, turn));
+        self.line.leave(turn, joined)
+    }
+
+    /// It wants another number of frames now.
+    pub(super) fn wants(&mut self, turn: Turn, before: u32, need: u32) {
+        let by_need = self.by_need(turn);
+        by_need.remove(&(before, turn));
+        by_need.insert((need, turn));
+    }
+
+    /// Who could go on if anybody can: of those that grow and of new ones the first and the one that wants the fewest
+    /// frames, and who must not be passed again.
+    pub(super) fn candidates(&self) -> impl Iterator<Item = RequestId> + use<> {
+        let first = |class| match class {
+            Class::Growing => self.line.next(None).filter(|(turn, _)| turn.class == Class::Growing),
+            _ => self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })),
+        };
+        let least = |by_need: &BTreeSet<(u32, Turn)>| by_need.first().and_then(|(_, turn)| self.line.get(*turn));
+        let candidates = [
+            first(Class::Growing).map(|(_, id)| id),
+            least(&self.growing),
+            self.line.barring(),
+            first(Class::Interactive).map(|(_, id)| id),
+            least(&self.new),
+        ];
+        candidates.into_iter().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn turn(class: Class, age: u64) -> Turn {
+        Turn { class, age }
+    }
+
+    #[test]
+    fn a_request_is_passed_as_often_as_its_part_says() {
+        let mut line = Line::default();
+        let waiting = turn(Class::Batch, 1);
+        let joined = line.join(waiting, RequestId(1), 2);
+        for age in 2..4 {
+            assert!(!line.bars(turn(Class::Interactive, age)));
+            line.pass(turn(Class::Interactive, age));
+        }
+        assert!(line.bars(turn(Class::Interactive, 4)));
+        assert!(!line.bars(turn(Class::Growing, 5)), "who holds pins passes");
+        assert!(!line.bars(turn(Class::Batch, 0)), "who came before does not pass");
+        assert_eq!(line.leave(waiting, joined), 2);
+        assert!(!line.bars(turn(Class::Interactive, 4)) && line.is_empty());
+    }
+
+    #[test]
+    fn an_older_request_passes_nobody() {
+        let mut line = Line::default();
+        let joined = line.join(turn(Class::Batch, 5), RequestId(1), 1);
+        line.pass(turn(Class::Batch, 4));
+        line.pass(turn(Class::Growing, 9));
+        assert_eq!(line.leave(turn(Class::Batch, 5), joined), 0);
+    }
+}

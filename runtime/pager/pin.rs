@@ -1,0 +1,128 @@
+//! The pin: how resident pages are pinned without the latch, by whoever pins: the runtime, the simulator, the tests.
+//!
+//! All pages of a request or none; the pager hears of each use through `record`. Where anything is in the way, what
+//! was pinned is given back and the caller [submits](super::Pager::submit) a request, which is decided under the latch.
+//! So nobody who waits is passed unseen: pages that a request waits for are [closed](PageWord::close), and while one waits
+//! for frames the [`Gate`] is.
+
+use smallvec::SmallVec;
+
+use super::access::Access;
+use super::{PageRun, PageWord, Purpose, TryPin, Unpin};
+use crate::ids::{PageId, PageIndex};
+use crate::pager::state::TryWrite;
+use crate::sync::{AtomicU64, Ordering};
+
+/// Says whether a request waits for frames: then every pin asks under the latch, because it may take away a frame that
+/// could have been given. Read by every pin, written when the first begins to wait and the last has ended.
+#[derive(Debug, Default)]
+pub struct Gate(AtomicU64);
+
+impl Gate {
+    pub(super) fn close(&self) {
+        self.0.store(1, Ordering::Release);
+    }
+
+    pub(super) fn open(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+
+    /// Whether pins ask under the latch.
+    #[inline]
+    pub fn is_closed(&self) -> bool {
+        self.0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// How [`pin`] went.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pinned {
+    /// Every page is pinned. `reached` if one of them had been filled ahead and not been used: the pager may
+    /// [look further](super::Pager::pump).
+    All {
+        /// See above.
+        reached: bool,
+    },
+    /// None is. `wanted` holds what somebody waits for and had met the pins of this attempt: the pager is
+    /// [told](super::Pager::released).
+    None {
+        /// See above.
+        wanted: bool,
+    },
+}
+
+/// A run of pages, and their words.
+pub type Words<'a> = (PageRun, &'a [PageWord]);
+
+/// Pins every page of `runs`, which are [normalized](PageRun::normalize), or none.
+#[inline]
+pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, record: impl FnMut(Access)) -> Pinned {
+    if gate.is_closed() {
+        return Pinned::None { wanted: false };
+    }
+    // Looked at before anything is pinned: a pin takes the mark of a page that was filled ahead, and a set that is given
+    // up half way would leave such pages to be counted as hits.
+    let single = matches!(runs, [(_, [_])]);
+    if !single && runs.iter().flat_map(|(_, words)| words.iter()).any(|word| !word.load().is_resident()) {
+        return Pinned::None { wanted: false };
+    }
+    if purpose == Purpose::Write { write(runs, record) } else { read(runs, record) }
+}
+
+#[inline]
+fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
+    let mut reached = false;
+    for (number, (run, words)) in runs.iter().enumerate() {
+        for (at, word) in words.iter().enumerate() {
+            let first_use = match word.try_pin() {
+                TryPin::Hit => false,
+                TryPin::FirstUse => true,
+                TryPin::Busy => {
+                    let before = runs[..number].iter().flat_map(|(_, words)| words.iter()).chain(&words[..at]);
+                    let wanted = before.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted));
+                    return Pinned::None { wanted };
+                }
+            };
+            reached |= first_use;
+            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
+            record(Access { page, first_use, write: false });
+        }
+    }
+    Pinned::All { reached }
+}
+
+#[inline]
+fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
+    // Of each page whether it was clean, and whether this is its first use.
+    let mut won: SmallVec<[(bool, bool); 16]> = SmallVec::new();
+    let words = || runs.iter().flat_map(|(_, words)| words.iter());
+    for word in words() {
+        match word.try_write() {
+            TryWrite::Won { clean, first_use } => {
+                won.push((clean, first_use));
+            }
+            TryWrite::Busy => {
+                let undone = words().zip(&won).map(|(word, (clean, _))| word.undo_write(*clean));
+                let wanted = undone.fold(false, |wanted, undone| wanted | (undone == Unpin::Wanted));
+                return Pinned::None { wanted };
+            }
+        }
+    }
+    let pages = runs.iter().flat_map(|(run, _)| run.pages());
+    for (page, (_, first_use)) in pages.zip(&won) {
+        record(Access { page, first_use: *first_use, write: true });
+    }
+    Pinned::All { reached: won.iter().any(|(_, first_use)| *first_use) }
+}
+
+/// Ends the pins of a run, `exclusive` ones of a writer. Whether somebody waits for that: then the pager is
+/// [told](super::Pager::released).
+#[must_use]
+#[inline]
+pub fn unpin(words: &[PageWord], exclusive: bool) -> bool {
+    words.iter().fold(false, |wanted, word| {
+        let told = if exclusive { word.unlock() } else { word.unpin() };
+        wanted | (told == Unpin::Wanted)
+    })
+}

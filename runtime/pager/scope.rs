@@ -1,0 +1,497 @@
+//! Scopes: what one task holds and may still ask for.
+//!
+//! A scope is the unit of admission: its first pins, or what it [reserves](Pager::open_scope), are *new* and wait in line;
+//! what it asks for while it holds pins is *growth*, which passes the line, because others may wait for just these pins.
+//! A scope that declares how much it will need gets its frames set aside at the start, in a purse, and spends them on
+//! pages that are missing; with the pin's end the purse is filled again before anybody else gets a frame.
+//!
+//! # Deadlocks
+//!
+//! Only growth holds and waits. Whenever growth has to wait, [`Pager::break_deadlocks`] looks at the scopes that hold pins
+//! and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
+//! by locks of pages. Whoever remains waits for each other for ever: one of them gets
+//! [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::{Effects, PageRun, Pager, Purpose};
+use crate::error::{Error, ErrorKind};
+use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+
+/// Which scopes and pins are served first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ScopePriority {
+    /// Somebody waits for an answer.
+    #[default]
+    Interactive,
+    /// Nobody does. Served when no interactive scope waits, or after 16 of these have gone first.
+    Batch,
+}
+
+/// What a scope holds: kept by whoever pins for it, looked at by the pager when somebody has to wait.
+#[derive(Debug, Default)]
+pub struct Holdings(Mutex<Held>);
+
+#[derive(Debug, Default)]
+struct Held {
+    runs: Vec<(PageRun, bool)>,
+    pages: u32,
+    /// Requests of the scope that wait.
+    waiting: u32,
+}
+
+impl Holdings {
+    /// Adds pins, `exclusive` ones of a writer. Returns whether the scope waits for others meanwhile: then the caller has
+    /// the pager [look again](Pager::holds_more).
+    #[must_use]
+    pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        let mut held = self.0.lock();
+        for run in runs {
+            held.runs.push((*run, exclusive));
+            held.pages += run.count;
+        }
+        held.waiting > 0
+    }
+
+    /// Takes them away again. Called before the pins end, so that what is listed here is pinned.
+    pub fn remove(&self, runs: &[PageRun], exclusive: bool) {
+        let mut held = self.0.lock();
+        for run in runs {
+            // The last one is the likeliest to end.
+            if let Some(at) = held.runs.iter().rposition(|other| *other == (*run, exclusive)) {
+                held.runs.swap_remove(at);
+                held.pages -= run.count;
+            }
+        }
+    }
+
+    /// Pages held, one that is pinned twice counted twice.
+    pub fn pages(&self) -> u32 {
+        self.0.lock().pages
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.lock().runs.is_empty()
+    }
+
+    fn runs(&self) -> Vec<(PageRun, bool)> {
+        self.0.lock().runs.clone()
+    }
+
+    fn waits(&self, more: bool) {
+        let mut held = self.0.lock();
+        held.waiting = if more { held.waiting + 1 } else { held.waiting.saturating_sub(1) };
+    }
+
+    /// Whether the scope itself has a page of these pinned in a way that excludes the request.
+    fn excludes(&self, runs: &[PageRun], write: bool) -> Option<PageId> {
+        let held = self.0.lock();
+        let overlaps = |a: &PageRun, b: &PageRun| {
+            a.segment == b.segment && a.first.0 < b.first.0 + b.count && b.first.0 < a.first.0 + a.count
+        };
+        let (_, run) = held
+            .runs
+            .iter()
+            .filter(|(_, exclusive)| write || *exclusive)
+            .find_map(|(held, _)| runs.iter().find(|run| overlaps(held, run)).map(|run| (held, *run)))?;
+        run.pages().next()
+    }
+}
+
+/// What a scope is like.
+#[derive(Clone, Debug, Default)]
+pub struct ScopeTerms {
+    /// For messages; may be empty.
+    pub label: String,
+    /// When it is served.
+    pub priority: ScopePriority,
+    /// The pages it will have pinned at one time, if it says so.
+    pub at_most: Option<u32>,
+}
+
+/// A scope that is open.
+#[derive(Debug)]
+pub(super) struct Scope {
+    label: String,
+    pub(super) priority: ScopePriority,
+    at_most: Option<u32>,
+    /// Frames set aside for it and not spent.
+    pub(super) purse: u32,
+    /// Frames it has spent whose pins have ended: the next ones that come free fill its purse.
+    pub(super) owed: u32,
+    holdings: Arc<Holdings>,
+    waiting: Vec<RequestId>,
+    /// What it held when it began to wait, as far as it is counted among what stuck scopes hold.
+    counted: Vec<PageRun>,
+    serial: u32,
+}
+
+impl Scope {
+    pub(super) fn label(&self) -> &str {
+        &self.label
+    }
+}
+
+/// Scopes that hold pins and wait.
+#[derive(Debug, Default)]
+pub(super) struct Stuck {
+    /// By how many of them a page is held.
+    pages: HashMap<PageId, u32>,
+}
+
+impl Pager {
+    pub(super) fn scope_key(&self, id: ScopeId) -> Option<usize> {
+        let key = id.0 as u32 as usize;
+        self.scopes.get(key).filter(|scope| u64::from(scope.serial) == id.0 >> 32).map(|_| key)
+    }
+
+    pub(super) fn scope(&self, id: Option<ScopeId>) -> Option<&Scope> {
+        self.scope_key(id?).map(|key| &self.scopes[key])
+    }
+
+    pub(super) fn scope_mut(&mut self, id: Option<ScopeId>) -> Option<&mut Scope> {
+        self.scope_key(id?).map(|key| &mut self.scopes[key])
+    }
+
+    /// What each open scope has pinned.
+    pub(super) fn all_holdings(&self) -> impl Iterator<Item = (ScopeId, Vec<(PageRun, bool)>)> {
+        self.scopes
+            .iter()
+            .map(|(key, scope)| (ScopeId(key as u64 | u64::from(scope.serial) << 32), scope.holdings.runs()))
+    }
+
+    /// Opens a scope whose pins are kept in `holdings`. One that says how much it needs has to ask for it before it pins:
+    /// see [`reserve`](Self::reserve).
+    pub fn open_scope(&mut self, terms: ScopeTerms, holdings: Arc<Holdings>) -> ScopeId {
+        self.next_serial = self.next_serial.wrapping_add(1);
+        let ScopeTerms { label, priority, at_most } = terms;
+        let (purse, owed, waiting, counted, serial) = (0, 0, Vec::new(), Vec::new(), self.next_serial);
+        let scope = Scope { label, priority, at_most, purse, owed, holdings, waiting, counted, serial };
+        let key = self.scopes.insert(scope);
+        ScopeId(key as u64 | u64::from(serial) << 32)
+    }
+
+    /// A scope ends: what was set aside for it is anybody's. Its pins may outlive it; they are then nobody's, like those
+    /// outside of scopes, and its requests end with `Closed`.
+    pub fn close_scope(&mut self, id: ScopeId, fx: &mut Effects) {
+        let Some(key) = self.scope_key(id) else { return };
+        for request in self.scopes[key].waiting.clone() {
+            let error = Error::new(ErrorKind::Closed, format!("{} has ended", self.scope_name(Some(id))));
+            self.end_queued(request, error, fx);
+        }
+        let scope = self.scopes.remove(key);
+        self.purses -= scope.purse;
+        self.owed -= scope.owed;
+        self.pump(fx);
+    }
+
+    /// A guard of a scope with a purse has ended, for which it had spent so many frames.
+    pub fn unspent(&mut self, id: ScopeId, frames: u32, fx: &mut Effects) {
+        self.owe(Some(id), frames);
+        self.pump(fx);
+    }
+
+    pub(super) fn owe(&mut self, id: Option<ScopeId>, frames: u32) {
+        if let Some(scope) = self.scope_mut(id) {
+            scope.owed += frames;
+            self.owed += frames;
+        }
+    }
+
+    /// Fills purses that are owed frames, before anybody else gets one.
+    pub(super) fn fill_purses(&mut self, fx: &mut Effects) {
+        while self.owed > 0 && !self.closing {
+            while self.frames.free_count() + self.transit <= self.promised() + self.floor {
+                if !self.reclaim(super::policy::Want::Demand, fx) {
+                    return;
+                }
+            }
+            let Some((_, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
+            scope.owed -= 1;
+            scope.purse += 1;
+            self.owed -= 1;
+            self.purses += 1;
+        }
+    }
+
+    /// Frames set aside for scopes that declared what they need, and not spent.
+    pub fn set_aside(&self) -> u32 {
+        self.purses
+    }
+
+    /// Sets so many frames aside for requests that can never be refused.
+    ///
+    /// # Errors
+    /// `BudgetTooSmall` if no frame would be left for others.
+    pub fn set_floor(&mut self, frames: u32, fx: &mut Effects) -> Result<(), Error> {
+        if frames >= self.frames.target {
+            let (have, page) = (self.frames.target, self.config.page_bytes);
+            let budget = Bytes::new(u64::from(have) * page);
+            let message = format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})");
+            let need = Bytes::new((u64::from(frames) + 1) * page);
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                .remedy(format!("raise the device budget to at least {need}")));
+        }
+        self.floor = frames;
+        self.pump(fx);
+        Ok(())
+    }
+
+    /// Whether a request of this scope grows it.
+    pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
+        self.scope(id).is_some_and(|scope| scope.purse + scope.owed > 0 || !scope.holdings.is_empty())
+    }
+
+    /// The scope a request was granted to has it.
+    pub(super) fn acquired(&self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool) {
+        if let Some(scope) = self.scope(id) {
+            // The pager looks again below, where somebody of the scope waits.
+            let _ = scope.holdings.add(runs, exclusive);
+        }
+    }
+
+    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said.
+    pub(super) fn check_scope(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
+        let Some(wanted) = id else { return Ok(()) };
+        let Some(scope) = self.scope(id) else {
+            return Err(Error::new(ErrorKind::Closed, format!("{wanted:?} has ended")).remedy("open another scope"));
+        };
+        if let Some(page) = scope.holdings.excludes(runs, purpose == Purpose::Write) {
+            let what = if purpose == Purpose::Write { "write" } else { "read" };
+            let message = format!(
+                "{} asks to {what} page {} of {:?}, which it has pinned itself",
+                self.scope_name(id),
+                page.index.0,
+                page.segment
+            );
+            return Err(Error::new(ErrorKind::WouldDeadlock, message)
+                .remedy("drop that guard first, or pin for writing from the start"));
+        }
+        let (asked, held) = (pages_of(runs), scope.holdings.pages());
+        if let Some(most) = scope.at_most.filter(|most| u64::from(held) + asked > u64::from(*most)) {
+            let size = |pages: u64| Bytes::new(pages * self.config.page_bytes);
+            let message = format!(
+                "{} was opened for {most} pages ({}); it has {held} pinned and asks for {asked} more ({})",
+                self.scope_name(id),
+                size(u64::from(most)),
+                size(asked)
+            );
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                .remedy("open the scope for more, or drop guards first"));
+        }
+        Ok(())
+    }
+
+    /// `scope 3 "chat 17"`.
+    pub(super) fn scope_name(&self, id: Option<ScopeId>) -> String {
+        match (id, self.scope(id)) {
+            (Some(id), Some(scope)) if !scope.label.is_empty() => format!("scope {} {:?}", id.0 as u32, scope.label),
+            (Some(id), _) => format!("scope {}", id.0 as u32),
+            (None, _) => "a pin outside of scopes".to_owned(),
+        }
+    }
+
+    /// A request has begun to wait.
+    pub(super) fn begins_to_wait(&mut self, scope: Option<ScopeId>, request: RequestId) {
+        let Some(scope) = self.scope_mut(scope) else { return };
+        if scope.waiting.contains(&request) {
+            return;
+        }
+        scope.waiting.push(request);
+        scope.holdings.waits(true);
+    }
+
+    /// A request waits no more.
+    pub(super) fn ends_waiting(&mut self, scope: Option<ScopeId>, request: RequestId) {
+        let Some(scope) = self.scope_mut(scope) else { return };
+        let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
+        scope.waiting.swap_remove(at);
+        scope.holdings.waits(false);
+        if scope.waiting.is_empty() {
+            let counted = std::mem::take(&mut scope.counted);
+            self.uncount(&counted);
+        }
+    }
+
+    fn uncount(&mut self, runs: &[PageRun]) {
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            if let Some(count) = self.stuck.pages.get_mut(&page) {
+                *count -= 1;
+                if *count == 0 {
+                    self.stuck.pages.remove(&page);
+                }
+            }
+        }
+    }
+
+    /// A scope that waits has got more pins without the latch.
+    pub fn holds_more(&mut self, id: ScopeId, fx: &mut Effects) {
+        if let Some(scope) = self.scope(Some(id))
+            && let Some(request) = scope.waiting.last().copied()
+        {
+            self.break_deadlocks(request, fx);
+        }
+    }
+
+    /// Whether `request`, which has to wait, might close a circle: cheap, and never wrong in saying no.
+    fn might_deadlock(&mut self, request: RequestId) -> bool {
+        let Some((id, runs, purpose, need)) = self.asks(request) else { return false };
+        let runs = runs.to_vec();
+        let Some(key) = id.and_then(|id| self.scope_key(id)) else { return false };
+        // What the scope holds now, among what all that wait hold.
+        let now: Vec<PageRun> = self.scopes[key].holdings.runs().into_iter().map(|(run, _)| run).collect();
+        let before = std::mem::replace(&mut self.scopes[key].counted, now.clone());
+        self.uncount(&before);
+        for page in now.iter().flat_map(|run| run.pages()) {
+            *self.stuck.pages.entry(page).or_default() += 1;
+        }
+        if now.is_empty() {
+            return false;
+        }
+        let held = self.stuck.pages.len() as u64;
+        let fresh = runs.iter().flat_map(|run| run.pages()).filter(|page| !self.stuck.pages.contains_key(page)).count();
+        let purses = u64::from(self.purses);
+        let crowded = held + (fresh as u64).max(u64::from(need)) + purses > u64::from(self.frames.target - self.floor.min(self.frames.target));
+        let locked = runs.iter().flat_map(|run| run.pages()).any(|page| {
+            let by_others = self.stuck.pages.contains_key(&page);
+            by_others && (purpose == Purpose::Write || self.word(page).load().exclusive)
+        });
+        crowded || locked
+    }
+
+    /// Ends one of the requests that wait for each other for ever, and again until there are none.
+    pub(super) fn break_deadlocks(&mut self, request: RequestId, fx: &mut Effects) {
+        if !self.might_deadlock(request) {
+            return;
+        }
+        while let Some((victim, error)) = self.find_deadlock() {
+            self.stats.deadlocks += 1;
+            self.end_queued(victim, error, fx);
+        }
+    }
+
+    /// Who waits for each other, and which request is to end.
+    fn find_deadlock(&self) -> Option<(RequestId, Error)> {
+        struct Node {
+            id: ScopeId,
+            held: Vec<(PageId, bool)>,
+        }
+        let mut nodes: Vec<Node> = Vec::new();
+        // How many of the nodes hold a page, and whether one has it for itself.
+        let mut holders: HashMap<PageId, (u32, bool)> = HashMap::new();
+        for (key, scope) in &self.scopes {
+            if scope.waiting.is_empty() {
+                continue;
+            }
+            let pages: BTreeMap<PageId, bool> = scope
+                .holdings
+                .runs()
+                .iter()
+                .flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive)))
+                .collect();
+            if pages.is_empty() {
+                continue;
+            }
+            for (page, exclusive) in &pages {
+                let holder = holders.entry(*page).or_default();
+                *holder = (holder.0 + 1, holder.1 || *exclusive);
+            }
+            let id = ScopeId(key as u64 | u64::from(scope.serial) << 32);
+            nodes.push(Node { id, held: pages.into_iter().collect() });
+        }
+        let mut purses: u64 = nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse)).sum();
+        loop {
+            let before = nodes.len();
+            nodes.retain(|node| {
+                let Some(scope) = self.scope(Some(node.id)) else { return false };
+                let own: HashSet<PageId> = node.held.iter().map(|(page, _)| *page).collect();
+                let others = |page: &PageId| {
+                    holders.get(page).is_some_and(|(count, _)| *count > u32::from(own.contains(page)))
+                };
+                let goes_on = scope.waiting.iter().all(|request| {
+                    let Some((_, runs, purpose, frames)) = self.asks(*request) else { return true };
+                    let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
+                    let free_of_locks = pages.iter().all(|page| {
+                        !others(page) || purpose != Purpose::Write && !holders.get(page).is_some_and(|(_, locked)| *locked)
+                    });
+                    let missing = pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(frames);
+                    let floor = if self.never_refused(*request) { 0 } else { self.floor };
+                    let wanted = holders.len() as u64 + missing + (purses - u64::from(scope.purse)) + u64::from(floor);
+                    free_of_locks && wanted <= u64::from(self.frames.target)
+                });
+                if goes_on {
+                    purses -= u64::from(scope.purse);
+                    for (page, _) in &node.held {
+                        if let Some((count, _)) = holders.get_mut(page) {
+                            *count -= 1;
+                            if *count == 0 {
+                                holders.remove(page);
+                            }
+                        }
+                    }
+                }
+                !goes_on
+            });
+            if nodes.is_empty() {
+                return None;
+            }
+            if nodes.len() == before {
+                break;
+            }
+        }
+        // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
+        // youngest.
+        let victim = nodes
+            .iter()
+            .filter_map(|node| {
+                let scope = self.scope(Some(node.id))?;
+                let request = scope.waiting.iter().rev().copied().find(|request| !self.never_refused(*request))?;
+                Some(((scope.at_most.is_none(), scope.priority, scope.serial), node.id, request))
+            })
+            .max_by_key(|(cost, ..)| *cost);
+        let (_, chosen, request) = victim?;
+        let size = |pages: u64| Bytes::new(pages * self.config.page_bytes);
+        let mut message = String::new();
+        for node in nodes.iter().take(NAMED) {
+            let asked: u64 = self.scope(Some(node.id)).map_or(0, |scope| {
+                scope.waiting.iter().filter_map(|id| self.asks(*id)).map(|(_, runs, ..)| pages_of(runs)).sum()
+            });
+            let held = node.held.len() as u64;
+            let _ = write!(
+                message,
+                "{} holds {held} pages ({}) and asks for {asked} ({}); ",
+                self.scope_name(Some(node.id)),
+                size(held),
+                size(asked)
+            );
+        }
+        if nodes.len() > NAMED {
+            let _ = write!(message, "{} more scopes do likewise; ", nodes.len() - NAMED);
+        }
+        let frames = u64::from(self.frames.target);
+        let _ = write!(
+            message,
+            "the budget is {frames} pages ({}): they wait for each other, and {} gives up",
+            size(frames),
+            self.scope_name(Some(chosen))
+        );
+        Some((
+            request,
+            Error::new(ErrorKind::WouldDeadlock, message).remedy(
+                "drop the scope's guards and try again, pin what is needed together as a set, or open the scope for the \
+                 most it will need, so that it is admitted as a unit",
+            ),
+        ))
+    }
+}
+
+/// Scopes named in one message.
+const NAMED: usize = 4;
+
+pub(super) fn pages_of(runs: &[PageRun]) -> u64 {
+    runs.iter().map(|run| u64::from(run.count)).sum()
+}

@@ -1,0 +1,442 @@
+//! Guards of pages on whichever device they are: addresses, and copies.
+
+#![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+use super::request::Target;
+use super::sealed::Sealed;
+use super::{Access, Hold, Pins, Read, Runs, Write, disjoint_writable, no_such_tensor, of_one_runtime};
+use crate::compute::ComputeStream;
+use crate::device::{DeviceAddress, EventId, HostPointer, StreamOp};
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::Bytes;
+use crate::pager::Purpose;
+use crate::segment::Segment;
+use crate::tensor::Tensor;
+
+/// Several tensors to be pinned, to give device addresses: what [`Runtime::pin_device`](crate::Runtime::pin_device) wants.
+#[derive(Debug)]
+pub struct DevicePins<'a, A>(&'a [Tensor], PhantomData<A>);
+
+impl<'a, A> DevicePins<'a, A> {
+    pub(crate) fn new(tensors: &'a [Tensor]) -> Self {
+        Self(tensors, PhantomData)
+    }
+}
+
+impl<A> Sealed for DevicePins<'_, A> {}
+
+impl<A: Access> Target for DevicePins<'_, A> {
+    type Guard = DevicePin<A>;
+    const PURPOSE: Purpose = A::PURPOSE;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)?;
+        if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
+    }
+    fn guard(&self, runs: Runs, hold: Hold) -> DevicePin<A> {
+        DevicePin { pinned: Pinned::new(self.0, runs, A::PURPOSE == Purpose::Write, hold), access: PhantomData }
+    }
+}
+
+/// Tensors that are pinned on the device, and their pins.
+struct Pinned {
+    tensors: Vec<Tensor>,
+    pins: Pins,
+}
+
+impl Pinned {
+    fn new(tensors: &[Tensor], runs: Runs, exclusive: bool, hold: Hold) -> Self {
+        Self { tensors: tensors.to_vec(), pins: Pins::new(tensors, runs, exclusive, hold) }
+    }
+
+    fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.tensors.get(index).ok_or_else(|| no_such_tensor(index, self.count()))
+    }
+
+    fn address(&self, index: usize) -> Option<u64> {
+        self.tensors.get(index).map(Tensor::address)
+    }
+
+    fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        let place = NonNull::from(bytes).cast();
+        copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyOut { device, host, len })
+    }
+
+    fn copy_in(&self, index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        // The copy only reads.
+        let place = NonNull::from(bytes).cast();
+        copy(self.tensor(index)?, offset, place, len, |host, device| StreamOp::CopyIn { host, device, len })
+    }
+
+    fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        let tensor = self.tensors.get(index)?;
+        let address = tensor.segment.base.offset(tensor.offset);
+        Some(DeviceBytes { address, len: Bytes::new(tensor.len) })
+    }
+
+    /// Has these pins end when a stream has come so far. Refused, they stay.
+    fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
+        self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
+        if let Err(error) = stream.can_mark() {
+            if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Closed) || stream.is_lost() {
+                return Err(error);
+            }
+            // A call that failed, and perhaps only once. The mark finds the end of the stream without it.
+            tracing::debug!(%error, "ask whether a stream can be marked");
+        }
+        let pins = self.pins.take();
+        stream.mark(move |ended| match ended {
+            // A capture has begun since.
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
+            _ => pins.end(),
+        });
+        Ok(())
+    }
+
+    /// Its end behind a stream was refused, and nobody wants it any more: leaves no pins, or only such as stay for good.
+    fn let_go(&mut self, refused: &Error) {
+        let pins = self.pins.take();
+        let Some(segment) = pins.segments.first() else { return };
+        if refused.kind() == ErrorKind::Closed || segment.shared.engine.device.lost().is_some() {
+            // What the runtime submitted has ended, and its frames go to no other page any more.
+            return pins.end();
+        }
+        pins.keep(refused);
+    }
+
+    fn describe(&self, guard: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{guard}({} tensors)", self.count())
+    }
+}
+
+/// A guard whose pages work on a stream may use, whatever becomes of the guard.
+trait OnStream {
+    fn pinned(&mut self) -> &mut Pinned;
+}
+
+/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is, and whoever gets them has no
+/// event to wait for; with a [`StreamPin`] this holds for work on its stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceBytes {
+    /// Of the first byte; the same for the tensor's life.
+    pub address: DeviceAddress,
+    /// How many there are, without gaps.
+    pub len: Bytes,
+}
+
+/// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned.
+///
+/// Made an [`Error`], as by `?`, it leaves them pinned for good, with an error in the log, because what uses them may go on:
+/// unless the runtime was closed or the device lost, for then their frames go to no other page. So keep the guard, and give it
+/// another stream, or drop it when the work has ended.
+pub struct UnpinRefused<G> {
+    /// To be dropped when the work has ended, or given another stream.
+    pub guard: G,
+    /// Why.
+    pub error: Error,
+}
+
+impl<G> fmt::Debug for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UnpinRefused({:?})", self.error)
+    }
+}
+
+impl<G> fmt::Display for UnpinRefused<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<G> std::error::Error for UnpinRefused<G> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+#[allow(private_bounds, reason = "guards are of this crate")]
+impl<G: OnStream> From<UnpinRefused<G>> for Error {
+    fn from(UnpinRefused { mut guard, error }: UnpinRefused<G>) -> Self {
+        guard.pinned().let_go(&error);
+        error
+    }
+}
+
+impl<A: Access> OnStream for DevicePin<A> {
+    fn pinned(&mut self) -> &mut Pinned {
+        &mut self.pinned
+    }
+}
+
+impl OnStream for StreamPin {
+    fn pinned(&mut self) -> &mut Pinned {
+        &mut self.pinned
+    }
+}
+
+/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. When it is dropped the pages are
+/// unpinned at once: work that uses their addresses must have ended. Where it runs on a stream,
+/// [`unpin_after`](Self::unpin_after) leaves that to the runtime.
+///
+/// With access [`Write`] it is the only guard of its pages, and what is at their addresses may be written; the pages are
+/// dirty when it ends.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct DevicePin<A: Access = Read> {
+    pinned: Pinned,
+    access: PhantomData<A>,
+}
+
+/// A [`DevicePin`] for writing.
+pub type DevicePinMut = DevicePin<Write>;
+
+/// Copies to or from `len` bytes of a pinned tensor, from its byte `offset` on, and waits.
+fn copy(
+    tensor: &Tensor,
+    offset: u64,
+    bytes: NonNull<u8>,
+    len: u64,
+    op: impl FnOnce(HostPointer, DeviceAddress) -> StreamOp,
+) -> Result<()> {
+    // The callers' slice is borrowed until the copy has been reported, which `copy_and_wait` waits for.
+    match ends_of_copy(tensor, offset, bytes, len)? {
+        Some((host, device)) => tensor.engine().copy_and_wait(op(host, device)),
+        None => Ok(()),
+    }
+}
+
+/// Both ends of a copy of `len` bytes of a tensor, from its byte `offset` on; none of a copy of nothing. Whoever calls this
+/// keeps the memory at `bytes` until the copy has been reported.
+fn ends_of_copy(
+    tensor: &Tensor,
+    offset: u64,
+    bytes: NonNull<u8>,
+    len: u64,
+) -> Result<Option<(HostPointer, DeviceAddress)>> {
+    if offset.checked_add(len).is_none_or(|end| end > tensor.len) {
+        let message = format!("{len} bytes at {offset} of {tensor:?}, which has {}", tensor.len);
+        return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("copy bytes the tensor has"));
+    }
+    if len == 0 {
+        return Ok(None);
+    }
+    // SAFETY: both callers hold the borrow of a slice of `len` bytes until the copy has been reported.
+    let host = unsafe { HostPointer::new(bytes) };
+    Ok(Some((host, tensor.segment.base.offset(tensor.offset + offset))))
+}
+
+/// Several tensors to be pinned for work on a stream: what
+/// [`Runtime::pin_device_on`](crate::Runtime::pin_device_on) wants.
+#[derive(Debug)]
+pub struct DevicePinsOn<'a>(&'a [Tensor], &'a ComputeStream);
+
+impl<'a> DevicePinsOn<'a> {
+    pub(crate) fn new(tensors: &'a [Tensor], stream: &'a ComputeStream) -> Self {
+        Self(tensors, stream)
+    }
+}
+
+impl Sealed for DevicePinsOn<'_> {}
+
+impl Target for DevicePinsOn<'_> {
+    type Guard = StreamPin;
+    const PURPOSE: Purpose = Purpose::ReadOnStream;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)?;
+        self.0.first().map_or(Ok(()), |tensor| of_the_streams_runtime(self.1, &tensor.segment))?;
+        self.1.can_mark()
+    }
+    fn guard(&self, runs: Runs, hold: Hold) -> StreamPin {
+        StreamPin { pinned: Pinned::new(self.0, runs, false, hold), stream: self.1.clone() }
+    }
+    fn guard_after(&self, runs: Runs, hold: Hold, after: Option<EventId>) -> Result<StreamPin> {
+        let mut guard = self.guard(runs, hold);
+        if let Some(Err(error)) = after.map(|event| self.1.wait_for(event)) {
+            // Nothing on the stream has their addresses.
+            guard.pinned.pins.take().end();
+            return Err(error);
+        }
+        Ok(guard)
+    }
+    fn give_back(&self, runs: Runs, hold: Hold) {
+        Pins::new(self.0, runs, false, hold).end();
+    }
+}
+
+/// Refuses a stream of another runtime than the guard's.
+fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<()> {
+    if stream.belongs_to(&segment.shared) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "the stream and the guard belong to different runtimes")
+        .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"))
+}
+
+/// Forbids the eviction of tensors, pinned as a unit for work on one [`ComputeStream`], on whichever device they are. The
+/// bytes need not be there yet: what is put on the stream from now on waits for them on the device, and no thread does.
+/// Other streams, and the CPU, are not made to wait, so the addresses are for this stream and for what is ordered behind it
+/// by events.
+///
+/// It ends when everything that is on the stream when it is dropped has ended; whoever drops it waits for nothing. While
+/// the stream is captured into a graph nobody can tell when that is: [`unpin`](Self::unpin) refuses then, and a guard that
+/// is dropped all the same leaves its pages pinned for good, with an error in the log; with them stay their tensors and the
+/// runtime, with all the memory it has, also after it was closed. [`close`](crate::Runtime::close)
+/// waits for the runtime's own streams; of adopted ones, what uses the pages of a guard that is dropped after it must have
+/// ended.
+///
+/// If a fill fails on the device, the device is lost: [`ComputeStream::synchronize`] and every later call give the cause,
+/// and what the stream has computed meanwhile is void.
+#[must_use = "the pages are unpinned behind what is on the stream when the guard is dropped"]
+pub struct StreamPin {
+    pinned: Pinned,
+    stream: ComputeStream,
+}
+
+impl StreamPin {
+    /// How many tensors it holds.
+    pub fn count(&self) -> usize {
+        self.pinned.count()
+    }
+
+    /// The device address of the `index`th tensor.
+    pub fn address(&self, index: usize) -> Option<u64> {
+        self.pinned.address(index)
+    }
+
+    /// Where the `index`th tensor's bytes are, for work on the stream.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.pinned.device_bytes(index)
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &ComputeStream {
+        &self.stream
+    }
+
+    /// Unpins when everything that is on the stream by now has ended, and returns at once: what dropping it does, for those
+    /// who want to know if it cannot be done.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) while the stream is being captured into a graph;
+    /// [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it.
+    pub fn unpin(mut self) -> std::result::Result<(), UnpinRefused<Self>> {
+        self.end().map_err(|error| UnpinRefused { guard: self, error })
+    }
+
+    /// Leaves no pins, or is refused and leaves them.
+    fn end(&mut self) -> Result<()> {
+        if self.pinned.pins.segments.is_empty() {
+            return Ok(());
+        }
+        self.pinned.end_on(&self.stream)
+    }
+
+    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, behind everything that is on the
+    /// stream, and waits for them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker or a closure, and while the stream
+    /// is being captured; what the device says.
+    pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        let len = bytes.len() as u64;
+        let place = NonNull::from(bytes).cast();
+        let Some((host, device)) = ends_of_copy(self.pinned.tensor(index)?, offset, place, len)? else {
+            return Ok(());
+        };
+        // The slice is borrowed until the copy has been reported, which this waits for.
+        self.stream.run_and_wait(StreamOp::CopyOut { device, host, len }, "a copy")
+    }
+}
+
+impl Drop for StreamPin {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            self.pinned.let_go(&error);
+        }
+    }
+}
+
+impl fmt::Debug for StreamPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pinned.describe("StreamPin", f)
+    }
+}
+
+impl<A: Access> DevicePin<A> {
+    /// How many tensors it holds.
+    pub fn count(&self) -> usize {
+        self.pinned.count()
+    }
+
+    /// The device address of the `index`th tensor.
+    pub fn address(&self, index: usize) -> Option<u64> {
+        self.pinned.address(index)
+    }
+
+    pub(crate) fn tensor(&self, index: usize) -> Result<&Tensor> {
+        self.pinned.tensor(index)
+    }
+
+    /// Where the `index`th tensor's bytes are.
+    pub fn device_bytes(&self, index: usize) -> Option<DeviceBytes> {
+        self.pinned.device_bytes(index)
+    }
+
+    /// Unpins when everything that is on the stream by now has ended, and returns at once: what uses the tensors is on
+    /// `stream`, or ordered before its end by events. If the device fails meanwhile, the pages are unpinned, and every
+    /// later call says why.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
+    /// captured into a graph; [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it; if it is
+    /// not wanted, [see](UnpinRefused) what becomes of its pages. A call of the driver that fails, and leaves the device
+    /// usable, is no reason: then the end of the stream is waited for in another way.
+    pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
+        self.pinned.end_on(stream).map_err(|error| UnpinRefused { guard: self, error })
+    }
+
+    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker or a closure; what the
+    /// device says.
+    pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        self.pinned.copy_out(index, offset, bytes)
+    }
+}
+
+impl DevicePin<Write> {
+    /// Copies bytes to the device, into the `index`th tensor from its byte `offset` on, and waits until they are there.
+    ///
+    /// # Errors
+    /// As [`copy_out`](DevicePin::copy_out).
+    pub fn copy_in(&mut self, index: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.pinned.copy_in(index, offset, bytes)
+    }
+}
+
+impl<A: Access> Drop for DevicePin<A> {
+    fn drop(&mut self) {
+        self.pinned.pins.end();
+    }
+}
+
+impl<A: Access> fmt::Debug for DevicePin<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.pinned.describe(if A::PURPOSE == Purpose::Write { "DevicePinMut" } else { "DevicePin" }, f)
+    }
+}

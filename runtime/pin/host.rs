@@ -1,0 +1,284 @@
+//! Guards that give slices: where device memory is memory of this process.
+
+#![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use smallvec::SmallVec;
+
+use super::request::Target;
+use super::sealed::Sealed;
+use super::{Access, Hold, Pins, Read, Runs, Write, disjoint_writable, end, no_such_tensor, of_one_runtime, writable};
+use crate::error::{Error, ErrorKind, Result};
+use crate::pager::Purpose;
+use crate::segment::Segment;
+use crate::tensor::Tensor;
+
+/// Refuses guards that would give slices of memory this process cannot access.
+///
+/// # Errors
+/// `Unsupported` where device memory is not memory of this process.
+#[inline]
+fn addressable(tensor: &Tensor) -> Result<()> {
+    if tensor.engine().host_addressable { Ok(()) } else { Err(out_of_reach(tensor)) }
+}
+
+#[cold]
+fn out_of_reach(tensor: &Tensor) -> Error {
+    let device = tensor.engine().device.name();
+    let message = format!("the bytes of {tensor:?} are in the memory of {device}, not of this process");
+    Error::new(ErrorKind::Unsupported, message)
+        .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address")
+}
+
+/// One tensor to be pinned, to give a slice: what [`Runtime::pin`](crate::Runtime::pin) wants.
+#[derive(Debug)]
+pub struct HostPin<'a, A>(&'a Tensor, PhantomData<A>);
+
+impl<'a, A> HostPin<'a, A> {
+    #[inline]
+    pub(crate) fn new(tensor: &'a Tensor) -> Self {
+        Self(tensor, PhantomData)
+    }
+}
+
+impl<A> Sealed for HostPin<'_, A> {}
+
+impl<A: Access> Target for HostPin<'_, A> {
+    type Guard = PinGuard<A>;
+    const PURPOSE: Purpose = A::PURPOSE;
+    #[inline]
+    fn tensors(&self) -> &[Tensor] {
+        std::slice::from_ref(self.0)
+    }
+    #[inline]
+    fn check(&self) -> Result<()> {
+        addressable(self.0)?;
+        if A::PURPOSE == Purpose::Write { writable(self.0) } else { Ok(()) }
+    }
+    #[inline]
+    fn guard(&self, _: Runs, hold: Hold) -> PinGuard<A> {
+        let Tensor { segment, offset, len, .. } = self.0;
+        PinGuard { segment: segment.clone(), offset: *offset, len: *len, hold, access: PhantomData }
+    }
+}
+
+/// Forbids the eviction of a tensor's pages while it lives, and gives its bytes.
+///
+/// With access [`Write`] it is the only guard of its pages, and gives the bytes for writing too; its pages are dirty when
+/// it is dropped.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinGuard<A: Access = Read> {
+    segment: Arc<Segment>,
+    offset: u64,
+    len: u64,
+    hold: Hold,
+    access: PhantomData<A>,
+}
+
+/// A [`PinGuard`] for writing.
+pub type PinGuardMut = PinGuard<Write>;
+
+impl<A: Access> PinGuard<A> {
+    /// The tensor's bytes.
+    pub fn bytes(&self) -> &[u8] {
+        slice(&self.segment, self.offset, self.len)
+    }
+
+    /// The tensor's bytes as values.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if their address or number does not fit the type.
+    pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
+        bytemuck::try_cast_slice(self.bytes()).map_err(cast_error::<T>)
+    }
+}
+
+impl PinGuard<Write> {
+    /// The tensor's bytes, for writing.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        let start = self.segment.base.offset(self.offset).get() as *mut u8;
+        // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them, and
+        // `&mut self` makes this the only slice of it.
+        unsafe { std::slice::from_raw_parts_mut(start, self.len as usize) }
+    }
+
+    /// The tensor's bytes as values, for writing.
+    ///
+    /// # Errors
+    /// As [`PinGuard::view`].
+    pub fn view_mut<T: AnyBitPattern + NoUninit>(&mut self) -> Result<&mut [T]> {
+        bytemuck::try_cast_slice_mut(self.bytes_mut()).map_err(cast_error::<T>)
+    }
+}
+
+impl std::ops::Deref for PinGuard<Read> {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl<A: Access> Drop for PinGuard<A> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.len > 0 {
+            let run = self.segment.run(self.offset, self.len);
+            end(std::slice::from_ref(&self.segment), &[run], A::PURPOSE == Purpose::Write, &self.hold);
+        }
+    }
+}
+
+impl<A: Access> fmt::Debug for PinGuard<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = if A::PURPOSE == Purpose::Write { "PinGuardMut" } else { "PinGuard" };
+        write!(f, "{name}({:?}, {} bytes at {})", self.segment.id, self.len, self.offset)
+    }
+}
+
+fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
+    if len == 0 {
+        return &[];
+    }
+    let start = segment.base.offset(offset).get() as *const u8;
+    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of
+    // `[offset, offset + len)`, which keep them mapped and unchanged (documentation of `pin`). The range lies within the
+    // segment, which whoever makes tensors sees to (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`,
+    // `Tensor::rows`), and the guard holds the segment, which keeps the reservation.
+    unsafe { std::slice::from_raw_parts(start, len as usize) }
+}
+
+fn cast_error<T>(error: bytemuck::PodCastError) -> Error {
+    let message = format!("the tensor's bytes are not a slice of {}: {error}", std::any::type_name::<T>());
+    Error::new(ErrorKind::InvalidArgument, message).remedy("use bytes() and convert element by element")
+}
+
+/// Several tensors to be pinned as a unit, to give slices: what [`Runtime::pin_set`](crate::Runtime::pin_set) wants.
+#[derive(Debug)]
+pub struct HostPins<'a, A>(&'a [Tensor], PhantomData<A>);
+
+impl<'a, A> HostPins<'a, A> {
+    pub(crate) fn new(tensors: &'a [Tensor]) -> Self {
+        Self(tensors, PhantomData)
+    }
+}
+
+impl<A> Sealed for HostPins<'_, A> {}
+
+impl<A: Access> Target for HostPins<'_, A> {
+    type Guard = PinSet<A>;
+    const PURPOSE: Purpose = A::PURPOSE;
+    fn tensors(&self) -> &[Tensor] {
+        self.0
+    }
+    fn check(&self) -> Result<()> {
+        of_one_runtime(self.0)?;
+        self.0.first().map_or(Ok(()), addressable)?;
+        if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
+    }
+    fn guard(&self, runs: Runs, hold: Hold) -> PinSet<A> {
+        let pins = Pins::new(self.0, runs, A::PURPOSE == Purpose::Write, hold);
+        let piece = |tensor: &Tensor| {
+            let segment = pins.segments.iter().position(|segment| segment.id == tensor.segment.id).unwrap_or(0);
+            Piece { segment: segment as u32, offset: tensor.offset, len: tensor.len }
+        };
+        PinSet { pieces: self.0.iter().map(piece).collect(), pins, access: PhantomData }
+    }
+}
+
+/// A tensor's place in one of a set's segments.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    segment: u32,
+    offset: u64,
+    len: u64,
+}
+
+/// Forbids the eviction of a set of tensors, pinned as a unit, and gives their bytes.
+///
+/// With access [`Write`] it is the only guard of their pages, and gives the bytes for writing too; the pages are dirty
+/// when it is dropped.
+#[must_use = "the pages are unpinned when the guard is dropped"]
+pub struct PinSet<A: Access = Read> {
+    /// With access `Write` no two of them share a byte: see [`disjoint_writable`].
+    pieces: SmallVec<[Piece; 4]>,
+    pins: Pins,
+    access: PhantomData<A>,
+}
+
+/// A [`PinSet`] for writing.
+pub type PinSetMut = PinSet<Write>;
+
+impl<A: Access> PinSet<A> {
+    /// How many tensors the set has.
+    pub fn count(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// The bytes of the `index`th tensor of the set.
+    pub fn bytes(&self, index: usize) -> Option<&[u8]> {
+        let piece = self.pieces.get(index)?;
+        Some(slice(self.pins.segments.get(piece.segment as usize)?, piece.offset, piece.len))
+    }
+
+    /// The bytes of the `index`th tensor of the set as values.
+    ///
+    /// # Errors
+    /// As [`PinGuard::view`]; [`InvalidArgument`](ErrorKind::InvalidArgument) too if the set has no such tensor.
+    pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
+        let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
+        bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
+    }
+}
+
+impl PinSet<Write> {
+    /// The bytes of the `index`th tensor of the set, for writing.
+    pub fn bytes_mut(&mut self, index: usize) -> Option<&mut [u8]> {
+        self.all_mut().nth(index)
+    }
+
+    /// The bytes of every tensor of the set, in order, for writing: what is computed from some of them can be written
+    /// to others.
+    pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
+        let segments = &self.pins.segments;
+        self.pieces.iter().map(|piece| {
+            let Some(segment) = segments.get(piece.segment as usize).filter(|_| piece.len > 0) else {
+                return Default::default();
+            };
+            let start = segment.base.offset(piece.offset).get() as *mut u8;
+            // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them. No
+            // two tensors of the set share a byte, which `disjoint_writable` has seen to, and the iterator borrows the
+            // guard exclusively and gives each once: no other slice overlaps this one.
+            unsafe { std::slice::from_raw_parts_mut(start, piece.len as usize) }
+        })
+    }
+
+    /// The bytes of the `index`th tensor of the set as values, for writing.
+    ///
+    /// # Errors
+    /// As [`PinSet::view`].
+    pub fn view_mut<T: AnyBitPattern + NoUninit>(&mut self, index: usize) -> Result<&mut [T]> {
+        let count = self.count();
+        let bytes = self.bytes_mut(index).ok_or_else(|| no_such_tensor(index, count))?;
+        bytemuck::try_cast_slice_mut(bytes).map_err(cast_error::<T>)
+    }
+}
+
+impl<A: Access> Drop for PinSet<A> {
+    fn drop(&mut self) {
+        self.pins.end();
+    }
+}
+
+impl<A: Access> fmt::Debug for PinSet<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = if A::PURPOSE == Purpose::Write { "PinSetMut" } else { "PinSet" };
+        write!(f, "{name}({} tensors)", self.count())
+    }
+}

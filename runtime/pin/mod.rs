@@ -1,0 +1,213 @@
+//! Pins: guards that keep pages where they are and give access to their bytes.
+//!
+//! | | one tensor, as a slice | several, as slices | several, by device address | for work on a stream |
+//! |---|---|---|---|---|
+//! | to read | [`PinGuard`] | [`PinSet`] | [`DevicePin`] | [`StreamPin`] |
+//! | to write | [`PinGuardMut`] | [`PinSetMut`] | [`DevicePinMut`] | [`DevicePinMut`], ended by [`unpin_after`](DevicePin::unpin_after) |
+//!
+//! Slices exist where device memory is memory of this process; device addresses exist everywhere. The guard for writing
+//! is the one for reading with another type of [`Access`].
+//!
+//! Every pin belongs to a [`Scope`]: to one that was opened for what a task needs, or to one of its own.
+//!
+//! # Why the slices are sound
+//!
+//! A guard's pages are pinned in their words: no edge out of a resident state can be taken (see `pager::state`), so the
+//! frames stay behind their addresses, mapped, until the guard is dropped. A shared guard's pages cannot be locked by a
+//! writer, and no move writes to a resident page, so the bytes do not change. An exclusive guard's pages admit no
+//! other pin, and no move reads or writes them. The segment, and with it the reservation, is held by the guard.
+//!
+//! A [`StreamPin`] may be there before its bytes: its pages are *lent* (see `pager`). It gives addresses and no bytes but by
+//! copies on its stream, which has been made to wait for the fills when the guard is made.
+
+mod device;
+mod host;
+mod request;
+mod scope;
+
+use std::fmt;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::pager::{PageRun, Purpose, pin};
+use crate::segment::Segment;
+use crate::tensor::Tensor;
+
+pub use device::{DeviceBytes, DevicePin, DevicePinMut, DevicePins, DevicePinsOn, StreamPin, UnpinRefused};
+pub use host::{HostPin, HostPins, PinGuard, PinGuardMut, PinSet, PinSetMut};
+pub use request::PinRequest;
+pub use scope::{Scope, ScopeBuilder, ScopeRequest};
+
+pub(crate) use scope::Member;
+
+/// What a guard allows: [`Read`] or [`Write`].
+pub trait Access: sealed::Sealed + Send + Sync + Unpin + fmt::Debug + 'static {
+    #[doc(hidden)]
+    const PURPOSE: Purpose;
+}
+
+/// Pinned to be read, by any number of guards.
+#[derive(Clone, Copy, Debug)]
+pub struct Read;
+
+/// Pinned to be written, by one guard.
+#[derive(Clone, Copy, Debug)]
+pub struct Write;
+
+impl Access for Read {
+    const PURPOSE: Purpose = Purpose::Read;
+}
+
+impl Access for Write {
+    const PURPOSE: Purpose = Purpose::Write;
+}
+
+mod sealed {
+    /// Nobody else implements what has it.
+    pub trait Sealed {}
+    impl Sealed for super::Read {}
+    impl Sealed for super::Write {}
+}
+
+/// The runs of one request, normalized: almost always one.
+pub(crate) type Runs = SmallVec<[PageRun; 2]>;
+
+/// The segments of one request, each once.
+type Segments = SmallVec<[Arc<Segment>; 2]>;
+
+/// Whose pins these are, and what the scope spent for them.
+#[derive(Debug, Default)]
+pub(crate) struct Hold {
+    pub(crate) scope: Option<Arc<Member>>,
+    pub(crate) spent: u32,
+}
+
+/// Ends pins, `exclusive` ones of a writer.
+fn end(segments: &[Arc<Segment>], runs: &[PageRun], exclusive: bool, hold: &Hold) {
+    let Some(any) = segments.first().filter(|_| !runs.is_empty()) else { return };
+    if let Some(scope) = &hold.scope {
+        scope.holdings.remove(runs, exclusive);
+    }
+    let mut wanted = false;
+    for run in runs {
+        // Of few segments: a request is of one model, as a rule.
+        if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
+            wanted |= pin::unpin(segment.words_of(*run), exclusive);
+        }
+    }
+    if wanted || hold.spent > 0 {
+        end_slowly(any, runs, wanted, hold);
+    }
+}
+
+#[cold]
+fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
+    any.shared.engine.with(|pager, fx| {
+        if let Some(scope) = hold.scope.as_ref().filter(|_| hold.spent > 0) {
+            pager.unspent(scope.id, hold.spent, fx);
+        }
+        if wanted {
+            pager.released(runs, fx);
+        }
+    });
+}
+
+/// The pins of several tensors. Whoever has them ends them.
+#[derive(Debug)]
+struct Pins {
+    segments: Segments,
+    runs: Runs,
+    exclusive: bool,
+    hold: Hold,
+}
+
+impl Pins {
+    fn new(tensors: &[Tensor], runs: Runs, exclusive: bool, hold: Hold) -> Self {
+        let mut segments = Segments::new();
+        for tensor in tensors {
+            if !segments.iter().any(|segment| segment.id == tensor.segment.id) {
+                segments.push(tensor.segment.clone());
+            }
+        }
+        Self { segments, runs, exclusive, hold }
+    }
+
+    fn end(&self) {
+        end(&self.segments, &self.runs, self.exclusive, &self.hold);
+    }
+
+    /// Nobody can tell when these pages are not used any more: better memory that never comes back than wrong bytes. The
+    /// segments stay with the pins, whose pages would go with them.
+    fn keep(self, why: &Error) {
+        tracing::error!(error = %why, "tensors used on a stream stay pinned for good: their use has no end that can be seen");
+        std::mem::forget(self);
+    }
+
+    /// Leaves none.
+    fn take(&mut self) -> Self {
+        let exclusive = self.exclusive;
+        let none = Self { segments: Segments::new(), runs: Runs::new(), exclusive, hold: Hold::default() };
+        std::mem::replace(self, none)
+    }
+}
+
+fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
+    let mut runtimes = tensors.iter().map(|tensor| Arc::as_ptr(&tensor.segment.shared));
+    let first = runtimes.next();
+    if runtimes.all(|other| Some(other) == first) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, "the tensors of a set belong to different runtimes")
+        .remedy("pin the tensors of each runtime as a set of its own"))
+}
+
+fn runs_of(tensors: &[Tensor]) -> Runs {
+    let mut runs: Runs = tensors.iter().map(Tensor::run).collect();
+    let joined = PageRun::join(&mut runs);
+    runs.truncate(joined);
+    runs
+}
+
+fn describe(tensors: &[Tensor]) -> String {
+    match tensors {
+        [] => String::new(),
+        [one] => one.name().to_owned(),
+        [first, .., last] => format!("{} .. {}", first.name(), last.name()),
+    }
+}
+
+fn writable(tensor: &Tensor) -> Result<()> {
+    if tensor.is_writable() {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidArgument, format!("{tensor:?} belongs to a model file and is read-only"))
+        .remedy("allocate a read-write tensor and copy into it"))
+}
+
+/// Refuses sets of which not every tensor can be written, or two share a byte.
+fn disjoint_writable(tensors: &[Tensor]) -> Result<()> {
+    tensors.iter().try_for_each(writable)?;
+    // What makes the slices of the guard disjoint.
+    let mut by_place: SmallVec<[&Tensor; 8]> = tensors.iter().filter(|tensor| tensor.len > 0).collect();
+    by_place.sort_by_key(|tensor| (tensor.segment.id, tensor.offset));
+    for pair in by_place.windows(2) {
+        if let [a, b] = pair
+            && a.segment.id == b.segment.id
+            && a.offset + a.len > b.offset
+        {
+            let what = format!(
+                "two tensors of a set to write share bytes: {a:?} at byte {} of its allocation, and {b:?} at byte {}",
+                a.offset, b.offset
+            );
+            return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave one of them out"));
+        }
+    }
+    Ok(())
+}
+
+fn no_such_tensor(index: usize, count: usize) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("there is no tensor {index} in a set of {count}"))
+        .remedy("count from 0, in the order in which the set was given")
+}

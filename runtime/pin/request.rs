@@ -1,0 +1,269 @@
+//! Requests for pins, which become guards.
+
+#![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use super::{Hold, Member, Runs, describe, runs_of};
+use crate::device::EventId;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{PageId, RequestId, Tier};
+use crate::pager::pin::Words;
+use crate::pager::{Granted, Purpose};
+use crate::segment::Segment;
+use crate::tensor::Tensor;
+use crate::transfer::ticket::Ticket;
+use crate::transfer::{Received, Waiting, event_at, may_wait};
+
+use smallvec::SmallVec;
+
+/// A request under way.
+#[derive(Debug)]
+enum Progress {
+    Start,
+    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)>, runs: Runs },
+    Done,
+}
+
+/// What is to be pinned, and the guard it becomes.
+pub trait Target: super::sealed::Sealed + Unpin {
+    #[doc(hidden)]
+    type Guard;
+    #[doc(hidden)]
+    const PURPOSE: Purpose;
+    #[doc(hidden)]
+    fn tensors(&self) -> &[Tensor];
+    #[doc(hidden)]
+    fn check(&self) -> Result<()>;
+    /// Takes over the pins of pages whose bytes are there.
+    #[doc(hidden)]
+    fn guard(&self, runs: Runs, hold: Hold) -> Self::Guard;
+    /// Takes over pins; the bytes of some of the pages are there when `after` has happened, which concerns only those
+    /// who read on a stream. If it fails, the pins have been given back.
+    #[doc(hidden)]
+    fn guard_after(&self, runs: Runs, hold: Hold, _after: Option<EventId>) -> Result<Self::Guard> {
+        Ok(self.guard(runs, hold))
+    }
+    /// Takes over pins that nobody wants any more.
+    #[doc(hidden)]
+    fn give_back(&self, runs: Runs, hold: Hold) {
+        drop(self.guard(runs, hold));
+    }
+}
+
+/// A wish for pins: await it, or [`wait`](Self::wait) for it. Nothing happens before. Dropping it gives the wish up;
+/// what is in flight for it goes on as a prefetch.
+#[must_use = "nothing is pinned until this is awaited or waited for"]
+pub struct PinRequest<'a, T: Target> {
+    target: T,
+    scope: Option<&'a Arc<Member>>,
+    progress: Progress,
+}
+
+impl<T: Target> fmt::Debug for PinRequest<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let purpose = T::PURPOSE;
+        f.debug_struct("PinRequest").field("of", &describe(self.target.tensors())).field("for", &purpose).finish()
+    }
+}
+
+impl<'a, T: Target> PinRequest<'a, T> {
+    pub(crate) fn new(target: T, scope: Option<&'a Arc<Member>>) -> Self {
+        Self { target, scope, progress: Progress::Start }
+    }
+
+    fn hold(&self, spent: u32) -> Hold {
+        Hold { scope: self.scope.cloned(), spent }
+    }
+
+    /// The segment of a page that is to be pinned, if there is any.
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
+    }
+
+    /// Starts; the guard if everything was there.
+    #[inline]
+    fn start(&mut self) -> Result<Option<T::Guard>> {
+        self.target.check()?;
+        if let Some(scope) = self.scope {
+            self.of_the_scopes_runtime(scope)?;
+        }
+        if let [tensor] = self.target.tensors()
+            && tensor.len > 0
+        {
+            let run = tensor.run();
+            let segment = &tensor.segment;
+            if self.try_pin(segment, &[(run, segment.words_of(run))]) {
+                return self.target.guard_after(SmallVec::from_slice(&[run]), self.hold(0), None).map(Some);
+            }
+        }
+        self.start_many()
+    }
+
+    fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
+        if self.target.tensors().iter().all(|tensor| Arc::ptr_eq(&tensor.segment.shared, &scope.shared)) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, "a scope cannot pin tensors of another runtime")
+            .remedy("open a scope of the tensors' runtime"))
+    }
+
+    /// Pins resident pages without the latch.
+    #[inline]
+    fn try_pin(&self, segment: &Segment, words: &[Words<'_>]) -> bool {
+        let engine = &segment.shared.engine;
+        match self.scope {
+            None => engine.try_pin(words, T::PURPOSE),
+            Some(scope) => scope.try_pin(engine, words, T::PURPOSE),
+        }
+    }
+
+    fn start_many(&mut self) -> Result<Option<T::Guard>> {
+        let tensors = self.target.tensors();
+        let runs = runs_of(tensors);
+        let Some(segment) = self.segment() else {
+            return self.target.guard_after(runs, self.hold(0), None).map(Some);
+        };
+        if tensors.len() > 1 {
+            let of = |run: &crate::pager::PageRun| {
+                let tensor = tensors.iter().find(|tensor| tensor.segment.id == run.segment)?;
+                Some((*run, tensor.segment.words_of(*run)))
+            };
+            let words: SmallVec<[Words<'_>; 8]> = runs.iter().filter_map(of).collect();
+            if words.len() == runs.len() && self.try_pin(segment, &words) {
+                return self.target.guard_after(runs, self.hold(0), None).map(Some);
+            }
+        }
+        let engine = &segment.shared.engine;
+        let since = Instant::now();
+        match engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope))? {
+            Received::Ready(Granted { after, spent, .. }) => {
+                self.target.guard_after(runs, self.hold(spent), after.map(event_at)).map(Some)
+            }
+            Received::Waiting(Waiting { id, ticket, page }) => {
+                self.progress = Progress::Waiting { id, ticket, since, page, runs };
+                Ok(None)
+            }
+        }
+    }
+
+    fn finish(&mut self, result: Result<Granted>) -> Result<T::Guard> {
+        let Progress::Waiting { since, page, runs, .. } = std::mem::replace(&mut self.progress, Progress::Done) else {
+            return Err(ended());
+        };
+        let Granted { cause, after, spent } = result?;
+        if let Some(segment) = self.segment() {
+            segment.shared.engine.stalled(cause, page, since, || describe(self.target.tensors()));
+        }
+        self.target.guard_after(runs, self.hold(spent), after.map(event_at))
+    }
+
+    /// Blocks until the pages are pinned. A request that was polled before goes on waiting in its place.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together, or are more than the scope was
+    /// opened for; [`WouldDeadlock`](ErrorKind::WouldDeadlock) if its scope and others would wait for each other for ever;
+    /// the failure of a fill; [`TimedOut`](ErrorKind::TimedOut) if one takes longer than the
+    /// [runtime waits](crate::RuntimeBuilder::io_timeout); [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost;
+    /// [`Closed`](ErrorKind::Closed);
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a
+    /// [closure on a stream](crate::ComputeStream::call), which run on threads that the pages may be waiting for.
+    #[inline]
+    pub fn wait(self) -> Result<T::Guard> {
+        match self.wait_until(None)? {
+            Some(guard) => Ok(guard),
+            None => Err(ended()),
+        }
+    }
+
+    /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
+    /// as a prefetch. Pages that are there are pinned whatever the limit; with a limit of zero nothing else is.
+    ///
+    /// For callers who hold guards outside of a [scope](crate::Scope) that others may wait for: such a wait may have no
+    /// end, and nobody can tell.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub fn wait_timeout(self, limit: Duration) -> Result<Option<T::Guard>> {
+        // A limit beyond what the clock can tell is none.
+        self.wait_until(Instant::now().checked_add(limit))
+    }
+
+    #[inline]
+    fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+        if let Progress::Start = self.progress
+            && let Some(guard) = self.start()?
+        {
+            self.progress = Progress::Done;
+            return Ok(Some(guard));
+        }
+        self.wait_slowly(deadline)
+    }
+
+    fn wait_slowly(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+        let Progress::Waiting { ticket, .. } = &self.progress else { return Err(ended()) };
+        let ticket = ticket.clone();
+        may_wait("a pin")?;
+        // Without a result the request is dropped, which gives it up.
+        ticket.wait(deadline).map(|result| self.finish(result)).transpose()
+    }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::InvalidArgument, "a pin request was polled after it ended")
+        .remedy("make another one: each becomes one guard, or one error")
+}
+
+impl<T: Target> Future for PinRequest<'_, T> {
+    type Output = Result<T::Guard>;
+
+    #[inline]
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Progress::Start = self.progress {
+            match self.start() {
+                Ok(Some(guard)) => {
+                    self.progress = Progress::Done;
+                    return Poll::Ready(Ok(guard));
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    self.progress = Progress::Done;
+                    return Poll::Ready(Err(error));
+                }
+            }
+        }
+        let Progress::Waiting { ticket, .. } = &self.progress else { return Poll::Ready(Err(ended())) };
+        match ticket.clone().poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(result)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl<T: Target> Drop for PinRequest<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Progress::Waiting { .. } = self.progress {
+            self.give_up();
+        }
+    }
+}
+
+impl<T: Target> PinRequest<'_, T> {
+    #[cold]
+    fn give_up(&mut self) {
+        let Progress::Waiting { id, ticket, runs, .. } = std::mem::replace(&mut self.progress, Progress::Done) else {
+            return;
+        };
+        let Some(segment) = self.segment() else { return };
+        // The pins may have come after all.
+        if let Some(Ok(Granted { spent, .. })) = segment.shared.engine.cancel(id, &ticket) {
+            self.target.give_back(runs, self.hold(spent));
+        }
+    }
+}

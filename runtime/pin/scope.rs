@@ -1,0 +1,282 @@
+//! Scopes: what one task holds and may still ask for.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, Write};
+use crate::compute::ComputeStream;
+use crate::error::{Error, ErrorKind, Result};
+use crate::ids::{Bytes, RequestId, ScopeId};
+use crate::pager::pin::Words;
+use crate::pager::{Holdings, Purpose, ScopePriority, ScopeTerms};
+use crate::runtime::Shared;
+use crate::tensor::Tensor;
+use crate::transfer::ticket::Ticket;
+use crate::transfer::{Engine, Received, Waiting, may_wait};
+
+/// A scope as its guards know it.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) id: ScopeId,
+    pub(crate) holdings: Arc<Holdings>,
+    at_most: Option<u32>,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Member {
+    /// Pins resident pages without the latch, and notes that the scope has them.
+    pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
+        let asked: u32 = words.iter().map(|(run, _)| run.count).sum();
+        // Beyond what it was opened for is an error, which the pager words.
+        let fits = self.at_most.is_none_or(|most| self.holdings.pages().saturating_add(asked) <= most);
+        if !fits || !engine.try_pin(words, purpose) {
+            return false;
+        }
+        let runs: super::Runs = words.iter().map(|(run, _)| *run).collect();
+        if self.holdings.add(&runs, purpose == Purpose::Write) {
+            engine.with(|pager, fx| pager.holds_more(self.id, fx));
+        }
+        true
+    }
+}
+
+/// Settings of a [`Scope`].
+#[must_use = "no scope is opened before `open` or `reserve`"]
+#[derive(Clone, Debug)]
+pub struct ScopeBuilder {
+    shared: Arc<Shared>,
+    label: String,
+    priority: ScopePriority,
+}
+
+impl ScopeBuilder {
+    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, label: String::new(), priority: ScopePriority::default() }
+    }
+
+    /// A name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
+    pub fn label(self, label: impl Into<String>) -> Self {
+        Self { label: label.into(), ..self }
+    }
+
+    /// When it is served, if others wait too. Interactive unless said otherwise.
+    pub fn priority(self, priority: ScopePriority) -> Self {
+        Self { priority, ..self }
+    }
+
+    fn start(self, at_most: Option<u32>) -> Scope {
+        let holdings = Arc::new(Holdings::default());
+        let Self { shared, label, priority } = self;
+        let terms = ScopeTerms { label, priority, at_most };
+        let id = shared.engine.with(|pager, _| pager.open_scope(terms, holdings.clone()));
+        Scope { member: Arc::new(Member { id, holdings, at_most, shared }) }
+    }
+
+    /// Opens a scope that grows: it pins what it needs when it needs it. Where it and others would wait for each other for
+    /// ever, one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
+    pub fn open(self) -> Scope {
+        self.start(None)
+    }
+
+    /// Opens a scope that will have at most so many bytes pinned at one time, counted in whole pages, a page once for each
+    /// pin of it. It is admitted as a unit: until their frames can be set aside it waits in line, holding nothing;
+    /// afterwards its pins wait for reads and for writers of the same pages, and not for frames. Scopes that all do
+    /// this are never told `WouldDeadlock` for want of frames. What is set aside and not pinned lies idle: say what is
+    /// needed, and end the scope when it is done.
+    pub fn reserve(self, most: Bytes) -> ScopeRequest {
+        let pages = self.shared.page_size().pages_for(most.get());
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        ScopeRequest { pages, state: Opening::Start(Some(self)) }
+    }
+}
+
+#[derive(Debug)]
+enum Opening {
+    Start(Option<ScopeBuilder>),
+    Waiting { scope: Option<Scope>, id: RequestId, ticket: Arc<Ticket> },
+    Done,
+}
+
+/// A scope that is to be opened with frames set aside: await it, or [`wait`](Self::wait) for it. Dropping it gives it up.
+#[must_use = "no scope is opened until this is awaited or waited for"]
+#[derive(Debug)]
+pub struct ScopeRequest {
+    pages: u32,
+    state: Opening,
+}
+
+impl ScopeRequest {
+    fn start(&mut self) -> Result<Option<Scope>> {
+        let Opening::Start(builder) = &mut self.state else { return Ok(None) };
+        let Some(builder) = builder.take() else { return Err(ended()) };
+        self.state = Opening::Done;
+        let scope = builder.start(Some(self.pages));
+        match scope.member.shared.engine.reserve(scope.member.id, self.pages)? {
+            Received::Ready(_) => Ok(Some(scope)),
+            Received::Waiting(Waiting { id, ticket, .. }) => {
+                self.state = Opening::Waiting { scope: Some(scope), id, ticket };
+                Ok(None)
+            }
+        }
+    }
+
+    fn finish(&mut self, result: Result<crate::pager::Granted>) -> Result<Scope> {
+        let Opening::Waiting { scope: Some(scope), .. } = std::mem::replace(&mut self.state, Opening::Done) else {
+            return Err(ended());
+        };
+        result.map(|_| scope)
+    }
+
+    /// Blocks until the frames are set aside.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if there are never so many; [`Closed`](ErrorKind::Closed);
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream.
+    pub fn wait(mut self) -> Result<Scope> {
+        if let Some(scope) = self.start()? {
+            return Ok(scope);
+        }
+        let Opening::Waiting { ticket, .. } = &self.state else { return Err(ended()) };
+        let ticket = ticket.clone();
+        may_wait("a scope")?;
+        match ticket.wait(None) {
+            Some(result) => self.finish(result),
+            None => Err(ended()),
+        }
+    }
+}
+
+impl Future for ScopeRequest {
+    type Output = Result<Scope>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.start() {
+            Ok(Some(scope)) => return Poll::Ready(Ok(scope)),
+            Ok(None) => {}
+            Err(error) => return Poll::Ready(Err(error)),
+        }
+        let Opening::Waiting { ticket, .. } = &self.state else { return Poll::Ready(Err(ended())) };
+        match ticket.clone().poll(cx.waker()) {
+            Poll::Ready(result) => Poll::Ready(self.finish(result)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl Drop for ScopeRequest {
+    fn drop(&mut self) {
+        if let Opening::Waiting { scope: Some(scope), id, ticket } = &self.state {
+            // What it may have got goes with the scope.
+            let _ = scope.member.shared.engine.cancel(*id, ticket);
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::new(ErrorKind::InvalidArgument, "a request for a scope was polled after it ended")
+        .remedy("make another one: each becomes one scope, or one error")
+}
+
+/// What one task holds and may still ask for: the unit in which pins are admitted, and in which deadlocks are seen.
+///
+/// A task that holds guards and asks for more pins them in a scope. Its first pins, or what it [reserves](ScopeBuilder::reserve),
+/// wait in line; what it asks for while it holds some passes the line, because others may wait for just those. If
+/// scopes come to wait for each other, one is told at once, with the sizes and what to do, and keeps what it holds. Guards
+/// of one scope should not wait for each other's end: a task that goes on pinning while another one lets go is two scopes.
+///
+/// It can be sent to other threads and held across `.await`. When it is dropped, what was set aside for it is given back.
+/// Guards may outlive it, as those do that become [views for other libraries](crate::DevicePin::into_dlpack) or that end
+/// behind a stream: their pages stay pinned, and count as pins outside of scopes.
+///
+/// ```
+/// use outcore::{Bytes, DType, ErrorKind, Runtime};
+///
+/// let runtime = Runtime::builder().device_budget(Bytes::mib(8)).open()?;
+/// let tensors: Vec<_> = (0..4).map(|_| runtime.alloc(DType::U8, &[4 << 20])).collect::<Result<_, _>>()?;
+///
+/// let (one, other) = (runtime.scope().label("one").open(), runtime.scope().label("other").open());
+/// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
+/// // The budget is used up, and each holds what the other would need.
+/// std::thread::scope(|threads| {
+///     let waits = threads.spawn(|| one.pin(&tensors[2]).wait().map(drop));
+///     let tells = other.pin(&tensors[3]).wait().map(drop).map_err(|error| error.kind());
+///     // Whoever was told lets go, and the other one goes on.
+///     match tells {
+///         Err(kind) => assert_eq!(kind, ErrorKind::WouldDeadlock),
+///         Ok(()) => unreachable!("the younger scope gives up"),
+///     }
+///     drop(b);
+///     waits.join().unwrap()
+/// })?;
+/// drop(a);
+/// # Ok::<(), outcore::Error>(())
+/// ```
+pub struct Scope {
+    member: Arc<Member>,
+}
+
+impl Scope {
+    /// Its number, as [`Runtime::waiting`](crate::Runtime::waiting) tells it.
+    pub fn id(&self) -> ScopeId {
+        self.member.id
+    }
+
+    /// Bytes of the pages it has pinned, a page once for each pin.
+    pub fn held(&self) -> Bytes {
+        Bytes::new(u64::from(self.member.holdings.pages()) * self.member.shared.page_size().bytes())
+    }
+
+    /// As [`Runtime::pin`](crate::Runtime::pin).
+    pub fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
+        PinRequest::new(HostPin::new(tensor), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
+    pub fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
+        PinRequest::new(HostPin::new(tensor), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
+    pub fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
+        PinRequest::new(HostPins::new(tensors), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
+    pub fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
+        PinRequest::new(HostPins::new(tensors), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
+    pub fn pin_device<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
+        PinRequest::new(DevicePins::new(tensors), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
+    pub fn pin_device_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
+        PinRequest::new(DevicePins::new(tensors), Some(&self.member))
+    }
+
+    /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
+    pub fn pin_device_on<'a>(
+        &'a self,
+        tensors: &'a [Tensor],
+        stream: &'a ComputeStream,
+    ) -> PinRequest<'a, DevicePinsOn<'a>> {
+        PinRequest::new(DevicePinsOn::new(tensors, stream), Some(&self.member))
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        self.member.shared.engine.with(|pager, fx| pager.close_scope(self.member.id, fx));
+    }
+}
+
+impl fmt::Debug for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Scope({:?}, {} pages pinned)", self.member.id, self.member.holdings.pages())
+    }
+}
