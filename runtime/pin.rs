@@ -36,9 +36,10 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageId, PageIndex, RequestId, Tier};
 use crate::pager::{Access, Granted, PageRun, TryPin, Unpin};
 use crate::segment::Segment;
+use crate::store::OwnRead;
 use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
-use crate::transfer::{Engine, Purpose, Received, Waiting, event_at, may_wait};
+use crate::transfer::{Engine, Purpose, Received, Waiting, event_at, may_wait, with_own_read};
 
 /// The pages of one request: almost always one run.
 #[derive(Clone, Debug)]
@@ -177,7 +178,7 @@ fn try_pin_run(engine: &Engine, segment: &Segment, run: PageRun) -> bool {
 #[derive(Debug)]
 enum Progress {
     Start,
-    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)> },
+    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)>, own: Option<OwnRead> },
     Done,
 }
 
@@ -238,8 +239,9 @@ impl<T: Target> PinRequest<'_, T> {
         Self { target, runs: None, progress: Progress::Start, marker: PhantomData }
     }
 
-    /// Starts; the guard if everything was there. `nested` if the caller may hold guards.
-    fn start(&mut self, nested: bool) -> Result<Option<T::Guard>> {
+    /// Starts; the guard if everything was there. `nested` if the caller may hold guards; `waits` if it does nothing else on
+    /// this thread until the result is there.
+    fn start(&mut self, nested: bool, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
         let runs = self.target.runs();
         let Some(segment) = self.target.segment() else {
@@ -253,10 +255,12 @@ impl<T: Target> PinRequest<'_, T> {
             return Ok(Some(self.target.guard(runs)));
         }
         let since = Instant::now();
-        match engine.submit(runs.as_slice(), T::PURPOSE, nested)? {
+        let submit = || engine.submit(runs.as_slice(), T::PURPOSE, nested);
+        let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
+        match received? {
             Received::Ready(after) => self.target.guard_after(runs, after).map(Some),
             Received::Waiting(Waiting { id, ticket, page }) => {
-                self.progress = Progress::Waiting { id, ticket, since, page };
+                self.progress = Progress::Waiting { id, ticket, since, page, own };
                 self.runs = Some(runs);
                 Ok(None)
             }
@@ -301,14 +305,16 @@ impl<T: Target> PinRequest<'_, T> {
     }
 
     fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
-        if let Some(guard) = self.start(Held::any())? {
+        // A read cannot be left for a deadline.
+        if let Some(guard) = self.start(Held::any(), deadline.is_none())? {
             return Ok(Some(guard));
         }
-        let Progress::Waiting { id, ticket, .. } = &self.progress else {
+        let Progress::Waiting { id, ticket, own, .. } = &mut self.progress else {
             return Err(Error::new(ErrorKind::Internal, "a pin request that neither waits nor is done"));
         };
-        let (id, ticket) = (*id, ticket.clone());
+        let (id, ticket, own) = (*id, ticket.clone(), own.take());
         may_wait("a pin")?;
+        own.map(OwnRead::run);
         let patient = Instant::now() + PATIENCE;
         let mut result = ticket.wait(Some(deadline.map_or(patient, |deadline| deadline.min(patient))));
         if result.is_none() && deadline.is_none_or(|deadline| deadline > patient) {
@@ -328,7 +334,7 @@ impl<T: Target> Future for PinRequest<'_, T> {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Progress::Start = self.progress {
             // Which guards a task holds is not known.
-            match self.start(true) {
+            match self.start(true, false) {
                 Ok(Some(guard)) => {
                     self.progress = Progress::Done;
                     return Poll::Ready(Ok(guard));

@@ -704,7 +704,7 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and nothing is closed.
     pub fn close(self) -> Result<()> {
         may_wait("the end of a runtime")?;
-        let closed = self.engine().shut_down();
+        let closed = self.shared.engine.shut_down();
         // Afterwards, because what was in flight may have failed.
         match (self.engine().lost(), closed) {
             (None, closed) => closed,

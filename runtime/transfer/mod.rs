@@ -19,13 +19,13 @@
 
 pub(crate) mod ticket;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, RwLock};
 
@@ -39,7 +39,7 @@ use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
 use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Priority, Submitted, WaitCause};
-use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
+use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
 use ticket::Ticket;
 
@@ -273,6 +273,35 @@ pub(crate) fn may_wait(what: &str) -> Result<()> {
     };
     let message = format!("{what} cannot be waited for in {place}: it may be waiting for this very thread");
     Err(Error::new(ErrorKind::InvalidArgument, message).remedy(remedy))
+}
+
+thread_local! {
+    static OWN: RefCell<Own> = const { RefCell::new(Own::Unwanted) };
+}
+
+/// The read that a thread carries out itself.
+#[derive(Debug)]
+enum Own {
+    Unwanted,
+    Wanted,
+    Begun(OwnRead),
+}
+
+/// Runs `submit`, after which the caller is going to wait on this thread and can do nothing else. Of the reads that it
+/// causes, one may be left to the caller, to be [run](OwnRead::run) before it waits.
+pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
+    /// Puts back what was there, also if `submit` panics.
+    struct Before(Own);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            OWN.replace(std::mem::replace(&mut self.0, Own::Unwanted));
+        }
+    }
+    let before = Before(OWN.replace(Own::Wanted));
+    let submitted = submit();
+    let own = OWN.replace(Own::Unwanted);
+    drop(before);
+    (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
 }
 
 pub(crate) struct Parts {
@@ -744,7 +773,7 @@ impl Engine {
             scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
         }
         self.enter(planned, stage);
-        self.store.submit(IoOp {
+        let op = IoOp {
             token: Token(planned.id.get()),
             kind,
             file,
@@ -753,7 +782,14 @@ impl Engine {
             len: valid.next_multiple_of(IO_ALIGNMENT) as u32,
             valid: valid as u32,
             priority: planned.priority,
-        });
+        };
+        if OWN.with_borrow(|own| matches!(own, Own::Wanted)) {
+            if let Some(read) = self.store.begin(op) {
+                OWN.set(Own::Begun(read));
+            }
+        } else {
+            self.store.submit(op);
+        }
         Ok(())
     }
 
@@ -970,7 +1006,7 @@ impl Engine {
 
     /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
     pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
-        let close = |engine: &Self| {
+        let close = |engine: &Arc<Self>| {
             if let Err(error) = engine.shut_down() {
                 tracing::warn!(%error, "close the runtime");
             }
@@ -987,13 +1023,19 @@ impl Engine {
     }
 
     /// Stops admitting, waits for everything in flight, stops the threads.
-    pub(crate) fn shut_down(&self) -> Result<()> {
+    pub(crate) fn shut_down(self: &Arc<Self>) -> Result<()> {
         may_wait("the end of a runtime")?;
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
+        // Whoever closes again knows that the disk does not answer.
+        let limit = if self.closed.load(Ordering::Acquire) { Duration::ZERO } else { self.store.close_limit() };
         let mut latched = self.latch.lock();
         while !latched.pager.is_idle() {
-            self.idle.wait(&mut latched);
+            let ended = self.store.ended();
+            let late = self.idle.wait_for(&mut latched, limit).timed_out();
+            if late && !latched.pager.is_idle() && self.store.outstanding() > 0 && self.store.ended() == ended {
+                return Err(self.abandon(latched));
+            }
         }
         drop(latched);
         self.closed.store(true, Ordering::Release);
@@ -1001,6 +1043,22 @@ impl Engine {
         let device = self.device.close();
         self.with(|pager, _| self.note_lost_device(pager));
         store.and(device)
+    }
+
+    /// Ends although the disk does not answer. What the kernel may still touch is never given back.
+    fn abandon<'a>(self: &'a Arc<Self>, mut latched: parking_lot::MutexGuard<'a, Latched>) -> Error {
+        let tickets = std::mem::take(&mut latched.tickets);
+        drop(latched);
+        self.closed.store(true, Ordering::Release);
+        let error = match self.store.close_within(Duration::ZERO) {
+            Err(error) => error,
+            Ok(()) => Error::new(ErrorKind::Io, "the disk answered too late for the runtime to close in order"),
+        };
+        // Frames, staging buffers and address ranges belong to the engine.
+        std::mem::forget(self.clone());
+        let wakers: Vec<Waker> = tickets.into_values().filter_map(|ticket| ticket.fulfil(Err(error.clone()))).collect();
+        wakers.into_iter().for_each(Waker::wake);
+        error
     }
 
     /// Errors that no call has reported.
