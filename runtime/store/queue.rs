@@ -160,10 +160,7 @@ impl<T> Queue<T> {
     pub fn start_callers(&mut self, now: Instant) -> bool {
         self.last_demand = Some(now);
         let room = self.started() < self.limits.all;
-        if room {
-            self.submitted += 1;
-            self.started_callers += 1;
-        }
+        self.started_callers += u32::from(room);
         room
     }
 
@@ -171,7 +168,6 @@ impl<T> Queue<T> {
     pub fn give_back(&mut self, token: Token, bytes: u32, item: T, now: Instant) {
         self.finished(Lane::Callers);
         self.ended -= 1;
-        self.submitted -= 1;
         self.push(token, Priority::Demand, bytes, item, now);
     }
 
@@ -243,7 +239,7 @@ impl<T> Queue<T> {
 
     /// Operations that wait or are started.
     pub fn outstanding(&self) -> u64 {
-        self.submitted - self.ended
+        self.waiting.iter().map(BTreeMap::len).sum::<usize>() as u64 + u64::from(self.started())
     }
 
     /// Reads that callers carry out now.
@@ -378,6 +374,8 @@ mod tests {
         queue.finished(Lane::Demand);
         assert!(queue.start_callers(now));
         assert_eq!(queue.pop(now), None, "six are started again");
+        // Where another was submitted meanwhile, both are kept.
+        queue.push(Token(8), Priority::Demand, BYTES, 8, now);
         queue.give_back(Token(9), BYTES, 9, now);
         assert_eq!(queue.pop(now).map(|(n, _)| n), Some(5));
         queue.finished(Lane::Callers);
@@ -385,8 +383,8 @@ mod tests {
         for _ in 0..4 {
             queue.finished(Lane::Demand);
         }
-        assert_eq!(queue.pop(now).map(|(n, _)| n), Some(9));
-        assert_eq!((queue.outstanding(), queue.ended()), (1, 7));
+        assert_eq!([queue.pop(now), queue.pop(now)].map(|next| next.map(|(n, _)| n)), [Some(8), Some(9)]);
+        assert_eq!((queue.outstanding(), queue.ended()), (2, 7));
     }
 
     #[test]
