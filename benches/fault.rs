@@ -178,18 +178,19 @@ fn main() {
         let frames = (most as u64 + 8).min(count / 2);
         let open = |io| Paged::open(&file.0, size.get(), page.get(), frames, io);
         let paged = [open(IoBackend::Threads), open(IoBackend::IoUring)];
-        let next = AtomicU64::new(0);
-        let at = || order[(next.fetch_add(1, Ordering::Relaxed) % count) as usize];
+        // Each side goes round by itself: its frames are fewer than the pages between two uses of one.
+        let next = [0, 1, 2].map(|_| AtomicU64::new(0));
+        let at = |side: usize| order[(next[side].fetch_add(1, Ordering::Relaxed) % count) as usize];
         let measure = |side: usize, threads: usize| match side {
-            0 => sample(threads, time, &|thread| raw.fault(thread, at())),
+            0 => sample(threads, time, &|thread| raw.fault(thread, at(0))),
             side => {
                 let Paged { runtime, pages } = &paged[side - 1];
-                sample(threads, time, &|_| drop(runtime.pin(&pages[at() as usize]).wait().unwrap()))
+                sample(threads, time, &|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()))
             }
         };
         // Frames are touched for the first time here.
-        for side in 1..SIDES.len() {
-            measure(side, most);
+        for (side, Paged { runtime, pages }) in (1..).zip(&paged) {
+            (0..frames + 1).for_each(|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()));
         }
         for &threads in &threads {
             let mut samples: [Vec<Sample>; 3] = Default::default();

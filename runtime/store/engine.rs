@@ -207,6 +207,11 @@ impl Shared {
         deliver(&*self.sink, done);
     }
 
+    /// Whether to report this operation keeps a thread for long.
+    pub fn takes_long(&self, active: &Active) -> bool {
+        panic::catch_unwind(AssertUnwindSafe(|| self.sink.takes_long(active.op.token))).unwrap_or(false)
+    }
+
     /// Turns ended operations into completions. The identity of each file is compared once, after the last of these reads
     /// of it has ended: whatever changed before any of them ended is seen. A changed file is more important news than what
     /// the transfer came to.

@@ -24,8 +24,8 @@
 //!
 //! # Inside
 //!
-//! `engine.rs` is the one [`Store`]: files, checks, the queue, the end of an operation. A backend is only the loop
-//! that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
+//! `engine.rs` is the one [`Store`]: files, checks, the queue, reads of callers, the end of an operation. A backend is only
+//! the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
 //! what may start, `operation.rs` what a result from the kernel means, `file.rs` how a file is opened and whether it
 //! changed.
 

@@ -1,14 +1,15 @@
 //! io_uring: one ring, one thread that owns it.
 //!
-//! Submitters put operations into the shared queue and write an eventfd whose read is armed in the ring, so that the
-//! thread has one place to wait. Everything the kernel is told comes from that thread, which is what SINGLE_ISSUER and
-//! DEFER_TASKRUN ask for.
+//! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in the
+//! ring, so that the thread has one place to wait. Everything the ring is told comes from that thread, which is what
+//! SINGLE_ISSUER and DEFER_TASKRUN ask for. Reads that callers carry out themselves do not come here.
 //!
 //! # Invariants
 //!
 //! 1. Memory the kernel may touch is named by `Ring::in_flight` (operations) or is `Ring::wake_word`. Nothing leaves
 //!    the table before its completion was reaped.
 //! 2. The thread leaves only when the table is empty and no read of the eventfd is armed; only then is the ring closed.
+//!    A thread that is given up on by a close keeps all of it, for ever if need be.
 //! 3. Registered files and buffers are an advantage, never a need: every refusal leaves plain operations.
 //!
 //! # Failure
@@ -27,7 +28,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use slab::Slab;
 
 use super::engine::{Driver, Ended, Shared, Started};
@@ -252,6 +253,81 @@ struct InFlight {
     slot: Option<u32>,
 }
 
+/// Operations whose end takes long to report, and the thread that does it, so that the ring's serves the kernel meanwhile.
+/// It is started for the first of them.
+struct Slow {
+    shared: Arc<Shared>,
+    queue: Arc<SlowQueue>,
+    started: bool,
+}
+
+#[derive(Default)]
+struct SlowQueue {
+    state: Mutex<SlowState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct SlowState {
+    ended: Vec<Ended>,
+    /// Nothing more comes.
+    over: bool,
+}
+
+impl Slow {
+    fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, queue: Arc::default(), started: false }
+    }
+
+    /// Takes out of `ended` what takes long. Without a thread it stays there.
+    fn take(&mut self, ended: &mut Vec<Ended>) {
+        let mut slow = ended.extract_if(.., |ended| self.shared.takes_long(&ended.active)).peekable();
+        if slow.peek().is_none() {
+            return;
+        }
+        if !self.started {
+            let (shared, queue) = (Arc::clone(&self.shared), Arc::clone(&self.queue));
+            if let Err(cause) = self.shared.spawn("outcore-io-slow".into(), move || queue.serve(&shared)) {
+                tracing::info!(%cause, "no thread for slow completions: the ring's reports them");
+                let slow: Vec<_> = slow.collect();
+                return ended.extend(slow);
+            }
+            self.started = true;
+        }
+        self.queue.state.lock().ended.extend(slow);
+        self.queue.changed.notify_one();
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        self.queue.state.lock().over = true;
+        self.queue.changed.notify_one();
+    }
+}
+
+impl SlowQueue {
+    fn serve(&self, shared: &Shared) {
+        let mut done = Vec::new();
+        loop {
+            let mut state = self.state.lock();
+            while state.ended.is_empty() {
+                if state.over {
+                    return;
+                }
+                self.changed.wait(&mut state);
+            }
+            let mut ended = mem::take(&mut state.ended);
+            drop(state);
+            shared.conclude(&mut ended, &mut done);
+            // One by one: who waits for the first need not wait for the last.
+            for completion in done.drain(..) {
+                shared.deliver(&mut vec![completion]);
+            }
+        }
+    }
+}
+
 /// The thread's end: the ring and all that belongs to it.
 struct Ring {
     ring: IoUring,
@@ -270,6 +346,7 @@ struct Ring {
     /// Ended, and not yet reported.
     ended: Vec<Ended>,
     done: Vec<Completion>,
+    slow: Slow,
     lanes: Vec<Lane>,
     starting: Vec<(Active, Lane)>,
     answers: Vec<(u64, i32)>,
@@ -336,6 +413,7 @@ impl Ring {
                 "this kernel registers not all of what was offered: some CPU more, nothing else"
             );
         }
+        let slow = Slow::new(Arc::clone(&shared));
         Self {
             ring,
             shared,
@@ -349,6 +427,7 @@ impl Ring {
             offered,
             ended: Vec::new(),
             done: Vec::new(),
+            slow,
             lanes: Vec::new(),
             starting: Vec::new(),
             answers: Vec::new(),
@@ -366,6 +445,7 @@ impl Ring {
             if !self.ended.is_empty() || !self.done.is_empty() {
                 // The kernel gets its next work before the sink takes its time.
                 self.enter(0);
+                self.slow.take(&mut self.ended);
                 self.shared.conclude(&mut self.ended, &mut self.done);
                 self.shared.deliver(&mut self.done);
                 continue;

@@ -106,6 +106,9 @@ pub(crate) enum Received {
     Waiting(Waiting),
 }
 
+/// Bytes whose hash takes longer than to wake another thread.
+const LONG_HASH: u64 = 512 << 10;
+
 /// The event behind the copies that a stream has to wait for.
 pub(crate) fn event_at(point: FillPoint) -> EventId {
     EventId(point.get())
@@ -138,11 +141,17 @@ impl LearnedHashes {
         Some(Self { hashes: zeros(pages), confirmed: zeros(pages.div_ceil(64)), always: verify == Verify::Always })
     }
 
-    fn check(&self, page: PageIndex, hash: impl FnOnce() -> u64) -> Result<(), (u64, u64)> {
+    /// Whether the page, when it is read again, is to be compared.
+    fn asks(&self, page: PageIndex) -> bool {
         let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
-        if !self.always && self.confirmed[word].load(Ordering::Relaxed) & bit != 0 {
+        self.always || self.confirmed[word].load(Ordering::Relaxed) & bit == 0
+    }
+
+    fn check(&self, page: PageIndex, hash: impl FnOnce() -> u64) -> Result<(), (u64, u64)> {
+        if !self.asks(page) {
             return Ok(());
         }
+        let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
         let hash = hash().max(1);
         match self.hashes[page.index()].compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => Ok(()),
@@ -211,6 +220,10 @@ impl Completions for Sink {
         } else {
             done.clear();
         }
+    }
+
+    fn takes_long(&self, token: Token) -> bool {
+        self.0.get().and_then(Weak::upgrade).is_some_and(|engine| engine.takes_long(token))
     }
 
     fn taken_up(&self, token: Token, end: EventId) {
@@ -638,11 +651,7 @@ impl Engine {
         }
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
-                let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
-                    None => device_pointer(address)?,
-                };
-                self.read_or_write(planned, Stage::Reading, &io, buffer)?;
+                self.read_or_write(planned, Stage::Reading, &io, self.io_buffer(planned, address)?)?;
                 Ok(None)
             }
             (Place::Zero, _) => {
@@ -666,13 +675,12 @@ impl Engine {
                     Ok(self.copy(planned, Stage::CopyingOut, op))
                 }
                 None => {
-                    self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?)?;
+                    self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                     Ok(None)
                 }
             },
-            (Place::Host(host), _) => {
-                let buffer = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+            (Place::Host(_), _) => {
+                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                 Ok(None)
             }
             (Place::Disk, _) => {
@@ -768,10 +776,6 @@ impl Engine {
         };
         let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
-        if let (Source::Scratch { scratch, slots, .. }, IoKind::Write) = (&io.source, kind) {
-            // The page is WritingBack, or its host copy busy: its bytes do not change until the write is complete.
-            scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
-        }
         self.enter(planned, stage);
         let op = IoOp {
             token: Token(planned.id.get()),
@@ -799,6 +803,19 @@ impl Engine {
             // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
             self.with(|pager, fx| pager.taken(MoveId(token.0), FillPoint(end.0), fx));
         }
+    }
+
+    /// Whether the end of an operation of the store asks for a hash of many bytes.
+    fn takes_long(&self, token: Token) -> bool {
+        if self.page_bytes < LONG_HASH || token.0 >= CALLER_TOKENS {
+            return false;
+        }
+        let Some(entry) = self.in_flight.lock().get(&MoveId(token.0)).copied() else { return false };
+        let page = entry.planned.page;
+        self.segment_io(page.segment).is_ok_and(|io| match &io.source {
+            Source::File { learned, .. } => learned.as_ref().is_some_and(|learned| learned.asks(page.index)),
+            Source::Scratch { .. } => true,
+        })
     }
 
     fn completed(&self, done: &mut Vec<Completion>) {
@@ -962,10 +979,7 @@ impl Engine {
         let address = self.address(&io, planned.page);
         match entry.stage {
             Stage::Reading => {
-                let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
-                    None => device_pointer(address)?,
-                };
+                let buffer = self.io_buffer(planned, address)?;
                 self.check(&io, planned.page, buffer)?;
                 if planned.staging.is_none() {
                     return Ok(Next::Nothing);
@@ -974,12 +988,30 @@ impl Engine {
                 Ok(Next::Copy(self.copy(planned, Stage::CopyingIn, op)))
             }
             Stage::CopyingOut if planned.to == Place::Disk => {
-                let Some(staging) = planned.staging else { return Ok(Next::Nothing) };
-                let buffer = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+                if planned.staging.is_none() {
+                    return Ok(Next::Nothing);
+                }
+                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                 Ok(Next::Write)
             }
+            Stage::Writing => {
+                if let Source::Scratch { scratch, slots, .. } = &io.source {
+                    // The page is WritingBack, or its host copy busy: its bytes are those that were written.
+                    let buffer = self.io_buffer(planned, address)?;
+                    scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+                }
+                Ok(Next::Nothing)
+            }
             _ => Ok(Next::Nothing),
+        }
+    }
+
+    /// The memory that the store reads into, or writes from.
+    fn io_buffer(&self, planned: Move, address: DeviceAddress) -> Result<HostPointer> {
+        match (planned.from, planned.staging) {
+            (Place::Host(host), _) => self.slab.pointer(host).ok_or_else(|| missing_frame(host)),
+            (_, Some(staging)) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging)),
+            (_, None) => device_pointer(address),
         }
     }
 
