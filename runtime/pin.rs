@@ -314,7 +314,9 @@ impl<T: Target> PinRequest<'_, T> {
         };
         let (id, ticket, own) = (*id, ticket.clone(), own.take());
         may_wait("a pin")?;
-        own.map(OwnRead::run);
+        if let Some(own) = own {
+            own.run();
+        }
         let patient = Instant::now() + PATIENCE;
         let mut result = ticket.wait(Some(deadline.map_or(patient, |deadline| deadline.min(patient))));
         if result.is_none() && deadline.is_none_or(|deadline| deadline > patient) {

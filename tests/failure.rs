@@ -7,6 +7,7 @@ mod common;
 #[macro_use]
 mod harness;
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use std::time::Duration;
 use harness::{
     AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, watched,
 };
-use outcore::device::DeviceCall;
+use outcore::device::{DeviceCall, Token};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
 use parking_lot::{Condvar, Mutex};
@@ -27,6 +28,7 @@ on_every_device! {
     any_one_operation_may_fail_with_eio
     any_one_operation_may_find_the_disk_full_or_end_early
     regression_a_runtime_whose_drive_never_answers_closes
+    reads_that_fail_for_a_moment_are_not_noticed
     interrupted_postponed_and_partial_operations_go_on_unnoticed
     a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it
     close_reports_what_was_lost
@@ -321,6 +323,50 @@ fn interrupted_postponed_and_partial_operations_go_on_unnoticed(devices: Devices
             {
                 fail_each(setting, fault, step + at % 2);
             }
+        }
+    });
+}
+
+/// Fails the first call of every read, and the second of every other one.
+#[derive(Default)]
+struct Moments {
+    calls: Mutex<HashMap<Token, u32>>,
+}
+
+impl CallHook for Moments {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind == IoKind::Write {
+            return Injected::Nothing;
+        }
+        let mut calls = self.calls.lock();
+        let odd = calls.len() as u32 % 2;
+        let left = calls.entry(call.token).or_insert(1 + odd);
+        if *left == 0 {
+            return Injected::Nothing;
+        }
+        *left -= 1;
+        Injected::Errno(libc::EIO)
+    }
+}
+
+fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
+    watched("reads that fail for a moment", move || {
+        for setting in Setting::tiers(devices) {
+            let moments = Arc::new(Moments::default());
+            let store = StoreOptions::new(setting.io).hook(moments.clone());
+            let runtime = setting.builder(None).store(store).open().unwrap();
+            let file = common::synthetic(&LENGTHS);
+            let model = runtime.open_model(&file.path).unwrap();
+            for n in 0..LENGTHS.len() {
+                let name = format!("t{n}");
+                let (header, tensor) = (model.header().tensor(&name).unwrap(), model.tensor(&name).unwrap());
+                let bytes = &file.bytes[header.offset as usize..][..header.len as usize];
+                assert!(*runtime.read(&tensor).unwrap().try_bytes().unwrap() == *bytes, "{setting:?}: {name} differs");
+            }
+            assert!(moments.calls.lock().len() > 10, "too few reads to be a test");
+            drop(model);
+            runtime.close().unwrap();
+            next_round(setting.on);
         }
     });
 }

@@ -985,6 +985,58 @@ fn a_store_dropped_by_its_own_completion() {
     });
 }
 
+/// What takes long to report neither holds up the rest nor is forgotten by a close.
+#[test]
+fn a_slow_completion_does_not_hold_up_the_others() {
+    /// Holds the completion of the first operation until it is told to go on.
+    struct OneSlow {
+        log: Log,
+        held: Mutex<bool>,
+        changed: Condvar,
+    }
+    impl Completions for OneSlow {
+        fn completed(&self, done: &mut Vec<Completion>) {
+            if done.iter().any(|completion| completion.token == Token(0)) {
+                drop(self.changed.wait_while(self.held.lock().unwrap(), |held| *held).unwrap());
+            }
+            self.log.completed(done);
+        }
+        fn takes_long(&self, token: Token) -> bool {
+            token == Token(0)
+        }
+    }
+    on_each_backend(|backend| {
+        let sink = OneSlow { log: Log::default(), held: Mutex::new(true), changed: Condvar::new() };
+        let sink = Arc::new(sink);
+        let memory = Memory::new(4 * PAGE);
+        let store = open_store(backend, Arc::clone(&sink) as _).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&noise(4 * PAGE, 9)).unwrap();
+        let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
+        let read = |token: u64| IoOp {
+            token: Token(token),
+            kind: IoKind::Read,
+            file,
+            offset: token * PAGE as u64,
+            buffer: memory.at(token as usize * PAGE),
+            len: PAGE as u32,
+            valid: PAGE as u32,
+            priority: Priority::Demand,
+        };
+        (0..4).for_each(|token| store.submit(read(token)));
+        (1..4).for_each(|token| sink.log.result(token).unwrap());
+        assert_eq!(sink.log.count(), 3);
+        thread::scope(|scope| {
+            let closing = scope.spawn(|| store.close());
+            *sink.held.lock().unwrap() = false;
+            sink.changed.notify_all();
+            closing.join().unwrap().unwrap();
+        });
+        sink.log.assert_each_ended_once(0..4);
+        assert_eq!(memory.bytes(0, 4 * PAGE), noise(4 * PAGE, 9));
+    });
+}
+
 #[test]
 fn a_sink_that_panics_does_not_stop_the_store() {
     struct Panics(Log);
