@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
@@ -416,7 +417,15 @@ impl RuntimeBuilder {
 
     /// How files are read and written.
     pub fn io(self, backend: IoBackend) -> Self {
-        self.store(StoreOptions::new(backend))
+        let limit = self.store.close_limit;
+        self.store(StoreOptions::new(backend).close_within(limit))
+    }
+
+    /// How long [`close`](Runtime::close) waits for a disk that does not answer: without one read or write ending for so long,
+    /// it fails, and the memory of those under way stays reserved. 60 s unless set. [`store`](Self::store) sets it anew.
+    pub fn close_within(mut self, limit: Duration) -> Self {
+        self.store = self.store.close_within(limit);
+        self
     }
 
     /// How files are read and written, in detail.

@@ -44,6 +44,7 @@ UNSAFE_ALLOWED = {
     "tests/memory.rs": "asks the kernel what the page cache holds",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
+    "benches/fault.rs": "moves and reads raw pages, beside which faults are measured",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }

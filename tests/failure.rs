@@ -7,22 +7,28 @@ mod common;
 #[macro_use]
 mod harness;
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use harness::{
     AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, watched,
 };
-use outcore::device::DeviceCall;
-use outcore::store::IoKind;
+use outcore::device::{DeviceCall, Token};
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use parking_lot::{Condvar, Mutex};
 
 on_every_device! {
     any_one_call_of_the_device_may_be_refused
     any_one_operation_may_fail_with_eio
     any_one_operation_may_find_the_disk_full_or_end_early
+    regression_a_runtime_whose_drive_never_answers_closes
+    reads_that_fail_for_a_moment_are_not_noticed
     interrupted_postponed_and_partial_operations_go_on_unnoticed
     a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it
     close_reports_what_was_lost
@@ -317,6 +323,100 @@ fn interrupted_postponed_and_partial_operations_go_on_unnoticed(devices: Devices
             {
                 fail_each(setting, fault, step + at % 2);
             }
+        }
+    });
+}
+
+/// Fails the first call of every read, and the second of every other one.
+#[derive(Default)]
+struct Moments {
+    calls: Mutex<HashMap<Token, u32>>,
+}
+
+impl CallHook for Moments {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind == IoKind::Write {
+            return Injected::Nothing;
+        }
+        let mut calls = self.calls.lock();
+        let odd = calls.len() as u32 % 2;
+        let left = calls.entry(call.token).or_insert(1 + odd);
+        if *left == 0 {
+            return Injected::Nothing;
+        }
+        *left -= 1;
+        Injected::Errno(libc::EIO)
+    }
+}
+
+fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
+    watched("reads that fail for a moment", move || {
+        for setting in Setting::tiers(devices) {
+            let moments = Arc::new(Moments::default());
+            let store = StoreOptions::new(setting.io).hook(moments.clone());
+            let runtime = setting.builder(None).store(store).open().unwrap();
+            let file = common::synthetic(&LENGTHS);
+            let model = runtime.open_model(&file.path).unwrap();
+            for n in 0..LENGTHS.len() {
+                let name = format!("t{n}");
+                let (header, tensor) = (model.header().tensor(&name).unwrap(), model.tensor(&name).unwrap());
+                let bytes = &file.bytes[header.offset as usize..][..header.len as usize];
+                assert!(*runtime.read(&tensor).unwrap().try_bytes().unwrap() == *bytes, "{setting:?}: {name} differs");
+            }
+            assert!(moments.calls.lock().len() > 10, "too few reads to be a test");
+            drop(model);
+            runtime.close().unwrap();
+            next_round(setting.on);
+        }
+    });
+}
+
+/// Holds every call until it is opened, as a drive that hangs does.
+#[derive(Default)]
+struct Hangs {
+    state: Mutex<(u32, bool)>,
+    changed: Condvar,
+}
+
+impl CallHook for Hangs {
+    fn before(&self, _: &IoCall) -> Injected {
+        let mut state = self.state.lock();
+        state.0 += 1;
+        self.changed.notify_all();
+        self.changed.wait_while(&mut state, |(_, answers)| !*answers);
+        Injected::Nothing
+    }
+}
+
+/// One thread waits for a page that never comes, a task for the same, and the runtime is closed. Both are told once it has
+/// given up, the thread as soon as its own read returns.
+fn regression_a_runtime_whose_drive_never_answers_closes(devices: Devices) {
+    watched("a drive that hangs", move || {
+        for setting in Setting::tiers(devices) {
+            let drive = Arc::new(Hangs::default());
+            let store = StoreOptions::new(setting.io).hook(drive.clone()).close_within(Duration::from_millis(1));
+            let runtime = setting.builder(None).store(store).open().unwrap();
+            let file = common::synthetic(&[10_000]);
+            let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+            let (reader, wanted) = (runtime.clone(), tensor.clone());
+            let reading = std::thread::spawn(move || reader.read(&wanted).map(drop));
+            drive.changed.wait_while(&mut drive.state.lock(), |state| state.0 == 0);
+            let mut request = runtime.reading(&tensor);
+            let mut context = Context::from_waker(Waker::noop());
+            assert!(request.as_mut().poll(&mut context).is_pending());
+            let error = runtime.clone().close().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Io, "{setting:?}: {error}");
+            let text = error.to_string();
+            assert!(text.contains("1 operation is outstanding") && text.contains("memory stays reserved"), "{text}");
+            assert!(
+                matches!(request.as_mut().poll(&mut context), Poll::Ready(Err(error)) if error.kind() == ErrorKind::Io)
+            );
+            drop(request);
+            drop((tensor, runtime));
+            drive.state.lock().1 = true;
+            drive.changed.notify_all();
+            assert_eq!(reading.join().unwrap().unwrap_err().kind(), ErrorKind::Io);
+            next_round(setting.on);
         }
     });
 }

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 use outcore::device::{HostPointer, Token};
 use outcore::store::{
@@ -472,7 +473,9 @@ fn a_failed_call_fails_its_operation_and_no_other() {
             [(libc::EIO, ErrorKind::Io), (libc::EFAULT, ErrorKind::Internal), (libc::ENOSPC, ErrorKind::DiskFull)]
         {
             for nth in 0..3 {
-                let hook = Hook::scripted([(nth, Injected::Errno(errno))]);
+                // A read is tried again after EIO, twice.
+                let calls = if errno == libc::EIO { nth..nth + 3 } else { nth..nth + 1 };
+                let hook = Hook::scripted(calls.map(|call| (call, Injected::Errno(errno))));
                 let rig = Rig::one_at_a_time(backend, &hook);
                 let (file, _) = rig.model(3 * PAGE);
                 (0..3).for_each(|page| rig.store.submit(rig.read(page as u64, file, page)));
@@ -488,6 +491,36 @@ fn a_failed_call_fails_its_operation_and_no_other() {
                     }
                 }
             }
+        }
+    });
+}
+
+#[test]
+fn a_read_that_fails_for_a_moment_is_tried_again() {
+    on_each_backend(|backend| {
+        for (errno, times) in [(libc::EIO, 1), (libc::EIO, 2), (libc::EAGAIN, 1), (libc::EAGAIN, 5)] {
+            let hook = Hook::scripted((0..times).map(|call| (call, Injected::Errno(errno))));
+            let rig = Rig::one_at_a_time(backend, &hook);
+            let (file, bytes) = rig.model(PAGE);
+            rig.store.submit(rig.read(0, file, 0));
+            rig.log.result(0).unwrap();
+            assert_eq!(rig.memory.bytes(0, PAGE), bytes);
+            assert_eq!(rig.store.retries(), times as u64, "{backend}: {errno}");
+        }
+    });
+}
+
+#[test]
+fn a_read_that_fails_three_times_has_failed_and_a_write_once() {
+    on_each_backend(|backend| {
+        let always = || Hook::scripted((0..100).map(|call| (call, Injected::Errno(libc::EIO))));
+        for (kind, calls, retries) in [(IoKind::Read, 3, 2), (IoKind::Write, 1, 0)] {
+            let hook = always();
+            let rig = Rig::one_at_a_time(backend, &hook);
+            let file = rig.scratch(PAGE);
+            rig.store.submit(rig.op(0, kind, file, 0));
+            assert_eq!(rig.log.kind(0), ErrorKind::Io);
+            assert_eq!((hook.tokens().len(), rig.store.retries()), (calls, retries), "{backend} {kind:?}");
         }
     });
 }
@@ -699,6 +732,160 @@ fn close_completes_what_was_submitted_and_refuses_what_comes_after() {
     });
 }
 
+/// The drive never answers one read; a second one waits behind it.
+#[test]
+fn regression_a_store_whose_drive_never_answers_closes() {
+    on_each_backend(|backend| {
+        let hook = Hook::gated();
+        let rig = Rig::one_at_a_time(backend, &hook);
+        let (file, bytes) = rig.model(2 * PAGE);
+        rig.store.submit(rig.read(0, file, 0));
+        hook.wait_for(1);
+        rig.store.submit(rig.read(1, file, 1));
+        assert_eq!((rig.store.outstanding(), rig.store.ended()), (2, 0));
+        let error = rig.store.close_within(Duration::from_millis(1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        let text = error.to_string();
+        assert!(text.contains("1 operation is outstanding") && text.contains("memory stays reserved"), "{text}");
+        assert_eq!(rig.log.kind(1), ErrorKind::Closed);
+        rig.store.submit(rig.read(2, file, 1));
+        assert_eq!(rig.log.kind(2), ErrorKind::Closed);
+        // It is dropped without waiting; what the kernel has is completed if the drive answers after all.
+        let Rig { store, log, memory, directory } = rig;
+        drop(store);
+        assert_eq!(log.count(), 2);
+        hook.open_gate();
+        log.result(0).unwrap();
+        assert_eq!(memory.bytes(0, PAGE), &bytes[..PAGE]);
+        assert_eq!(memory.bytes(PAGE, PAGE), vec![0; PAGE]);
+        drop(directory);
+    });
+}
+
+/// A drive that is slow is waited for: something ends again and again.
+#[test]
+fn a_store_that_gave_up_closes_once_the_drive_has_answered() {
+    on_each_backend(|backend| {
+        let hook = Hook::gated();
+        let rig = Rig::one_at_a_time(backend, &hook);
+        let (file, _) = rig.model(PAGE);
+        rig.store.submit(rig.read(0, file, 0));
+        hook.wait_for(1);
+        rig.store.close_within(Duration::ZERO).unwrap_err();
+        hook.open_gate();
+        rig.log.result(0).unwrap();
+        rig.store.close().unwrap();
+    });
+}
+
+// ------------------------------------------------------------------------------------------------ reads of the caller
+
+fn demand(op: IoOp) -> IoOp {
+    IoOp { priority: Priority::Demand, ..op }
+}
+
+#[test]
+fn a_demand_read_may_be_carried_out_by_the_caller() {
+    on_each_backend(|backend| {
+        let hook = Hook::scripted([(0, Injected::Short(4096)), (1, Injected::Errno(libc::EIO))]);
+        let rig = Rig::with(StoreOptions::new(backend).hook(Arc::clone(&hook) as _));
+        let (file, bytes) = rig.model(4 * PAGE);
+        let read = rig.store.begin(demand(rig.read(0, file, 0))).expect("nothing else is started");
+        assert_eq!((rig.log.count(), rig.store.outstanding()), (0, 1));
+        read.run();
+        assert_eq!((rig.log.count(), rig.store.outstanding(), rig.store.retries()), (1, 0, 1));
+        rig.log.result(0).unwrap();
+        assert_eq!(rig.log.ended.lock().unwrap()[0].2, thread::current().id());
+        assert_eq!(rig.memory.bytes(0, PAGE), &bytes[..PAGE]);
+        // One that the caller does not carry out is carried out all the same, and so is what is no demand.
+        drop(rig.store.begin(demand(rig.read(1, file, 1))));
+        assert!(rig.store.begin(rig.read(2, file, 2)).is_none());
+        assert!(rig.store.begin(demand(IoOp { valid: 0, ..rig.read(3, file, 3) })).is_none());
+        rig.log.wait_for(4);
+        assert_eq!(rig.memory.bytes(PAGE, 2 * PAGE), &bytes[PAGE..3 * PAGE]);
+        assert_eq!(rig.log.kind(3), ErrorKind::InvalidArgument);
+        rig.store.close().unwrap();
+        assert!(rig.store.begin(demand(rig.read(4, file, 0))).is_none());
+        assert_eq!(rig.log.kind(4), ErrorKind::Closed);
+        rig.log.assert_each_ended_once(0..5);
+    });
+}
+
+#[test]
+fn reads_of_callers_keep_to_the_depth() {
+    on_each_backend(|backend| {
+        let rig = Rig::one_at_a_time(backend, &Arc::new(Hook::default()));
+        let (file, bytes) = rig.model(3 * PAGE);
+        let read = rig.store.begin(demand(rig.read(0, file, 0))).expect("one may be started");
+        assert!(rig.store.begin(demand(rig.read(1, file, 1))).is_none());
+        rig.store.submit(rig.read(2, file, 2));
+        read.run();
+        rig.log.wait_for(3);
+        assert_eq!(rig.log.ended.lock().unwrap()[0].0, Token(0), "the others had to wait for it");
+        assert_eq!(rig.memory.bytes(0, 3 * PAGE), bytes);
+    });
+}
+
+#[test]
+fn close_waits_for_reads_of_callers() {
+    on_each_backend(|backend| {
+        let hook = Hook::gated();
+        let rig = Rig::with(StoreOptions::new(backend).hook(Arc::clone(&hook) as _));
+        let (file, bytes) = rig.model(2 * PAGE);
+        let [read, left] = [0, 1].map(|n| rig.store.begin(demand(rig.read(n, file, n as usize))).unwrap());
+        thread::scope(|scope| {
+            scope.spawn(|| read.run());
+            hook.wait_for(1);
+            let error = rig.store.close_within(Duration::from_millis(1)).unwrap_err();
+            assert!(error.to_string().contains("2 operations are outstanding"), "{error}");
+            let closing = scope.spawn(|| rig.store.close());
+            // Nobody is left who could carry it out.
+            drop(left);
+            assert_eq!(rig.log.kind(1), ErrorKind::Closed);
+            hook.open_gate();
+            closing.join().unwrap().unwrap();
+            assert_eq!(rig.memory.bytes(0, PAGE), &bytes[..PAGE]);
+        });
+        rig.log.assert_each_ended_once(0..2);
+    });
+}
+
+#[test]
+fn a_file_that_changes_under_a_read_of_the_callers_is_noticed() {
+    on_each_backend(|backend| {
+        let rig = Rig::new(backend);
+        let (file, _) = rig.model(PAGE);
+        let read = rig.store.begin(demand(rig.read(0, file, 0))).unwrap();
+        OpenOptions::new().append(true).open(rig.directory.path().join("model")).unwrap().write_all(b"more").unwrap();
+        read.run();
+        assert_eq!(rig.log.kind(0), ErrorKind::ModelChanged);
+    });
+}
+
+/// Reads that end together are compared together, and each file by itself.
+#[test]
+fn of_reads_that_end_together_those_of_a_changed_file_fail() {
+    on_each_backend(|backend| {
+        let hook = Hook::gated();
+        let rig = Rig::with(StoreOptions::new(backend).hook(Arc::clone(&hook) as _));
+        let (changing, _) = rig.model(4 * PAGE);
+        let path = rig.directory.path().join("another");
+        fs::write(&path, noise(8 * PAGE, 8)).unwrap();
+        let same = rig.store.add_file(File::open(&path).unwrap(), path, FileUse::Model).unwrap();
+        for page in 0..4 {
+            rig.store.submit(rig.read(page as u64, changing, page));
+            rig.store.submit(rig.read(4 + page as u64, same, 4 + page));
+        }
+        hook.wait_for(1);
+        OpenOptions::new().append(true).open(rig.directory.path().join("model")).unwrap().write_all(b"more").unwrap();
+        hook.open_gate();
+        rig.log.wait_for(8);
+        (0..4).for_each(|token| assert_eq!(rig.log.kind(token), ErrorKind::ModelChanged));
+        (4..8).for_each(|token| rig.log.result(token).unwrap());
+        assert_eq!(rig.memory.bytes(4 * PAGE, 4 * PAGE), &noise(8 * PAGE, 8)[4 * PAGE..]);
+    });
+}
+
 /// Submissions race with a close: each ends once, with its bytes or with `Closed`.
 #[test]
 fn close_racing_with_submissions_loses_nothing() {
@@ -795,6 +982,58 @@ fn a_store_dropped_by_its_own_completion() {
         last.log.wait_for(8);
         last.log.assert_each_ended_once(0..8);
         assert_eq!(memory.bytes(0, 8 * PAGE), noise(8 * PAGE, 9));
+    });
+}
+
+/// What takes long to report neither holds up the rest nor is forgotten by a close.
+#[test]
+fn a_slow_completion_does_not_hold_up_the_others() {
+    /// Holds the completion of the first operation until it is told to go on.
+    struct OneSlow {
+        log: Log,
+        held: Mutex<bool>,
+        changed: Condvar,
+    }
+    impl Completions for OneSlow {
+        fn completed(&self, done: &mut Vec<Completion>) {
+            if done.iter().any(|completion| completion.token == Token(0)) {
+                drop(self.changed.wait_while(self.held.lock().unwrap(), |held| *held).unwrap());
+            }
+            self.log.completed(done);
+        }
+        fn takes_long(&self, token: Token) -> bool {
+            token == Token(0)
+        }
+    }
+    on_each_backend(|backend| {
+        let sink = OneSlow { log: Log::default(), held: Mutex::new(true), changed: Condvar::new() };
+        let sink = Arc::new(sink);
+        let memory = Memory::new(4 * PAGE);
+        let store = open_store(backend, Arc::clone(&sink) as _).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&noise(4 * PAGE, 9)).unwrap();
+        let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
+        let read = |token: u64| IoOp {
+            token: Token(token),
+            kind: IoKind::Read,
+            file,
+            offset: token * PAGE as u64,
+            buffer: memory.at(token as usize * PAGE),
+            len: PAGE as u32,
+            valid: PAGE as u32,
+            priority: Priority::Demand,
+        };
+        (0..4).for_each(|token| store.submit(read(token)));
+        (1..4).for_each(|token| sink.log.result(token).unwrap());
+        assert_eq!(sink.log.count(), 3);
+        thread::scope(|scope| {
+            let closing = scope.spawn(|| store.close());
+            *sink.held.lock().unwrap() = false;
+            sink.changed.notify_all();
+            closing.join().unwrap().unwrap();
+        });
+        sink.log.assert_each_ended_once(0..4);
+        assert_eq!(memory.bytes(0, 4 * PAGE), noise(4 * PAGE, 9));
     });
 }
 

@@ -136,6 +136,12 @@ pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);
 
+    /// Whether the end of this operation keeps whoever reports it for as long as another hand-over takes, or longer. A store
+    /// that has a thread for many operations then reports it from another one. Must not block.
+    fn takes_long(&self, _token: Token) -> bool {
+        false
+    }
+
     /// The device has taken up an operation that had to wait when it was submitted (rule 7 of the [contract](self)); it has
     /// ended when `end` has happened, and may have by now.
     fn taken_up(&self, _token: Token, _end: EventId) {}

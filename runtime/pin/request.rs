@@ -16,9 +16,10 @@ use crate::ids::{PageId, RequestId, Tier};
 use crate::pager::pin::Words;
 use crate::pager::{Granted, Purpose};
 use crate::segment::Segment;
+use crate::store::OwnRead;
 use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
-use crate::transfer::{Received, Waiting, event_at, may_wait};
+use crate::transfer::{Received, Waiting, event_at, may_wait, with_own_read};
 
 use smallvec::SmallVec;
 
@@ -26,7 +27,14 @@ use smallvec::SmallVec;
 #[derive(Debug)]
 enum Progress {
     Start,
-    Waiting { id: RequestId, ticket: Arc<Ticket>, since: Instant, page: Option<(PageId, Tier)>, runs: Runs },
+    Waiting {
+        id: RequestId,
+        ticket: Arc<Ticket>,
+        since: Instant,
+        page: Option<(PageId, Tier)>,
+        runs: Runs,
+        own: Option<OwnRead>,
+    },
     Done,
 }
 
@@ -86,9 +94,10 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
-    /// Starts; the guard if everything was there.
+    /// Starts; the guard if everything was there. `waits` if the caller does nothing else on this thread until the result is
+    /// there.
     #[inline]
-    fn start(&mut self) -> Result<Option<T::Guard>> {
+    fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
         if let Some(scope) = self.scope {
             self.of_the_scopes_runtime(scope)?;
@@ -102,7 +111,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
                 return self.target.guard_after(SmallVec::from_slice(&[run]), self.hold(0), None).map(Some);
             }
         }
-        self.start_many()
+        self.start_slowly(waits)
     }
 
     fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
@@ -123,7 +132,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         }
     }
 
-    fn start_many(&mut self) -> Result<Option<T::Guard>> {
+    fn start_slowly(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         let tensors = self.target.tensors();
         let runs = runs_of(tensors);
         let Some(segment) = self.segment() else {
@@ -141,12 +150,14 @@ impl<'a, T: Target> PinRequest<'a, T> {
         }
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        match engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope))? {
+        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope));
+        let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
+        match received? {
             Received::Ready(Granted { after, spent, .. }) => {
                 self.target.guard_after(runs, self.hold(spent), after.map(event_at)).map(Some)
             }
             Received::Waiting(Waiting { id, ticket, page }) => {
-                self.progress = Progress::Waiting { id, ticket, since, page, runs };
+                self.progress = Progress::Waiting { id, ticket, since, page, runs, own };
                 Ok(None)
             }
         }
@@ -197,7 +208,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
     #[inline]
     fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
         if let Progress::Start = self.progress
-            && let Some(guard) = self.start()?
+            // A read cannot be left for a deadline.
+            && let Some(guard) = self.start(deadline.is_none())?
         {
             self.progress = Progress::Done;
             return Ok(Some(guard));
@@ -206,9 +218,10 @@ impl<'a, T: Target> PinRequest<'a, T> {
     }
 
     fn wait_slowly(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
-        let Progress::Waiting { ticket, .. } = &self.progress else { return Err(ended()) };
-        let ticket = ticket.clone();
+        let Progress::Waiting { ticket, own, .. } = &mut self.progress else { return Err(ended()) };
+        let (ticket, own) = (ticket.clone(), own.take());
         may_wait("a pin")?;
+        own.map(OwnRead::run);
         // Without a result the request is dropped, which gives it up.
         ticket.wait(deadline).map(|result| self.finish(result)).transpose()
     }
@@ -225,7 +238,7 @@ impl<T: Target> Future for PinRequest<'_, T> {
     #[inline]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let Progress::Start = self.progress {
-            match self.start() {
+            match self.start(false) {
                 Ok(Some(guard)) => {
                     self.progress = Progress::Done;
                     return Poll::Ready(Ok(guard));

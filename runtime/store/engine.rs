@@ -8,23 +8,33 @@
 //! # Ownership
 //!
 //! The backend's threads own an `Arc<Shared>`, not the store: a store that is dropped leaves nothing behind that they
-//! use. An operation belongs to the queue, then to the thread that has started it, until its completion is reported.
+//! use. An operation belongs to the queue, then to the thread that has started it, until its completion is reported. That
+//! thread may be the caller's: see [`OwnRead`].
+//!
+//! # The end
+//!
+//! `close` waits until the threads have left. If no operation ends for as long as the limit says, it gives up: the threads
+//! keep what they have, for ever if need be, because the kernel may still write to it. What nobody has started ends then.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
+use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{self, JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::file::OpenFile;
 use super::operation::{Active, CallHook};
-use super::queue::{Limits, Queue};
-use super::{Completion, Completions, DirectIo, FileUse, IoBackend, IoOp, Priority, QueueDepth, Store, threads, uring};
+use super::queue::{Lane, Limits, Queue};
+use super::{
+    Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
+};
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -35,12 +45,16 @@ pub struct StoreOptions {
     backend: IoBackend,
     depth: QueueDepth,
     hook: Option<Arc<dyn CallHook>>,
+    pub(crate) close_limit: Duration,
 }
 
 impl StoreOptions {
+    /// How long [`close`](Store::close) waits for a disk that does not answer, unless another limit is given.
+    pub const CLOSE_LIMIT: Duration = Duration::from_secs(60);
+
     /// Options with everything but the backend at its default.
     pub fn new(backend: IoBackend) -> Self {
-        Self { backend, depth: QueueDepth::DEFAULT, hook: None }
+        Self { backend, depth: QueueDepth::DEFAULT, hook: None, close_limit: Self::CLOSE_LIMIT }
     }
 
     /// How many operations the kernel may have at once. At the default, operations that are not demand are held to a
@@ -55,6 +69,13 @@ impl StoreOptions {
     #[must_use]
     pub fn hook(mut self, hook: Arc<dyn CallHook>) -> Self {
         self.hook = Some(hook);
+        self
+    }
+
+    /// How long [`close`](Store::close) waits without any operation ending before it gives up.
+    #[must_use]
+    pub fn close_within(mut self, limit: Duration) -> Self {
+        self.close_limit = limit;
         self
     }
 
@@ -95,7 +116,12 @@ impl StoreOptions {
                 refused: Vec::new(),
                 closing: false,
                 stopped: false,
+                given_up: false,
+                threads: 0,
+                serving: Vec::new(),
             }),
+            left: Condvar::new(),
+            retries: AtomicU64::new(0),
         });
         let direct = if backend == IoBackend::Buffered { DirectIo::Never } else { direct };
         let Started { driver, handles } = match backend {
@@ -107,6 +133,7 @@ impl StoreOptions {
             direct,
             shared,
             driver,
+            close_limit: self.close_limit,
             files: Mutex::new(Files { next: 0, open: HashMap::new() }),
             handles: Mutex::new(handles),
         })
@@ -119,6 +146,7 @@ impl fmt::Debug for StoreOptions {
             .field("backend", &self.backend)
             .field("depth", &self.depth)
             .field("hook", &self.hook.is_some())
+            .field("close_limit", &self.close_limit)
             .finish()
     }
 }
@@ -137,7 +165,7 @@ pub(super) trait Driver: Send + Sync + fmt::Debug {
 
 /// A backend at work.
 pub(super) struct Started {
-    pub driver: Box<dyn Driver>,
+    pub driver: Arc<dyn Driver>,
     pub handles: Vec<JoinHandle<()>>,
 }
 
@@ -146,6 +174,9 @@ pub(super) struct Shared {
     sink: Arc<dyn Completions>,
     pub hook: Option<Arc<dyn CallHook>>,
     pub state: Mutex<State>,
+    /// A backend thread has left, or a caller has carried out a read.
+    left: Condvar,
+    retries: AtomicU64,
 }
 
 pub(super) struct State {
@@ -155,6 +186,18 @@ pub(super) struct State {
     pub closing: bool,
     /// A backend thread has left, or is about to: nothing new will be reported by one.
     pub stopped: bool,
+    /// A close has not waited for the end.
+    given_up: bool,
+    /// Backend threads that were started and have not left.
+    threads: usize,
+    /// Threads that report completions now, or may: the backend's, and callers that carry out a read.
+    serving: Vec<ThreadId>,
+}
+
+/// An operation the kernel has answered for the last time.
+pub(super) struct Ended {
+    pub active: Active,
+    pub outcome: Result<()>,
 }
 
 impl Shared {
@@ -162,6 +205,165 @@ impl Shared {
     /// store must survive, because only they know what memory the kernel still uses.
     pub fn deliver(&self, done: &mut Vec<Completion>) {
         deliver(&*self.sink, done);
+    }
+
+    /// Whether to report this operation keeps a thread for long.
+    pub fn takes_long(&self, active: &Active) -> bool {
+        panic::catch_unwind(AssertUnwindSafe(|| self.sink.takes_long(active.op.token))).unwrap_or(false)
+    }
+
+    /// Turns ended operations into completions. The identity of each file is compared once, after the last of these reads
+    /// of it has ended: whatever changed before any of them ended is seen. A changed file is more important news than what
+    /// the transfer came to.
+    pub fn conclude(&self, ended: &mut Vec<Ended>, done: &mut Vec<Completion>) {
+        let mut checked: Vec<(*const OpenFile, Result<()>)> = Vec::new();
+        let mut retries = 0;
+        for Ended { active, outcome } in ended.iter_mut() {
+            active.file.drop_cache(active.op.offset, active.op.len);
+            retries += u64::from(active.retries);
+            if active.op.kind == IoKind::Read && active.file.has_identity() {
+                let file = Arc::as_ptr(&active.file);
+                let known = checked.iter().find(|(other, _)| *other == file).map(|(_, result)| result.clone());
+                let identity = known.unwrap_or_else(|| {
+                    let result = active.file.check_identity();
+                    checked.push((file, result.clone()));
+                    result
+                });
+                if identity.is_err() {
+                    *outcome = identity;
+                }
+            }
+        }
+        if retries > 0 {
+            self.retries.fetch_add(retries, Ordering::Relaxed);
+        }
+        done.extend(
+            ended.drain(..).map(|Ended { active, outcome }| Completion { token: active.op.token, result: outcome }),
+        );
+    }
+
+    /// Starts a thread of the backend.
+    pub fn spawn(self: &Arc<Self>, name: String, serve: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+        self.state.lock().threads += 1;
+        let leaving = Leaving(Arc::clone(self));
+        thread::Builder::new().name(name).spawn(move || {
+            // Leaves also where it panics, and where the system starts no thread.
+            let leaving = leaving;
+            leaving.0.state.lock().serving.push(thread::current().id());
+            serve();
+        })
+    }
+
+    /// Waits until nothing is under way and nobody is left. False if for `limit` no operation has ended.
+    fn await_end(&self, limit: Duration) -> bool {
+        let mut state = self.state.lock();
+        loop {
+            if state.threads == 0 && state.queue.callers() == 0 {
+                return true;
+            }
+            let ended = state.queue.ended();
+            let stuck = self.left.wait_for(&mut state, limit).timed_out() && state.queue.ended() == ended;
+            if stuck && (state.threads > 0 || state.queue.callers() > 0) {
+                return false;
+            }
+        }
+    }
+
+    /// Ends what nobody has started, now that nobody will. Returns how many operations never came back.
+    fn give_up(&self) -> u64 {
+        let mut state = self.state.lock();
+        (state.stopped, state.given_up) = (true, true);
+        let mut done = std::mem::take(&mut state.refused);
+        done.extend(
+            state
+                .queue
+                .take_waiting()
+                .into_iter()
+                .map(|active| Completion { token: active.op.token, result: Err(closed()) }),
+        );
+        let outstanding = state.queue.outstanding();
+        drop(state);
+        if !done.is_empty() {
+            report_late(&self.sink, done);
+        }
+        outstanding
+    }
+}
+
+/// A backend thread until it has left.
+struct Leaving(Arc<Shared>);
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.threads -= 1;
+        let me = thread::current().id();
+        state.serving.retain(|serving| *serving != me);
+        drop(state);
+        self.0.left.notify_all();
+    }
+}
+
+/// A demand read that its submitter carries out, because it would wait for it anyway: that spares two hand-overs from
+/// thread to thread. Its completion is reported as any other, on the stack of [`run`](Self::run). Where it is dropped
+/// instead, the store's threads carry it out.
+#[must_use = "the read is handed to the store's threads when this is dropped"]
+pub struct OwnRead {
+    /// `None` once it has ended.
+    active: Option<Active>,
+    shared: Arc<Shared>,
+    driver: Arc<dyn Driver>,
+}
+
+impl OwnRead {
+    /// Reads, however long the disk takes, and reports.
+    pub fn run(mut self) {
+        let Some(active) = self.active.take() else { return };
+        let me = thread::current().id();
+        let shared = &*self.shared;
+        let ended = threads::run(active, shared);
+        let mut done = Vec::with_capacity(1);
+        shared.conclude(&mut vec![ended], &mut done);
+        shared.state.lock().serving.push(me);
+        shared.deliver(&mut done);
+        let mut state = shared.state.lock();
+        if let Some(at) = state.serving.iter().position(|serving| *serving == me) {
+            state.serving.swap_remove(at);
+        }
+        state.queue.finished(Lane::Callers);
+        let more = state.queue.has_startable(Instant::now());
+        let closing = state.closing;
+        drop(state);
+        if more {
+            self.driver.wake();
+        }
+        if closing {
+            shared.left.notify_all();
+        }
+    }
+}
+
+impl Drop for OwnRead {
+    fn drop(&mut self) {
+        let Some(active) = self.active.take() else { return };
+        let (token, bytes) = (active.op.token, active.op.len);
+        let mut state = self.shared.state.lock();
+        if state.stopped {
+            state.queue.finished(Lane::Callers);
+            drop(state);
+            report_late(&self.shared.sink, vec![Completion { token, result: Err(closed()) }]);
+        } else {
+            state.queue.give_back(token, bytes, active, Instant::now());
+            drop(state);
+            self.driver.wake();
+        }
+        self.shared.left.notify_all();
+    }
+}
+
+impl fmt::Debug for OwnRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnRead").field("active", &self.active).finish_non_exhaustive()
     }
 }
 
@@ -181,28 +383,46 @@ struct Engine {
     backend: IoBackend,
     direct: DirectIo,
     shared: Arc<Shared>,
-    driver: Box<dyn Driver>,
+    driver: Arc<dyn Driver>,
+    close_limit: Duration,
     files: Mutex<Files>,
     handles: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Engine {
-    fn accept(&self, op: IoOp) -> Result<Active, Box<(Token, Error)>> {
+    fn accept(&self, op: IoOp) -> Result<Active> {
         let file = self.files.lock().open.get(&op.file).map(Arc::clone);
-        match file {
-            Some(file) => Active::accept(op, file),
-            None => Err(Box::new((
-                op.token,
-                Error::new(ErrorKind::NotFound, format!("{:?} is not in the store", op.file))
-                    .remedy("add the file first, and remove it after its last operation"),
-            ))),
-        }
+        let file = file.ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("{:?} is not in the store", op.file))
+                .remedy("add the file first, and remove it after its last operation")
+        })?;
+        Active::check(&op, &file)?;
+        Ok(Active::new(op, file))
     }
 
-    /// Closes without joining, for the case where one of the threads to join is the caller.
-    fn begin_close(&self) {
-        self.shared.state.lock().closing = true;
+    /// Closes without waiting. False if the caller is one of those to wait for.
+    fn begin_close(&self) -> bool {
+        let mut state = self.shared.state.lock();
+        state.closing = true;
+        let may_wait = !state.serving.contains(&thread::current().id());
+        drop(state);
         self.driver.wake();
+        may_wait
+    }
+
+    /// Waits for the end after [`begin_close`](Self::begin_close).
+    fn finish_close(&self, limit: Duration) -> Result<()> {
+        if !self.shared.await_end(limit) {
+            // The threads are not waited for again; they hold all that they use.
+            self.handles.lock().clear();
+            return Err(never_came_back(self.shared.give_up(), limit));
+        }
+        let handles = std::mem::take(&mut *self.handles.lock());
+        match handles.into_iter().map(|handle| usize::from(handle.join().is_err())).sum() {
+            0 => Ok(()),
+            failed => Err(Error::new(ErrorKind::Internal, format!("{failed} threads of the store panicked"))
+                .remedy("report this as a bug")),
+        }
     }
 }
 
@@ -248,6 +468,23 @@ impl Store for Engine {
         self.driver.memory_offered(base, len);
     }
 
+    fn begin(&self, op: IoOp) -> Option<OwnRead> {
+        if op.kind == IoKind::Read && op.priority == Priority::Demand {
+            // What is wrong with it, `submit` reports.
+            let file = self.files.lock().open.get(&op.file).map(Arc::clone);
+            if let Some(file) = file.filter(|file| Active::check(&op, file).is_ok()) {
+                let mut state = self.shared.state.lock();
+                if !state.closing && state.queue.start_callers(Instant::now()) {
+                    drop(state);
+                    let (shared, driver) = (Arc::clone(&self.shared), Arc::clone(&self.driver));
+                    return Some(OwnRead { active: Some(Active::new(op, file)), shared, driver });
+                }
+            }
+        }
+        self.submit(op);
+        None
+    }
+
     fn submit(&self, op: IoOp) {
         let (token, priority, bytes) = (op.token, op.priority, op.len);
         let accepted = self.accept(op);
@@ -259,13 +496,13 @@ impl Store for Engine {
                 None
             }
             Ok(_) => Some(closed()),
-            Err(refused) => Some(if state.closing { closed() } else { refused.1 }),
+            Err(refused) => Some(if state.closing { closed() } else { refused }),
         };
         if let Some(error) = refusal {
             let completion = Completion { token, result: Err(error) };
             if state.stopped {
                 drop(state);
-                report_late(&self.shared.sink, completion);
+                report_late(&self.shared.sink, vec![completion]);
                 return;
             }
             state.refused.push(completion);
@@ -281,23 +518,29 @@ impl Store for Engine {
         self.driver.wake();
     }
 
-    fn close(&self) -> Result<()> {
-        let mut handles = self.handles.lock();
-        let me = thread::current().id();
-        if handles.iter().any(|handle| handle.thread().id() == me) {
+    fn retries(&self) -> u64 {
+        self.shared.retries.load(Ordering::Relaxed)
+    }
+
+    fn ended(&self) -> u64 {
+        self.shared.state.lock().queue.ended()
+    }
+
+    fn outstanding(&self) -> u64 {
+        self.shared.state.lock().queue.outstanding()
+    }
+
+    fn close_limit(&self) -> Duration {
+        self.close_limit
+    }
+
+    fn close_within(&self, limit: Duration) -> Result<()> {
+        if self.shared.state.lock().serving.contains(&thread::current().id()) {
             return Err(Error::new(ErrorKind::InvalidArgument, "a store cannot be closed from its own completions")
                 .remedy("close it from another thread"));
         }
         self.begin_close();
-        let mut failed = 0;
-        for handle in handles.drain(..) {
-            failed += usize::from(handle.join().is_err());
-        }
-        if failed == 0 {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::Internal, format!("{failed} threads of the store panicked"))
-            .remedy("report this as a bug"))
+        self.finish_close(limit)
     }
 }
 
@@ -305,16 +548,11 @@ impl Drop for Engine {
     fn drop(&mut self) {
         // The last owner may be a completion, on a thread that cannot wait for itself. Then the threads drain and leave
         // on their own: they hold all that they use.
-        self.begin_close();
-        let me = thread::current().id();
-        let handles = std::mem::take(self.handles.get_mut());
-        if handles.iter().any(|handle| handle.thread().id() == me) {
-            return;
-        }
-        for handle in handles {
-            if handle.join().is_err() {
-                tracing::error!("a thread of the store panicked");
-            }
+        if self.begin_close()
+            && !self.shared.state.lock().given_up
+            && let Err(error) = self.finish_close(self.close_limit)
+        {
+            tracing::error!(%error, "close the store");
         }
     }
 }
@@ -325,16 +563,22 @@ impl fmt::Debug for Engine {
     }
 }
 
+fn never_came_back(outstanding: u64, limit: Duration) -> Error {
+    let operations = if outstanding == 1 { "1 operation is".into() } else { format!("{outstanding} operations are") };
+    let message = format!("{operations} outstanding, and none ended for {limit:?}: their memory stays reserved");
+    Error::new(ErrorKind::Io, message).remedy("check the disk or the network file system; the kernel log says more")
+}
+
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the store is closed").remedy("submit before closing")
 }
 
 /// Reports for a store whose threads are gone. Not on the caller's stack: the caller may hold locks the sink takes.
-fn report_late(sink: &Arc<dyn Completions>, completion: Completion) {
+fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>) {
     let sink = Arc::clone(sink);
-    let token = completion.token;
-    let report = move || deliver(&*sink, &mut vec![completion]);
+    let count = done.len();
+    let report = move || deliver(&*sink, &mut done);
     if let Err(cause) = thread::Builder::new().name("outcore-io-late".into()).spawn(report) {
-        tracing::error!(?token, %cause, "an operation submitted after close cannot be reported");
+        tracing::error!(count, %cause, "operations submitted after close cannot be reported");
     }
 }

@@ -137,6 +137,10 @@ impl OpenFile {
         self.file.as_raw_fd()
     }
 
+    pub fn has_identity(&self) -> bool {
+        self.identity.is_some()
+    }
+
     /// An error if the file is no longer what it was when it was taken in. Always fine for a file without identity.
     pub fn check_identity(&self) -> Result<()> {
         let Some(then) = &self.identity else { return Ok(()) };

@@ -2,24 +2,30 @@
 //!
 //! # Contract (every store passes `tests/store_suite.rs`)
 //!
-//! 1. `submit` never blocks on the disk and never runs the completion on the caller's stack.
+//! 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may leave a demand read
+//!    to the caller instead: [`OwnRead::run`] does both.
 //! 2. Every submitted operation completes exactly once, through [`Completions`], with success only if all `valid`
 //!    bytes were transferred. A short transfer is continued from where it stopped; end of file before `valid` bytes is
 //!    an [`Io`](crate::ErrorKind::Io) error that says how many came.
 //! 3. The buffer is borrowed from `submit` until completion. There is no cancel that gives it back earlier.
 //! 4. Operations waiting in the store start in priority order, oldest first within a priority; those the kernel has
 //!    are not taken back. `raise` moves a waiting operation up.
-//! 5. After a read of a file opened with an identity, the file's identity (device, inode, size, mtime) is compared
-//!    with the one at open; a difference is [`ModelChanged`](crate::ErrorKind::ModelChanged), whatever was read.
-//! 6. EINTR and EAGAIN are repeated. EFAULT is reported as [`Internal`](crate::ErrorKind::Internal).
+//! 5. After a read of a file opened with an identity has ended, and before its completion is reported, the file's identity
+//!    (device, inode, size, mtime) is compared with the one at open; a difference is
+//!    [`ModelChanged`](crate::ErrorKind::ModelChanged), whatever was read. Reads of one file that end together are compared
+//!    together, after the last.
+//! 6. EINTR and EAGAIN are repeated, and a read that failed with EIO is tried again twice; both count as
+//!    [`retries`](Store::retries), but for EINTR and for writes. EFAULT is reported as
+//!    [`Internal`](crate::ErrorKind::Internal).
 //! 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
-//!    [`Closed`](crate::ErrorKind::Closed).
-
+//!    [`Closed`](crate::ErrorKind::Closed). If no operation ends for as long as the limit says, `close` fails, and says how
+//!    many never came back: those may never complete, and their memory must stay. What was not started completes with
+//!    `Closed`.
 //!
 //! # Inside
 //!
-//! `engine.rs` is the one [`Store`]: files, checks, the queue, the end of an operation. A backend is only the loop
-//! that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
+//! `engine.rs` is the one [`Store`]: files, checks, the queue, reads of callers, the end of an operation. A backend is only
+//! the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
 //! what may start, `operation.rs` what a result from the kernel means, `file.rs` how a file is opened and whether it
 //! changed.
 
@@ -36,12 +42,13 @@ use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
-pub use self::engine::StoreOptions;
+pub use self::engine::{OwnRead, StoreOptions};
 pub use self::file::{DirectIo, FileIdentity};
 pub use self::operation::{CallHook, Injected, IoCall};
 pub use self::probe::{
@@ -158,8 +165,31 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn register_memory(&self, base: HostPointer, len: u64);
     /// Queues an operation.
     fn submit(&self, op: IoOp);
+    /// Starts an operation for which the caller is going to wait on this thread. Where it is a demand read, the caller may
+    /// get it back, to be carried out by the caller itself; otherwise it is queued.
+    fn begin(&self, op: IoOp) -> Option<OwnRead> {
+        self.submit(op);
+        None
+    }
     /// Makes a waiting operation at least this urgent.
     fn raise(&self, token: Token, priority: Priority);
+    /// How often reads were tried again because the disk failed for a moment.
+    fn retries(&self) -> u64;
+    /// Operations that have ended, whatever came of them.
+    fn ended(&self) -> u64;
+    /// Operations that were submitted and have not ended.
+    fn outstanding(&self) -> u64;
+    /// The limit of [`close`](Self::close).
+    fn close_limit(&self) -> Duration;
+    /// Contract rule 7, with the limit the store was opened with. Dropping a store waits as long, and only logs what it would
+    /// say: whoever frees memory of operations must have seen them complete, or `close` succeed.
+    fn close(&self) -> Result<()> {
+        self.close_within(self.close_limit())
+    }
     /// Contract rule 7.
-    fn close(&self) -> Result<()>;
+    ///
+    /// # Errors
+    /// [`Io`](ErrorKind::Io) if no operation ended for `limit`; [`InvalidArgument`](ErrorKind::InvalidArgument) on a thread
+    /// that reports completions.
+    fn close_within(&self, limit: Duration) -> Result<()>;
 }

@@ -13,6 +13,9 @@ use crate::error::{Error, ErrorKind, Result};
 /// not change its mind, and a loop without an end would look like a hang.
 const MAX_REPEATS: u32 = 10_000;
 
+/// Times that a read is tried again after EIO: a drive that was reset answers the next one, one that dies does not.
+const MAX_RETRIES: u32 = 2;
+
 /// One call into the kernel on behalf of an operation.
 #[derive(Clone, Copy, Debug)]
 pub struct IoCall {
@@ -38,7 +41,8 @@ pub enum Injected {
 }
 
 /// Sees every call before the kernel does, and can make it fail: for tests of what is above and below it. The hook runs
-/// on the store's own threads; while it blocks, that thread serves nothing else.
+/// on the store's own threads, and on those of callers that carry out their reads; while it blocks, that thread serves
+/// nothing else.
 pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
@@ -50,7 +54,12 @@ pub(super) struct Active {
     pub file: Arc<OpenFile>,
     /// Bytes transferred so far, counted from `op.offset`.
     done: u32,
+    /// EINTR and EAGAIN since bytes came last.
     repeats: u32,
+    /// How often it was tried again after EIO.
+    failed: u32,
+    /// How often it was tried again after EIO or EAGAIN.
+    pub retries: u32,
     /// Most bytes to believe of the next answer, from an injected short transfer.
     believe: u32,
 }
@@ -63,12 +72,17 @@ pub(super) struct Remainder {
 }
 
 impl Active {
+    /// An operation that has been [checked](Self::check).
+    pub fn new(op: IoOp, file: Arc<OpenFile>) -> Self {
+        Self { op, file, done: 0, repeats: 0, failed: 0, retries: 0, believe: u32::MAX }
+    }
+
     /// Checks what can be checked without the disk.
-    pub fn accept(op: IoOp, file: Arc<OpenFile>) -> Result<Self, Box<(Token, Error)>> {
+    pub fn check(op: &IoOp, file: &OpenFile) -> Result<()> {
         let path = file.path().display();
         let refuse = |why: String, remedy: &str| {
             let what = format!("{} {} bytes at offset {} of {path}: {why}", Verb(op.kind), op.len, op.offset);
-            Err(Box::new((op.token, Error::new(ErrorKind::InvalidArgument, what).remedy(remedy))))
+            Err(Error::new(ErrorKind::InvalidArgument, what).remedy(remedy))
         };
         let address = op.buffer.as_ptr().addr() as u64;
         if !(op.offset | u64::from(op.len) | address).is_multiple_of(IO_ALIGNMENT) {
@@ -89,7 +103,7 @@ impl Active {
         if op.kind == IoKind::Write && !file.is_writable() {
             return refuse("the file was opened to be read only".into(), "write to the scratch file");
         }
-        Ok(Self { op, file, done: 0, repeats: 0, believe: u32::MAX })
+        Ok(())
     }
 
     /// Asks the hook about the next call. `Some` is an answer that takes the kernel's place.
@@ -125,11 +139,18 @@ impl Active {
         let believe = std::mem::replace(&mut self.believe, u32::MAX);
         if answer < 0 {
             let errno = -answer;
+            let reads = self.op.kind == IoKind::Read;
             if matches!(errno, libc::EINTR | libc::EAGAIN) && self.repeats < MAX_REPEATS {
                 self.repeats += 1;
+                self.retries += u32::from(reads && errno == libc::EAGAIN);
                 return None;
             }
-            return Some(self.finish(Err(self.failure(errno))));
+            if errno == libc::EIO && reads && self.failed < MAX_RETRIES {
+                self.failed += 1;
+                self.retries += 1;
+                return None;
+            }
+            return Some(Err(self.failure(errno)));
         }
         let reached = self.restart().saturating_add((answer as u32).min(believe));
         let progress = reached > self.done;
@@ -139,22 +160,13 @@ impl Active {
             IoKind::Write => self.op.len,
         };
         if self.done >= target {
-            Some(self.finish(Ok(())))
+            Some(Ok(()))
         } else if progress {
             self.repeats = 0;
             None
         } else {
-            Some(self.finish(Err(self.ended_early(target))))
+            Some(Err(self.ended_early(target)))
         }
-    }
-
-    /// Whatever the transfer came to, a changed file is the more important news.
-    fn finish(&self, outcome: Result<()>) -> Result<()> {
-        self.file.drop_cache(self.op.offset, self.op.len);
-        if self.op.kind == IoKind::Read {
-            self.file.check_identity()?;
-        }
-        outcome
     }
 
     fn describe(&self) -> String {

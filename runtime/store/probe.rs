@@ -3,6 +3,7 @@
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
 use std::fs::File;
+use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
@@ -253,9 +254,9 @@ impl Completions for ToChannel {
 
 /// Reads blocks of a file, `depth` at a time, each into its own part of one buffer.
 struct Reader {
-    // Before the buffer: dropping a store waits for what is in flight.
     store: Arc<dyn Store>,
-    buffer: Buffer,
+    /// Freed only once the store has closed: until then the kernel may write to it.
+    buffer: ManuallyDrop<Buffer>,
     file: FileId,
     block: u32,
     depth: QueueDepth,
@@ -267,7 +268,7 @@ impl Reader {
         let (sink, ended) = mpsc::channel();
         let store = StoreOptions::new(backend).depth(depth).open(Arc::new(ToChannel(sink)))?;
         let file = store.add_file(file, path.into(), FileUse::Model)?;
-        let buffer = Buffer::new(block.get() as usize * depth.get() as usize)?;
+        let buffer = ManuallyDrop::new(Buffer::new(block.get() as usize * depth.get() as usize)?);
         store.register_memory(buffer.at(0), buffer.layout.size() as u64);
         Ok(Self { store, buffer, file, block: block.get() as u32, depth, ended })
     }
@@ -305,6 +306,16 @@ impl Reader {
             outcome = outcome.and(completion.result);
         }
         outcome
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        match self.store.close() {
+            // SAFETY: nothing is in flight, and the reader is not used again.
+            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.buffer) },
+            Err(error) => tracing::error!(%error, "the buffer of a measurement stays"),
+        }
     }
 }
 
@@ -354,7 +365,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout. The store is dropped first and has waited for all operations.
+        // SAFETY: allocated with this layout. Whoever drops it knows that no operation uses it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) };
     }
 }

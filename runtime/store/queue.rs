@@ -9,7 +9,9 @@
 //!    operation) are started at once: what the disk already has cannot be taken back, so it must be little while
 //!    somebody waits. An operation that is raised to demand is not such a sign: it belongs to a stream that is limited
 //!    by the disk, and throttling the stream would make it later still.
-//! 4. A limit is never zero, so whenever operations wait, at least one is started, and its end is the occasion to look
+//! 4. Reads that callers carry out themselves bring their own threads. At most `all` operations are started at once, with
+//!    them; they do not use up what the store's threads may start.
+//! 5. A limit is never zero, so whenever operations wait, at least one is started, and its end is the occasion to look
 //!    again: no timer is needed when the window has passed.
 //!
 //! The queue is pure: no lock, no clock, no I/O.
@@ -32,6 +34,8 @@ const DEMAND_RESERVE: u32 = 8;
 const BYTES_BESIDE_DEMAND: u64 = 2 << 20;
 /// How long after the last demand operation others are held back.
 const DEMAND_WINDOW: Duration = Duration::from_millis(250);
+/// Started operations at the default depth, with the reads that callers carry out: so many threads wait on a disk at most.
+const ALL_DEPTH: u32 = 64;
 const PRIORITIES: usize = 5;
 
 /// How many operations the kernel may have at once: 1 to 1024.
@@ -72,6 +76,7 @@ impl fmt::Display for QueueDepth {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub total: u32,
+    pub all: u32,
     pub background: u32,
     /// Bytes.
     pub beside_demand: u64,
@@ -83,11 +88,13 @@ impl Limits {
         if depth == QueueDepth::DEFAULT {
             return Self {
                 total: TOTAL_DEPTH,
+                all: ALL_DEPTH,
                 background: TOTAL_DEPTH - DEMAND_RESERVE,
                 beside_demand: BYTES_BESIDE_DEMAND,
             };
         }
-        Self { total: depth.get(), background: depth.get(), beside_demand: BYTES_BESIDE_DEMAND }
+        let depth = depth.get();
+        Self { total: depth, all: depth, background: depth, beside_demand: BYTES_BESIDE_DEMAND }
     }
 }
 
@@ -97,6 +104,8 @@ pub(crate) enum Lane {
     Demand,
     /// Not demand, and its bytes.
     Other(u32),
+    /// A demand read that a caller carries out.
+    Callers,
 }
 
 #[derive(Debug)]
@@ -112,7 +121,9 @@ pub(crate) struct Queue<T> {
     waiting: [BTreeMap<u64, Waiting<T>>; PRIORITIES],
     places: HashMap<Token, (Priority, u64)>,
     submitted: u64,
+    ended: u64,
     started_demand: u32,
+    started_callers: u32,
     started_other: u32,
     started_other_bytes: u64,
     last_demand: Option<Instant>,
@@ -125,7 +136,9 @@ impl<T> Queue<T> {
             waiting: Default::default(),
             places: HashMap::new(),
             submitted: 0,
+            ended: 0,
             started_demand: 0,
+            started_callers: 0,
             started_other: 0,
             started_other_bytes: 0,
             last_demand: None,
@@ -141,6 +154,21 @@ impl<T> Queue<T> {
         self.submitted += 1;
         self.waiting[priority as usize].insert(place, Waiting { token, bytes, item });
         self.places.insert(token, (priority, place));
+    }
+
+    /// Starts a demand read that never waits here: the caller carries it out. False if too many are started.
+    pub fn start_callers(&mut self, now: Instant) -> bool {
+        self.last_demand = Some(now);
+        let room = self.started() < self.limits.all;
+        self.started_callers += u32::from(room);
+        room
+    }
+
+    /// A read that a caller was to carry out waits here after all.
+    pub fn give_back(&mut self, token: Token, bytes: u32, item: T, now: Instant) {
+        self.finished(Lane::Callers);
+        self.ended -= 1;
+        self.push(token, Priority::Demand, bytes, item, now);
     }
 
     /// Makes a waiting operation at least as urgent as `priority`; it keeps its age.
@@ -180,6 +208,7 @@ impl<T> Queue<T> {
     pub fn finished(&mut self, lane: Lane) {
         let count = match lane {
             Lane::Demand => &mut self.started_demand,
+            Lane::Callers => &mut self.started_callers,
             Lane::Other(bytes) => {
                 self.started_other_bytes = self.started_other_bytes.saturating_sub(u64::from(bytes));
                 &mut self.started_other
@@ -187,6 +216,39 @@ impl<T> Queue<T> {
         };
         debug_assert!(*count > 0, "an operation ended that never started");
         *count = count.saturating_sub(1);
+        self.ended += 1;
+    }
+
+    /// Takes out everything that waits; it has ended then.
+    pub fn take_waiting(&mut self) -> Vec<T> {
+        self.places.clear();
+        let waiting: Vec<T> = self
+            .waiting
+            .iter_mut()
+            .flat_map(|class| std::mem::take(class).into_values())
+            .map(|waiting| waiting.item)
+            .collect();
+        self.ended += waiting.len() as u64;
+        waiting
+    }
+
+    /// Operations that have ended.
+    pub fn ended(&self) -> u64 {
+        self.ended
+    }
+
+    /// Operations that wait or are started.
+    pub fn outstanding(&self) -> u64 {
+        self.waiting.iter().map(BTreeMap::len).sum::<usize>() as u64 + u64::from(self.started())
+    }
+
+    /// Reads that callers carry out now.
+    pub fn callers(&self) -> u32 {
+        self.started_callers
+    }
+
+    fn started(&self) -> u32 {
+        self.started_demand + self.started_other + self.started_callers
     }
 
     /// Whether nothing waits.
@@ -195,7 +257,7 @@ impl<T> Queue<T> {
     }
 
     fn startable(&self, now: Instant) -> Option<usize> {
-        if self.started_demand + self.started_other >= self.limits.total {
+        if self.started_demand + self.started_other >= self.limits.total || self.started() >= self.limits.all {
             return None;
         }
         let class = self.waiting.iter().position(|class| !class.is_empty())?;
@@ -217,7 +279,7 @@ mod tests {
     use super::*;
 
     const BYTES: u32 = 64 << 10;
-    const LIMITS: Limits = Limits { total: 4, background: 3, beside_demand: BYTES as u64 };
+    const LIMITS: Limits = Limits { total: 4, all: 6, background: 3, beside_demand: BYTES as u64 };
 
     fn queue(ops: &[(u64, Priority)], now: Instant) -> Queue<u64> {
         let mut queue = Queue::new(LIMITS);
@@ -298,6 +360,31 @@ mod tests {
         queue.raise(Token(2), Priority::Demand);
         let started: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
         assert_eq!(started, [2, 1, 3]);
+    }
+
+    #[test]
+    fn reads_of_callers_leave_the_threads_their_room() {
+        let now = Instant::now();
+        let mut queue = queue(&[1, 2, 3, 4, 5].map(|n| (n, Priority::Demand)), now);
+        assert!(queue.start_callers(now) && queue.start_callers(now));
+        let started: Vec<_> = std::iter::from_fn(|| queue.pop(now)).map(|(n, _)| n).collect();
+        assert_eq!(started, [1, 2, 3, 4]);
+        assert!(!queue.start_callers(now), "six are started in all");
+        assert_eq!((queue.outstanding(), queue.callers()), (7, 2));
+        queue.finished(Lane::Demand);
+        assert!(queue.start_callers(now));
+        assert_eq!(queue.pop(now), None, "six are started again");
+        // Where another was submitted meanwhile, both are kept.
+        queue.push(Token(8), Priority::Demand, BYTES, 8, now);
+        queue.give_back(Token(9), BYTES, 9, now);
+        assert_eq!(queue.pop(now).map(|(n, _)| n), Some(5));
+        queue.finished(Lane::Callers);
+        queue.finished(Lane::Callers);
+        for _ in 0..4 {
+            queue.finished(Lane::Demand);
+        }
+        assert_eq!([queue.pop(now), queue.pop(now)].map(|next| next.map(|(n, _)| n)), [Some(8), Some(9)]);
+        assert_eq!((queue.outstanding(), queue.ended()), (2, 7));
     }
 
     #[test]

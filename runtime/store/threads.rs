@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use parking_lot::Condvar;
 
-use super::engine::{Driver, Shared, Started};
+use super::engine::{Driver, Ended, Shared, Started};
 use super::operation::Active;
 use super::queue::Lane;
 use super::{Completion, IoKind, QueueDepth};
@@ -32,8 +32,8 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
     let work = Arc::new(Condvar::new());
     let mut handles = Vec::new();
     for n in 0..depth.get() {
-        let (shared, work) = (Arc::clone(&shared), Arc::clone(&work));
-        match thread::Builder::new().name(format!("outcore-io-{n}")).spawn(move || serve(&shared, &work)) {
+        let (server, work) = (Arc::clone(&shared), Arc::clone(&work));
+        match shared.spawn(format!("outcore-io-{n}"), move || serve(&server, &work)) {
             Ok(handle) => handles.push(handle),
             // Fewer threads than asked for still serve the whole queue.
             Err(cause) if n > 0 => {
@@ -47,15 +47,16 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
             }
         }
     }
-    Ok(Started { driver: Box::new(Threads { work }), handles })
+    Ok(Started { driver: Arc::new(Threads { work }), handles })
 }
 
 fn serve(shared: &Shared, work: &Condvar) {
     let mut done: Vec<Completion> = Vec::new();
-    let mut ended: Option<Lane> = None;
+    let mut ended: Vec<Ended> = Vec::new();
+    let mut used: Option<Lane> = None;
     loop {
         let mut state = shared.state.lock();
-        if let Some(lane) = ended.take() {
+        if let Some(lane) = used.take() {
             state.queue.finished(lane);
         }
         let next = loop {
@@ -80,21 +81,23 @@ fn serve(shared: &Shared, work: &Condvar) {
             work.notify_one();
         }
         if let Some((active, lane)) = next {
-            done.push(run(active, shared));
-            ended = Some(lane);
+            ended.push(run(active, shared));
+            used = Some(lane);
         }
+        shared.conclude(&mut ended, &mut done);
         shared.deliver(&mut done);
     }
 }
 
-fn run(mut active: Active, shared: &Shared) -> Completion {
+/// Carries out an operation on the calling thread.
+pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
     loop {
         let answer = match active.consult(shared.hook.as_deref()) {
             Some(injected) => injected,
             None => call(&active),
         };
-        if let Some(result) = active.advance(answer) {
-            return Completion { token: active.op.token, result };
+        if let Some(outcome) = active.advance(answer) {
+            return Ended { active, outcome };
         }
         if answer == -libc::EAGAIN {
             thread::yield_now();

@@ -1,14 +1,15 @@
 //! io_uring: one ring, one thread that owns it.
 //!
-//! Submitters put operations into the shared queue and write an eventfd whose read is armed in the ring, so that the
-//! thread has one place to wait. Everything the kernel is told comes from that thread, which is what SINGLE_ISSUER and
-//! DEFER_TASKRUN ask for.
+//! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in the
+//! ring, so that the thread has one place to wait. Everything the ring is told comes from that thread, which is what
+//! SINGLE_ISSUER and DEFER_TASKRUN ask for. Reads that callers carry out themselves do not come here.
 //!
 //! # Invariants
 //!
 //! 1. Memory the kernel may touch is named by `Ring::in_flight` (operations) or is `Ring::wake_word`. Nothing leaves
 //!    the table before its completion was reaped.
 //! 2. The thread leaves only when the table is empty and no read of the eventfd is armed; only then is the ring closed.
+//!    A thread that is given up on by a close keeps all of it, for ever if need be.
 //! 3. Registered files and buffers are an advantage, never a need: every refusal leaves plain operations.
 //!
 //! # Failure
@@ -21,16 +22,16 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::mem;
 use std::os::fd::{AsRawFd, FromRawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use slab::Slab;
 
-use super::engine::{Driver, Shared, Started};
+use super::engine::{Driver, Ended, Shared, Started};
 use super::file::OpenFile;
 use super::operation::Active;
 use super::queue::Lane;
@@ -57,12 +58,12 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
     let requests = Arc::new(Mutex::new(Vec::new()));
     let (report, started) = mpsc::channel();
     let driver = Uring { bell: Arc::clone(&bell), requests: Arc::clone(&requests) };
-    let handle = thread::Builder::new()
-        .name("outcore-io-ring".into())
-        .spawn(move || match set_up(depth) {
+    let served = Arc::clone(&shared);
+    let handle = shared
+        .spawn("outcore-io-ring".into(), move || match set_up(depth) {
             // The ring must be made by the thread that will own it.
             Ok(ring) => {
-                let mut ring = Ring::new(ring, shared, bell, requests);
+                let mut ring = Ring::new(ring, served, bell, requests);
                 let listened = report.send(Ok(())).is_ok();
                 drop(report);
                 if listened {
@@ -78,7 +79,7 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
                 .caused_by(cause)
         })?;
     match started.recv() {
-        Ok(Ok(())) => Ok(Started { driver: Box::new(driver), handles: vec![handle] }),
+        Ok(Ok(())) => Ok(Started { driver: Arc::new(driver), handles: vec![handle] }),
         Ok(Err(error)) => Err(error),
         Err(_) => {
             Err(Error::new(ErrorKind::Internal, "the io_uring thread died at start").remedy("report this as a bug"))
@@ -146,12 +147,19 @@ fn refused(what: &str, cause: io::Error) -> Error {
     error.caused_by(cause)
 }
 
-/// An eventfd that wakes the ring's thread, and at most one write of it at a time.
+/// An eventfd that wakes the ring's thread. It is written only while the thread sleeps, and once.
 #[derive(Debug)]
 struct Bell {
     eventfd: File,
-    rung: AtomicBool,
+    state: AtomicU8,
 }
+
+/// The thread looks for what is new before it sleeps.
+const AWAKE: u8 = 0;
+/// There is something new since the thread looked.
+const RUNG: u8 = 1;
+/// The thread waits in the kernel, or is about to.
+const ASLEEP: u8 = 2;
 
 impl Bell {
     fn new() -> Result<Self> {
@@ -162,22 +170,30 @@ impl Bell {
         }
         // SAFETY: `fd` is a new descriptor that nothing else owns.
         let eventfd = unsafe { File::from_raw_fd(fd) };
-        Ok(Self { eventfd, rung: AtomicBool::new(false) })
+        Ok(Self { eventfd, state: AtomicU8::new(AWAKE) })
     }
 
     fn ring(&self) {
-        // AcqRel pairs with `quiet`: whoever finds the bell rung knows that the thread will look again after it.
-        if self.rung.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        if let Err(cause) = (&self.eventfd).write_all(&1u64.to_ne_bytes()) {
-            tracing::error!(%cause, "cannot wake the io_uring thread");
-            self.rung.store(false, Ordering::Release);
+        // AcqRel pairs with `look` and `sleep`: what was queued before the bell was rung is seen by whoever finds it rung.
+        if self.state.swap(RUNG, Ordering::AcqRel) == ASLEEP {
+            self.write();
         }
     }
 
-    fn quiet(&self) {
-        self.rung.swap(false, Ordering::AcqRel);
+    fn write(&self) {
+        if let Err(cause) = (&self.eventfd).write_all(&1u64.to_ne_bytes()) {
+            tracing::error!(%cause, "cannot wake the io_uring thread");
+        }
+    }
+
+    /// Before looking for what is new.
+    fn look(&self) {
+        self.state.swap(AWAKE, Ordering::AcqRel);
+    }
+
+    /// Before waiting. False if the bell was rung since the last look.
+    fn sleep(&self) -> bool {
+        self.state.compare_exchange(AWAKE, ASLEEP, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 }
 
@@ -237,6 +253,81 @@ struct InFlight {
     slot: Option<u32>,
 }
 
+/// Operations whose end takes long to report, and the thread that does it, so that the ring's serves the kernel meanwhile.
+/// It is started for the first of them.
+struct Slow {
+    shared: Arc<Shared>,
+    queue: Arc<SlowQueue>,
+    started: bool,
+}
+
+#[derive(Default)]
+struct SlowQueue {
+    state: Mutex<SlowState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct SlowState {
+    ended: Vec<Ended>,
+    /// Nothing more comes.
+    over: bool,
+}
+
+impl Slow {
+    fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, queue: Arc::default(), started: false }
+    }
+
+    /// Takes out of `ended` what takes long. Without a thread it stays there.
+    fn take(&mut self, ended: &mut Vec<Ended>) {
+        let mut slow = ended.extract_if(.., |ended| self.shared.takes_long(&ended.active)).peekable();
+        if slow.peek().is_none() {
+            return;
+        }
+        if !self.started {
+            let (shared, queue) = (Arc::clone(&self.shared), Arc::clone(&self.queue));
+            if let Err(cause) = self.shared.spawn("outcore-io-slow".into(), move || queue.serve(&shared)) {
+                tracing::info!(%cause, "no thread for slow completions: the ring's reports them");
+                let slow: Vec<_> = slow.collect();
+                return ended.extend(slow);
+            }
+            self.started = true;
+        }
+        self.queue.state.lock().ended.extend(slow);
+        self.queue.changed.notify_one();
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        self.queue.state.lock().over = true;
+        self.queue.changed.notify_one();
+    }
+}
+
+impl SlowQueue {
+    fn serve(&self, shared: &Shared) {
+        let mut done = Vec::new();
+        loop {
+            let mut state = self.state.lock();
+            while state.ended.is_empty() {
+                if state.over {
+                    return;
+                }
+                self.changed.wait(&mut state);
+            }
+            let mut ended = mem::take(&mut state.ended);
+            drop(state);
+            shared.conclude(&mut ended, &mut done);
+            // One by one: who waits for the first need not wait for the last.
+            for completion in done.drain(..) {
+                shared.deliver(&mut vec![completion]);
+            }
+        }
+    }
+}
+
 /// The thread's end: the ring and all that belongs to it.
 struct Ring {
     ring: IoUring,
@@ -252,8 +343,11 @@ struct Ring {
     pieces: Vec<Piece>,
     /// Memory that still has to be registered; `None` when the kernel has no table for it or has refused.
     offered: Option<Vec<(u64, u64)>>,
+    /// Ended, and not yet reported.
+    ended: Vec<Ended>,
     done: Vec<Completion>,
-    ended: Vec<Lane>,
+    slow: Slow,
+    lanes: Vec<Lane>,
     starting: Vec<(Active, Lane)>,
     answers: Vec<(u64, i32)>,
     complained: bool,
@@ -319,6 +413,7 @@ impl Ring {
                 "this kernel registers not all of what was offered: some CPU more, nothing else"
             );
         }
+        let slow = Slow::new(Arc::clone(&shared));
         Self {
             ring,
             shared,
@@ -330,8 +425,10 @@ impl Ring {
             fixed_files,
             pieces: Vec::new(),
             offered,
-            done: Vec::new(),
             ended: Vec::new(),
+            done: Vec::new(),
+            slow,
+            lanes: Vec::new(),
             starting: Vec::new(),
             answers: Vec::new(),
             complained: false,
@@ -345,16 +442,16 @@ impl Ring {
                 self.issue(key);
             }
             self.settle();
-            if !self.done.is_empty() {
+            if !self.ended.is_empty() || !self.done.is_empty() {
                 // The kernel gets its next work before the sink takes its time.
                 self.enter(0);
-                let mut done = mem::take(&mut self.done);
-                self.shared.deliver(&mut done);
-                self.done = done;
+                self.slow.take(&mut self.ended);
+                self.shared.conclude(&mut self.ended, &mut self.done);
+                self.shared.deliver(&mut self.done);
                 continue;
             }
-            let registered = self.register_piece();
-            self.enter(if registered { 0 } else { 1 });
+            let wait = !self.register_piece() && self.bell.sleep();
+            self.enter(usize::from(wait));
             self.reap();
             self.settle();
         }
@@ -362,6 +459,7 @@ impl Ring {
 
     /// Takes what is new. False when the store is closed and nothing is left.
     fn admit(&mut self) -> bool {
+        self.bell.look();
         let requests = mem::take(&mut *self.requests.lock());
         for request in requests {
             match request {
@@ -376,7 +474,7 @@ impl Ring {
         }
         let now = Instant::now();
         let mut state = self.shared.state.lock();
-        for lane in self.ended.drain(..) {
+        for lane in self.lanes.drain(..) {
             state.queue.finished(lane);
         }
         self.done.append(&mut state.refused);
@@ -384,10 +482,19 @@ impl Ring {
             self.starting.push(next);
         }
         if state.closing {
-            let idle = self.starting.is_empty() && self.done.is_empty() && self.in_flight.is_empty();
-            if idle && !self.armed && state.queue.is_empty() {
+            let idle = self.starting.is_empty()
+                && self.ended.is_empty()
+                && self.done.is_empty()
+                && self.in_flight.is_empty()
+                && state.queue.is_empty();
+            if idle && !self.armed {
                 state.stopped = true;
                 return false;
+            }
+            if idle {
+                // So that the read that is armed ends.
+                drop(state);
+                self.bell.write();
             }
         } else if !self.armed {
             drop(state);
@@ -478,7 +585,6 @@ impl Ring {
         }
         if woken {
             self.armed = false;
-            self.bell.quiet();
         }
     }
 
@@ -490,12 +596,11 @@ impl Ring {
             let (lane, slot) = (*lane, *slot);
             match active.advance(answer) {
                 None => self.issue(key),
-                Some(result) => {
-                    let token = active.op.token;
-                    self.in_flight.remove(key);
+                Some(outcome) => {
+                    let InFlight { active, .. } = self.in_flight.remove(key);
                     self.unname(slot);
-                    self.ended.push(lane);
-                    self.done.push(Completion { token, result });
+                    self.lanes.push(lane);
+                    self.ended.push(Ended { active, outcome });
                 }
             }
         }

@@ -20,13 +20,13 @@
 mod recording;
 pub(crate) mod ticket;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak, mpsc};
 use std::task::{Poll, Waker};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, RwLock};
 
@@ -44,7 +44,7 @@ use crate::pager::{
     AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms, WaitCause,
 };
 use crate::pin::Member;
-use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
+use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
 use recording::{RuntimeName, with_recorder};
 use ticket::Ticket;
@@ -103,6 +103,9 @@ pub(crate) enum Received {
     Waiting(Waiting),
 }
 
+/// Bytes whose hash takes longer than to wake another thread.
+const LONG_HASH: u64 = 512 << 10;
+
 /// The event behind the copies that a stream has to wait for.
 pub(crate) fn event_at(point: FillPoint) -> EventId {
     EventId(point.get())
@@ -135,11 +138,17 @@ impl LearnedHashes {
         Some(Self { hashes: zeros(pages), confirmed: zeros(pages.div_ceil(64)), always: verify == Verify::Always })
     }
 
-    fn check(&self, page: PageIndex, hash: impl FnOnce() -> u64) -> Result<(), (u64, u64)> {
+    /// Whether the page, when it is read again, is to be compared.
+    fn asks(&self, page: PageIndex) -> bool {
         let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
-        if !self.always && self.confirmed[word].load(Ordering::Relaxed) & bit != 0 {
+        self.always || self.confirmed[word].load(Ordering::Relaxed) & bit == 0
+    }
+
+    fn check(&self, page: PageIndex, hash: impl FnOnce() -> u64) -> Result<(), (u64, u64)> {
+        if !self.asks(page) {
             return Ok(());
         }
+        let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
         let hash = hash().max(1);
         match self.hashes[page.index()].compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => Ok(()),
@@ -210,6 +219,10 @@ impl Completions for Sink {
         }
     }
 
+    fn takes_long(&self, token: Token) -> bool {
+        self.0.get().and_then(Weak::upgrade).is_some_and(|engine| engine.takes_long(token))
+    }
+
     fn taken_up(&self, token: Token, end: EventId) {
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
             let _marked = Marked::begin(Inside::Waker);
@@ -270,6 +283,35 @@ pub(crate) fn may_wait(what: &str) -> Result<()> {
     };
     let message = format!("{what} cannot be waited for in {place}: it may be waiting for this very thread");
     Err(Error::new(ErrorKind::InvalidArgument, message).remedy(remedy))
+}
+
+thread_local! {
+    static OWN: RefCell<Own> = const { RefCell::new(Own::Unwanted) };
+}
+
+/// The read that a thread carries out itself.
+#[derive(Debug)]
+enum Own {
+    Unwanted,
+    Wanted,
+    Begun(OwnRead),
+}
+
+/// Runs `submit`, after which the caller is going to wait on this thread and can do nothing else. Of the reads that it
+/// causes, one may be left to the caller, to be [run](OwnRead::run) before it waits.
+pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
+    /// Puts back what was there, also if `submit` panics.
+    struct Before(Own);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            OWN.replace(std::mem::replace(&mut self.0, Own::Unwanted));
+        }
+    }
+    let before = Before(OWN.replace(Own::Wanted));
+    let submitted = submit();
+    let own = OWN.replace(Own::Unwanted);
+    drop(before);
+    (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
 }
 
 pub(crate) struct Parts {
@@ -660,11 +702,7 @@ impl Engine {
         }
         match (planned.from, planned.to) {
             (Place::Disk, Place::Device(_)) => {
-                let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
-                    None => device_pointer(address)?,
-                };
-                self.read_or_write(planned, Stage::Reading, &io, buffer)?;
+                self.read_or_write(planned, Stage::Reading, &io, self.io_buffer(planned, address)?)?;
                 Ok(None)
             }
             (Place::Zero, _) => {
@@ -688,13 +726,12 @@ impl Engine {
                     Ok(self.copy(planned, Stage::CopyingOut, op))
                 }
                 None => {
-                    self.read_or_write(planned, Stage::Writing, &io, device_pointer(address)?)?;
+                    self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                     Ok(None)
                 }
             },
-            (Place::Host(host), _) => {
-                let buffer = self.slab.pointer(host).ok_or_else(|| missing_frame(host))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+            (Place::Host(_), _) => {
+                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                 Ok(None)
             }
             (Place::Disk, _) => {
@@ -790,12 +827,8 @@ impl Engine {
         };
         let kind = if stage == Stage::Reading { IoKind::Read } else { IoKind::Write };
         let valid = if matches!(io.source, Source::File { .. }) { valid } else { self.page_bytes };
-        if let (Source::Scratch { scratch, slots, .. }, IoKind::Write) = (&io.source, kind) {
-            // The page is WritingBack, or its host copy busy: its bytes do not change until the write is complete.
-            scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
-        }
         self.enter(planned, stage);
-        self.store.submit(IoOp {
+        let op = IoOp {
             token: Token(planned.id.get()),
             kind,
             file,
@@ -804,7 +837,14 @@ impl Engine {
             len: valid.next_multiple_of(IO_ALIGNMENT) as u32,
             valid: valid as u32,
             priority: planned.priority,
-        });
+        };
+        if OWN.with_borrow(|own| matches!(own, Own::Wanted)) {
+            if let Some(read) = self.store.begin(op) {
+                OWN.set(Own::Begun(read));
+            }
+        } else {
+            self.store.submit(op);
+        }
         Ok(())
     }
 
@@ -814,6 +854,19 @@ impl Engine {
             // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
             self.with(|pager, fx| pager.taken(MoveId(token.0), FillPoint(end.0), fx));
         }
+    }
+
+    /// Whether the end of an operation of the store asks for a hash of many bytes.
+    fn takes_long(&self, token: Token) -> bool {
+        if self.page_bytes < LONG_HASH || token.0 >= CALLER_TOKENS {
+            return false;
+        }
+        let Some(entry) = self.in_flight.lock().get(&MoveId(token.0)).copied() else { return false };
+        let page = entry.planned.page;
+        self.segment_io(page.segment).is_ok_and(|io| match &io.source {
+            Source::File { learned, .. } => learned.as_ref().is_some_and(|learned| learned.asks(page.index)),
+            Source::Scratch { .. } => true,
+        })
     }
 
     fn completed(&self, done: &mut Vec<Completion>) {
@@ -977,10 +1030,7 @@ impl Engine {
         let address = self.address(&io, planned.page);
         match entry.stage {
             Stage::Reading => {
-                let buffer = match planned.staging {
-                    Some(staging) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?,
-                    None => device_pointer(address)?,
-                };
+                let buffer = self.io_buffer(planned, address)?;
                 self.check(&io, planned.page, buffer)?;
                 if planned.staging.is_none() {
                     return Ok(Next::Nothing);
@@ -989,12 +1039,30 @@ impl Engine {
                 Ok(Next::Copy(self.copy(planned, Stage::CopyingIn, op)))
             }
             Stage::CopyingOut if planned.to == Place::Disk => {
-                let Some(staging) = planned.staging else { return Ok(Next::Nothing) };
-                let buffer = self.slab.staging(staging).ok_or_else(|| missing_frame(staging))?;
-                self.read_or_write(planned, Stage::Writing, &io, buffer)?;
+                if planned.staging.is_none() {
+                    return Ok(Next::Nothing);
+                }
+                self.read_or_write(planned, Stage::Writing, &io, self.io_buffer(planned, address)?)?;
                 Ok(Next::Write)
             }
+            Stage::Writing => {
+                if let Source::Scratch { scratch, slots, .. } = &io.source {
+                    // The page is WritingBack, or its host copy busy: its bytes are those that were written.
+                    let buffer = self.io_buffer(planned, address)?;
+                    scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+                }
+                Ok(Next::Nothing)
+            }
             _ => Ok(Next::Nothing),
+        }
+    }
+
+    /// The memory that the store reads into, or writes from.
+    fn io_buffer(&self, planned: Move, address: DeviceAddress) -> Result<HostPointer> {
+        match (planned.from, planned.staging) {
+            (Place::Host(host), _) => self.slab.pointer(host).ok_or_else(|| missing_frame(host)),
+            (_, Some(staging)) => self.slab.staging(staging).ok_or_else(|| missing_frame(staging)),
+            (_, None) => device_pointer(address),
         }
     }
 
@@ -1021,7 +1089,7 @@ impl Engine {
 
     /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
     pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
-        let close = |engine: &Self| {
+        let close = |engine: &Arc<Self>| {
             if let Err(error) = engine.shut_down() {
                 tracing::warn!(%error, "close the runtime");
             }
@@ -1038,13 +1106,19 @@ impl Engine {
     }
 
     /// Stops admitting, waits for everything in flight, stops the threads.
-    pub(crate) fn shut_down(&self) -> Result<()> {
+    pub(crate) fn shut_down(self: &Arc<Self>) -> Result<()> {
         may_wait("the end of a runtime")?;
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
+        // Whoever closes again knows that the disk does not answer.
+        let limit = if self.closed.load(Ordering::Acquire) { Duration::ZERO } else { self.store.close_limit() };
         let mut latched = self.latch.lock();
         while !latched.pager.is_idle() {
-            self.idle.wait(&mut latched);
+            let ended = self.store.ended();
+            let late = self.idle.wait_for(&mut latched, limit).timed_out();
+            if late && !latched.pager.is_idle() && self.store.outstanding() > 0 && self.store.ended() == ended {
+                return Err(self.abandon(latched));
+            }
         }
         drop(latched);
         self.closed.store(true, Ordering::Release);
@@ -1052,6 +1126,22 @@ impl Engine {
         let device = self.device.close();
         self.with(|pager, _| self.note_lost_device(pager));
         store.and(device)
+    }
+
+    /// Ends although the disk does not answer. What the kernel may still touch is never given back.
+    fn abandon<'a>(self: &'a Arc<Self>, mut latched: parking_lot::MutexGuard<'a, Latched>) -> Error {
+        let tickets = std::mem::take(&mut latched.tickets);
+        drop(latched);
+        self.closed.store(true, Ordering::Release);
+        let error = match self.store.close_within(Duration::ZERO) {
+            Err(error) => error,
+            Ok(()) => Error::new(ErrorKind::Io, "the disk answered too late for the runtime to close in order"),
+        };
+        // Frames, staging buffers and address ranges belong to the engine.
+        std::mem::forget(self.clone());
+        let wakers: Vec<Waker> = tickets.into_values().filter_map(|ticket| ticket.fulfil(Err(error.clone()))).collect();
+        wakers.into_iter().for_each(Waker::wake);
+        error
     }
 
     /// Errors that no call has reported.

@@ -8,6 +8,7 @@ mod any_device;
 #[cfg(feature = "cuda")]
 mod every_call;
 
+use std::collections::HashMap;
 use std::panic;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,7 +16,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use outcore::device::{CudaDeviceSelector, DeviceCall, DeviceHook};
+use outcore::device::{CudaDeviceSelector, DeviceCall, DeviceHook, Token};
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{
@@ -127,10 +128,16 @@ enum Mode {
     Random(Rng, u64),
 }
 
-/// Failures to order, at the system-call layer.
+/// How often the store tries a read again after EIO.
+const READ_RETRIES: u32 = 2;
+
+/// Failures to order, at the system-call layer. A read that fails with EIO fails again when the store tries it again: what
+/// is ordered is a failed operation, as often as it is called for.
 #[derive(Debug, Default)]
 pub struct Faults {
     mode: Mutex<Mode>,
+    /// Reads that fail, and for how many more calls.
+    failing: Mutex<HashMap<Token, u32>>,
     fired: AtomicU64,
 }
 
@@ -167,6 +174,14 @@ const RANDOM_FAULTS: [Fault; 6] = [
 
 impl CallHook for Faults {
     fn before(&self, call: &IoCall) -> Injected {
+        let mut failing = self.failing.lock();
+        if let Some(more) = failing.get_mut(&call.token) {
+            *more -= 1;
+            if *more == 0 {
+                failing.remove(&call.token);
+            }
+            return Injected::Errno(libc::EIO);
+        }
         let mut mode = self.mode.lock();
         let fault = match &mut *mode {
             Mode::Off => None,
@@ -179,6 +194,9 @@ impl CallHook for Faults {
             Mode::Random(rng, n) => rng.one_in(*n).then(|| *rng.pick(&RANDOM_FAULTS)),
         };
         drop(mode);
+        if call.kind == IoKind::Read && fault == Some(Fault::Errno(libc::EIO)) {
+            failing.insert(call.token, READ_RETRIES);
+        }
         fault.map_or(Injected::Nothing, |fault| {
             self.fired.fetch_add(1, Ordering::SeqCst);
             fault.injected()
