@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use serde::Serialize;
+use serde::ser::{SerializeStruct, Serializer};
 
 use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify, staging_pages};
@@ -93,36 +95,37 @@ impl Model {
 }
 
 /// Counters of a runtime since it was opened.
-#[derive(Clone, Debug)]
+///
+/// Serialized, each field has its own name; [`Bytes`] and [`PageSize`] are numbers of bytes, durations are seconds with a
+/// fraction, pairs of memory in use and budget are objects `{"used": ..., "budget": ...}`, paths are text.
+#[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Uses, hits, faults, fills, evictions.
+    /// Uses, hits, faults, fills, evictions. A use that is not in the policy's order yet counts as a hit.
     pub pager: PagerStats,
-    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
-    /// and what was done, on the same uses: the first 262,144.
-    pub optimum: Optimum,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
     /// Waiting, by cause and tier.
     pub stalls: Vec<StallStats>,
-    /// The pages, of tensors that still exist, that were waited for longest; at most sixteen, the worst first.
-    pub worst_pages: Vec<PageStalls>,
     /// The policy.
     pub policy: &'static str,
-    /// Whether it is following a plan, declared or recognised.
+    /// Whether it was following a plan, declared or recognised, when it last heard of a use.
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
     /// Open files that are read through the page cache nevertheless, because their file system refuses O_DIRECT. Only
     /// where the backend was chosen automatically; asked for by name, it refuses such files.
+    #[serde(serialize_with = "as_text")]
     pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
     /// How far ahead of use fills start. It follows the device budget.
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
+    #[serde(serialize_with = "used_of_budget")]
     pub device: (Bytes, Bytes),
     /// Host-tier memory in frames now, and the budget.
+    #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
@@ -130,7 +133,7 @@ pub struct Stats {
 
 impl Stats {
     /// Hits over all uses; 0 where there were none. What compares with the best possible is
-    /// [`optimum.actual_ratio()`](Optimum::actual_ratio): a long run has more uses than [`optimum`](Self::optimum) covers.
+    /// [`Optimum::actual_ratio`]: a long run has more uses than an [`optimum`](Runtime::optimum) covers.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }
@@ -139,6 +142,18 @@ impl Stats {
     pub fn stall_time(&self) -> Duration {
         self.stalls.iter().map(|stall| stall.time).sum()
     }
+}
+
+/// Paths need not be UTF-8, which JSON is.
+fn as_text<S: Serializer>(paths: &[PathBuf], to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.collect_seq(paths.iter().map(|path| path.to_string_lossy()))
+}
+
+fn used_of_budget<S: Serializer>((used, budget): &(Bytes, Bytes), to: S) -> std::result::Result<S::Ok, S::Error> {
+    let mut pair = to.serialize_struct("Memory", 2)?;
+    pair.serialize_field("used", used)?;
+    pair.serialize_field("budget", budget)?;
+    pair.end()
 }
 
 /// Where a segment's pages are.
@@ -629,21 +644,24 @@ impl Runtime {
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
-    /// Counters.
+    /// Counters. Takes microseconds, however many pages and uses there are: what takes longer has a call of its own
+    /// ([`optimum`](Self::optimum), [`worst_pages`](Self::worst_pages)).
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
         let page = self.shared.page_size.bytes();
-        let (pager, trace, (policy, planned), lookahead, device, host) = engine.with(|pager, _| {
-            let state = pager.policy_state();
-            (pager.stats(), pager.trace(), state, pager.lookahead(), pager.device_frames(), pager.host_frames())
+        let (mut pager, unseen, (policy, planned), lookahead, device, host) = engine.look(|pager| {
+            // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
+            let unseen = engine.log.len() as u64;
+            let (state, lookahead) = (pager.policy_state(), pager.lookahead());
+            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
         });
+        pager.uses += unseen;
+        pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
         Stats {
             pager,
-            optimum: trace.optimum(self.shared.most_frames.load(Ordering::Relaxed)),
             traffic: engine.observer.traffic(),
             stalls: engine.observer.stalls(),
-            worst_pages: engine.worst_pages(WORST_PAGES),
             policy,
             planned,
             io: engine.store.backend(),
@@ -656,6 +674,21 @@ impl Runtime {
         }
     }
 
+    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
+    /// and what was done, on the same uses: the first 262,144. Takes up to a tenth of a second of the calling thread, and
+    /// holds up nobody else.
+    pub fn optimum(&self) -> Optimum {
+        // A copy shares all but the last few thousand uses, so the latch is soon free again.
+        let trace = self.engine().with(|pager, _| pager.trace());
+        trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
+    }
+
+    /// The pages, of tensors that still exist, that were waited for longest; at most `most`, the worst first. Looks at
+    /// every page of every tensor that was ever waited for: a millisecond for a million pages, in which nobody else waits.
+    pub fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        self.engine().worst_pages(most)
+    }
+
     /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
     pub fn traffic(&self) -> Traffic {
         self.engine().observer.traffic()
@@ -666,10 +699,22 @@ impl Runtime {
         self.engine().with(|pager, _| pager.policy_state().1)
     }
 
-    /// Where a tensor's segment's pages are.
+    /// Where the pages of a tensor's segment are.
+    ///
+    /// A segment of more than 1024 pages is looked at in slices of that many. Between two slices other threads may pin,
+    /// fill and evict, so that only the pages of one slice are of one moment: a page that moves meanwhile may be seen in
+    /// its old place, while another is seen already in the frame that the first one had.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
-        let id = tensor.segment.id;
-        SegmentView { id, pages: tensor.engine().with(|pager, _| pager.view(id)) }
+        let (id, engine) = (tensor.segment.id, tensor.engine());
+        let count = tensor.segment.words.len();
+        let mut pages = Vec::with_capacity(count);
+        // Apart, because the first touch of new memory is slow, and not for under the latch.
+        let mut slice = Vec::with_capacity(count.min(SNAPSHOT_SLICE));
+        for first in (0..count).step_by(SNAPSHOT_SLICE) {
+            engine.look(|pager| slice.extend(pager.views(id, first..first + SNAPSHOT_SLICE)));
+            pages.append(&mut slice);
+        }
+        SegmentView { id, pages }
     }
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
@@ -716,8 +761,8 @@ impl Runtime {
     }
 }
 
-/// How many pages [`Stats::worst_pages`] names.
-const WORST_PAGES: usize = 16;
+/// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
+const SNAPSHOT_SLICE: usize = 1024;
 
 /// The host tier is locked, and so takes its memory whether it is used or not.
 fn check_host_budget(budget: Bytes) -> Result<()> {

@@ -51,7 +51,7 @@ UNSAFE_ALLOWED = {
 # What runtime/pager may use: modules of the crate, crates without I/O, clock or threads, and of std nothing that has them.
 PAGER = "runtime/pager/"
 PAGER_MODULES = {"ids", "error", "random", "sync", "pager"}
-PAGER_CRATES = {"std", "core", "alloc", "crate", "self", "super", "crossbeam_queue", "slab", "thiserror"}
+PAGER_CRATES = {"std", "core", "alloc", "crate", "self", "super", "crossbeam_queue", "serde", "slab", "thiserror"}
 PAGER_STD_BANNED = {"env", "fs", "io", "net", "os", "path", "process", "thread", "time"}
 PAGER_TEST_CRATES = {"loom", "proptest", "tempfile"}
 

@@ -39,6 +39,16 @@ impl AccessLog {
         self.queue.push(packed).is_ok()
     }
 
+    /// How many uses the pager has not seen.
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether the pager has seen every use.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
     pub(super) fn pop(&self) -> Option<Access> {
         let packed = self.queue.pop()?;
         let page = PageId { segment: SegmentId((packed >> 32) as u32 & 0x7FFF_FFFF), index: PageIndex(packed as u32) };

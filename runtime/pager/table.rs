@@ -115,8 +115,4 @@ impl SegmentTable {
             disk: entry.on_disk(),
         })
     }
-
-    pub(super) fn views(&self) -> Vec<PageView> {
-        (0..self.words.len()).filter_map(|index| self.view(index)).collect()
-    }
 }

@@ -37,6 +37,8 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use serde::Serialize;
+
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -58,7 +60,8 @@ pub use crate::pager::Priority;
 pub const IO_ALIGNMENT: u64 = 4096;
 
 /// How files are read and written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum IoBackend {
     /// The first of the others that works here, in the order below.

@@ -418,6 +418,11 @@ impl Engine {
         result
     }
 
+    /// Looks at the pager under the latch. What was used without the latch stays in the log.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> T {
+        look(&self.latch.lock().pager)
+    }
+
     /// Submits a request. `nested` if the caller may hold guards.
     pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, nested: bool) -> Result<Received> {
         let mut fx = Effects::default();
