@@ -34,7 +34,7 @@ use crate::device::{
     Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, StreamId, StreamKind, StreamOp,
     Token,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
@@ -491,7 +491,8 @@ impl Engine {
     /// that a device on which every move fails needs no stack.
     ///
     /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
-    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done.
+    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done. One that panics costs no
+    /// other its wake-up.
     fn settle<'a>(&'a self, mut latched: parking_lot::MutexGuard<'a, Latched>, mut fx: Effects) {
         let mut wakers: Vec<Waker> = Vec::new();
         loop {
@@ -559,7 +560,9 @@ impl Engine {
             }
         }
         for waker in wakers {
-            waker.wake();
+            if let Err(panic) = caught(|| waker.wake()) {
+                tracing::error!(panic, "a waker panicked: its task may not have been woken");
+            }
         }
     }
 
@@ -776,8 +779,9 @@ impl Engine {
         for Completion { token, result } in done.drain(..) {
             if token.0 >= CALLER_TOKENS {
                 let at_end = self.callers.lock().pending.remove(&token.0);
-                if let Some(at_end) = at_end {
-                    at_end(result);
+                // What it drops may be the caller's.
+                if let Some(Err(panic)) = at_end.map(|at_end| caught(|| at_end(result))) {
+                    tracing::error!(panic, "what follows an operation on a stream panicked");
                 }
                 continue;
             }
