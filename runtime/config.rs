@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::Runtime;
 use crate::store::{IoBackend, StoreOptions};
@@ -237,10 +238,14 @@ pub(crate) enum PolicyChoice {
 }
 
 impl PolicyChoice {
-    pub(crate) fn build(&self) -> Box<dyn Policy> {
+    /// The policy, and what becomes of it where it is not one of ours.
+    pub(crate) fn build(&self) -> (Box<dyn Policy>, Option<Fate>) {
         match self {
-            Self::Kind(kind) => kind.build(),
-            Self::Custom(make) => make(),
+            Self::Kind(kind) => (kind.build(), None),
+            Self::Custom(make) => {
+                let (policy, fate) = Guarded::new(make());
+                (Box::new(policy), Some(fate))
+            }
         }
     }
 }
@@ -348,7 +353,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened.
+    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened. One
+    /// that panics is replaced: see [`Policy`].
     ///
     /// ```
     /// use std::collections::VecDeque;

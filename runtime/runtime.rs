@@ -109,6 +109,8 @@ pub struct Stats {
     pub stalls: Vec<StallStats>,
     /// The policy.
     pub policy: &'static str,
+    /// The policy of the caller's that panicked, and that this one has replaced.
+    pub policy_panicked: Option<&'static str>,
     /// Whether it was following a plan, declared or recognised, when it last heard of a use.
     pub planned: bool,
     /// The I/O backend in use.
@@ -252,11 +254,13 @@ impl Runtime {
             lookahead: config.lookahead.pages(page_size, frames),
             page_bytes,
         };
-        let mut pager = Pager::new(pager_config, config.policy.build());
+        let (policy, fate) = config.policy.build();
+        let mut pager = Pager::new(pager_config, policy);
         if config.keep_uses {
             pager.keep_uses();
         }
-        let engine = Engine::new(Parts { pager, device, store, slab, observer: Observer::new(config.timeline), sink })?;
+        let observer = Observer::new(config.timeline);
+        let engine = Engine::new(Parts { pager, device, store, slab, observer, sink, fate })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -663,6 +667,7 @@ impl Runtime {
             traffic: engine.observer.traffic(),
             stalls: engine.observer.stalls(),
             policy,
+            policy_panicked: engine.panicked_policy().map(|panicked| panicked.name),
             planned,
             io: engine.store.backend(),
             buffered_files: engine.store.buffered_files(),
@@ -736,7 +741,7 @@ impl Runtime {
     /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
     /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
     /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
-    /// of what was lost, how many more.
+    /// of what was lost, how many more. Last, a policy of the caller's that panicked, which costs no bytes.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }

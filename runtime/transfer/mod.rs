@@ -38,6 +38,7 @@ use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
+use crate::pager::policy::guarded::{Fate, Panicked};
 use crate::pager::{AccessLog, Effects, Granted, Move, PageRun, Pager, Place, Priority, Submitted, WaitCause};
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, ScratchFile, SlotIndex, SlotRun, Store};
 
@@ -282,6 +283,8 @@ pub(crate) struct Parts {
     pub(crate) slab: HostSlab,
     pub(crate) observer: Observer,
     pub(crate) sink: Arc<Sink>,
+    /// What becomes of a policy of the caller's.
+    pub(crate) fate: Option<Fate>,
 }
 
 /// See the [module documentation](self).
@@ -300,6 +303,9 @@ pub(crate) struct Engine {
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
+    fate: Option<Fate>,
+    /// That the policy has panicked was logged.
+    fate_told: AtomicBool,
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
@@ -385,7 +391,7 @@ impl Failures {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { pager, device, store, slab, observer, sink } = parts;
+        let Parts { pager, device, store, slab, observer, sink, fate } = parts;
         let engine = Arc::new(Self {
             latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
@@ -402,6 +408,8 @@ impl Engine {
             segments: RwLock::new(Vec::new()),
             observer,
             failures: Mutex::default(),
+            fate,
+            fate_told: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
@@ -564,6 +572,16 @@ impl Engine {
                 tracing::error!(panic, "a waker panicked: its task may not have been woken");
             }
         }
+        if let Some(panicked) = self.panicked_policy()
+            && !self.fate_told.swap(true, Ordering::Relaxed)
+        {
+            tracing::error!(error = %panicked.told(), "a policy panicked");
+        }
+    }
+
+    /// The policy of the caller's, if it has panicked.
+    pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
+        self.fate.as_ref()?.get()
     }
 
     pub(crate) fn add_segment_io(&self, id: SegmentId, io: SegmentIo) {
@@ -1029,7 +1047,8 @@ impl Engine {
             let what = format!("{} cannot be written and stays in host memory", held.what);
             held.error.clone().context(what)
         });
-        lost.chain(more).chain(held).collect()
+        let policy = self.panicked_policy().map(Panicked::told);
+        lost.chain(more).chain(held).chain(policy).collect()
     }
 
     /// What was lost since the start, as one error; the first is the cause.
