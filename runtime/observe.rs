@@ -268,7 +268,7 @@ pub(crate) fn seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S:
 }
 
 /// Bytes moved and time spent moving them, since the runtime was opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Traffic {
     /// Bytes read from files.

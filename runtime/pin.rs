@@ -246,6 +246,7 @@ impl<T: Target> PinRequest<'_, T> {
             return Ok(Some(self.target.guard(runs)));
         };
         let engine = &segment.shared.engine;
+        engine.at_home()?;
         if let Runs::One(run) = &runs
             && T::PURPOSE != Purpose::Write
             && try_pin_run(engine, segment, *run)
@@ -343,6 +344,8 @@ impl<T: Target> Future for PinRequest<'_, T> {
         let Progress::Waiting { ticket, .. } = &self.progress else {
             return Poll::Ready(Err(Error::new(ErrorKind::InvalidArgument, "a pin request was polled after it ended")));
         };
+        // The ticket's lock, too, may be held by a thread that a child does not have.
+        self.target.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
         match ticket.clone().poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,

@@ -54,6 +54,24 @@ impl Drop for Shared {
 }
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
+///
+/// # Forks
+///
+/// A runtime is the process's that opened it. A child by `fork` has a copy of the memory and none of the threads. There,
+/// nothing hangs and nothing reaches the parent:
+///
+/// - What can fail ends with [`Closed`](ErrorKind::Closed), pins of resident pages too. What cannot fail does nothing, and
+///   tells of nothing: counters of pages and bytes are zero, a snapshot has no pages. [`health`](Self::health) says why.
+/// - Guards the child has inherited can be read, on devices of this process's memory. It is a copy: what the child writes
+///   stays in the child. Other inherited memory of tensors must not be touched, as ever without a guard.
+/// - Handles, guards and requests are dropped without effect. The threads, the ring and the scratch file are the parent's;
+///   the child's copy of the memory goes when the child ends or `exec`s.
+///
+/// A child may open a runtime of its own, best when the fork came before the parent's: other threads of the parent may have
+/// held any lock of the process at that moment, that of the allocator included. `fork` while reads are in flight is no
+/// harm to the child. For the parent, see `O_DIRECT` in open(2): a kernel that does not copy pinned pages at once (before
+/// 6.3) may lose bytes that are read while the child lives, so fork there when nothing is in flight, or start programs
+/// with [`std::process::Command`], which shares the memory until `exec`.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pub(crate) shared: Arc<Shared>,
@@ -374,7 +392,9 @@ impl Runtime {
     }
 
     fn still_open(&self) -> Result<()> {
-        if self.engine().with(|pager, _| pager.is_closing()) { Err(crate::pager::closing()) } else { Ok(()) }
+        self.engine().at_home()?;
+        let closing = self.engine().with(|pager, _| pager.is_closing());
+        if closing == Some(true) { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
     fn scratch(&self) -> Result<(ScratchFile, FileId)> {
@@ -405,7 +425,7 @@ impl Runtime {
             .remedy("choose larger pages")
         })?;
         let engine = self.engine();
-        if !engine.with(|pager, _| pager.has_room_for(pages)) {
+        if engine.with(|pager, _| pager.has_room_for(pages)) == Some(false) {
             let message = format!("{pages} pages more than the runtime has are more than 2^32 in all");
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
         }
@@ -415,7 +435,9 @@ impl Runtime {
                 tracing::warn!(%error, ?base, "release a segment's addresses");
             }
         })?;
-        let (id, words) = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        let added = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        // Whoever comes here has asked.
+        let (id, words) = added.ok_or_else(crate::pager::closing)?;
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
@@ -605,7 +627,7 @@ impl Runtime {
     /// Returns how many pages it set in motion.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
         let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx))
+        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
     /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
@@ -613,7 +635,7 @@ impl Runtime {
     pub fn trim(&self, bytes: Bytes) -> Bytes {
         let page = self.shared.page_size;
         let count = page.pages_for(bytes.get()).min(u64::from(u32::MAX)) as u32;
-        let frames = self.engine().with(|pager, fx| pager.trim(count, fx));
+        let frames = self.engine().with(|pager, fx| pager.trim(count, fx)).unwrap_or(0);
         Bytes::new(u64::from(frames) * page.bytes())
     }
 
@@ -632,18 +654,21 @@ impl Runtime {
                 .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
         }
         let engine = self.engine();
+        engine.at_home()?;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
-        engine.with(|pager, fx| {
-            if frames < pager.device_frames().1 {
-                may_wait("a smaller budget")?;
-            }
-            pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
-            pager.set_frames(frames, fx);
-            self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
-            Ok::<(), Error>(())
-        })?;
+        engine
+            .with(|pager, fx| {
+                if frames < pager.device_frames().1 {
+                    may_wait("a smaller budget")?;
+                }
+                pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
+                pager.set_frames(frames, fx);
+                self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
+                Ok::<(), Error>(())
+            })
+            .unwrap_or(Ok(()))?;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
@@ -653,24 +678,27 @@ impl Runtime {
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
         let page = self.shared.page_size.bytes();
-        let (mut pager, unseen, (policy, planned), lookahead, device, host) = engine.look(|pager| {
+        let seen = engine.look(|pager| {
             // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
             let unseen = engine.log.len() as u64;
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
             (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
         });
+        let in_a_child = seen.is_none();
+        let (mut pager, unseen, (policy, planned), lookahead, device, host) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0)));
         pager.uses += unseen;
         pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
         Stats {
             pager,
-            traffic: engine.observer.traffic(),
+            traffic: self.traffic(),
             stalls: engine.observer.stalls(),
             policy,
             policy_panicked: engine.panicked_policy().map(|panicked| panicked.name),
             planned,
             io: engine.store.backend(),
-            buffered_files: engine.store.buffered_files(),
+            buffered_files: if in_a_child { Vec::new() } else { engine.store.buffered_files() },
             page_size: self.shared.page_size,
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
@@ -684,7 +712,7 @@ impl Runtime {
     /// holds up nobody else.
     pub fn optimum(&self) -> Optimum {
         // A copy shares all but the last few thousand uses, so the latch is soon free again.
-        let trace = self.engine().with(|pager, _| pager.trace());
+        let trace = self.engine().with(|pager, _| pager.trace()).unwrap_or_default();
         trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
     }
 
@@ -696,12 +724,12 @@ impl Runtime {
 
     /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
     pub fn traffic(&self) -> Traffic {
-        self.engine().observer.traffic()
+        if self.engine().at_home().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
     }
 
     /// Whether the policy is following a plan, declared or recognised.
     pub fn is_planned(&self) -> bool {
-        self.engine().with(|pager, _| pager.policy_state().1)
+        self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
     }
 
     /// Where the pages of a tensor's segment are.
@@ -716,7 +744,7 @@ impl Runtime {
         // Apart, because the first touch of new memory is slow, and not for under the latch.
         let mut slice = Vec::with_capacity(count.min(SNAPSHOT_SLICE));
         for first in (0..count).step_by(SNAPSHOT_SLICE) {
-            engine.look(|pager| slice.extend(pager.views(id, first..first + SNAPSHOT_SLICE)));
+            let _ = engine.look(|pager| slice.extend(pager.views(id, first..first + SNAPSHOT_SLICE)));
             pages.append(&mut slice);
         }
         SegmentView { id, pages }
@@ -724,18 +752,20 @@ impl Runtime {
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
     pub fn take_timeline(&self) -> Vec<Span> {
-        self.engine().observer.take_timeline()
+        if self.engine().at_home().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
     }
 
     /// The uses of pages since the last call, in order, if the runtime was opened to
     /// [keep them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]: what follows is counted, and lost.
     pub fn take_uses(&self) -> PageUses {
-        self.engine().with(|pager, _| pager.take_uses())
+        self.engine().with(|pager, _| pager.take_uses()).unwrap_or_default()
     }
 
     /// Adds a span of the caller's own work to the timeline.
     pub fn add_span(&self, lane: Lane, what: &'static str, start: Instant, end: Instant) {
-        self.engine().observer.span(lane, what, start, end, String::new);
+        if self.engine().at_home().is_ok() {
+            self.engine().observer.span(lane, what, start, end, String::new);
+        }
     }
 
     /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
@@ -753,6 +783,7 @@ impl Runtime {
     /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and nothing is closed.
     pub fn close(self) -> Result<()> {
+        self.engine().at_home()?;
         may_wait("the end of a runtime")?;
         let closed = self.engine().shut_down();
         // Afterwards, because what was in flight may have failed.

@@ -41,6 +41,7 @@ UNSAFE_ALLOWED = {
     "tests/store_suite.rs": "owns the raw buffers the store reads into",
     "tests/concurrency.rs": "takes mappings until the kernel has none left",
     "tests/pager_cost.rs": "counts what is allocated",
+    "tests/fork.rs": "forks, and ends children",
     "tests/memory.rs": "asks the kernel what the page cache holds",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",

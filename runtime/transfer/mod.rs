@@ -31,8 +31,8 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::Verify;
 use crate::device::{
-    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, StreamId, StreamKind, StreamOp,
-    Token,
+    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, ProcessMark, StreamId, StreamKind,
+    StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
@@ -290,6 +290,9 @@ pub(crate) struct Parts {
 /// See the [module documentation](self).
 #[derive(Debug)]
 pub(crate) struct Engine {
+    /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
+    /// before any of them is taken.
+    process: ProcessMark,
     latch: Mutex<Latched>,
     idle: Condvar,
     pub(crate) log: AccessLog,
@@ -393,6 +396,7 @@ impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
         let Parts { pager, device, store, slab, observer, sink, fate } = parts;
         let engine = Arc::new(Self {
+            process: ProcessMark::here(),
             latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
             log: AccessLog::new(),
@@ -416,23 +420,45 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Changes the pager under the latch and carries out what follows.
-    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
+    /// Whether this is the process that opened the runtime, and not a child of it.
+    ///
+    /// # Errors
+    /// `Closed` in a child.
+    #[inline]
+    pub(crate) fn at_home(&self) -> Result<()> {
+        if self.process.is_here() { Ok(()) } else { Err(self.in_a_child()) }
+    }
+
+    #[cold]
+    fn in_a_child(&self) -> Error {
+        let message = format!("the runtime is that of process {}, and this is a fork of it", self.process.id());
+        Error::new(ErrorKind::Closed, message)
+            .remedy("exec a program in the child, or fork first and open the runtime in the child")
+    }
+
+    /// Changes the pager under the latch and carries out what follows. `None` in a [child](Self::at_home), where nothing
+    /// changes.
+    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Option<T> {
+        if !self.process.is_here() {
+            return None;
+        }
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
         let result = change(&mut latched.pager, &mut fx);
         self.settle(latched, fx);
-        result
+        Some(result)
     }
 
-    /// Looks at the pager under the latch. What was used without the latch stays in the log.
-    pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> T {
-        look(&self.latch.lock().pager)
+    /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` in a
+    /// [child](Self::at_home).
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> Option<T> {
+        self.process.is_here().then(|| look(&self.latch.lock().pager))
     }
 
     /// Submits a request. `nested` if the caller may hold guards.
     pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, nested: bool) -> Result<Received> {
+        self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -457,6 +483,7 @@ impl Engine {
 
     /// Waits until the device tier is within its budget.
     pub(crate) fn await_budget(&self) -> Result<()> {
+        self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         if latched.pager.is_closing() {
@@ -481,6 +508,9 @@ impl Engine {
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
     pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
+        if !self.process.is_here() {
+            return None;
+        }
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -683,6 +713,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
+        self.at_home()?;
         let stream = {
             let mut callers = self.callers.lock();
             match callers.copies {
@@ -698,6 +729,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
+        self.at_home()?;
         may_wait(what)?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
@@ -711,6 +743,9 @@ impl Engine {
 
     /// Puts an operation of a caller's on a stream. It is followed by `at_end`, once, whatever happens.
     pub(crate) fn run(&self, stream: StreamId, op: StreamOp, at_end: AtEnd) {
+        if let Err(error) = self.at_home() {
+            return at_end(Err(error));
+        }
         let token = {
             let mut callers = self.callers.lock();
             callers.next += 1;
@@ -723,6 +758,7 @@ impl Engine {
 
     /// A stream for work of a caller's, on which nothing is.
     pub(crate) fn take_stream(&self) -> Result<StreamId> {
+        self.at_home()?;
         let unused = std::mem::take(&mut self.callers.lock().unused);
         let is_idle = |stream: &StreamId| {
             let end = self.device.can_mark(*stream).and_then(|()| self.device.record(*stream));
@@ -736,7 +772,9 @@ impl Engine {
 
     /// What is on it goes on.
     pub(crate) fn return_stream(&self, stream: StreamId) {
-        self.callers.lock().unused.push(stream);
+        if self.process.is_here() {
+            self.callers.lock().unused.push(stream);
+        }
     }
 
     fn enter(&self, planned: Move, stage: Stage) {
@@ -927,6 +965,9 @@ impl Engine {
 
     /// The `most` pages, of the segments there are, that were waited for longest.
     pub(crate) fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        if !self.process.is_here() {
+            return Vec::new();
+        }
         let segments: Vec<_> = self.segments.read().iter().cloned().enumerate().collect();
         let mut worst: Vec<(usize, &Arc<SegmentIo>, Waited)> = Vec::new();
         for (id, io) in segments.iter().filter_map(|(id, io)| Some((*id, io.as_ref()?))) {
@@ -997,6 +1038,11 @@ impl Engine {
 
     /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
     pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
+        if !self.process.is_here() {
+            // There are no threads to end, and the ring and the files are the parent's. The child's copy of all that goes
+            // with the child.
+            return std::mem::forget(self.clone());
+        }
         let close = |engine: &Self| {
             if let Err(error) = engine.shut_down() {
                 tracing::warn!(%error, "close the runtime");
@@ -1015,6 +1061,7 @@ impl Engine {
 
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(&self) -> Result<()> {
+        self.at_home()?;
         may_wait("the end of a runtime")?;
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
@@ -1032,6 +1079,9 @@ impl Engine {
 
     /// Errors that no call has reported.
     pub(crate) fn health(&self) -> Vec<Error> {
+        if let Err(error) = self.at_home() {
+            return vec![error];
+        }
         if self.device.lost().is_some() {
             self.with(|pager, _| self.note_lost_device(pager));
         }
