@@ -5,7 +5,7 @@
 # print the test runners' own closing lines, and there is one line for each at the end: ok, FAILED, or SKIPPED for what this
 # machine has not. Where something is known to be there, OUTCORE_REQUIRE tells the tests, and one that would skip for want of
 # it fails. A step builds first, for as long as that takes. What is built then runs, and a run that prints nothing for
-# SILENT_SECONDS (600) hangs: it is ended (scripts/watch.py) and has failed. No limit is on how long a step takes.
+# SILENT_SECONDS (1200) hangs: it is ended (scripts/watch.py) and has failed. No limit is on how long a step takes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -185,6 +185,8 @@ if [ -n "$browser" ]; then
 else
     results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report")
 fi
+# Steps print through a pipe.
+[ ! -t 2 ] || export CARGO_TERM_COLOR=always
 OUTCORE_REQUIRE=$(IFS=,; echo "${required[*]}")
 export OUTCORE_REQUIRE
 
@@ -196,7 +198,7 @@ for name in "${steps[@]}"; do
     bash scripts/test.sh --build "$name" || status=$?
     built=$SECONDS
     if [ "$status" -eq 0 ]; then
-        python3 scripts/watch.py "${SILENT_SECONDS:-600}" bash scripts/test.sh --step "$name" || status=$?
+        python3 scripts/watch.py "${SILENT_SECONDS:-1200}" bash scripts/test.sh --step "$name" || status=$?
     fi
     took="$((built - begin)) s to build, $((SECONDS - built)) s to run"
     if [ "$status" -eq "$skipped" ]; then

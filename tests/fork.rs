@@ -33,8 +33,8 @@ on_every_device! {
 }
 
 const PAGE: u64 = 16 << 10;
-/// A child that has done nothing for so long hangs.
-const NO_PROGRESS: Duration = Duration::from_secs(60);
+/// A child that was silent for so many seconds in a row, of which this process saw each, hangs.
+const SILENT_SECONDS: u32 = 100;
 /// Forks of one test see no other test's threads half way.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
@@ -63,19 +63,21 @@ fn fork(steps: &mut Option<io::PipeWriter>) -> Option<Child> {
 impl Child {
     /// Waits for the child's end, for as long as it gets on. Fails if it hangs, or found something wrong.
     fn watch(mut self, what: &str) {
-        let (mut told, mut since) = (String::new(), Instant::now());
+        let (mut told, mut silent) = (String::new(), 0);
         loop {
             let mut polled = [rustix::event::PollFd::new(&self.steps, rustix::event::PollFlags::IN)];
             let second = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
-            if rustix::event::poll(&mut polled, Some(&second)).unwrap() > 0 {
+            if rustix::event::poll(&mut polled, Some(&second)).unwrap() == 0 {
+                silent += 1;
+            } else {
                 let mut part = [0; 4096];
                 match self.steps.read(&mut part).unwrap() {
                     0 => break,
                     len => told.push_str(&String::from_utf8_lossy(&part[..len])),
                 }
-                since = Instant::now();
+                silent = 0;
             }
-            if since.elapsed() > NO_PROGRESS {
+            if silent > SILENT_SECONDS {
                 // SAFETY: the child is this process's and has not been waited for.
                 unsafe { libc::kill(self.pid, libc::SIGKILL) };
                 panic!("{what}: the child hangs after: {told}");
