@@ -9,18 +9,37 @@ use std::time::Duration;
 use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::Runtime;
 use crate::store::{IoBackend, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
+///
+/// A model file that changes while it is open is noticed without any check, by its length, its inode and its time of
+/// modification. Whoever changes bytes and puts that time back is not: then [`Off`](Self::Off) serves the changed bytes.
+/// So it is with a disk or memory that returns wrong bytes and no error. A file that had changed before its first read is
+/// noticed by none of them, for there is no hash to compare with.
+///
+/// What a check costs, in `cargo bench --bench verify`: 1 GiB in pages of 2 MiB through 128 MiB, five interleaved rounds on
+/// 2 cores of an AMD EPYC (a KVM guest, family 25 model 17), Linux 6.18, a virtual disk of 1.7 GB/s, beside other work.
+/// Medians of a pass over the file:
+///
+/// | | the first pass | the second | later ones |
+/// |---|---|---|---|
+/// | `off` | 1.69 GiB/s, 57 ns of the processor a KiB | 1.59 GiB/s, 29 ns | 1.62 GiB/s, 38 ns |
+/// | `first` | 1.36 GiB/s, 143 ns | 1.66 GiB/s, 114 ns | 1.67 GiB/s, 38 ns |
+/// | `always` | 1.01 GiB/s, 162 ns | 1.47 GiB/s, 124 ns | 1.48 GiB/s, 105 ns |
+///
+/// So a page that is hashed costs about 80 ns of the processor a KiB more, which is 12 GB/s of one core, and the store's
+/// thread does it. Hashes take 8 bytes a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verify {
-    /// Never.
+    /// Never. Changes behind the file's time of modification are served as they are.
     #[default]
     Off,
-    /// At the first time a page is read again.
+    /// At the first time a page is read again. What changes later is served as it is.
     First,
     /// Every time a page is read again.
     Always,
@@ -238,10 +257,14 @@ pub(crate) enum PolicyChoice {
 }
 
 impl PolicyChoice {
-    pub(crate) fn build(&self) -> Box<dyn Policy> {
+    /// The policy, and what becomes of it where it is not one of ours.
+    pub(crate) fn build(&self) -> (Box<dyn Policy>, Option<Fate>) {
         match self {
-            Self::Kind(kind) => kind.build(),
-            Self::Custom(make) => make(),
+            Self::Kind(kind) => (kind.build(), None),
+            Self::Custom(make) => {
+                let (policy, fate) = Guarded::new(make());
+                (Box::new(policy), Some(fate))
+            }
         }
     }
 }
@@ -349,7 +372,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened.
+    /// A policy of the caller's own decides which page goes. `make` makes a new one for each runtime that is opened. One
+    /// that panics is replaced: see [`Policy`].
     ///
     /// ```
     /// use std::collections::VecDeque;

@@ -4,6 +4,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::io;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
 /// The result of every fallible call.
@@ -47,6 +48,18 @@ pub enum ErrorKind {
     Closed,
     /// A broken internal invariant: a bug in outcore.
     Internal,
+}
+
+/// Runs what is the caller's: a panic there becomes its message, and costs nobody else anything.
+pub(crate) fn caught<T>(call: impl FnOnce() -> T) -> std::result::Result<T, String> {
+    panic::catch_unwind(AssertUnwindSafe(call)).map_err(|payload| match payload.downcast::<String>() {
+        Ok(text) => *text,
+        Err(payload) => payload.downcast::<&'static str>().map(|text| (*text).to_owned()).unwrap_or_else(|unknown| {
+            // Its drop is the caller's too.
+            std::mem::forget(unknown);
+            "no message".to_owned()
+        }),
+    })
 }
 
 /// Why a call failed. Cheap to clone: one failed fill wakes every waiter with the same error.

@@ -4,12 +4,14 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Serialize, Serializer};
+
 use crate::error::{Error, ErrorKind};
 
 /// A number of bytes.
 ///
 /// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"` (decimal units are powers of ten, binary units powers of two;
-/// a bare `K`, `M`, `G`, `T`, `P`, `E` is binary, as memory sizes usually are).
+/// a bare `K`, `M`, `G`, `T`, `P`, `E` is binary, as memory sizes usually are). Serialized as a number.
 ///
 /// ```
 /// use outcore::Bytes;
@@ -18,7 +20,7 @@ use crate::error::{Error, ErrorKind};
 /// assert_eq!(Bytes::mib(98).to_string(), "98.0 MiB");
 /// # Ok::<(), outcore::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Bytes(u64);
 
 impl Bytes {
@@ -150,6 +152,13 @@ impl PageSize {
     }
 }
 
+/// As a number of bytes.
+impl Serialize for PageSize {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(self.bytes())
+    }
+}
+
 impl fmt::Debug for PageSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PageSize({})", Bytes::new(self.bytes()))
@@ -157,7 +166,8 @@ impl fmt::Debug for PageSize {
 }
 
 /// A kind of memory pages can be in, fastest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Tier {
     /// The device's memory: where pages are used.
@@ -191,7 +201,7 @@ impl fmt::Display for Tier {
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident, $inner:ty, $prefix:literal) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
         pub struct $name(pub(crate) $inner);
 
         impl $name {
@@ -282,7 +292,7 @@ impl SegmentClass {
 }
 
 /// A page: fixed-size logical unit of tensor bytes.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct PageId {
     /// The segment the page belongs to.
     pub segment: SegmentId,

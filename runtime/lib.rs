@@ -78,6 +78,7 @@ pub use ids::{
     SegmentClass, SegmentId, StagingId, Tier,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
+pub use pager::policy::opt::Optimum;
 pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause};
 pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,

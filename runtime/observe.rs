@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use serde::{Serialize, Serializer};
 
 use crate::ids::{Bytes, PageId, PageIndex, Tier};
 use crate::pager::WaitCause;
@@ -261,8 +262,13 @@ impl Observer {
     }
 }
 
+/// Durations are serialized as seconds, with a fraction.
+pub(crate) fn seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(time.as_secs_f64())
+}
+
 /// Bytes moved and time spent moving them, since the runtime was opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Traffic {
     /// Bytes read from files.
@@ -274,8 +280,10 @@ pub struct Traffic {
     /// Bytes copied from device to host memory.
     pub link_out: Bytes,
     /// Time in which at least one read or write was under way.
+    #[serde(serialize_with = "seconds")]
     pub disk_busy: Duration,
     /// Time in which at least one copy was under way.
+    #[serde(serialize_with = "seconds")]
     pub link_busy: Duration,
     /// Most device memory in frames at one time.
     pub peak_device: Bytes,
@@ -284,7 +292,7 @@ pub struct Traffic {
 }
 
 /// Time callers waited, for one cause.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct StallStats {
     /// The cause.
@@ -294,13 +302,14 @@ pub struct StallStats {
     /// How often.
     pub count: u64,
     /// How long in all.
+    #[serde(serialize_with = "seconds")]
     pub time: Duration,
     /// The same by the tier that had the bytes of the page that was waited for, fastest first.
     pub tiers: [TierStalls; Tier::ALL.len()],
 }
 
 /// Time callers waited for pages whose bytes were in one tier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierStalls {
     /// The tier; [`Device`](Tier::Device) if the page was there, but pinned or in motion, or had yet to be made.
@@ -308,11 +317,12 @@ pub struct TierStalls {
     /// How often.
     pub count: u64,
     /// How long in all.
+    #[serde(serialize_with = "seconds")]
     pub time: Duration,
 }
 
 /// Time callers waited for one page. A request for several pages counts for the first of them that was not there.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PageStalls {
     /// The page.
@@ -323,6 +333,7 @@ pub struct PageStalls {
     /// How often.
     pub count: u64,
     /// How long in all.
+    #[serde(serialize_with = "seconds")]
     pub time: Duration,
     /// The cause of the last time.
     pub cause: WaitCause,

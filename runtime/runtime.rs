@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use serde::Serialize;
+use serde::ser::{SerializeStruct, Serializer};
 
 use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify, staging_pages};
@@ -56,6 +58,24 @@ impl Drop for Shared {
 }
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
+///
+/// # Forks
+///
+/// A runtime is the process's that opened it. A child by `fork` has a copy of the memory and none of the threads. There,
+/// nothing hangs and nothing reaches the parent:
+///
+/// - What can fail ends with [`Closed`](ErrorKind::Closed), pins of resident pages too. What cannot fail does nothing, and
+///   tells of nothing: counters of pages and bytes are zero, a snapshot has no pages. [`health`](Self::health) says why.
+/// - Guards the child has inherited can be read, on devices of this process's memory. It is a copy: what the child writes
+///   stays in the child. Other inherited memory of tensors must not be touched, as ever without a guard.
+/// - Handles, guards and requests are dropped without effect. The threads, the ring and the scratch file are the parent's;
+///   the child's copy of the memory goes when the child ends or `exec`s.
+///
+/// A child may open a runtime of its own, best when the fork came before the parent's: other threads of the parent may have
+/// held any lock of the process at that moment, that of the allocator included. `fork` while reads are in flight is no
+/// harm to the child. For the parent, see `O_DIRECT` in open(2): a kernel that does not copy pinned pages at once (before
+/// 6.3) may lose bytes that are read while the child lives, so fork there when nothing is in flight, or start programs
+/// with [`std::process::Command`], which shares the memory until `exec`.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pub(crate) shared: Arc<Shared>,
@@ -97,36 +117,39 @@ impl Model {
 }
 
 /// Counters of a runtime since it was opened.
-#[derive(Clone, Debug)]
+///
+/// Serialized, each field has its own name; [`Bytes`] and [`PageSize`] are numbers of bytes, durations are seconds with a
+/// fraction, pairs of memory in use and budget are objects `{"used": ..., "budget": ...}`, paths are text.
+#[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Uses, hits, faults, fills, evictions.
+    /// Uses, hits, faults, fills, evictions. A use that is not in the policy's order yet counts as a hit.
     pub pager: PagerStats,
-    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
-    /// and what was done, on the same uses: the first 262,144.
-    pub optimum: Optimum,
     /// Bytes and busy time by link.
     pub traffic: Traffic,
     /// Waiting, by cause and tier.
     pub stalls: Vec<StallStats>,
-    /// The pages, of tensors that still exist, that were waited for longest; at most sixteen, the worst first.
-    pub worst_pages: Vec<PageStalls>,
     /// The policy.
     pub policy: &'static str,
-    /// Whether it is following a plan, declared or recognised.
+    /// The policy of the caller's that panicked, and that this one has replaced.
+    pub policy_panicked: Option<&'static str>,
+    /// Whether it was following a plan, declared or recognised, when it last heard of a use.
     pub planned: bool,
     /// The I/O backend in use.
     pub io: IoBackend,
     /// Open files that are read through the page cache nevertheless, because their file system refuses O_DIRECT. Only
     /// where the backend was chosen automatically; asked for by name, it refuses such files.
+    #[serde(serialize_with = "as_text")]
     pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
     /// How far ahead of use fills start. It follows the device budget.
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
+    #[serde(serialize_with = "used_of_budget")]
     pub device: (Bytes, Bytes),
     /// Host-tier memory in frames now, and the budget.
+    #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
@@ -134,7 +157,7 @@ pub struct Stats {
 
 impl Stats {
     /// Hits over all uses; 0 where there were none. What compares with the best possible is
-    /// [`optimum.actual_ratio()`](Optimum::actual_ratio): a long run has more uses than [`optimum`](Self::optimum) covers.
+    /// [`Optimum::actual_ratio`]: a long run has more uses than an [`optimum`](Runtime::optimum) covers.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }
@@ -143,6 +166,18 @@ impl Stats {
     pub fn stall_time(&self) -> Duration {
         self.stalls.iter().map(|stall| stall.time).sum()
     }
+}
+
+/// Paths need not be UTF-8, which JSON is.
+fn as_text<S: Serializer>(paths: &[PathBuf], to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.collect_seq(paths.iter().map(|path| path.to_string_lossy()))
+}
+
+fn used_of_budget<S: Serializer>((used, budget): &(Bytes, Bytes), to: S) -> std::result::Result<S::Ok, S::Error> {
+    let mut pair = to.serialize_struct("Memory", 2)?;
+    pair.serialize_field("used", used)?;
+    pair.serialize_field("budget", budget)?;
+    pair.end()
 }
 
 /// Where a segment's pages are.
@@ -241,11 +276,13 @@ impl Runtime {
             lookahead: config.lookahead.pages(page_size, frames),
             page_bytes,
         };
-        let mut pager = Pager::new(pager_config, config.policy.build());
+        let (policy, fate) = config.policy.build();
+        let mut pager = Pager::new(pager_config, policy);
         if config.keep_uses {
             pager.keep_uses();
         }
-        let engine = Engine::new(Parts { pager, device, store, slab, observer: Observer::new(config.timeline), sink })?;
+        let observer = Observer::new(config.timeline);
+        let engine = Engine::new(Parts { pager, device, store, slab, observer, sink, fate })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -359,7 +396,9 @@ impl Runtime {
     }
 
     fn still_open(&self) -> Result<()> {
-        if self.engine().with(|pager, _| pager.is_closing()) { Err(crate::pager::closing()) } else { Ok(()) }
+        self.engine().at_home()?;
+        let closing = self.engine().with(|pager, _| pager.is_closing());
+        if closing == Some(true) { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
     fn scratch(&self) -> Result<(ScratchFile, FileId)> {
@@ -390,7 +429,7 @@ impl Runtime {
             .remedy("choose larger pages")
         })?;
         let engine = self.engine();
-        if !engine.with(|pager, _| pager.has_room_for(pages)) {
+        if engine.with(|pager, _| pager.has_room_for(pages)) == Some(false) {
             let message = format!("{pages} pages more than the runtime has are more than 2^32 in all");
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
         }
@@ -400,7 +439,9 @@ impl Runtime {
                 tracing::warn!(%error, ?base, "release a segment's addresses");
             }
         })?;
-        let (id, words) = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        let added = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        // Whoever comes here has asked.
+        let (id, words) = added.ok_or_else(crate::pager::closing)?;
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
@@ -598,7 +639,7 @@ impl Runtime {
     /// Returns how many pages it set in motion.
     pub fn evict(&self, tensor: &Tensor) -> u32 {
         let run = tensor.run();
-        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx))
+        tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
     /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
@@ -606,7 +647,7 @@ impl Runtime {
     pub fn trim(&self, bytes: Bytes) -> Bytes {
         let page = self.shared.page_size;
         let count = page.pages_for(bytes.get()).min(u64::from(u32::MAX)) as u32;
-        let frames = self.engine().with(|pager, fx| pager.trim(count, fx));
+        let frames = self.engine().with(|pager, fx| pager.trim(count, fx)).unwrap_or(0);
         Bytes::new(u64::from(frames) * page.bytes())
     }
 
@@ -625,41 +666,51 @@ impl Runtime {
                 .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
         }
         let engine = self.engine();
+        engine.at_home()?;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
-        engine.with(|pager, fx| {
-            if frames < pager.device_frames().1 {
-                may_wait("a smaller budget")?;
-            }
-            pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
-            pager.set_frames(frames, fx);
-            self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
-            Ok::<(), Error>(())
-        })?;
+        engine
+            .with(|pager, fx| {
+                if frames < pager.device_frames().1 {
+                    may_wait("a smaller budget")?;
+                }
+                pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
+                pager.set_frames(frames, fx);
+                self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
+                Ok::<(), Error>(())
+            })
+            .unwrap_or(Ok(()))?;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
 
-    /// Counters.
+    /// Counters. Takes microseconds, however many pages and uses there are: what takes longer has a call of its own
+    /// ([`optimum`](Self::optimum), [`worst_pages`](Self::worst_pages)).
     pub fn stats(&self) -> Stats {
         let engine = self.engine();
         let page = self.shared.page_size.bytes();
-        let (pager, trace, (policy, planned), lookahead, device, host) = engine.with(|pager, _| {
-            let state = pager.policy_state();
-            (pager.stats(), pager.trace(), state, pager.lookahead(), pager.device_frames(), pager.host_frames())
+        let seen = engine.look(|pager| {
+            // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
+            let unseen = engine.unseen();
+            let (state, lookahead) = (pager.policy_state(), pager.lookahead());
+            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
         });
+        let in_a_child = seen.is_none();
+        let (mut pager, unseen, (policy, planned), lookahead, device, host) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0)));
+        pager.uses += unseen;
+        pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
         Stats {
             pager,
-            optimum: trace.optimum(self.shared.most_frames.load(Ordering::Relaxed)),
-            traffic: engine.observer.traffic(),
+            traffic: self.traffic(),
             stalls: engine.observer.stalls(),
-            worst_pages: engine.worst_pages(WORST_PAGES),
             policy,
+            policy_panicked: engine.panicked_policy().map(|panicked| panicked.name),
             planned,
             io: engine.store.backend(),
-            buffered_files: engine.store.buffered_files(),
+            buffered_files: if in_a_child { Vec::new() } else { engine.store.buffered_files() },
             page_size: self.shared.page_size,
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
@@ -668,42 +719,71 @@ impl Runtime {
         }
     }
 
+    /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;
+    /// and what was done, on the same uses: the first 262,144. Takes up to a tenth of a second of the calling thread, and
+    /// holds up nobody else.
+    pub fn optimum(&self) -> Optimum {
+        // A copy shares all but the last few thousand uses, so the latch is soon free again.
+        let trace = self.engine().with(|pager, _| pager.trace()).unwrap_or_default();
+        trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
+    }
+
+    /// The pages, of tensors that still exist, that were waited for longest; at most `most`, the worst first. Looks at
+    /// every page of every tensor that was ever waited for: a millisecond for a million pages, in which nobody else waits.
+    pub fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        self.engine().worst_pages(most)
+    }
+
     /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
     pub fn traffic(&self) -> Traffic {
-        self.engine().observer.traffic()
+        if self.engine().at_home().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
     }
 
     /// Whether the policy is following a plan, declared or recognised.
     pub fn is_planned(&self) -> bool {
-        self.engine().with(|pager, _| pager.policy_state().1)
+        self.engine().with(|pager, _| pager.policy_state().1).unwrap_or(false)
     }
 
-    /// Where a tensor's segment's pages are.
+    /// Where the pages of a tensor's segment are.
+    ///
+    /// A segment of more than 1024 pages is looked at in slices of that many. Between two slices other threads may pin,
+    /// fill and evict, so that only the pages of one slice are of one moment: a page that moves meanwhile may be seen in
+    /// its old place, while another is seen already in the frame that the first one had.
     pub fn snapshot(&self, tensor: &Tensor) -> SegmentView {
-        let id = tensor.segment.id;
-        SegmentView { id, pages: tensor.engine().with(|pager, _| pager.view(id)) }
+        let (id, engine) = (tensor.segment.id, tensor.engine());
+        let count = tensor.segment.words.len();
+        let mut pages = Vec::with_capacity(count);
+        // Apart, because the first touch of new memory is slow, and not for under the latch.
+        let mut slice = Vec::with_capacity(count.min(SNAPSHOT_SLICE));
+        for first in (0..count).step_by(SNAPSHOT_SLICE) {
+            let _ = engine.look(|pager| slice.extend(pager.views(id, first..first + SNAPSHOT_SLICE)));
+            pages.append(&mut slice);
+        }
+        SegmentView { id, pages }
     }
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
     pub fn take_timeline(&self) -> Vec<Span> {
-        self.engine().observer.take_timeline()
+        if self.engine().at_home().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
     }
 
     /// The uses of pages since the last call, in order, if the runtime was opened to
     /// [keep them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]: what follows is counted, and lost.
     pub fn take_uses(&self) -> PageUses {
-        self.engine().with(|pager, _| pager.take_uses())
+        self.engine().with(|pager, _| pager.take_uses()).unwrap_or_default()
     }
 
     /// Adds a span of the caller's own work to the timeline.
     pub fn add_span(&self, lane: Lane, what: &'static str, start: Instant, end: Instant) {
-        self.engine().observer.span(lane, what, start, end, String::new);
+        if self.engine().at_home().is_ok() {
+            self.engine().observer.span(lane, what, start, end, String::new);
+        }
     }
 
     /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
     /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
     /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
-    /// of what was lost, how many more.
+    /// of what was lost, how many more. Last, a policy of the caller's that panicked, which costs no bytes.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }
@@ -716,6 +796,7 @@ impl Runtime {
     /// [`Io`](ErrorKind::Io) if the disk does not answer within the [limit](RuntimeBuilder::close_within): the memory of what is
     /// in flight stays reserved then. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and nothing is closed.
     pub fn close(self) -> Result<()> {
+        self.engine().at_home()?;
         may_wait("the end of a runtime")?;
         let closed = self.shared.engine.shut_down();
         // Afterwards, because what was in flight may have failed.
@@ -729,8 +810,8 @@ impl Runtime {
     }
 }
 
-/// How many pages [`Stats::worst_pages`] names.
-const WORST_PAGES: usize = 16;
+/// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
+const SNAPSHOT_SLICE: usize = 1024;
 
 /// The host tier is locked, and so takes its memory whether it is used or not.
 fn check_host_budget(budget: Bytes) -> Result<()> {

@@ -41,6 +41,7 @@ UNSAFE_ALLOWED = {
     "tests/store_suite.rs": "owns the raw buffers the store reads into",
     "tests/concurrency.rs": "takes mappings until the kernel has none left",
     "tests/pager_cost.rs": "counts what is allocated",
+    "tests/fork.rs": "forks, and ends children",
     "tests/memory.rs": "asks the kernel what the page cache holds",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
@@ -52,7 +53,7 @@ UNSAFE_ALLOWED = {
 # What runtime/pager may use: modules of the crate, crates without I/O, clock or threads, and of std nothing that has them.
 PAGER = "runtime/pager/"
 PAGER_MODULES = {"ids", "error", "random", "sync", "pager"}
-PAGER_CRATES = {"std", "core", "alloc", "crate", "self", "super", "crossbeam_queue", "slab", "thiserror"}
+PAGER_CRATES = {"std", "core", "alloc", "crate", "self", "super", "crossbeam_queue", "serde", "slab", "thiserror"}
 PAGER_STD_BANNED = {"env", "fs", "io", "net", "os", "path", "process", "thread", "time"}
 PAGER_TEST_CRATES = {"loom", "proptest", "tempfile"}
 

@@ -4,7 +4,8 @@
 # Every step runs even when an earlier one failed, so that one run shows everything; any failure fails the whole. Steps
 # print the test runners' own closing lines, and there is one line for each at the end: ok, FAILED, or SKIPPED for what this
 # machine has not. Where something is known to be there, OUTCORE_REQUIRE tells the tests, and one that would skip for want of
-# it fails. Without a terminal a step that takes longer than STEP_SECONDS (1200) is stopped and has failed.
+# it fails. A step builds first, for as long as that takes. What is built then runs, and a run that prints nothing for
+# SILENT_SECONDS (1200) hangs: it is ended (scripts/watch.py) and has failed. No limit is on how long a step takes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,9 +20,10 @@ has_nvcc() {
     [ -x "${NVCC:-$target/nvcc/nvidia/cu13/bin/nvcc}" ]
 }
 
-# The structural checker can fail.
+# The structural checker can fail, and the watcher can end what hangs.
 step_checker() {
     python3 scripts/check_tree.py --self-test
+    python3 scripts/watch.py --self-test
 }
 
 # All members with all they can do, so that nothing is built twice. What is in the memory of a GPU is tested over an
@@ -29,29 +31,42 @@ step_checker() {
 everything=(--workspace --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
+build_workspace() {
+    cargo test "${everything[@]}" --lib --bins --tests --no-run
+}
 step_workspace() {
     cargo test "${everything[@]}" --lib --bins --tests --no-fail-fast
 }
 
 # The GPU's kernels, compiled for GPUs where the compilers can be had. They were run, from their source, with the rest.
-step_kernels() {
+build_kernels() {
     if ! has_nvcc; then
         echo "SKIPPED: there are no GPU compilers: the kernels were not compiled for any GPU" >&2
         exit "$skipped"
     fi
     scripts/check_kernels.sh
 }
+step_kernels() {
+    : # they are only compiled
+}
 
 # What generate says of a GPU in a build that cannot compute on one. The packages are those of `workspace`, so that only
 # outcore-llm is built again. A filter that matches nothing would pass, so the tests are counted.
+# Nothing is computed here, so nothing has to be fast.
+without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
+    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda --test generate)
+build_without-cuda() {
+    cargo test "${without_cuda[@]}" --no-run
+}
 step_without-cuda() {
-    # Nothing is computed here, so nothing has to be fast.
-    cargo test --config 'profile.dev.package.outcore-llm.opt-level=0' --workspace \
-        --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda --test generate without_the_feature 2>&1 |
-        tee "$target/without-cuda.log"
+    cargo test "${without_cuda[@]}" without_the_feature 2>&1 | tee "$target/without-cuda.log"
     grep -qE '^test result: ok\. 1 passed' "$target/without-cuda.log" || { echo "without-cuda: no test ran" >&2; exit 1; }
 }
 
+# Cargo compiles doctests only to run them. What they need is compiled before.
+build_doctests() {
+    cargo build "${everything[@]}" --lib
+}
 step_doctests() {
     cargo test "${everything[@]}" --doc --no-fail-fast
 }
@@ -59,29 +74,40 @@ step_doctests() {
 # What touches pages again, with evicted ranges inaccessible, and what a build without CUDA says (device_choice). The pager,
 # the store and the formats touch no pages. All members are
 # named so that what is built of others is what `workspace` built.
+strict_tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak device_choice panics)
+build_strict() {
+    cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run
+}
 step_strict() {
-    local tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak device_choice)
-    cargo test --workspace --features outcore/strict "${tests[@]/#/--test=}" --no-fail-fast
+    cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-fail-fast
 }
 
 # The page word under every schedule loom finds. A filter that matches nothing would pass, so the tests are counted.
+# Everything is built anew for this flag, and run for a second: nothing has to be fast.
+with_loom() {
+    RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
+        cargo test --config 'profile.dev.opt-level=0' --config 'profile.dev.package."*".opt-level=0' -p outcore --lib "$@"
+}
+build_loom() {
+    with_loom --no-run
+}
 step_loom() {
     if ! grep -rqE 'fn loom_' runtime; then
         echo "no loom tests in this tree"
         return
     fi
     mkdir -p "$target"
-    # Everything is built anew for this flag, and run for a second: nothing has to be fast.
-    RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
-        cargo test --config 'profile.dev.opt-level=0' --config 'profile.dev.package."*".opt-level=0' \
-        -p outcore --lib loom_ 2>&1 | tee "$target/loom.log"
+    with_loom loom_ 2>&1 | tee "$target/loom.log"
     if ! grep -qE '^test result: ok\. [1-9]' "$target/loom.log"; then
         echo "loom: no test ran" >&2
         return 1
     fi
 }
 
-# Every example of the package, run in an empty directory. One that hangs has failed.
+# Every example of the package, run in an empty directory.
+build_examples() {
+    cargo build "${everything[@]}" --examples
+}
 step_examples() {
     local names name dir binaries
     names=$(cargo metadata --no-deps --format-version 1 | python3 -c '
@@ -93,20 +119,25 @@ for package in json.load(sys.stdin)["packages"]:
         echo "no examples in this tree"
         return
     fi
-    cargo build "${everything[@]}" --examples
     binaries=$(realpath "$target")/debug/examples
     dir=$(mktemp -d)
     # shellcheck disable=SC2064
     trap "rm -rf '$dir'" EXIT
     for name in $names; do
         echo "-- example $name"
-        if ! (cd "$dir" && timeout --kill-after=10 "${EXAMPLE_SECONDS:-180}" "$binaries/$name"); then
+        if ! (cd "$dir" && "$binaries/$name"); then
             echo "example $name failed" >&2
             return 1
         fi
     done
 }
 
+if [ "${1:-}" = --build ]; then
+    if declare -F "build_$2" >/dev/null; then
+        "build_$2" </dev/null
+    fi
+    exit
+fi
 if [ "${1:-}" = --step ]; then
     "step_$2" </dev/null
     exit
@@ -119,12 +150,6 @@ for name in "$@"; do
 done
 if [ $# -gt 0 ]; then
     steps=("$@")
-fi
-
-# A step is a process of its own: in a function called under `||`, bash would not stop at a failing command.
-limit=()
-if [ ! -t 2 ]; then
-    limit=(timeout --kill-after=30 "${STEP_SECONDS:-1200}")
 fi
 
 results=()
@@ -160,20 +185,28 @@ if [ -n "$browser" ]; then
 else
     results+=("SKIPPED there is no Chromium (install it, or name one in OUTCORE_CHROMIUM): no browser drew a report")
 fi
+# Steps print through a pipe.
+[ ! -t 2 ] || export CARGO_TERM_COLOR=always
 OUTCORE_REQUIRE=$(IFS=,; echo "${required[*]}")
 export OUTCORE_REQUIRE
 
 for name in "${steps[@]}"; do
     printf '\n== %s\n' "$name"
     begin=$SECONDS
+    # Both are processes of their own: in a function called under `||`, bash would not stop at a failing command.
     status=0
-    "${limit[@]}" bash scripts/test.sh --step "$name" || status=$?
+    bash scripts/test.sh --build "$name" || status=$?
+    built=$SECONDS
+    if [ "$status" -eq 0 ]; then
+        python3 scripts/watch.py "${SILENT_SECONDS:-1200}" bash scripts/test.sh --step "$name" || status=$?
+    fi
+    took="$((built - begin)) s to build, $((SECONDS - built)) s to run"
     if [ "$status" -eq "$skipped" ]; then
         results+=("SKIPPED $name, which says why")
     elif [ "$status" -eq 0 ]; then
-        results+=("ok      $name, $((SECONDS - begin)) s")
+        results+=("ok      $name, $took")
     else
-        results+=("FAILED  $name, $((SECONDS - begin)) s, status $status")
+        results+=("FAILED  $name, $took, status $status")
         failed=1
     fi
 done

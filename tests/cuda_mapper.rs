@@ -7,10 +7,11 @@
 #[path = "fake-cuda/control.rs"]
 mod control;
 mod cuda_rig;
+#[path = "harness/watch.rs"]
+mod watch;
 
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
 
 use control::Fake;
 use cuda_rig::{PAGE, Rig};
@@ -349,11 +350,8 @@ fn what_a_closure_gives_back_goes_without_a_call_there() {
     rig.copy_in(2, 22, 2);
     rig.sink.take(1).pop().unwrap().1.unwrap();
     assert_eq!(rig.byte_at(2), Some(22));
-    let start = Instant::now();
-    while (fake.used_bytes(0), fake.calls("cuMemAddressFree")) != (used - PAGE, freed + 1) {
-        assert!(start.elapsed() < Duration::from_secs(60), "{} of {used} bytes are left", fake.used_bytes(0));
-        std::thread::yield_now();
-    }
+    let given_back = || (fake.used_bytes(0), fake.calls("cuMemAddressFree")) == (used - PAGE, freed + 1);
+    watch::until("the memory given back", given_back);
     rig.finish(&fake);
 }
 

@@ -8,10 +8,11 @@
 mod control;
 mod cuda_calls;
 mod cuda_rig;
+#[path = "harness/watch.rs"]
+mod watch;
 
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::{Duration, Instant};
 
 use control::Fake;
 use cuda_rig::Rig;
@@ -34,19 +35,14 @@ fn mark(rig: &Rig, stream: StreamId, token: u64) {
 /// Until the device's threads are these, by name. They take their names, and go, a little after whoever made or joined
 /// them goes on.
 fn await_threads(expected: &[&str]) {
-    let start = Instant::now();
-    loop {
+    watch::until(&format!("threads {expected:?}"), || {
         let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
         let mut names: Vec<_> =
             names.map(|name| name.trim().to_owned()).filter(|name| name.starts_with("cuda-")).collect();
         names.sort();
-        if names == expected {
-            return;
-        }
-        assert!(start.elapsed() < Duration::from_secs(60), "{names:?} and not {expected:?}");
-        std::thread::yield_now();
-    }
+        names == expected
+    });
 }
 
 #[test]

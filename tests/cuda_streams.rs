@@ -21,7 +21,9 @@ use cuda_calls::{Locked, allocate, copy_out, free};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaGraph, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
-use harness::{Rng, control, cuda_builder as builder, fail_every_call, fail_every_call_with, watched};
+use harness::{
+    Rng, control, cuda_builder as builder, fail_every_call, fail_every_call_with, until as wait_for, watched,
+};
 use outcore::device::{Completion, Completions, CudaDevice, CudaDeviceConfig, Device, StreamOp, Token};
 use outcore::dlpack::DLDeviceType;
 use outcore::pager::State;
@@ -266,15 +268,6 @@ fn closing_waits_for_guards_that_end_behind_kernels() {
         left == 0
     });
     fake.finish();
-}
-
-/// For what ends on threads that nobody joins.
-fn wait_for(what: &str, done: impl Fn() -> bool) {
-    let start = std::time::Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::yield_now();
-    }
 }
 
 #[test]

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
+#[path = "harness/replay.rs"]
+mod replay;
 mod support;
 
 use std::fs;
@@ -730,6 +732,7 @@ mod files {
 mod random {
     use super::*;
     use proptest::prelude::*;
+    use proptest::test_runner::RngSeed;
 
     fn value() -> impl Strategy<Value = Kv> {
         let scalar = prop_oneof![
@@ -822,8 +825,13 @@ mod random {
         }
     }
 
+    fn generated(cases: u32) -> ProptestConfig {
+        let rng_seed = RngSeed::Fixed(super::replay::seed("gguf_round_trips"));
+        ProptestConfig { cases, failure_persistence: None, rng_seed, ..ProptestConfig::default() }
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(512))]
+        #![proptest_config(generated(512))]
 
         #[test]
         fn gguf_round_trips(file in gguf_file()) {

@@ -4,11 +4,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, unused_must_use, reason = "a test may panic, and pins often wait")]
 
 mod pager_world;
+#[path = "harness/replay.rs"]
+mod replay;
 
 use outcore::pager::{Backing, PageRun, PolicyKind, ScopePriority};
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 
 /// What a run is like; drawn from its seed.
 #[derive(Clone, Copy, Debug)]
@@ -210,22 +213,27 @@ fn random_run(seed: u64, steps: usize) {
 #[test]
 fn long_random_runs() {
     let steps: usize = std::env::var("OUTCORE_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(200_000);
-    let seed: Option<u64> = std::env::var("OUTCORE_SEED").ok().and_then(|n| n.parse().ok());
     let each = 2_000;
-    let seeds = match seed {
+    let seeds = match replay::replayed() {
         Some(seed) => seed..seed + 1,
         None => 1..(steps / each) as u64 + 1,
     };
     for seed in seeds {
+        let _replayed = replay::Case::of("long_random_runs", seed);
         if let Err(panic) = std::panic::catch_unwind(|| random_run(seed, each)) {
-            eprintln!("OUTCORE_SEED={seed}: {:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
+            eprintln!("{:?}", shape(&mut Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)));
             std::panic::resume_unwind(panic);
         }
     }
 }
 
+fn generated(test: &str, cases: u32) -> ProptestConfig {
+    let rng_seed = RngSeed::Fixed(replay::seed(test));
+    ProptestConfig { cases, failure_persistence: None, rng_seed, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(generated("generated_runs", 256))]
 
     /// The choices are generated, so that a failure shrinks.
     #[test]

@@ -10,7 +10,7 @@ mod simulate_swarm;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use harness::{Rng, seed};
+use harness::Rng;
 use outcore::pager::Backing;
 use outcore::residency::Residency;
 use outcore::sim::{
@@ -73,7 +73,7 @@ fn by_cause(done: &Simulated, cause: WaitCause, tier: Tier) -> Duration {
 #[test]
 fn swarm_of_machines_workloads_and_failures() {
     const CASES: u64 = 300;
-    let ends = swarm(seed("swarm_of_machines_workloads_and_failures"), |at| at < CASES);
+    let ends = swarm("swarm_of_machines_workloads_and_failures", |at| at < CASES);
     eprintln!("of {CASES} cases: {ends:?}");
     assert!(ends.well >= CASES / 4, "most cases are of no use: {ends:?}");
     assert!(ends.well_in_trouble >= CASES / 8 && ends.devices_lost > 0, "trouble is rare: {ends:?}");
@@ -84,7 +84,7 @@ fn swarm_of_machines_workloads_and_failures() {
 fn soak_swarm() {
     let seconds = std::env::var("OUTCORE_SOAK_SECONDS").map_or(1200, |text| text.parse().unwrap());
     let end = Instant::now() + Duration::from_secs(seconds);
-    eprintln!("{:?}", swarm(seed("soak_swarm"), |_| Instant::now() < end));
+    eprintln!("{:?}", swarm("soak_swarm", |_| Instant::now() < end));
 }
 
 #[test]

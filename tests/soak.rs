@@ -10,36 +10,40 @@ mod workload;
 
 use std::time::{Duration, Instant};
 
-use harness::{Devices, On, Rng, next_round, seed, watched_for};
+use harness::replay::{Case, first_seed, replayed};
+use harness::{Devices, On, Rng, next_round, watched};
 use workload::{Plan, Until};
 
 /// A round is long enough to fill every tier many times, short enough to see many settings.
 const ROUND: Duration = Duration::from_millis(500);
-const MARGIN: Duration = Duration::from_secs(120);
 
 on_every_device! { five_seconds_of_random_work_with_failures }
 
+/// Seeds of rounds: one if it is to be replayed, or else new ones without end.
+fn rounds() -> impl Iterator<Item = u64> {
+    let mut rng = Rng::new(first_seed());
+    let first = replayed();
+    std::iter::from_fn(move || Some(first.unwrap_or_else(|| rng.next()))).take(first.map_or(usize::MAX, |_| 1))
+}
+
 fn soak(name: &'static str, devices: Devices, time: Duration) {
-    let seed = seed(name);
-    watched_for(name, time + MARGIN, move || {
-        let end = Instant::now() + time;
-        let mut rng = Rng::new(seed);
-        for round in 0.. {
-            if Instant::now() >= end {
-                eprintln!("{name}: {round} rounds");
-                return;
-            }
-            let fail_one_in = *rng.pick(&[0, 3, 20, 200]);
-            let plan = Plan::random(&mut rng, devices, fail_one_in);
-            let (round_seed, on) = (rng.next(), plan.setting.on);
-            eprintln!("round {round}, seed {round_seed}: {plan:?}");
-            // No round may hang: the whole would only say so at its end.
-            watched_for("a round", ROUND + MARGIN, move || {
-                workload::run(&plan, round_seed, Until::Time(Instant::now() + ROUND));
-            });
-            next_round(on);
+    let end = Instant::now() + time;
+    for (round, seed) in rounds().enumerate() {
+        if Instant::now() >= end {
+            eprintln!("{name}: {round} rounds");
+            return;
         }
-    });
+        let _case = Case::of(name, seed);
+        let mut rng = Rng::new(seed);
+        let fail_one_in = *rng.pick(&[0, 3, 20, 200]);
+        let plan = Plan::random(&mut rng, devices, fail_one_in);
+        let on = plan.setting.on;
+        eprintln!("round {round}: {plan:?}");
+        watched("a round", move || {
+            workload::run(&plan, rng.next(), Until::Time(Instant::now() + ROUND));
+        });
+        next_round(on);
+    }
 }
 
 fn five_seconds_of_random_work_with_failures(devices: Devices) {
@@ -75,16 +79,13 @@ mod emulated_driver {
 
     /// Operations of one round. A new driver for each: clocks and histories stay short, and many settings are seen.
     const ROUND_OPERATIONS: u64 = 4000;
-    /// No round takes this long.
-    const ROUND_MOST: Duration = Duration::from_secs(600);
 
     /// Random operations until `count` of the runtime's were made, every byte compared, with the driver's streams late by
     /// chance in some rounds. The driver must have found nothing at all.
     fn judged(name: &'static str, count: u64) {
         let Some(fake) = small_pages(name) else { return };
-        let mut rng = Rng::new(seed(name));
         let (start, mut operations, mut calls, mut work) = (Instant::now(), 0, 0, 0);
-        for round in 0.. {
+        for (round, seed) in rounds().enumerate() {
             if operations >= count {
                 eprintln!(
                     "{name}: {operations} operations in {round} rounds and {:?}, {calls} driver calls and {work} pieces of \
@@ -93,16 +94,18 @@ mod emulated_driver {
                 );
                 break;
             }
+            let _case = Case::of(name, seed);
+            let mut rng = Rng::new(seed);
             let mut plan = Plan::random(&mut rng, CUDA, 0);
             // A round that is closed early counts what it came to.
             plan.close_early = rng.one_in(8);
             let delay = *rng.pick(&[0, 0, 0, 0, 20, 100]);
             fake.set_delay(delay, rng.next());
             let round_seed = rng.next();
-            eprintln!("round {round}, seed {round_seed}, streams up to {delay} us late: {plan:?}");
+            eprintln!("round {round}, streams up to {delay} us late: {plan:?}");
             let steps = if delay > 0 { ROUND_OPERATIONS / 4 } else { ROUND_OPERATIONS } / plan.threads;
             let (tell, told) = std::sync::mpsc::channel();
-            watched_for("a round", ROUND_MOST, move || {
+            watched("a round", move || {
                 tell.send(workload::run(&plan, round_seed, Until::Steps(steps))).unwrap();
             });
             operations += told.recv().unwrap();

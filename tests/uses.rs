@@ -128,3 +128,60 @@ fn nothing_is_kept_unasked() {
     assert_eq!(runtime.take_uses(), PageUses::default());
     runtime.close().unwrap();
 }
+
+#[test]
+fn counters_are_objects_of_plain_numbers() {
+    let (runtime, tensor) = open(false);
+    for n in [2, 0, 0, 2] {
+        drop(runtime.pin(&tensor.rows(n..n + 1).unwrap()).wait().unwrap());
+    }
+    let stats = runtime.stats();
+    let told = serde_json::to_value(&stats).unwrap();
+    assert_eq!(told["pager"]["uses"], 4);
+    assert_eq!(told["pager"]["hits"], 2);
+    assert_eq!((&told["policy"], &told["page_size"]), (&"plan".into(), &PAGE.into()));
+    assert_eq!(told["device"], serde_json::json!({"used": 2 * PAGE, "budget": 1 << 20}));
+    assert_eq!(told["traffic"]["peak_device"], 2 * PAGE);
+    let zeros = told["stalls"].as_array().unwrap().iter().find(|stall| stall["cause"] == "zero").unwrap();
+    assert_eq!((&zeros["count"], &zeros["tiers"][0]["tier"]), (&2.into(), &"device".into()));
+    assert_eq!(zeros["time"].as_f64(), stats.stalls[2].time.as_secs_f64().into());
+    let worst = serde_json::to_value(runtime.worst_pages(1)).unwrap();
+    assert_eq!(worst.as_array().unwrap().len(), 1);
+    assert!(worst[0]["page"]["index"].is_u64() && worst[0]["tier"] == "device", "{worst}");
+    let best = serde_json::to_value(runtime.optimum()).unwrap();
+    assert_eq!(best, serde_json::json!({"uses": 4, "hits": 2, "actual_hits": 2, "truncated": false}));
+    runtime.close().unwrap();
+}
+
+/// A use that the pager has not been told of counts all the same, and is not counted twice.
+#[test]
+fn counters_are_complete_at_any_moment() {
+    let (runtime, tensor) = open(true);
+    let row = tensor.rows(1..2).unwrap();
+    for n in 1..=5000 {
+        drop(runtime.pin(&row).wait().unwrap());
+        let stats = runtime.stats().pager;
+        assert_eq!((stats.uses, stats.hits), (n, n - 1));
+    }
+    assert_eq!(runtime.take_uses().uses.len(), 5000);
+    assert_eq!(runtime.stats().pager.uses, 5000);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_snapshot_in_slices_has_every_page_once() {
+    let page = PageSize::new(Bytes::kib(4)).unwrap();
+    let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(1)).open().unwrap();
+    for pages in [1, 1023, 1024, 1025, 3000] {
+        let tensor = runtime.alloc(DType::U8, &[pages, 4096]).unwrap();
+        let resident: Vec<u64> = (0..pages).filter(|n| n % 500 == 23 || n + 1 == pages).collect();
+        for n in &resident {
+            drop(runtime.pin(&tensor.rows(*n..n + 1).unwrap()).wait().unwrap());
+        }
+        let seen = runtime.snapshot(&tensor).pages;
+        assert_eq!(seen.len() as u64, pages);
+        let found: Vec<u64> = (0..pages).filter(|n| seen[*n as usize].device.is_resident()).collect();
+        assert_eq!(found, resident);
+    }
+    runtime.close().unwrap();
+}

@@ -11,7 +11,7 @@ use super::{
     Completion, Completions, Device, DeviceAddress, EventId, RawStream, SlabRegion, StreamId, StreamKind, StreamOp,
     Token,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::ids::{Bytes, FrameId, PageSize};
 
 /// The calls of a [`Device`] that can fail.
@@ -108,6 +108,15 @@ pub(crate) struct Hooked {
     pub sink: Arc<HookedSink>,
 }
 
+impl Hooked {
+    /// Asks the hook. If it panics, the call is refused: what the caller has begun is ended as after any refusal.
+    fn ask(&self, call: DeviceCall) -> Result<()> {
+        caught(|| self.hook.before(call)).unwrap_or_else(|panic| {
+            Err(Error::new(ErrorKind::Internal, format!("the device's hook panicked before {call:?}: {panic}")))
+        })
+    }
+}
+
 impl fmt::Debug for Hooked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Hooked").field(&self.device).finish()
@@ -134,54 +143,54 @@ impl Device for Hooked {
         self.device.numa_node()
     }
     fn reserve(&self, pages: u32) -> Result<DeviceAddress> {
-        self.hook.before(DeviceCall::Reserve)?;
+        self.ask(DeviceCall::Reserve)?;
         self.device.reserve(pages)
     }
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
-        self.hook.before(DeviceCall::Release)?;
+        self.ask(DeviceCall::Release)?;
         self.device.release(base, pages)
     }
     fn free_memory(&self) -> Result<Bytes> {
-        self.hook.before(DeviceCall::FreeMemory)?;
+        self.ask(DeviceCall::FreeMemory)?;
         self.device.free_memory()
     }
     fn frame_count(&self) -> u32 {
         self.device.frame_count()
     }
     fn grow_frames(&self, count: u32) -> Result<()> {
-        self.hook.before(DeviceCall::GrowFrames)?;
+        self.ask(DeviceCall::GrowFrames)?;
         self.device.grow_frames(count)
     }
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.hook.before(DeviceCall::Map)?;
+        self.ask(DeviceCall::Map)?;
         self.device.map(frame, address)
     }
     fn map_here(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
-        self.hook.before(DeviceCall::Map)?;
+        self.ask(DeviceCall::Map)?;
         self.device.map_here(frame, address)
     }
     fn protect(&self, frame: FrameId) -> Result<()> {
-        self.hook.before(DeviceCall::Protect)?;
+        self.ask(DeviceCall::Protect)?;
         self.device.protect(frame)
     }
     fn discard(&self, frame: FrameId) -> Result<()> {
-        self.hook.before(DeviceCall::Discard)?;
+        self.ask(DeviceCall::Discard)?;
         self.device.discard(frame)
     }
     fn lock_host(&self, memory: SlabRegion) -> Result<()> {
-        self.hook.before(DeviceCall::LockHost)?;
+        self.ask(DeviceCall::LockHost)?;
         self.device.lock_host(memory)
     }
     fn unlock_host(&self, memory: SlabRegion) -> Result<()> {
-        let refused = self.hook.before(DeviceCall::UnlockHost);
+        let refused = self.ask(DeviceCall::UnlockHost);
         self.device.unlock_host(memory).and(refused)
     }
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
-        self.hook.before(DeviceCall::CreateStream)?;
+        self.ask(DeviceCall::CreateStream)?;
         self.device.create_stream(kind)
     }
     unsafe fn adopt_stream(&self, raw: RawStream) -> Result<StreamId> {
-        self.hook.before(DeviceCall::AdoptStream)?;
+        self.ask(DeviceCall::AdoptStream)?;
         // SAFETY: the caller's promise is the one that the device asks for.
         unsafe { self.device.adopt_stream(raw) }
     }
@@ -189,15 +198,15 @@ impl Device for Hooked {
         self.device.forget_stream(stream);
     }
     fn raw_stream(&self, stream: StreamId) -> Result<RawStream> {
-        self.hook.before(DeviceCall::RawStream)?;
+        self.ask(DeviceCall::RawStream)?;
         self.device.raw_stream(stream)
     }
     fn can_mark(&self, stream: StreamId) -> Result<()> {
-        self.hook.before(DeviceCall::CanMark)?;
+        self.ask(DeviceCall::CanMark)?;
         self.device.can_mark(stream)
     }
     fn submit(&self, stream: StreamId, op: StreamOp, token: Option<Token>) -> Option<EventId> {
-        let refused = token.and_then(|token| Some((token, self.hook.before(DeviceCall::Submit).err()?)));
+        let refused = token.and_then(|token| Some((token, self.ask(DeviceCall::Submit).err()?)));
         match refused {
             None => self.device.submit(stream, op, token),
             Some((refused, error)) => {
@@ -208,22 +217,22 @@ impl Device for Hooked {
         }
     }
     fn record(&self, stream: StreamId) -> Result<EventId> {
-        self.hook.before(DeviceCall::Record)?;
+        self.ask(DeviceCall::Record)?;
         self.device.record(stream)
     }
     fn wait(&self, stream: StreamId, event: EventId) -> Result<()> {
-        self.hook.before(DeviceCall::Wait)?;
+        self.ask(DeviceCall::Wait)?;
         self.device.wait(stream, event)
     }
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
-        self.hook.before(DeviceCall::Poll)?;
+        self.ask(DeviceCall::Poll)?;
         self.device.poll(event)
     }
     fn lost(&self) -> Option<Error> {
         self.device.lost()
     }
     fn close(&self) -> Result<()> {
-        let refused = self.hook.before(DeviceCall::Close);
+        let refused = self.ask(DeviceCall::Close);
         self.device.close().and(refused)
     }
 }

@@ -71,6 +71,8 @@ struct Ring {
     parts: [OnceLock<Box<[Slot]>>; (CAPACITY / PART) as usize],
     /// Slots begun, by the writer; wraps.
     tail: AtomicU32,
+    /// Uses recorded in all.
+    uses: AtomicU64,
     /// Slots done with, by the reader; wraps.
     head: AtomicU32,
     /// Its bit in [`AccessLog::dirty`].
@@ -93,6 +95,7 @@ pub struct Recorder {
     dirty: Arc<AtomicU64>,
     last: u64,
     count: u32,
+    uses: u64,
     tail: u32,
     /// The reader's head when it was last looked at.
     head: u32,
@@ -122,6 +125,8 @@ impl Recorder {
             // Publishes the slot.
             self.ring.tail.store(self.tail, Ordering::Release);
         }
+        self.uses += 1;
+        self.ring.uses.store(self.uses, Ordering::Relaxed);
         if self.dirty.load(Ordering::Relaxed) & self.ring.bit == 0 {
             self.dirty.fetch_or(self.ring.bit, Ordering::Release);
         }
@@ -145,6 +150,8 @@ struct Reader {
     ring: Arc<Ring>,
     /// Uses of the newest slot that were told already.
     told: u32,
+    /// Uses that were told in all.
+    uses: u64,
 }
 
 /// Uses not yet seen by the pager.
@@ -168,9 +175,21 @@ impl AccessLog {
         // Beyond 64 threads some share a bit.
         let bit = 1u64 << (!used).trailing_zeros().min(63);
         let (tail, head) = (AtomicU32::new(0), AtomicU32::new(0));
-        let ring = Arc::new(Ring { parts: [const { OnceLock::new() }; _], tail, head, bit });
-        readers.push(Reader { ring: ring.clone(), told: 0 });
-        Recorder { ring, dirty: self.dirty.clone(), last: u64::MAX, count: 0, tail: 0, head: 0 }
+        let uses = AtomicU64::new(0);
+        let ring = Arc::new(Ring { parts: [const { OnceLock::new() }; _], tail, uses, head, bit });
+        readers.push(Reader { ring: ring.clone(), told: 0, uses: 0 });
+        Recorder { ring, dirty: self.dirty.clone(), last: u64::MAX, count: 0, uses: 0, tail: 0, head: 0 }
+    }
+
+    /// How many uses the pager has not seen.
+    pub fn len(&self) -> u64 {
+        let readers = self.readers.lock();
+        readers.iter().map(|reader| reader.ring.uses.load(Ordering::Relaxed).saturating_sub(reader.uses)).sum()
+    }
+
+    /// Whether the pager has seen every use.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 
     /// Tells every use so far, each with how often it was made in a row, and forgets it.
@@ -194,6 +213,7 @@ impl AccessLog {
                 let access = Access::unpack(slot.access.load(Ordering::Relaxed));
                 if count > reader.told {
                     tell(access, count - reader.told);
+                    reader.uses += u64::from(count - reader.told);
                 }
                 if head.wrapping_add(1) == tail {
                     // It may still grow.

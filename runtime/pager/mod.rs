@@ -55,8 +55,10 @@ mod table;
 mod waiting;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
+use serde::Serialize;
 use slab::Slab;
 
 use crate::error::{Error, ErrorKind};
@@ -176,7 +178,8 @@ impl PageRun {
 }
 
 /// Why a request had to wait; the first that applies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum WaitCause {
     /// It did not wait.
     #[default]
@@ -274,7 +277,7 @@ pub struct PagerConfig {
 }
 
 /// What the pager counted since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PagerStats {
     /// Pages used: one count for each page of each pin.
@@ -625,7 +628,13 @@ impl Pager {
 
     /// Where the pages of a segment are.
     pub fn view(&self, segment: SegmentId) -> Vec<PageView> {
-        self.segments.get(segment.index()).map(SegmentTable::views).unwrap_or_default()
+        self.views(segment, 0..usize::MAX).collect()
+    }
+
+    /// Where these pages of a segment are. Those that it does not have are left out.
+    pub fn views(&self, segment: SegmentId, pages: Range<usize>) -> impl Iterator<Item = PageView> {
+        let table = self.segments.get(segment.index());
+        table.into_iter().flat_map(move |table| pages.clone().map_while(|page| table.view(page)))
     }
 
     /// Where a page is, if there is such a page.

@@ -127,8 +127,4 @@ impl SegmentTable {
             disk: newest && entry.on_disk(),
         })
     }
-
-    pub(super) fn views(&self) -> Vec<PageView> {
-        (0..self.words.len()).filter_map(|index| self.view(index)).collect()
-    }
 }

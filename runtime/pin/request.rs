@@ -251,6 +251,8 @@ impl<T: Target> Future for PinRequest<'_, T> {
             }
         }
         let Progress::Waiting { ticket, .. } = &self.progress else { return Poll::Ready(Err(ended())) };
+        // In a child the ticket's lock may be held by a thread that the child does not have.
+        self.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
         match ticket.clone().poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,

@@ -29,6 +29,9 @@ pub(crate) struct Member {
 impl Member {
     /// Pins resident pages without the latch, and notes that the scope has them.
     pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
+        if engine.at_home().is_err() {
+            return false;
+        }
         let asked: u32 = words.iter().map(|(run, _)| run.count).sum();
         // Beyond what it was opened for is an error, which the pager words.
         let fits = self.at_most.is_none_or(|most| self.holdings.pages().saturating_add(asked) <= most);
@@ -67,17 +70,21 @@ impl ScopeBuilder {
         Self { priority, ..self }
     }
 
-    fn start(self, at_most: Option<u32>) -> Scope {
+    fn start(self, at_most: Option<u32>) -> Result<Scope> {
         let holdings = Arc::new(Holdings::default());
         let Self { shared, label, priority } = self;
         let terms = ScopeTerms { label, priority, at_most };
-        let id = shared.engine.with(|pager, _| pager.open_scope(terms, holdings.clone()));
-        Scope { member: Arc::new(Member { id, holdings, at_most, shared }) }
+        shared.engine.at_home()?;
+        let id = shared.engine.with(|pager, _| pager.open_scope(terms, holdings.clone())).ok_or_else(crate::pager::closing)?;
+        Ok(Scope { member: Arc::new(Member { id, holdings, at_most, shared }) })
     }
 
     /// Opens a scope that grows: it pins what it needs when it needs it. Where it and others would wait for each other for
     /// ever, one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
-    pub fn open(self) -> Scope {
+    ///
+    /// # Errors
+    /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
+    pub fn open(self) -> Result<Scope> {
         self.start(None)
     }
 
@@ -113,7 +120,7 @@ impl ScopeRequest {
         let Opening::Start(builder) = &mut self.state else { return Ok(None) };
         let Some(builder) = builder.take() else { return Err(ended()) };
         self.state = Opening::Done;
-        let scope = builder.start(Some(self.pages));
+        let scope = builder.start(Some(self.pages))?;
         match scope.member.shared.engine.reserve(scope.member.id, self.pages)? {
             Received::Ready(_) => Ok(Some(scope)),
             Received::Waiting(Waiting { id, ticket, .. }) => {
@@ -197,7 +204,7 @@ fn ended() -> Error {
 /// let runtime = Runtime::builder().device_budget(Bytes::mib(8)).open()?;
 /// let tensors: Vec<_> = (0..4).map(|_| runtime.alloc(DType::U8, &[4 << 20])).collect::<Result<_, _>>()?;
 ///
-/// let (one, other) = (runtime.scope().label("one").open(), runtime.scope().label("other").open());
+/// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
 /// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
 /// // The budget is used up, and each holds what the other would need.
 /// std::thread::scope(|threads| {

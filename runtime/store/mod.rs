@@ -44,6 +44,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
@@ -65,7 +67,8 @@ pub use crate::pager::Priority;
 pub const IO_ALIGNMENT: u64 = 4096;
 
 /// How files are read and written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum IoBackend {
     /// The first of the others that works here, in the order below.

@@ -32,14 +32,15 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::Verify;
 use crate::device::{
-    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, StreamId, StreamKind, StreamOp,
-    Token,
+    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, ProcessMark, StreamId, StreamKind,
+    StreamOp, Token,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
 use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
 use crate::pager::pin::{self, Pinned, Words};
+use crate::pager::policy::guarded::{Fate, Panicked};
 use crate::pager::{
     AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms, WaitCause,
 };
@@ -321,11 +322,16 @@ pub(crate) struct Parts {
     pub(crate) slab: HostSlab,
     pub(crate) observer: Observer,
     pub(crate) sink: Arc<Sink>,
+    /// What becomes of a policy of the caller's.
+    pub(crate) fate: Option<Fate>,
 }
 
 /// See the [module documentation](self).
 #[derive(Debug)]
 pub(crate) struct Engine {
+    /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
+    /// before any of them is taken.
+    process: ProcessMark,
     latch: Mutex<Latched>,
     idle: Condvar,
     log: AccessLog,
@@ -341,6 +347,9 @@ pub(crate) struct Engine {
     segments: RwLock<Vec<Option<Arc<SegmentIo>>>>,
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
+    fate: Option<Fate>,
+    /// That the policy has panicked was logged.
+    fate_told: AtomicBool,
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
@@ -426,9 +435,10 @@ impl Failures {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { pager, device, store, slab, observer, sink } = parts;
+        let Parts { pager, device, store, slab, observer, sink, fate } = parts;
         let engine = Arc::new(Self {
             gate: pager.gate(),
+            process: ProcessMark::here(),
             latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
             log: AccessLog::new(),
@@ -445,25 +455,61 @@ impl Engine {
             segments: RwLock::new(Vec::new()),
             observer,
             failures: Mutex::default(),
+            fate,
+            fate_told: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
         Ok(engine)
     }
 
-    /// Changes the pager under the latch and carries out what follows.
-    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> T {
+    /// Whether this is the process that opened the runtime, and not a child of it.
+    ///
+    /// # Errors
+    /// `Closed` in a child.
+    #[inline]
+    pub(crate) fn at_home(&self) -> Result<()> {
+        if self.process.is_here() { Ok(()) } else { Err(self.in_a_child()) }
+    }
+
+    #[cold]
+    fn in_a_child(&self) -> Error {
+        let message = format!("the runtime is that of process {}, and this is a fork of it", self.process.id());
+        Error::new(ErrorKind::Closed, message)
+            .remedy("exec a program in the child, or fork first and open the runtime in the child")
+    }
+
+    /// Changes the pager under the latch and carries out what follows. `None` in a [child](Self::at_home), where nothing
+    /// changes.
+    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Option<T> {
+        if !self.process.is_here() {
+            return None;
+        }
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
         let result = change(&mut latched.pager, &mut fx);
         self.settle(latched, fx);
-        result
+        Some(result)
+    }
+
+    /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` in a
+    /// [child](Self::at_home).
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> Option<T> {
+        self.process.is_here().then(|| look(&self.latch.lock().pager))
+    }
+
+    /// Uses that were recorded and that the pager has not seen.
+    pub(crate) fn unseen(&self) -> u64 {
+        self.log.len()
     }
 
     /// Pins resident pages without the latch: all of them, or none.
     #[inline]
     pub(crate) fn try_pin(&self, words: &[Words<'_>], purpose: Purpose) -> bool {
+        if !self.process.is_here() {
+            return false;
+        }
         let mut crowded = false;
         let pinned = with_recorder(self.name, &self.log, |recorder| {
             pin::pin(&self.gate, words, purpose, |access| match recorder.record(access) {
@@ -504,6 +550,7 @@ impl Engine {
     /// Submits a request, of a scope if it has one.
     pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, scope: Option<&Member>) -> Result<Received> {
         let terms = Terms { purpose, scope: scope.map(|scope| scope.id), ..Terms::default() };
+        self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -514,6 +561,7 @@ impl Engine {
 
     /// Asks for the frames that a scope said it needs.
     pub(crate) fn reserve(&self, scope: ScopeId, frames: u32) -> Result<Received> {
+        self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -542,6 +590,7 @@ impl Engine {
 
     /// Waits until the device tier is within its budget.
     pub(crate) fn await_budget(&self) -> Result<()> {
+        self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         if latched.pager.is_closing() {
@@ -561,6 +610,9 @@ impl Engine {
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
     pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
+        if !self.process.is_here() {
+            return None;
+        }
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();
         latched.pager.record(&self.log);
@@ -579,7 +631,8 @@ impl Engine {
     /// that a device on which every move fails needs no stack.
     ///
     /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
-    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done.
+    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done. One that panics costs no
+    /// other its wake-up.
     fn settle<'a>(&'a self, mut latched: parking_lot::MutexGuard<'a, Latched>, mut fx: Effects) {
         let mut wakers: Vec<Waker> = Vec::new();
         loop {
@@ -647,8 +700,20 @@ impl Engine {
             }
         }
         for waker in wakers {
-            waker.wake();
+            if let Err(panic) = caught(|| waker.wake()) {
+                tracing::error!(panic, "a waker panicked: its task may not have been woken");
+            }
         }
+        if let Some(panicked) = self.panicked_policy()
+            && !self.fate_told.swap(true, Ordering::Relaxed)
+        {
+            tracing::error!(error = %panicked.told(), "a policy panicked");
+        }
+    }
+
+    /// The policy of the caller's, if it has panicked.
+    pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
+        self.fate.as_ref()?.get()
     }
 
     pub(crate) fn add_segment_io(&self, id: SegmentId, io: SegmentIo) {
@@ -745,6 +810,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
+        self.at_home()?;
         let stream = {
             let mut callers = self.callers.lock();
             match callers.copies {
@@ -760,6 +826,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
+        self.at_home()?;
         may_wait(what)?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
@@ -773,6 +840,9 @@ impl Engine {
 
     /// Puts an operation of a caller's on a stream. It is followed by `at_end`, once, whatever happens.
     pub(crate) fn run(&self, stream: StreamId, op: StreamOp, at_end: AtEnd) {
+        if let Err(error) = self.at_home() {
+            return at_end(Err(error));
+        }
         let token = {
             let mut callers = self.callers.lock();
             callers.next += 1;
@@ -785,6 +855,7 @@ impl Engine {
 
     /// A stream for work of a caller's, on which nothing is.
     pub(crate) fn take_stream(&self) -> Result<StreamId> {
+        self.at_home()?;
         let unused = std::mem::take(&mut self.callers.lock().unused);
         let is_idle = |stream: &StreamId| {
             let end = self.device.can_mark(*stream).and_then(|()| self.device.record(*stream));
@@ -798,7 +869,9 @@ impl Engine {
 
     /// What is on it goes on.
     pub(crate) fn return_stream(&self, stream: StreamId) {
-        self.callers.lock().unused.push(stream);
+        if self.process.is_here() {
+            self.callers.lock().unused.push(stream);
+        }
     }
 
     fn enter(&self, planned: Move, stage: Stage) {
@@ -875,8 +948,9 @@ impl Engine {
         for Completion { token, result } in done.drain(..) {
             if token.0 >= CALLER_TOKENS {
                 let at_end = self.callers.lock().pending.remove(&token.0);
-                if let Some(at_end) = at_end {
-                    at_end(result);
+                // What it drops may be the caller's.
+                if let Some(Err(panic)) = at_end.map(|at_end| caught(|| at_end(result))) {
+                    tracing::error!(panic, "what follows an operation on a stream panicked");
                 }
                 continue;
             }
@@ -1004,6 +1078,9 @@ impl Engine {
 
     /// The `most` pages, of the segments there are, that were waited for longest.
     pub(crate) fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
+        if !self.process.is_here() {
+            return Vec::new();
+        }
         let segments: Vec<_> = self.segments.read().iter().cloned().enumerate().collect();
         let mut worst: Vec<(usize, &Arc<SegmentIo>, Waited)> = Vec::new();
         for (id, io) in segments.iter().filter_map(|(id, io)| Some((*id, io.as_ref()?))) {
@@ -1089,6 +1166,11 @@ impl Engine {
 
     /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
     pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
+        if !self.process.is_here() {
+            // There are no threads to end, and the ring and the files are the parent's. The child's copy of all that goes
+            // with the child.
+            return std::mem::forget(self.clone());
+        }
         let close = |engine: &Arc<Self>| {
             if let Err(error) = engine.shut_down() {
                 tracing::warn!(%error, "close the runtime");
@@ -1107,6 +1189,7 @@ impl Engine {
 
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(self: &Arc<Self>) -> Result<()> {
+        self.at_home()?;
         may_wait("the end of a runtime")?;
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
@@ -1146,6 +1229,9 @@ impl Engine {
 
     /// Errors that no call has reported.
     pub(crate) fn health(&self) -> Vec<Error> {
+        if let Err(error) = self.at_home() {
+            return vec![error];
+        }
         if self.device.lost().is_some() {
             self.with(|pager, _| self.note_lost_device(pager));
         }
@@ -1161,7 +1247,8 @@ impl Engine {
             let what = format!("{} cannot be written and stays in host memory", held.what);
             held.error.clone().context(what)
         });
-        lost.chain(more).chain(held).collect()
+        let policy = self.panicked_policy().map(Panicked::told);
+        lost.chain(more).chain(held).chain(policy).collect()
     }
 
     /// What was lost since the start, as one error; the first is the cause.

@@ -51,13 +51,15 @@ impl Ticket {
     }
 
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<Granted>> {
+        // To clone and to drop a waker is to run code of the caller's, which is not done under the lock.
+        let waker = waker.clone();
         let mut state = self.state.lock();
-        match state.result.take() {
-            Some(result) => Poll::Ready(result),
-            None => {
-                state.waker = Some(waker.clone());
-                Poll::Pending
-            }
+        if let Some(result) = state.result.take() {
+            return Poll::Ready(result);
         }
+        let replaced = state.waker.replace(waker);
+        drop(state);
+        drop(replaced);
+        Poll::Pending
     }
 }

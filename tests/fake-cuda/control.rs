@@ -264,7 +264,7 @@ impl Fake {
     /// as it was set. Clocks and histories are short again.
     pub fn start_over() {
         // What a thread of the program's was the last to hold is given back when that thread gets there.
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + Duration::from_secs(120);
         while Self::left() > 0 && Instant::now() < end {
             std::thread::yield_now();
         }

@@ -8,6 +8,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
+use super::progress;
 use bytemuck::{AnyBitPattern, NoUninit};
 use outcore::device::CudaDeviceSelector;
 use outcore::{
@@ -126,6 +127,7 @@ pub trait AnyDevice {
 
 impl AnyDevice for Runtime {
     fn read(&self, tensor: &Tensor) -> Result<Pinned> {
+        progress();
         if self.host_addressable() {
             return self.pin(tensor).wait().map(Pinned::Slice);
         }
@@ -134,6 +136,7 @@ impl AnyDevice for Runtime {
     }
 
     fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
+        progress();
         if self.host_addressable() {
             return self.pin_mut(tensor).wait().map(PinnedMut::Slice);
         }
@@ -142,6 +145,7 @@ impl AnyDevice for Runtime {
     }
 
     fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
+        progress();
         if self.host_addressable() {
             return self.pin_set(tensors).wait().map(PinnedSet::Slices);
         }
@@ -149,6 +153,7 @@ impl AnyDevice for Runtime {
     }
 
     fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
+        progress();
         if self.host_addressable() {
             return self.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
         }
@@ -156,6 +161,7 @@ impl AnyDevice for Runtime {
     }
 
     fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
+        progress();
         if self.host_addressable() {
             let request = self.pin(tensor);
             return Box::pin(async move { request.await.map(Pinned::Slice) });
@@ -165,6 +171,7 @@ impl AnyDevice for Runtime {
     }
 
     fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
+        progress();
         if self.host_addressable() {
             let request = self.pin_mut(tensor);
             return Box::pin(async move { request.await.map(PinnedMut::Slice) });

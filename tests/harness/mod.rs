@@ -7,14 +7,12 @@
 mod any_device;
 #[cfg(feature = "cuda")]
 mod every_call;
+pub mod replay;
+mod watch;
 
 use std::collections::HashMap;
-use std::panic;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use outcore::device::{CudaDeviceSelector, DeviceCall, DeviceHook, Token};
 use outcore::pager::state::State;
@@ -32,33 +30,8 @@ pub use any_device::{
 pub use any_device::{control, small_pages};
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
-
-/// A body that has not ended by then hangs. Generous: only a hang is to be told from slowness.
-const HANG: Duration = Duration::from_secs(150);
-
-/// Runs `body` on a thread of its own and fails if it does not end.
-pub fn watched(what: &str, body: impl FnOnce() + Send + 'static) {
-    watched_for(what, HANG, body);
-}
-
-pub fn watched_for(what: &str, limit: Duration, body: impl FnOnce() + Send + 'static) {
-    let (ended, end) = mpsc::channel();
-    let thread = thread::Builder::new()
-        .name(what.to_owned())
-        .spawn(move || {
-            body();
-            let _ = ended.send(());
-        })
-        .unwrap();
-    match end.recv_timeout(limit) {
-        Err(RecvTimeoutError::Timeout) => panic!("{what} hangs: it has not ended after {limit:?}"),
-        Ok(()) | Err(RecvTimeoutError::Disconnected) => {
-            if let Err(payload) = thread.join() {
-                panic::resume_unwind(payload);
-            }
-        }
-    }
-}
+pub use replay::seed;
+pub use watch::{progress, until, watched};
 
 /// xorshift64*: small, fast and the same everywhere.
 #[derive(Clone, Debug)]
@@ -84,16 +57,6 @@ impl Rng {
     pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]
     }
-}
-
-/// The seed of a random test: `OUTCORE_SEED`, or a new one. Printed, so that a failure can be run again.
-pub fn seed(test: &str) -> u64 {
-    let seed = match std::env::var("OUTCORE_SEED") {
-        Ok(text) => text.parse().unwrap(),
-        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 >> 10,
-    };
-    eprintln!("{test}: OUTCORE_SEED={seed} replays this run");
-    seed
 }
 
 /// What is done to a call.
@@ -174,6 +137,7 @@ const RANDOM_FAULTS: [Fault; 6] = [
 
 impl CallHook for Faults {
     fn before(&self, call: &IoCall) -> Injected {
+        progress();
         let mut failing = self.failing.lock();
         if let Some(more) = failing.get_mut(&call.token) {
             *more -= 1;
@@ -236,6 +200,7 @@ impl Setting {
     }
 
     pub fn builder(&self, faults: Option<&Arc<Faults>>) -> RuntimeBuilder {
+        progress();
         let mut store = StoreOptions::new(self.io);
         if let Some(faults) = faults {
             store = store.hook(faults.clone());
@@ -295,6 +260,7 @@ pub fn check_at_rest(runtime: Runtime, tensors: Vec<Tensor>, what: &str) {
 
 /// The same of a runtime that was closed, with that result.
 pub fn check_closed(after: Runtime, closed: Result<()>, tensors: Vec<Tensor>, what: &str) {
+    progress();
     let mut frames = 0;
     let mut seen = std::collections::HashSet::new();
     let mut poisoned = false;

@@ -16,6 +16,7 @@ use outcore::store::QueueDepth;
 use outcore::{Bytes, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Result, SegmentClass};
 
 use crate::harness::Rng;
+use crate::harness::replay::{Case as Replayed, first_seed};
 
 /// Of the swarm's machines.
 const PAGE: u64 = 4096;
@@ -260,18 +261,18 @@ fn run(case: &Case, ends: &mut Ends) {
     }
 }
 
-/// Cases from `first` on until told to stop; how many ran, and how they ended.
-pub fn swarm(first: u64, mut go_on: impl FnMut(u64) -> bool) -> Ends {
-    let mut ends = Ends::default();
+/// Cases of `test` until told to stop; how they ended. One that is to be replayed is the first.
+pub fn swarm(test: &str, mut go_on: impl FnMut(u64) -> bool) -> Ends {
+    let (first, mut ends) = (first_seed(), Ends::default());
     for at in 0.. {
         if !go_on(at) {
             break;
         }
         let seed = first.wrapping_add(at);
         let case = random_case(&mut Rng::new(seed));
-        // Whatever it says, it says of which case it is.
+        let _replayed = Replayed::of(test, seed);
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(&case, &mut ends))) {
-            eprintln!("OUTCORE_SEED={seed} replays it as the first case: {case:?}");
+            eprintln!("{case:?}");
             std::panic::resume_unwind(panic);
         }
     }

@@ -10,11 +10,12 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Instant;
 
+use outcore::pager::state::State;
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor, Verify};
 use parking_lot::RwLock;
 
 use crate::common::{self, Synthetic};
-use crate::harness::{AnyDevice, Devices, Faults, Pinned, Rng, Setting, check_at_rest};
+use crate::harness::{AnyDevice, Devices, Faults, Pinned, Rng, Setting, check_at_rest, progress, until};
 
 /// What one run is made of.
 #[derive(Clone, Debug)]
@@ -315,6 +316,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
                         _ => {}
                     }
                     steps += 1;
+                    progress();
                     world.step(&mut rng, &elsewhere);
                 }
                 operations.fetch_add(steps, Ordering::Relaxed);
@@ -338,6 +340,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     }
     faults.off();
     if !plan.close_early {
+        await_moves(&world);
         read_everything(&world);
     }
     let Some(world) = Arc::into_inner(world) else { panic!("a thread kept the world") };
@@ -346,6 +349,17 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     tensors.push(model.into_inner().tensor("t0").unwrap());
     check_at_rest(runtime, tensors, &format!("{plan:?}"));
     operations.load(Ordering::Relaxed)
+}
+
+/// Waits for the moves that were under way: some may yet fail, and a demand that joins one of them fails with it.
+fn await_moves(world: &World) {
+    let (model, tables) = (world.model(), world.tables.iter().map(|table| table.read().tensor.clone()));
+    // One tensor shows all pages of its file.
+    for tensor in tables.chain([model.tensor("t0").unwrap()]) {
+        let moves = |state| matches!(state, State::Filling | State::WritingBack | State::Evicting);
+        let rests = || world.runtime.snapshot(&tensor).pages.iter().all(|page| !moves(page.device.state));
+        until("what is under way", rests);
+    }
 }
 
 /// With nothing failing any more, every byte can be had, but those of lost pages.

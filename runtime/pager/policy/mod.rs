@@ -9,6 +9,7 @@ mod classes;
 mod clock;
 mod cycle;
 mod fifo;
+pub(crate) mod guarded;
 mod kv;
 mod lfu;
 mod line;
@@ -85,6 +86,10 @@ pub enum Take {
 /// 4. It is called under the runtime's latch: it returns soon, and does not call the runtime.
 ///
 /// What breaks rule 1 is passed over. What breaks the others costs time, or hangs; it never costs bytes.
+///
+/// A policy that panics is dropped, and least recently used takes its place for good, with the pages that are resident. The
+/// call during which it panicked goes on. [`Stats::policy_panicked`](crate::Stats::policy_panicked) and
+/// [`Runtime::health`](crate::Runtime::health) tell, and an error is logged once.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
     fn name(&self) -> &'static str;

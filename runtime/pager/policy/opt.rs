@@ -5,8 +5,10 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
+use serde::Serialize;
+
 /// What [`Trace::optimum`] found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Optimum {
     /// Uses it covers: the first of the run, up to a fixed number.
     pub uses: u64,

@@ -33,6 +33,8 @@ use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
 const INTERRUPTED: u8 = 130;
+/// How many of the pages that were waited for longest a run tells.
+const WORST_PAGES: usize = 16;
 
 /// What an interrupt means: before the first pass there is nothing to report and the program ends at once; from then on
 /// the pass in progress is given up and what was done is reported, unless the user insists. It says so, because a page that
@@ -309,7 +311,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
             tracing::warn!(dropped, "the timeline ends before the run does: there was no room for more spans");
         }
     }
-    let stats = runtime.stats();
+    let (stats, optimum, worst_pages) = (runtime.stats(), runtime.optimum(), runtime.worst_pages(WORST_PAGES));
     // Whatever failed behind the calls is told here, and nowhere else.
     runtime.close()?;
     Ok(Run {
@@ -330,6 +332,8 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         logits_hash: std::hash::Hasher::finish(&hash),
         interrupted: interrupt.asked(),
         stats,
+        optimum,
+        worst_pages,
     })
 }
 

@@ -9,7 +9,7 @@ use outcore::machine::ProcessMemory;
 use outcore::output::{Input, NewFile};
 use outcore::residency::Residency;
 use outcore::sim::ClassBytes;
-use outcore::{Bytes, Lane, PageStalls, Result, Span, Stats, TierStalls};
+use outcore::{Bytes, Lane, Optimum, PageStalls, Result, Span, Stats, TierStalls};
 use serde_json::{Value, json};
 
 /// What a run takes memory for, besides the frames.
@@ -62,6 +62,10 @@ pub struct Run {
     pub logits_hash: u64,
     pub interrupted: bool,
     pub stats: Stats,
+    /// The best possible on the same uses.
+    pub optimum: Optimum,
+    /// The pages that were waited for longest.
+    pub worst_pages: Vec<PageStalls>,
 }
 
 impl Run {
@@ -107,7 +111,7 @@ impl Run {
                 "tier": page.tier.to_string(),
             })
         };
-        let worst_pages: Vec<Value> = stats.worst_pages.iter().map(of_page).collect();
+        let worst_pages: Vec<Value> = self.worst_pages.iter().map(of_page).collect();
         json!({
             "model": self.model,
             "device": self.device,
@@ -132,9 +136,9 @@ impl Run {
             "link_busy_s": stats.traffic.link_busy.as_secs_f64(),
             "pass_bytes": self.pass_bytes.get(),
             // These two are of the same uses, of which a long run has more: `hits` and `uses` are of all.
-            "hit_ratio": stats.optimum.actual_ratio(),
-            "opt_hit_ratio": stats.optimum.ratio(),
-            "ratio_uses": stats.optimum.uses,
+            "hit_ratio": self.optimum.actual_ratio(),
+            "opt_hit_ratio": self.optimum.ratio(),
+            "ratio_uses": self.optimum.uses,
             "overlap": self.overlap(),
             "peak_device_bytes": stats.traffic.peak_device.get(),
             "peak_host_bytes": stats.traffic.peak_host.get(),
@@ -171,7 +175,7 @@ impl Run {
         for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
             row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));
         }
-        if let Some(worst) = stats.worst_pages.first() {
+        if let Some(worst) = self.worst_pages.first() {
             let (page, tensor, time) = (worst.page.index.get(), &worst.tensor, seconds(worst.time));
             row("", format!("longest for page {page}, {tensor}: {time} in {} waits", worst.count));
         }
@@ -219,8 +223,8 @@ impl Run {
             format!(
                 "{}: {} hit (best possible {}), {} filled ahead, {} late, {} faults",
                 stats.pager.uses,
-                percent(stats.optimum.actual_ratio()),
-                percent(stats.optimum.ratio()),
+                percent(self.optimum.actual_ratio()),
+                percent(self.optimum.ratio()),
                 percent(stats.pager.prefetched as f64 / uses),
                 percent(stats.pager.late as f64 / uses),
                 stats.pager.faults,

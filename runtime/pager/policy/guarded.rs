@@ -1,0 +1,354 @@
+//! A policy of the user's, which may panic.
+//!
+//! It is called under the latch, in the middle of what the pager does: a panic that got through would leave requests
+//! unserved for ever. So every call is caught. After the first panic the policy is dropped, and least recently used goes on
+//! with the pages that are resident. No page, no pin and no byte is lost; the order of the pages starts anew.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use super::{LruPolicy, Policy, Take, Want};
+use crate::error::{Error, ErrorKind, caught};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::pager::bits::Bits;
+
+/// A policy that panicked.
+#[derive(Clone, Debug)]
+pub(crate) struct Panicked {
+    /// Its name.
+    pub(crate) name: &'static str,
+    /// What it said.
+    pub(crate) message: String,
+}
+
+impl Panicked {
+    /// As an error. Nothing was lost.
+    pub(crate) fn told(&self) -> Error {
+        let Self { name, message } = self;
+        let what = format!("the policy {name:?} panicked ({message}), and lru has taken its place");
+        Error::new(ErrorKind::InvalidArgument, what).remedy("correct the policy; no page was lost")
+    }
+}
+
+/// What became of a policy: empty as long as it has not panicked.
+pub(crate) type Fate = Arc<OnceLock<Panicked>>;
+
+/// See the module's first line.
+pub(crate) struct Guarded {
+    name: &'static str,
+    /// Methods that only look may panic, too.
+    active: RefCell<Active>,
+    /// One bit a page: all that is needed to go on without the policy.
+    resident: HashMap<SegmentId, (u32, Bits)>,
+    fate: Fate,
+}
+
+enum Active {
+    Own(Box<dyn Policy>),
+    /// It has panicked in a method that only looks. What takes its place is made by the next call that changes something.
+    Gone,
+    Lru(LruPolicy),
+}
+
+impl Guarded {
+    pub(crate) fn new(own: Box<dyn Policy>) -> (Self, Fate) {
+        let fate = Fate::default();
+        let mut this = Self {
+            name: "a policy without a name",
+            active: RefCell::new(Active::Own(own)),
+            resident: HashMap::new(),
+            fate: fate.clone(),
+        };
+        this.name = this.look(|own| own.name()).unwrap_or(this.name);
+        (this, fate)
+    }
+
+    fn gone(&self, message: String) {
+        let own = self.active.replace(Active::Gone);
+        let dropped = caught(|| drop(own));
+        let also = dropped.err().map_or_else(String::new, |also| format!(", and again when it was dropped: {also}"));
+        let _ = self.fate.set(Panicked { name: self.name, message: message + &also });
+    }
+
+    /// Asks the policy. `None` where it panics or has done so.
+    fn look<T>(&self, ask: impl FnOnce(&dyn Policy) -> T) -> Option<T> {
+        let result = match &*self.active.borrow() {
+            Active::Own(own) => caught(|| ask(&**own)),
+            Active::Gone => return None,
+            Active::Lru(lru) => return Some(ask(lru)),
+        };
+        result.map_err(|message| self.gone(message)).ok()
+    }
+
+    /// Tells the policy. If it panics, what takes its place is made of the pages that are resident, and not told: it
+    /// knows already.
+    fn tell<T: Default>(&mut self, tell: impl FnOnce(&mut dyn Policy) -> T) -> T {
+        match self.active.get_mut() {
+            Active::Own(own) => match caught(|| tell(&mut **own)) {
+                Ok(answer) => return answer,
+                Err(message) => self.gone(message),
+            },
+            Active::Gone => {}
+            Active::Lru(lru) => return tell(lru),
+        }
+        self.go_on();
+        T::default()
+    }
+
+    fn go_on(&mut self) {
+        let mut lru = LruPolicy::new();
+        let mut segments: Vec<_> = self.resident.iter().collect();
+        // The same uses have the same victims in every run.
+        segments.sort_unstable_by_key(|(segment, _)| **segment);
+        for (segment, (pages, resident)) in segments {
+            lru.segment(*segment, *pages);
+            let mut next = resident.first_from(0);
+            while let Some(index) = next {
+                lru.inserted(PageId { segment: *segment, index: PageIndex(index as u32) });
+                next = resident.first_from(index + 1);
+            }
+        }
+        *self.active.get_mut() = Active::Lru(lru);
+    }
+}
+
+impl fmt::Debug for Guarded {
+    /// Does not call the policy.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guarded")
+            .field("policy", &self.name)
+            .field("panicked", &self.fate.get())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        let own = self.active.replace(Active::Gone);
+        // Whoever drops the last handle is not whose fault it is.
+        let _ = caught(|| drop(own));
+    }
+}
+
+impl Policy for Guarded {
+    fn name(&self) -> &'static str {
+        if self.fate.get().is_some() { "lru" } else { self.name }
+    }
+    fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
+        self.tell(|policy| policy.resize(frames, host_frames, lookahead));
+    }
+    fn unit(&mut self, pages: u32) {
+        self.tell(|policy| policy.unit(pages));
+    }
+    fn class(&mut self, segment: SegmentId, class: SegmentClass) {
+        self.tell(|policy| policy.class(segment, class));
+    }
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.resident.insert(segment, (pages, Bits::new(pages as usize)));
+        self.tell(|policy| policy.segment(segment, pages));
+    }
+    fn chain(&mut self, pages: &[PageId]) {
+        self.tell(|policy| policy.chain(pages));
+    }
+    fn accessed(&mut self, page: PageId) {
+        self.tell(|policy| policy.accessed(page));
+    }
+    fn inserted(&mut self, page: PageId) {
+        if let Some((_, resident)) = self.resident.get_mut(&page.segment) {
+            resident.insert(page.index.index());
+        }
+        self.tell(|policy| policy.inserted(page));
+    }
+    fn removed(&mut self, page: PageId) {
+        if let Some((_, resident)) = self.resident.get_mut(&page.segment) {
+            resident.remove(page.index.index());
+        }
+        self.tell(|policy| policy.removed(page));
+    }
+    fn forget(&mut self, segment: SegmentId) {
+        self.resident.remove(&segment);
+        self.tell(|policy| policy.forget(segment));
+    }
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let mut taken = None;
+        let offered = self.tell(|policy| {
+            Some(policy.victim(want, &mut |page| {
+                let answer = take(page);
+                if answer == Take::Yes {
+                    taken = Some(page);
+                }
+                answer
+            }))
+        });
+        match offered {
+            Some(victim) => victim,
+            // What was taken before the panic stays taken.
+            None if taken.is_some() => taken,
+            // Whoever waits for this frame may wait for nothing else.
+            None => self.tell(|lru| lru.victim(want, take)),
+        }
+    }
+    fn declare(&mut self, order: &[PageId], cyclic: bool) {
+        self.tell(|policy| policy.declare(order, cyclic));
+    }
+    fn has_plan(&self) -> bool {
+        self.look(|policy| policy.has_plan()).unwrap_or(false)
+    }
+    fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        self.tell(|policy| policy.next_fill(present))
+    }
+    fn filling(&mut self, page: PageId) {
+        self.tell(|policy| policy.filling(page));
+    }
+    fn worth_host(&self, page: PageId) -> bool {
+        self.look(|policy| policy.worth_host(page)).unwrap_or(true)
+    }
+    fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
+        self.look(|policy| policy.host_victim(candidate, incoming)).unwrap_or(true)
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.look(|policy| policy.tracked()).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::panic::panic_any;
+
+    use super::*;
+    use crate::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Submitted};
+    use crate::random::Random;
+
+    const ON_PURPOSE: &str = "on purpose";
+
+    /// Last in, first out. Panics at the `n`th call of any method that the pager makes while it serves requests.
+    struct Fails {
+        left: Cell<u32>,
+        resident: Vec<PageId>,
+    }
+
+    impl Fails {
+        fn called(&self) {
+            self.left.set(self.left.get().wrapping_sub(1));
+            if self.left.get() == 0 {
+                panic_any(ON_PURPOSE);
+            }
+        }
+    }
+
+    impl fmt::Debug for Fails {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "Fails")
+        }
+    }
+
+    impl Policy for Fails {
+        fn name(&self) -> &'static str {
+            "fails"
+        }
+        fn unit(&mut self, _: u32) {
+            self.called();
+        }
+        fn accessed(&mut self, _: PageId) {
+            self.called();
+        }
+        fn inserted(&mut self, page: PageId) {
+            self.called();
+            self.resident.push(page);
+            self.called();
+        }
+        fn removed(&mut self, page: PageId) {
+            self.called();
+            self.resident.retain(|other| *other != page);
+            self.called();
+        }
+        fn victim(&mut self, _: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+            self.called();
+            let taken = self.resident.iter().rev().copied().find(|page| {
+                let taken = take(*page) == Take::Yes;
+                self.called();
+                taken
+            });
+            self.called();
+            taken
+        }
+        fn next_fill(&mut self, _: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+            self.called();
+            None
+        }
+        fn worth_host(&self, _: PageId) -> bool {
+            self.called();
+            true
+        }
+        fn host_victim(&self, _: PageId, _: PageId) -> bool {
+            self.called();
+            true
+        }
+        fn tracked(&self) -> Vec<PageId> {
+            self.resident.clone()
+        }
+    }
+
+    fn unpin(pager: &mut Pager, words: &[PageWord], run: PageRun, exclusive: bool, fx: &mut Effects) {
+        for page in run.pages() {
+            let word = &words[page.index.index()];
+            let _ = if exclusive { word.unlock() } else { word.unpin() };
+        }
+        if exclusive {
+            pager.unlocked(&[run], fx);
+        }
+        pager.pump(fx);
+    }
+
+    /// The uses and what follows from them, with a policy that panics at its `n`th call. Whether it did.
+    fn serve(n: u32) -> bool {
+        let (policy, fate) = Guarded::new(Box::new(Fails { left: Cell::new(n), resident: Vec::new() }));
+        let config =
+            PagerConfig { frames: 6, host_frames: 3, staging: 0, direct_io: true, lookahead: 1, page_bytes: 4096 };
+        let mut pager = Pager::new(config, Box::new(policy));
+        let segments = [
+            pager.add_segment(Backing::File, SegmentClass::Weights, 12),
+            pager.add_segment(Backing::ReadWrite, SegmentClass::Other, 8),
+        ];
+        let (mut random, mut fx) = (Random(11), Effects::default());
+        for step in 0..60 {
+            let at = random.below(2) as usize;
+            let (segment, words) = &segments[at];
+            let count = 1 + random.below(3);
+            let first = PageIndex(random.below(words.len() as u32 - count));
+            let (run, exclusive) = (PageRun { segment: *segment, first, count }, at == 1 && random.below(2) == 0);
+            let submitted = pager.submit(&[run], exclusive, &mut fx).unwrap();
+            let mut done = matches!(submitted, Submitted::Ready(_));
+            loop {
+                pager.check_invariants().unwrap_or_else(|broken| panic!("call {n}, step {step}: {broken}"));
+                fx.protect.clear();
+                fx.raised.clear();
+                done |= fx.done.drain(..).any(|(_, result)| result.is_ok());
+                let frames = std::mem::take(&mut fx.discard);
+                frames.into_iter().for_each(|frame| pager.discarded(frame, &mut fx));
+                let Some(planned) = fx.moves.pop() else { break };
+                pager.complete(planned.id, Ok(()), &mut fx);
+            }
+            assert!(done, "call {n}, step {step}: a pin was not served");
+            unpin(&mut pager, words, run, exclusive, &mut fx);
+        }
+        assert_eq!(fate.get().is_some(), pager.policy_state().0 == "lru");
+        fate.get().is_some()
+    }
+
+    #[test]
+    fn a_panic_in_any_call_leaves_the_pager_whole() {
+        // Other tests' panics are printed all the same.
+        let print = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if info.payload().downcast_ref::<&str>() != Some(&ON_PURPOSE) {
+                print(info);
+            }
+        }));
+        let calls = (1..).take_while(|n| serve(*n)).count();
+        assert!(calls > 300, "{calls}");
+    }
+}

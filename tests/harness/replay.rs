@@ -1,0 +1,65 @@
+//! A random test that fails prints one line that runs the same case again, to be pasted into a shell.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The variable that replays.
+const SEED: &str = "OUTCORE_SEED";
+/// Others that a case depends on.
+const SIZES: [&str; 3] = ["OUTCORE_SOAK_SECONDS", "OUTCORE_STEPS", "OUTCORE_OPERATIONS"];
+
+/// The seed that is to be replayed, if one is.
+pub fn replayed() -> Option<u64> {
+    std::env::var(SEED).ok().map(|text| text.parse().unwrap())
+}
+
+/// The seed of a test's first case: the one that is to be replayed, or a new one.
+pub fn first_seed() -> u64 {
+    replayed().unwrap_or_else(|| SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 >> 10)
+}
+
+/// The seed of a test that is one case. What replays it is printed, and shown if it fails.
+pub fn seed(test: &str) -> u64 {
+    let seed = first_seed();
+    eprintln!("{}", line(test, seed));
+    seed
+}
+
+/// What replays this case of `test`. To be called on the test's own thread, which has the test's whole name.
+pub fn line(test: &str, seed: u64) -> String {
+    let sizes = SIZES.iter().filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
+    let built =
+        [("cli", cfg!(feature = "cli")), ("cuda", cfg!(feature = "cuda")), ("strict", cfg!(feature = "strict"))];
+    let features: Vec<&str> = built.iter().filter(|(_, on)| *on).map(|(name, _)| *name).collect();
+    let features = if features.is_empty() { String::new() } else { format!(" --features {}", features.join(",")) };
+    let release = if cfg!(debug_assertions) { "" } else { " --release" };
+    let thread = thread::current();
+    let name = thread.name().filter(|name| name.ends_with(test)).unwrap_or(test);
+    let exact = if name.len() > test.len() { "--exact " } else { "" };
+    format!(
+        "replay: {SEED}={seed} {}cargo test{release}{features} --test {} -- {exact}--include-ignored {name}",
+        sizes.collect::<String>(),
+        env!("CARGO_CRATE_NAME"),
+    )
+}
+
+/// A case of a test that has many. If it fails, what replays it is printed.
+pub struct Case(String);
+
+impl Case {
+    /// To be called on the test's own thread.
+    pub fn of(test: &str, seed: u64) -> Self {
+        Self(line(test, seed))
+    }
+}
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            eprintln!("{}", self.0);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! Hangs are noticed by a lack of progress, not by the clock: a machine that is busy with other work is slow, and no hang.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::panic;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Bumped by what tests do: a pin served, a call of a file seen, a runtime opened, a step of random work done. One for the
+/// process, so that a hang is noticed when the tests beside it have ended, at the latest.
+static PROGRESS: AtomicU64 = AtomicU64::new(0);
+const TICK: Duration = Duration::from_secs(1);
+/// Whoever has seen so many ticks without progress waits for nothing. A process that was stopped, or got no processor, saw
+/// none of them.
+const TICKS_MAX: u32 = 150;
+
+/// Something got on.
+pub fn progress() {
+    PROGRESS.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Waits for as long as anything gets on.
+pub struct Patience {
+    seen: u64,
+    quiet: u32,
+    ticked: Instant,
+}
+
+impl Patience {
+    pub fn new() -> Self {
+        Self { seen: PROGRESS.load(Ordering::Relaxed), quiet: 0, ticked: Instant::now() }
+    }
+
+    /// A tick has passed. Fails if there were too many since the last progress.
+    fn tick(&mut self, what: &str) {
+        let now = PROGRESS.load(Ordering::Relaxed);
+        self.quiet = if now == self.seen { self.quiet + 1 } else { 0 };
+        self.seen = now;
+        assert!(self.quiet < TICKS_MAX, "{what} hangs: nothing has got on for {:?}", TICK * TICKS_MAX);
+    }
+
+    /// Called again and again in a loop that waits.
+    pub fn wait(&mut self, what: &str) {
+        if self.ticked.elapsed() >= TICK {
+            self.ticked = Instant::now();
+            self.tick(what);
+        }
+        thread::yield_now();
+    }
+}
+
+/// Waits until something is so, for as long as anything gets on.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let mut patience = Patience::new();
+    while !done() {
+        patience.wait(what);
+    }
+    progress();
+}
+
+/// Runs `body` on a thread of its own and fails if it hangs.
+pub fn watched(what: &str, body: impl FnOnce() + Send + 'static) {
+    let (ended, end) = mpsc::channel();
+    let thread = thread::Builder::new()
+        .name(what.to_owned())
+        .spawn(move || {
+            body();
+            let _ = ended.send(());
+        })
+        .unwrap();
+    let mut patience = Patience::new();
+    while let Err(RecvTimeoutError::Timeout) = end.recv_timeout(TICK) {
+        patience.tick(what);
+    }
+    progress();
+    if let Err(payload) = thread.join() {
+        panic::resume_unwind(payload);
+    }
+}

@@ -1,0 +1,436 @@
+//! The promise: what panics in the caller's code costs nobody else anything. Every pin is served, everybody is woken.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+#[macro_use]
+mod harness;
+
+use std::collections::VecDeque;
+use std::panic::{self, PanicHookInfo};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+
+use harness::{AnyDevice, Devices, On, Pinned, Request, Setting, check_at_rest, watched};
+use outcore::device::{DeviceCall, DeviceHook};
+use outcore::pager::policy::{Policy, Take, Want};
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageId, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor};
+use parking_lot::{Condvar, Mutex};
+
+on_every_device! {
+    regression_a_waker_that_panics_loses_nobody_elses_wake_up
+    a_waker_that_panics_does_not_reach_who_drops_a_guard
+    a_policy_that_panics_anywhere_is_replaced_and_every_pin_is_served
+    a_policy_that_panics_when_it_is_dropped_is_dropped
+    a_hook_of_the_device_that_panics_refuses_the_call
+}
+
+const PAGE: u64 = 16 << 10;
+/// What those panics say that are made here.
+const ON_PURPOSE: &str = "on purpose";
+
+/// Panics that are made on purpose are not printed.
+fn quiet() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let print = panic::take_hook();
+        panic::set_hook(Box::new(move |info: &PanicHookInfo| {
+            if info.payload().downcast_ref::<&str>() != Some(&ON_PURPOSE) {
+                print(info);
+            }
+        }));
+    });
+}
+
+fn setting(on: On, device: u64) -> Setting {
+    Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device, host: 0, on }
+}
+
+/// Holds reads back until it is opened.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl CallHook for Gate {
+    fn before(&self, call: &IoCall) -> Injected {
+        let mut open = self.open.lock();
+        while call.kind == IoKind::Read && !*open {
+            self.changed.wait(&mut open);
+        }
+        Injected::Nothing
+    }
+}
+
+/// Tells that it was woken, and then may panic; when it is dropped, too.
+struct Told {
+    number: usize,
+    tell: Mutex<mpsc::Sender<usize>>,
+    panics: bool,
+}
+
+impl Wake for Told {
+    fn wake(self: Arc<Self>) {
+        self.tell.lock().send(self.number).unwrap();
+        if self.panics {
+            panic::panic_any(ON_PURPOSE);
+        }
+    }
+}
+
+fn poll(request: &mut Request<'static, Pinned>, waker: &Waker) -> Poll<outcore::Result<Pinned>> {
+    Pin::new(request).poll(&mut Context::from_waker(waker))
+}
+
+/// A request that owns its tensor.
+fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
+    let (runtime, tensor) = (runtime.clone(), tensor.clone());
+    Box::pin(async move { runtime.reading(&tensor).await })
+}
+
+/// One fill serves four requests, and the waker of one of them panics.
+fn regression_a_waker_that_panics_loses_nobody_elses_wake_up(devices: Devices) {
+    quiet();
+    watched("a waker that panics", move || {
+        for on in devices.iter().copied() {
+            for panicking in 0..4 {
+                let gate = Arc::new(Gate::default());
+                let setting = setting(on, 4);
+                let store = StoreOptions::new(setting.io).hook(gate.clone());
+                let runtime = setting.builder(None).store(store).open().unwrap();
+                let file = common::synthetic(&[10_000]);
+                let tensor = runtime.open_model(&file.path).unwrap().tensor("t0").unwrap();
+                let mut requests: Vec<_> = (0..4).map(|_| owned(&runtime, &tensor)).collect();
+                let (tell, woken) = mpsc::channel();
+                for (number, request) in requests.iter_mut().enumerate() {
+                    let told = Told { number, tell: Mutex::new(tell.clone()), panics: number == panicking };
+                    assert!(poll(request, &Waker::from(Arc::new(told))).is_pending());
+                }
+                drop(tell);
+                *gate.open.lock() = true;
+                gate.changed.notify_all();
+                let mut all: Vec<usize> = woken.iter().collect();
+                all.sort_unstable();
+                assert_eq!(all, [0, 1, 2, 3]);
+                for mut request in requests {
+                    let Poll::Ready(guard) = poll(&mut request, Waker::noop()) else { panic!("it was woken") };
+                    assert!(guard.unwrap().bytes() == &file.bytes[file.bytes.len() - 10_000..]);
+                }
+                check_at_rest(runtime, vec![tensor], "a waker that panics");
+            }
+        }
+    });
+}
+
+/// A guard's end wakes a writer, on the thread that drops the guard.
+fn a_waker_that_panics_does_not_reach_who_drops_a_guard(devices: Devices) {
+    quiet();
+    watched("a waker that panics in a drop", move || {
+        for on in devices.iter().copied() {
+            let runtime = setting(on, 4).builder(None).open().unwrap();
+            let table = runtime.alloc(DType::U8, &[100]).unwrap();
+            let guard = runtime.read(&table).unwrap();
+            let mut writing = runtime.writing(&table);
+            let (tell, woken) = mpsc::channel();
+            let waker = Waker::from(Arc::new(Told { number: 7, tell: Mutex::new(tell), panics: true }));
+            assert!(writing.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+            drop(guard);
+            assert_eq!(woken.recv(), Ok(7));
+            let Poll::Ready(written) = writing.as_mut().poll(&mut Context::from_waker(Waker::noop())) else {
+                panic!("it was woken")
+            };
+            drop(written.unwrap());
+            drop(writing);
+            check_at_rest(runtime, vec![table], "a waker that panics in a drop");
+        }
+    });
+}
+
+/// The methods of a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Name,
+    Resize,
+    Unit,
+    Class,
+    Segment,
+    Chain,
+    Accessed,
+    Inserted,
+    Removed,
+    Forget,
+    Victim,
+    /// In [`Victim`](Self::Victim), when a page has been taken.
+    Taken,
+    Declare,
+    HasPlan,
+    NextFill,
+    Filling,
+    WorthHost,
+    HostVictim,
+}
+
+const METHODS: [Method; 18] = [
+    Method::Name,
+    Method::Resize,
+    Method::Unit,
+    Method::Class,
+    Method::Segment,
+    Method::Chain,
+    Method::Accessed,
+    Method::Inserted,
+    Method::Removed,
+    Method::Forget,
+    Method::Victim,
+    Method::Taken,
+    Method::Declare,
+    Method::HasPlan,
+    Method::NextFill,
+    Method::Filling,
+    Method::WorthHost,
+    Method::HostVictim,
+];
+
+/// First in, first out, with a plan; it panics in the `nth` call of one method, or when it is dropped.
+struct Panicking {
+    method: Option<Method>,
+    nth: u64,
+    calls: Arc<AtomicU64>,
+    resident: VecDeque<PageId>,
+    plan: Vec<PageId>,
+    dropped: Option<Arc<AtomicBool>>,
+}
+
+impl Panicking {
+    fn called(&self, method: Method) {
+        if self.method == Some(method) && self.calls.fetch_add(1, Ordering::Relaxed) + 1 == self.nth {
+            panic::panic_any(ON_PURPOSE);
+        }
+    }
+}
+
+impl std::fmt::Debug for Panicking {
+    fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        panic::panic_any(ON_PURPOSE);
+    }
+}
+
+impl Drop for Panicking {
+    fn drop(&mut self) {
+        if let Some(dropped) = &self.dropped {
+            dropped.store(true, Ordering::Relaxed);
+            panic::panic_any(ON_PURPOSE);
+        }
+    }
+}
+
+impl Policy for Panicking {
+    fn name(&self) -> &'static str {
+        self.called(Method::Name);
+        "panicking"
+    }
+    fn resize(&mut self, _: u32, _: u32, _: u32) {
+        self.called(Method::Resize);
+    }
+    fn unit(&mut self, _: u32) {
+        self.called(Method::Unit);
+    }
+    fn class(&mut self, _: SegmentId, _: SegmentClass) {
+        self.called(Method::Class);
+    }
+    fn segment(&mut self, _: SegmentId, _: u32) {
+        self.called(Method::Segment);
+    }
+    fn chain(&mut self, _: &[PageId]) {
+        self.called(Method::Chain);
+    }
+    fn accessed(&mut self, _: PageId) {
+        self.called(Method::Accessed);
+    }
+    fn inserted(&mut self, page: PageId) {
+        self.called(Method::Inserted);
+        self.resident.push_back(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.called(Method::Removed);
+        self.resident.retain(|other| *other != page);
+    }
+    fn forget(&mut self, segment: SegmentId) {
+        self.called(Method::Forget);
+        self.plan.retain(|page| page.segment != segment);
+    }
+    fn victim(&mut self, _: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        self.called(Method::Victim);
+        let taken = self.resident.iter().copied().find(|page| take(*page) == Take::Yes);
+        if taken.is_some() {
+            self.called(Method::Taken);
+        }
+        taken
+    }
+    fn declare(&mut self, order: &[PageId], _: bool) {
+        self.called(Method::Declare);
+        self.plan = order.to_vec();
+    }
+    fn has_plan(&self) -> bool {
+        self.called(Method::HasPlan);
+        !self.plan.is_empty()
+    }
+    fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        self.called(Method::NextFill);
+        self.plan.iter().copied().find(|page| !present(*page))
+    }
+    fn filling(&mut self, _: PageId) {
+        self.called(Method::Filling);
+    }
+    fn worth_host(&self, _: PageId) -> bool {
+        self.called(Method::WorthHost);
+        true
+    }
+    fn host_victim(&self, _: PageId, _: PageId) -> bool {
+        self.called(Method::HostVictim);
+        true
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.resident.iter().copied().collect()
+    }
+}
+
+/// What a program does, so that every method is called: reads and writes of more than there is room for, a plan, a chain, a
+/// budget that changes, tensors that go.
+fn work(runtime: &Runtime, file: &common::Synthetic) -> Vec<Tensor> {
+    let model = runtime.open_model(&file.path).unwrap();
+    let table = runtime.alloc(DType::U8, &[12, PAGE]).unwrap();
+    let tensors: Vec<Tensor> = (0..5).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+    for round in 0..4u8 {
+        runtime.plan(&tensors, true);
+        runtime.chain(&tensors);
+        runtime.is_planned();
+        let _ = runtime.stats();
+        for (tensor, header) in tensors.iter().zip(&model.header().tensors) {
+            let guard = runtime.read(tensor).unwrap();
+            assert!(guard.bytes() == &file.bytes[header.offset as usize..header.end() as usize], "{}", header.name);
+        }
+        for row in 0..12 {
+            let row = table.rows(row..row + 1).unwrap();
+            let mut guard = runtime.write(&row).unwrap();
+            assert!(guard.bytes().iter().all(|byte| *byte == round));
+            guard.fill(round + 1);
+        }
+        runtime.set_device_budget(Bytes::new((5 + u64::from(round) % 2) * PAGE)).unwrap();
+        drop(runtime.write(&runtime.alloc(DType::U8, &[100]).unwrap()).unwrap());
+        runtime.trim(Bytes::new(PAGE));
+        runtime.evict(&tensors[0]);
+    }
+    vec![tensors[0].clone(), table]
+}
+
+fn a_policy_that_panics_anywhere_is_replaced_and_every_pin_is_served(devices: Devices) {
+    quiet();
+    watched("a policy that panics", move || {
+        let file = common::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
+        for on in devices.iter().copied() {
+            for method in METHODS {
+                for nth in [1, 2, 30] {
+                    let what = format!("{on:?}, call {nth} of {method:?}");
+                    let calls = Arc::new(AtomicU64::new(0));
+                    let counted = calls.clone();
+                    let own = move || {
+                        let (calls, method) = (counted.clone(), Some(method));
+                        let lists = (VecDeque::new(), Vec::new());
+                        let (resident, plan) = lists;
+                        Box::new(Panicking { method, nth, calls, resident, plan, dropped: None }) as Box<dyn Policy>
+                    };
+                    let setting = Setting { host: 3, ..setting(on, 6) };
+                    let runtime = setting.builder(None).custom_policy(own).open().unwrap();
+                    let tensors = work(&runtime, &file);
+                    let _ = format!("{runtime:?}");
+                    let (stats, health) = (runtime.stats(), runtime.health());
+                    assert!(stats.pager.evictions > 0, "{what}: {stats:?}");
+                    let panicked = calls.load(Ordering::Relaxed) >= nth;
+                    assert!(panicked || nth > 1, "{what}: it was never called");
+                    if panicked {
+                        let name = if method == Method::Name { "a policy without a name" } else { "panicking" };
+                        assert_eq!((stats.policy, stats.policy_panicked), ("lru", Some(name)), "{what}");
+                        assert_eq!(health.len(), 1, "{what}: {health:?}");
+                        assert_eq!(health[0].kind(), ErrorKind::InvalidArgument, "{what}");
+                        let told = health[0].to_string();
+                        assert!(told.contains(name) && told.contains(ON_PURPOSE), "{what}: {told}");
+                    } else {
+                        assert_eq!((stats.policy, stats.policy_panicked), ("panicking", None), "{what}");
+                        assert!(health.is_empty(), "{what}: {health:?}");
+                    }
+                    check_at_rest(runtime, tensors, &what);
+                }
+            }
+        }
+    });
+}
+
+fn a_policy_that_panics_when_it_is_dropped_is_dropped(devices: Devices) {
+    quiet();
+    watched("a policy that panics when it is dropped", move || {
+        let file = common::synthetic(&[40_000, 33_000, 50_000, 20, 60_000]);
+        for method in [None, Some(Method::Victim), Some(Method::WorthHost)] {
+            let dropped = Arc::new(AtomicBool::new(false));
+            let tell = dropped.clone();
+            let own = move || {
+                let (calls, dropped) = (Arc::default(), Some(tell.clone()));
+                let (resident, plan) = (VecDeque::new(), Vec::new());
+                Box::new(Panicking { method, nth: 2, calls, resident, plan, dropped }) as Box<dyn Policy>
+            };
+            let setting = Setting { host: 3, ..setting(devices[0], 6) };
+            let runtime = setting.builder(None).custom_policy(own).open().unwrap();
+            let tensors = work(&runtime, &file);
+            assert_eq!(dropped.load(Ordering::Relaxed), method.is_some());
+            assert_eq!(runtime.health().len(), usize::from(method.is_some()));
+            check_at_rest(runtime, tensors, "a policy that panics when it is dropped");
+            assert!(dropped.load(Ordering::Relaxed));
+        }
+    });
+}
+
+/// Panics before the `nth` call of a kind.
+struct PanickingHook {
+    call: DeviceCall,
+    left: AtomicU64,
+}
+
+impl DeviceHook for PanickingHook {
+    fn before(&self, call: DeviceCall) -> outcore::Result<()> {
+        if call == self.call && self.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            panic::panic_any(ON_PURPOSE);
+        }
+        Ok(())
+    }
+}
+
+fn a_hook_of_the_device_that_panics_refuses_the_call(devices: Devices) {
+    quiet();
+    watched("a hook that panics", move || {
+        for on in devices.iter().copied() {
+            for call in [DeviceCall::Map, DeviceCall::Submit, DeviceCall::Discard] {
+                let hook = Arc::new(PanickingHook { call, left: AtomicU64::new(3) });
+                let runtime = setting(on, 3).builder(None).device_hook(hook).open().unwrap();
+                let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
+                let mut refused = 0;
+                for row in (0..8).chain(0..8) {
+                    match runtime.read(&table.rows(row..row + 1).unwrap()) {
+                        Ok(guard) => assert!(guard.bytes().iter().all(|byte| *byte == 0)),
+                        Err(error) => {
+                            assert!(error.to_string().contains(ON_PURPOSE), "{error}");
+                            refused += 1;
+                        }
+                    }
+                    runtime.trim(Bytes::new(PAGE));
+                }
+                // Giving memory back is no request's.
+                assert_eq!(refused, usize::from(call != DeviceCall::Discard), "{on:?} {call:?}");
+                check_at_rest(runtime, vec![table], &format!("{on:?} {call:?}"));
+            }
+        }
+    });
+}
