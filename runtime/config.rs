@@ -278,6 +278,9 @@ impl fmt::Debug for PolicyChoice {
     }
 }
 
+/// Longer than a drive that recovers takes, and its driver's own tries.
+const IO_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// Opens a [`Runtime`]. Every setting has a default; the device budget's is 1 GiB.
 #[derive(Clone)]
 #[must_use]
@@ -297,6 +300,7 @@ pub struct RuntimeBuilder {
     pub(crate) timeline: bool,
     pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
+    pub(crate) io_timeout: Option<Duration>,
 }
 
 impl fmt::Debug for RuntimeBuilder {
@@ -331,6 +335,7 @@ impl RuntimeBuilder {
             timeline: false,
             keep_uses: false,
             warm: false,
+            io_timeout: Some(IO_TIMEOUT),
         }
     }
 
@@ -443,6 +448,15 @@ impl RuntimeBuilder {
     pub fn io(self, backend: IoBackend) -> Self {
         let limit = self.store.close_limit;
         self.store(StoreOptions::new(backend).close_within(limit))
+    }
+
+    /// How long a read or a write may take. Then the requests that wait for it end with
+    /// [`TimedOut`](ErrorKind::TimedOut), within a second; the read goes on, and what it uses stays reserved until the
+    /// system gives it back. Of a dying drive or a network file system that hangs. Two minutes unless set; `None` is for
+    /// ever.
+    pub fn io_timeout(mut self, limit: Option<Duration>) -> Self {
+        self.io_timeout = limit;
+        self
     }
 
     /// How long [`close`](Runtime::close) waits for a disk that does not answer: without one read or write ending for so long,

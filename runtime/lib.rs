@@ -79,7 +79,7 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::policy::opt::Optimum;
-pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause};
+pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor};
 pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
@@ -87,6 +87,7 @@ pub use pin::{
 pub use runtime::{Model, Runtime, SegmentView, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;
+pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
 
 /// The README's example has to compile; `tests/readme.rs` runs it.
 #[cfg(doctest)]

@@ -29,6 +29,7 @@ use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, 
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, Store};
 use crate::tensor::Tensor;
+use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
@@ -153,6 +154,13 @@ pub struct Stats {
     pub host: (Bytes, Bytes),
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
+    /// Reads that failed and were tried again.
+    pub read_retries: u64,
+    /// Requests that wait for what others hold.
+    pub waiting: usize,
+    /// Of those that have for a second or more, who waits for what and who holds it, as [`Runtime::waiting`] says it: a line
+    /// each, as of the last second. Empty where nobody does.
+    pub long_waits: String,
 }
 
 impl Stats {
@@ -282,7 +290,7 @@ impl Runtime {
             pager.keep_uses();
         }
         let observer = Observer::new(config.timeline);
-        let engine = Engine::new(Parts { pager, device, store, slab, observer, sink, fate })?;
+        let engine = Engine::new(Parts { pager, device, store, slab, observer, sink, fate, io_timeout: config.io_timeout })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -480,6 +488,12 @@ impl Runtime {
     /// fine.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
         PinRequest::new(HostPins::new(tensors), None)
+    }
+
+    /// Requests that wait, what for, and who holds it: what to look at when nothing goes on. Printed, it is a line for each.
+    /// It looks at every resident page, so it is for people, not for loops.
+    pub fn waiting(&self) -> Waiting {
+        self.engine().waiting()
     }
 
     /// What a task that holds guards and asks for more pins in: see [`Scope`](crate::Scope).
@@ -696,6 +710,7 @@ impl Runtime {
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
             (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
         });
+        let (waiting, long_waits) = engine.waits();
         let in_a_child = seen.is_none();
         let (mut pager, unseen, (policy, planned), lookahead, device, host) =
             seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0)));
@@ -716,6 +731,9 @@ impl Runtime {
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
             spans_dropped: engine.observer.dropped(),
+            read_retries: engine.store.retries(),
+            waiting,
+            long_waits: long_waits.to_string(),
         }
     }
 

@@ -624,53 +624,59 @@ fn a_holder_that_asks_for_more_waits_for_the_other_holders(devices: Devices) {
     });
 }
 
-/// Pages that a thread holds while it goes through others, one by one, do not make it wait for a request that waits for
-/// those pages; nor do a task's.
+/// Pages that a scope holds while it goes through others, one by one, do not make it wait for a request that waits for
+/// those pages: growth passes.
 fn regression_a_holder_passes_a_large_request_that_waits_for_it(devices: Devices) {
-    watched("nested pins", move || {
+    watched("growth", move || {
         let runtime = setting(devices[0], 4).builder(None).open().unwrap();
         let table = runtime.alloc(DType::U8, &[64, PAGE]).unwrap();
-        let held = table.rows(0..1).unwrap();
+        let held = [table.rows(0..1).unwrap()];
+        let scope = runtime.scope().open().unwrap();
         for blocking in [true, false] {
-            let mine = runtime.read(&held).unwrap();
+            let mine = scope.pin_device(&held).wait().unwrap();
             let large = table.rows(60..64).unwrap();
             let mut waits = runtime.reading(&large);
             assert!(poll(&mut waits, Waker::noop()).is_pending());
             for n in 1..50 {
-                let row = table.rows(n..n + 1).unwrap();
-                let got = if blocking { runtime.read(&row) } else { block_on(&mut runtime.reading(&row)) };
+                let row = [table.rows(n..n + 1).unwrap()];
+                let mut request = scope.pin_device(&row);
+                let got = if blocking { request.wait() } else { block_on(&mut request) };
                 drop(got.unwrap());
             }
             assert!(poll(&mut waits, Waker::noop()).is_pending());
             drop(mine);
             drop(block_on(&mut waits).unwrap());
         }
-        check_at_rest(runtime, vec![table, held], "nested pins");
+        drop(scope);
+        let [held] = held;
+        check_at_rest(runtime, vec![table, held], "growth");
     });
 }
 
-/// Who holds a guard that was sent cannot be known; the line must move all the same.
+/// A guard may be sent to another thread: it is its scope's, wherever it is, and that scope passes who waits for it.
 #[test]
 fn regression_who_was_sent_a_guard_passes_a_large_request_that_waits_for_it() {
     watched("a guard sent to another thread", || {
         let runtime = setting(On::Host, 8).builder(None).open().unwrap();
         let table = runtime.alloc(DType::U8, &[40, PAGE]).unwrap();
         let row = |n: u64| table.rows(n..n + 1).unwrap();
-        let sent = runtime.pin(&row(0)).wait().unwrap();
+        let scope = runtime.scope().open().unwrap();
+        let sent = scope.pin(&row(0)).wait().unwrap();
         let large = table.rows(30..38).unwrap();
         let mut waits = runtime.pin(&large);
         assert!(poll(&mut waits, Waker::noop()).is_pending());
-        thread::scope(|scope| {
-            // More than may overtake.
-            scope.spawn(|| {
+        thread::scope(|threads| {
+            // More than new ones could.
+            threads.spawn(|| {
                 for n in 8..28 {
-                    drop(runtime.pin(&row(n)).wait().unwrap());
+                    drop(scope.pin(&row(n)).wait().unwrap());
                 }
                 drop(sent);
             });
         });
         drop(block_on(&mut waits).unwrap());
         drop(waits);
+        drop(scope);
         check_at_rest(runtime, vec![table, large], "a guard sent to another thread");
     });
 }

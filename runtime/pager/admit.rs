@@ -13,7 +13,7 @@ use super::scope::pages_of;
 use super::state::{Claim, State, TryPin};
 use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
+use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};
 
 /// What pins are wanted for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -841,6 +841,34 @@ impl Pager {
     /// Whether the frame of a page being evicted is not promised to anybody.
     fn can_rescue(&self) -> bool {
         self.frames.free_count() + self.transit > self.promised()
+    }
+
+    /// How many requests wait for what others hold.
+    pub fn waiting_count(&self) -> usize {
+        self.request_stages().filter(|(_, stage, ..)| *stage == Stage::Queued as u8).count()
+    }
+
+    /// Moves take too long: those of `waiting` that wait for one of them end with `error`. The moves go on, and what they
+    /// use stays theirs.
+    pub fn overdue(&mut self, moves: &[MoveId], waiting: &[RequestId], error: &Error, fx: &mut Effects) {
+        let late: Vec<(PageId, bool)> = moves.iter().filter_map(|id| self.page_of_move(*id)).collect();
+        let frames = late.iter().any(|(_, frees_a_frame)| *frees_a_frame);
+        for id in waiting {
+            let Some(key) = self.request_key(*id) else { continue };
+            let late_page = |page: &PageId| late.iter().any(|(late, _)| late == page);
+            let waits = match (&self.requests[key].stage, &self.requests[key].stand) {
+                (Stage::Filling, _) => self.requests[key].pages().any(|page| {
+                    self.filling.get(&page).is_some_and(|fill| late_page(&page) || fill.moving.is_none() && frames)
+                }),
+                (Stage::Queued, Stand::Pages(pages)) => pages.iter().any(|(page, _)| late_page(page)),
+                (Stage::Queued, _) => frames,
+                (Stage::Shrinking, _) => false,
+            };
+            if waits {
+                self.end_queued(*id, error.clone(), fx);
+            }
+        }
+        self.pump(fx);
     }
 
     /// Fails requests that wait and that a smaller budget can never hold, and finds those that it makes wait for each

@@ -41,6 +41,12 @@ impl Pager {
         self.moves.get(key).filter(|record| u64::from(record.serial) == id.0 >> 32).map(|_| key)
     }
 
+    /// The page that a move is of, and whether the move's end frees a frame.
+    pub(super) fn page_of_move(&self, id: MoveId) -> Option<(PageId, bool)> {
+        let record = &self.moves[self.move_key(id)?];
+        Some((record.page, matches!(record.from, Place::Device(_))))
+    }
+
     pub(super) fn start_move(
         &mut self,
         page: PageId,

@@ -8,7 +8,7 @@
 //! # Deadlocks
 //!
 //! Only growth holds and waits. Whenever growth has to wait, [`Pager::break_deadlocks`] looks at the scopes that hold pins
-//! and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
+//! or a purse, and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
 //! by locks of pages. Whoever remains waits for each other for ever: one of them gets
 //! [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends.
 
@@ -349,7 +349,7 @@ impl Pager {
         for page in now.iter().flat_map(|run| run.pages()) {
             *self.stuck.pages.entry(page).or_default() += 1;
         }
-        if now.is_empty() {
+        if now.is_empty() && self.scopes[key].purse == 0 {
             return false;
         }
         let held = self.stuck.pages.len() as u64;
@@ -393,7 +393,7 @@ impl Pager {
                 .iter()
                 .flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive)))
                 .collect();
-            if pages.is_empty() {
+            if pages.is_empty() && scope.purse == 0 {
                 continue;
             }
             for (page, exclusive) in &pages {

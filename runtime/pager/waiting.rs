@@ -29,7 +29,8 @@ pub struct Waiter {
 }
 
 /// What is in a request's way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WaitsFor {
     /// Nothing but the ends of moves: reads, copies, write backs.

@@ -17,8 +17,10 @@
 //! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
 
+mod keeper;
 mod recording;
 pub(crate) mod ticket;
+pub(crate) mod waiting;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -47,6 +49,7 @@ use crate::pager::{
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
+use keeper::Keeper;
 use recording::{RuntimeName, with_recorder};
 use ticket::Ticket;
 
@@ -324,6 +327,7 @@ pub(crate) struct Parts {
     pub(crate) sink: Arc<Sink>,
     /// What becomes of a policy of the caller's.
     pub(crate) fate: Option<Fate>,
+    pub(crate) io_timeout: Option<Duration>,
 }
 
 /// See the [module documentation](self).
@@ -337,6 +341,11 @@ pub(crate) struct Engine {
     log: AccessLog,
     name: RuntimeName,
     gate: Arc<Gate>,
+    keeper: Keeper,
+    /// How long a read or a write may take before those who wait for it are told.
+    io_timeout: Option<Duration>,
+    /// Requests that have waited for long for what others hold, in words, when the keeper last looked.
+    long_waits: Mutex<Arc<str>>,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
     slab: HostSlab,
@@ -435,7 +444,7 @@ impl Failures {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { pager, device, store, slab, observer, sink, fate } = parts;
+        let Parts { pager, device, store, slab, observer, sink, fate, io_timeout } = parts;
         let engine = Arc::new(Self {
             gate: pager.gate(),
             process: ProcessMark::here(),
@@ -443,6 +452,9 @@ impl Engine {
             idle: Condvar::new(),
             log: AccessLog::new(),
             name: RuntimeName::new(),
+            keeper: Keeper::default(),
+            io_timeout,
+            long_waits: Mutex::new(Arc::from("")),
             fills: device.create_stream(StreamKind::Fill)?,
             write_backs: device.create_stream(StreamKind::WriteBack)?,
             page_bytes: device.page_size().bytes(),
@@ -460,6 +472,7 @@ impl Engine {
             closed: AtomicBool::new(false),
         });
         let _ = sink.0.set(Arc::downgrade(&engine));
+        Keeper::start(&engine);
         Ok(engine)
     }
 
@@ -499,6 +512,12 @@ impl Engine {
         self.process.is_here().then(|| look(&self.latch.lock().pager))
     }
 
+    /// Requests that wait for what others hold: how many, and, of those that have for a second, who and what for.
+    pub(crate) fn waits(&self) -> (usize, Arc<str>) {
+        let waiting = self.look(Pager::waiting_count).unwrap_or(0);
+        (waiting, self.long_waits.lock().clone())
+    }
+
     /// Uses that were recorded and that the pager has not seen.
     pub(crate) fn unseen(&self) -> u64 {
         self.log.len()
@@ -536,6 +555,8 @@ impl Engine {
                 if reached {
                     // A page filled ahead has been reached: the pager may look further.
                     self.with(|pager, fx| pager.pump(fx));
+                } else {
+                    self.keeper.hurry();
                 }
                 true
             }
@@ -1204,6 +1225,7 @@ impl Engine {
             }
         }
         drop(latched);
+        self.keeper.stop();
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
@@ -1215,6 +1237,7 @@ impl Engine {
     fn abandon<'a>(self: &'a Arc<Self>, mut latched: parking_lot::MutexGuard<'a, Latched>) -> Error {
         let tickets = std::mem::take(&mut latched.tickets);
         drop(latched);
+        self.keeper.stop();
         self.closed.store(true, Ordering::Release);
         let error = match self.store.close_within(Duration::ZERO) {
             Err(error) => error,

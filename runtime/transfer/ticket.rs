@@ -9,8 +9,9 @@ use crate::error::Result;
 use crate::pager::Granted;
 
 /// Filled once by the engine, taken once by the caller, from any thread or executor.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Ticket {
+    since: Instant,
     state: Mutex<State>,
     ready: Condvar,
 }
@@ -21,7 +22,18 @@ struct State {
     waker: Option<Waker>,
 }
 
+impl Default for Ticket {
+    fn default() -> Self {
+        Self { since: Instant::now(), state: Mutex::default(), ready: Condvar::new() }
+    }
+}
+
 impl Ticket {
+    /// When the request began to wait.
+    pub(super) fn since(&self) -> Instant {
+        self.since
+    }
+
     /// Puts the result in; whoever polls for it is still to be woken.
     pub(super) fn fulfil(&self, result: Result<Granted>) -> Option<Waker> {
         let mut state = self.state.lock();

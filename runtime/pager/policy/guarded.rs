@@ -219,7 +219,7 @@ mod tests {
     use std::panic::panic_any;
 
     use super::*;
-    use crate::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Submitted};
+    use crate::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose, Submitted, pin};
     use crate::random::Random;
 
     const ON_PURPOSE: &str = "on purpose";
@@ -293,14 +293,9 @@ mod tests {
     }
 
     fn unpin(pager: &mut Pager, words: &[PageWord], run: PageRun, exclusive: bool, fx: &mut Effects) {
-        for page in run.pages() {
-            let word = &words[page.index.index()];
-            let _ = if exclusive { word.unlock() } else { word.unpin() };
-        }
-        if exclusive {
-            pager.unlocked(&[run], fx);
-        }
-        pager.pump(fx);
+        let first = run.first.index();
+        let _ = pin::unpin(&words[first..first + run.count as usize], exclusive);
+        pager.released(&[run], fx);
     }
 
     /// The uses and what follows from them, with a policy that panics at its `n`th call. Whether it did.
@@ -320,7 +315,7 @@ mod tests {
             let count = 1 + random.below(3);
             let first = PageIndex(random.below(words.len() as u32 - count));
             let (run, exclusive) = (PageRun { segment: *segment, first, count }, at == 1 && random.below(2) == 0);
-            let submitted = pager.submit(&[run], exclusive, &mut fx).unwrap();
+            let submitted = pager.submit(&[run], if exclusive { Purpose::Write } else { Purpose::Read }, &mut fx).unwrap();
             let mut done = matches!(submitted, Submitted::Ready(_));
             loop {
                 pager.check_invariants().unwrap_or_else(|broken| panic!("call {n}, step {step}: {broken}"));

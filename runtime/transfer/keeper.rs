@@ -1,0 +1,127 @@
+//! The keeper: a thread that looks after what nobody else has time for.
+//!
+//! It tells the pager of hits when a thread's ring is nearly full, so that the thread need not. Once a second, while
+//! something waits, it looks for reads and writes that take longer than the runtime was told to wait, and ends the
+//! requests that wait for them; what the kernel still uses stays its own. And it says, once for each time that nothing
+//! goes on, who waits for what.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::waiting::Waiting;
+use super::{Engine, Inside, Marked};
+use crate::error::{Error, ErrorKind};
+use crate::ids::{MoveId, RequestId};
+use crate::pager::WaitsFor;
+
+/// How often it looks.
+const TICK: Duration = Duration::from_secs(1);
+/// A request that has waited for others' pins for so long is worth a word in the statistics.
+const NOTED: Duration = TICK;
+/// And for so long a warning.
+const LONG: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Default)]
+pub(super) struct Keeper {
+    thread: OnceLock<Thread>,
+    handle: Mutex<Option<JoinHandle<()>>>,
+    stopped: AtomicBool,
+}
+
+impl Keeper {
+    /// Starts the thread. Without one, threads that pin drain their own rings, and nothing is said of what takes long.
+    pub(super) fn start(engine: &Arc<Engine>) {
+        let weak = Arc::downgrade(engine);
+        match thread::Builder::new().name("outcore-keeper".into()).spawn(move || run(&weak)) {
+            Ok(handle) => {
+                let _ = engine.keeper.thread.set(handle.thread().clone());
+                *engine.keeper.handle.lock() = Some(handle);
+            }
+            Err(cause) => tracing::warn!(%cause, "no thread for the runtime's keeper: slow reads are not noticed"),
+        }
+    }
+
+    /// Uses are to be told soon.
+    pub(super) fn hurry(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    /// Ends the thread, and waits for it unless it is the caller.
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        self.hurry();
+        let handle = self.handle.lock().take();
+        if let Some(handle) = handle.filter(|handle| handle.thread().id() != thread::current().id())
+            && handle.join().is_err()
+        {
+            tracing::error!("the runtime's keeper panicked");
+        }
+    }
+}
+
+fn run(engine: &Weak<Engine>) {
+    let mut told = false;
+    let mut next = Instant::now() + TICK;
+    loop {
+        thread::park_timeout(next.saturating_duration_since(Instant::now()));
+        let Some(engine) = engine.upgrade() else { return };
+        if engine.keeper.stopped.load(Ordering::Acquire) {
+            return;
+        }
+        let _marked = Marked::begin(Inside::Waker);
+        engine.latch.lock().pager.record(&engine.log);
+        if Instant::now() >= next {
+            next = Instant::now() + TICK;
+            engine.end_overdue();
+            told = engine.tell_of_long_waits(told);
+        }
+    }
+}
+
+impl Engine {
+    /// Ends requests that wait for reads and writes that take too long.
+    fn end_overdue(&self) {
+        let Some(limit) = self.io_timeout else { return };
+        let now = Instant::now();
+        let late = |since: Instant| now.saturating_duration_since(since) >= limit;
+        let overdue: Vec<(MoveId, super::Move)> = {
+            let in_flight = self.in_flight.lock();
+            in_flight.iter().filter(|(_, entry)| late(entry.since)).map(|(id, entry)| (*id, entry.planned)).collect()
+        };
+        let Some((_, first)) = overdue.iter().min_by_key(|(id, _)| *id) else { return };
+        let what = if first.to == crate::pager::Place::Disk { "write" } else { "read" };
+        let message = format!("{what} {}: no answer for {} s", self.describe(first.page), limit.as_secs_f64());
+        let error = Error::new(ErrorKind::TimedOut, message)
+            .remedy("check the drive or the network file system, or wait longer (RuntimeBuilder::io_timeout)");
+        let moves: Vec<MoveId> = overdue.iter().map(|(id, _)| *id).collect();
+        let waiting: Vec<RequestId> = {
+            let latched = self.latch.lock();
+            latched.tickets.iter().filter(|(_, ticket)| late(ticket.since())).map(|(id, _)| *id).collect()
+        };
+        if !waiting.is_empty() {
+            self.with(|pager, fx| pager.overdue(&moves, &waiting, &error, fx));
+        }
+    }
+
+    /// Notes requests that have waited for long for what others hold, and warns of them once, until none does any more.
+    fn tell_of_long_waits(&self, told: bool) -> bool {
+        let now = Instant::now();
+        let waited = |ticket: &super::Ticket| now.saturating_duration_since(ticket.since());
+        let noted = self.latch.lock().tickets.values().any(|ticket| waited(ticket) >= NOTED);
+        let mut waiting = if noted { self.waiting() } else { Waiting::default() };
+        waiting.waiters.retain(|waiter| waiter.waits_for != WaitsFor::Moves && waiter.waited >= NOTED);
+        let is_long = waiting.waiters.iter().any(|waiter| waiter.waited >= LONG);
+        let text = if waiting.waiters.is_empty() { String::new() } else { waiting.to_string() };
+        if is_long && !told {
+            tracing::warn!("requests have waited for more than {} s for what others hold:\n{text}", LONG.as_secs());
+        }
+        *self.long_waits.lock() = text.into();
+        is_long
+    }
+}

@@ -1,0 +1,170 @@
+//! Who waits for what, in words.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::Engine;
+use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+use crate::pager::{self, Purpose, WaitsFor};
+
+/// What [`Runtime::waiting`](crate::Runtime::waiting) says.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Waiting {
+    /// Requests that wait, in the order they are served: the first of them.
+    pub waiters: Vec<Waiter>,
+    /// How many there are.
+    pub total: usize,
+}
+
+/// A request that waits.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Waiter {
+    /// The request.
+    pub id: RequestId,
+    /// Its scope; none if it is outside of scopes.
+    pub scope: Option<ScopeName>,
+    /// Whether its scope holds pins meanwhile.
+    pub holds: bool,
+    /// What it wants to pin.
+    pub wants: String,
+    /// How much that is, in whole pages.
+    pub size: Bytes,
+    /// Whether it wants to write.
+    pub writes: bool,
+    /// For how long it has waited.
+    pub waited: Duration,
+    /// What is in its way.
+    pub waits_for: WaitsFor,
+    /// That, in words.
+    pub obstacle: String,
+    /// Who has it; empty where it waits for reads and copies.
+    pub holders: Vec<Holder>,
+}
+
+/// A scope, by number and label.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ScopeName {
+    /// Its number.
+    pub id: ScopeId,
+    /// Its label; may be empty.
+    pub label: String,
+}
+
+impl fmt::Display for ScopeName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "scope {}", self.id.get() as u32)?;
+        if self.label.is_empty() { Ok(()) } else { write!(f, " {:?}", self.label) }
+    }
+}
+
+/// Who has pages pinned.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Holder {
+    /// The scope; none of pins outside of scopes, of which nothing is known.
+    pub scope: Option<ScopeName>,
+    /// How many pages.
+    pub pages: u64,
+    /// Whether one of them is pinned for writing.
+    pub writes: bool,
+}
+
+/// Requests told of.
+const MOST: usize = 64;
+/// Holders named in a line.
+const NAMED: usize = 8;
+
+impl fmt::Display for Waiting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.total == 0 {
+            return f.write_str("nothing waits");
+        }
+        for (number, waiter) in self.waiters.iter().enumerate() {
+            if number > 0 {
+                writeln!(f)?;
+            }
+            write!(f, "{waiter}")?;
+        }
+        let more = self.total - self.waiters.len();
+        if more > 0 { write!(f, "\nand {more} more") } else { Ok(()) }
+    }
+}
+
+impl fmt::Display for Waiter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.scope {
+            Some(scope) => write!(f, "{scope}")?,
+            None => f.write_str("a pin outside of scopes")?,
+        }
+        if self.holds {
+            f.write_str(", which holds pins,")?;
+        }
+        let to = if self.writes { "write" } else { "read" };
+        write!(f, " has waited {:.1} s to {to} {} ({}): {}", self.waited.as_secs_f64(), self.wants, self.size, self.obstacle)?;
+        for (number, holder) in self.holders.iter().take(NAMED).enumerate() {
+            f.write_str(if number == 0 { "; held by " } else { ", " })?;
+            match &holder.scope {
+                Some(scope) => write!(f, "{scope}")?,
+                None => f.write_str("pins outside of scopes")?,
+            }
+            write!(f, " ({} pages{})", holder.pages, if holder.writes { ", to write" } else { "" })?;
+        }
+        let more = self.holders.len().saturating_sub(NAMED);
+        if more > 0 { write!(f, " and {more} more") } else { Ok(()) }
+    }
+}
+
+impl Engine {
+    /// Who waits for what.
+    pub(crate) fn waiting(&self) -> Waiting {
+        let now = Instant::now();
+        let seen = self.with(|pager, _| pager.waiting(MOST));
+        let Some((waiters, total)) = seen else { return Waiting::default() };
+        let since: Vec<Option<Instant>> = {
+            let latched = self.latch.lock();
+            waiters.iter().map(|waiter| latched.tickets.get(&waiter.id).map(|ticket| ticket.since())).collect()
+        };
+        let waiters = waiters.into_iter().zip(since).map(|(waiter, since)| self.in_words(waiter, now, since)).collect();
+        Waiting { waiters, total }
+    }
+
+    fn in_words(&self, waiter: pager::Waiter, now: Instant, since: Option<Instant>) -> Waiter {
+        let name = |scope: Option<(ScopeId, String)>| scope.map(|(id, label)| ScopeName { id, label });
+        let page = |page: PageId| self.describe(page);
+        let wants = match (waiter.first, waiter.pages) {
+            (None, _) => "what its scope is to reserve".to_owned(),
+            (Some(first), 1) => page(first),
+            (Some(first), pages) => format!("{pages} pages from {}", page(first)),
+        };
+        let pages = match waiter.waits_for {
+            WaitsFor::Frames { wanted, .. } if waiter.pages == 0 => u64::from(wanted),
+            _ => waiter.pages,
+        };
+        let obstacle = match waiter.waits_for {
+            WaitsFor::Moves => "waits for reads, writes or copies that are under way".to_owned(),
+            WaitsFor::Frames { wanted, budget } => {
+                let size = Bytes::new(u64::from(budget) * self.page_bytes);
+                format!("waits for {wanted} frames of a budget of {budget} ({size})")
+            }
+            WaitsFor::Page(of) => format!("waits for {}", page(of)),
+        };
+        let holder = |pager::Holder { scope, pages, writes }| Holder { scope: name(scope), pages, writes };
+        Waiter {
+            id: waiter.id,
+            scope: name(waiter.scope),
+            holds: waiter.holds,
+            wants,
+            size: Bytes::new(pages * self.page_bytes),
+            writes: waiter.purpose == Purpose::Write,
+            waited: since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since)),
+            waits_for: waiter.waits_for,
+            obstacle,
+            holders: waiter.holders.into_iter().map(holder).collect(),
+        }
+    }
+}

@@ -1,0 +1,647 @@
+//! The promise: nobody waits for ever, nobody is passed without end, and what cannot be decided for a program is told it.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod common;
+mod harness;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Duration;
+
+use harness::{Rng, check_at_rest, progress, seed, watched};
+use outcore::pager::PASSES_MAX;
+use outcore::store::{CallHook, Injected, IoCall, StoreOptions};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
+use parking_lot::{Condvar, Mutex};
+
+const PAGE: u64 = 64 << 10;
+
+fn open(frames: u64) -> Runtime {
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    Runtime::builder().page_size(page).device_budget(Bytes::new(frames * PAGE)).open().unwrap()
+}
+
+fn tensor(runtime: &Runtime, pages: u64) -> Tensor {
+    runtime.alloc(DType::U8, &[pages, PAGE]).unwrap()
+}
+
+fn row(tensor: &Tensor, n: u64) -> Tensor {
+    tensor.rows(n..n + 1).unwrap()
+}
+
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+struct Unparks(Thread);
+
+impl Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<F: Future + Unpin>(mut future: F) -> F::Output {
+    let waker = Arc::new(Unparks(thread::current())).into();
+    loop {
+        match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+/// A writer that waits for the readers of one page held the others, and a reader needed one of their frames.
+#[test]
+fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
+    watched("a writer that waits", || {
+        let runtime = open(4);
+        let (a, b) = (tensor(&runtime, 4), tensor(&runtime, 1));
+        let first = row(&a, 0);
+        let reads = runtime.pin(&first).wait().unwrap();
+        let mut writes = runtime.pin_mut(&a);
+        assert!(poll(&mut writes).is_pending());
+        // The budget is four pages, and the reader has one of them.
+        drop(runtime.pin(&b).wait().unwrap());
+        drop(reads);
+        drop(block_on(&mut writes).unwrap());
+        drop(writes);
+        check_at_rest(runtime, vec![a, b, first], "a writer that waits");
+    });
+}
+
+/// A request that was polled and then waited for was begun twice: a read left a pin, a write waited for itself.
+#[test]
+fn regression_a_request_that_was_polled_can_be_waited_for() {
+    watched("polled, then waited for", || {
+        let runtime = open(2);
+        let (a, b) = (tensor(&runtime, 2), tensor(&runtime, 2));
+        for write in [false, true] {
+            let blocks = runtime.pin(&b).wait().unwrap();
+            let (mut reads, mut writes) = (runtime.pin(&a), runtime.pin_mut(&a));
+            if write {
+                assert!(poll(&mut writes).is_pending());
+            } else {
+                assert!(poll(&mut reads).is_pending());
+            }
+            drop(blocks);
+            if write {
+                drop(reads);
+                drop(writes.wait().unwrap());
+            } else {
+                drop(writes);
+                drop(reads.wait().unwrap());
+            }
+        }
+        // Nothing is pinned: there is room for the other one.
+        drop(runtime.pin_mut(&b).wait().unwrap());
+        drop(runtime.pin_mut(&a).wait().unwrap());
+        check_at_rest(runtime, vec![a, b], "polled, then waited for");
+    });
+}
+
+/// A granted request that was forgotten left its mark on the pages, which a later tensor with the same number inherited.
+#[test]
+fn regression_a_forgotten_request_concerns_no_later_tensor() {
+    watched("a forgotten request", || {
+        let runtime = open(4);
+        let other = tensor(&runtime, 4);
+        for granted in [true, false] {
+            let blocks = runtime.pin(&other).wait().unwrap();
+            let forgotten = tensor(&runtime, 2);
+            let mut writes = Box::new(runtime.pin_mut(&forgotten));
+            assert!(poll(&mut writes).is_pending());
+            if granted {
+                drop(blocks);
+                // The pages are there, and nobody takes them.
+                while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
+                    progress();
+                    thread::yield_now();
+                }
+            }
+            std::mem::forget(writes);
+            drop(forgotten);
+            let later = tensor(&runtime, 2);
+            let write = |tensor: &Tensor| drop(runtime.pin_mut(tensor).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            if granted {
+                write(&later);
+            }
+        }
+        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
+        drop(runtime.pin_mut(&other).wait().unwrap());
+        check_at_rest(runtime, vec![other], "a forgotten request");
+    });
+}
+
+/// Eight tasks with eight pins each, in scopes, in the room of eight pages: those who would wait for each other for ever
+/// are told, let go and try again, and everybody comes to the end.
+#[test]
+fn regression_tasks_that_hold_and_wait_are_told() {
+    watched("hold and wait", || {
+        let runtime = open(8);
+        let table = tensor(&runtime, 64);
+        let told = AtomicU32::new(0);
+        let together = Barrier::new(8);
+        thread::scope(|threads| {
+            for task in 0..8u64 {
+                let (runtime, table, told, together) = (&runtime, &table, &told, &together);
+                threads.spawn(move || {
+                    together.wait();
+                    'again: loop {
+                        progress();
+                        let scope = runtime.scope().label(format!("task {task}")).open().unwrap();
+                        let rows: Vec<Tensor> = (0..8).map(|n| row(table, 8 * task + n)).collect();
+                        let mut guards = Vec::new();
+                        for row in &rows {
+                            match scope.pin(row).wait() {
+                                Ok(guard) => guards.push(guard),
+                                Err(error) => {
+                                    assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
+                                    let text = error.to_string();
+                                    assert!(text.contains("task ") && text.contains("KiB") && text.contains("set"), "{text}");
+                                    told.fetch_add(1, Ordering::Relaxed);
+                                    continue 'again;
+                                }
+                            }
+                        }
+                        assert_eq!(scope.held(), Bytes::new(8 * PAGE));
+                        return;
+                    }
+                });
+            }
+        });
+        assert_eq!(u64::from(told.load(Ordering::Relaxed)), runtime.stats().pager.deadlocks);
+        check_at_rest(runtime, vec![table], "hold and wait");
+    });
+}
+
+/// Pins outside of scopes that wait for each other are not decided for the program: it can see who waits for what.
+#[test]
+fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
+    watched("nested pins", || {
+        let runtime = open(2);
+        let table = tensor(&runtime, 4);
+        let (a, b) = (row(&table, 0), row(&table, 1));
+        let (c, d) = (row(&table, 2), row(&table, 3));
+        let first = runtime.pin(&a).wait().unwrap();
+        let second = runtime.pin(&b).wait().unwrap();
+        let (mut more, mut writes) = (runtime.pin(&c), runtime.pin_mut(&a));
+        assert!(poll(&mut more).is_pending() && poll(&mut writes).is_pending());
+        let waiting = runtime.waiting();
+        assert_eq!((waiting.total, runtime.stats().waiting), (2, 2), "{waiting}");
+        assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 2 });
+        let [holder] = &waiting.waiters[0].holders[..] else { panic!("{waiting}") };
+        assert_eq!((&holder.scope, holder.pages), (&None, 2));
+        assert!(waiting.waiters[1].writes, "{waiting}");
+        let text = waiting.to_string();
+        assert!(text.contains("2 frames") || text.contains("1 frames"), "{text}");
+        assert!(text.contains("pins outside of scopes (2 pages)"), "{text}");
+        drop((first, second));
+        drop(block_on(&mut more).unwrap());
+        drop(block_on(&mut writes).unwrap());
+        assert_eq!(runtime.waiting().total, 0);
+        assert_eq!(runtime.waiting().to_string(), "nothing waits");
+        drop((more, writes));
+        check_at_rest(runtime, vec![table, a, b, c, d], "nested pins");
+    });
+}
+
+/// What a program may be waiting for without an end is in the statistics a second later, without anybody's asking.
+#[test]
+fn a_long_wait_is_in_the_statistics() {
+    watched("a long wait", || {
+        let runtime = open(1);
+        let table = tensor(&runtime, 2);
+        let (a, b) = (row(&table, 0), row(&table, 1));
+        let scope = runtime.scope().label("holder").open().unwrap();
+        let guard = scope.pin(&a).wait().unwrap();
+        let mut waits = runtime.pin(&b);
+        assert!(poll(&mut waits).is_pending());
+        while runtime.stats().long_waits.is_empty() {
+            progress();
+            thread::yield_now();
+        }
+        let text = runtime.stats().long_waits;
+        assert!(text.contains("\"holder\"") && text.contains("1 frames"), "{text}");
+        drop(guard);
+        drop(block_on(&mut waits).unwrap());
+        drop((waits, scope));
+        check_at_rest(runtime, vec![table, a, b], "a long wait");
+    });
+}
+
+/// A request for nearly all frames was not served for as long as small ones came.
+#[test]
+fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
+    watched("a large request", || {
+        let runtime = open(8);
+        let table = tensor(&runtime, 40);
+        let holds = runtime.pin(&table.rows(0..2).unwrap()).wait().unwrap();
+        let large = table.rows(30..37).unwrap();
+        let mut waits = runtime.pin(&large);
+        assert!(poll(&mut waits).is_pending());
+        // Readers and writers, blocking and not, of resident pages and of absent ones.
+        let mut passed = 0;
+        loop {
+            let at = row(&table, 2 + passed % 20);
+            let (mut reads, mut writes) = (runtime.pin(&at), runtime.pin_mut(&at));
+            let write = passed % 3 == 0;
+            let first = if write { poll(&mut writes).map(drop_ok) } else { poll(&mut reads).map(drop_ok) };
+            if first.is_pending() && runtime.waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1 {
+                break;
+            }
+            if first.is_pending() {
+                if write { block_on(&mut writes).map(drop).unwrap() } else { block_on(&mut reads).map(drop).unwrap() }
+            }
+            passed += 1;
+            assert!(passed <= u64::from(PASSES_MAX), "it was passed {passed} times");
+        }
+        assert_eq!(passed, u64::from(PASSES_MAX));
+        drop(holds);
+        drop(block_on(&mut waits).unwrap());
+        drop(waits);
+        check_at_rest(runtime, vec![table, large], "a large request");
+    });
+}
+
+fn drop_ok<T>(result: outcore::Result<T>) {
+    drop(result.unwrap());
+}
+
+/// The same for a page that a writer waits for, with readers that overlap so that the page is never free.
+#[test]
+fn a_writer_is_passed_by_a_bounded_number_of_readers() {
+    watched("overlapping readers", || {
+        let runtime = open(4);
+        let a = tensor(&runtime, 1);
+        let mut last = runtime.pin(&a).wait().unwrap();
+        let mut writes = runtime.pin_mut(&a);
+        assert!(poll(&mut writes).is_pending());
+        for passed in 0.. {
+            assert!(passed <= PASSES_MAX, "it was passed {passed} times");
+            let mut reads = runtime.pin(&a);
+            let Poll::Ready(next) = poll(&mut reads) else {
+                assert_eq!(passed, PASSES_MAX);
+                drop(last);
+                drop(block_on(&mut writes).unwrap());
+                drop(block_on(&mut reads).unwrap());
+                break;
+            };
+            last = next.unwrap();
+        }
+        drop(writes);
+        check_at_rest(runtime, vec![a], "overlapping readers");
+    });
+}
+
+/// A scope that said what it needs never waits for frames while it holds some, whatever others pin meanwhile.
+#[test]
+fn a_scope_that_reserved_gets_its_pages() {
+    watched("a reserving scope", || {
+        let runtime = open(8);
+        let (mine, theirs) = (tensor(&runtime, 8), tensor(&runtime, 32));
+        let scope = runtime.scope().label("mine").reserve(Bytes::new(4 * PAGE)).wait().unwrap();
+        let others: Vec<Tensor> = (0..4).map(|n| row(&theirs, n)).collect();
+        let taken: Vec<_> = others.iter().map(|row| runtime.pin(row).wait().unwrap()).collect();
+        let fifth = row(&theirs, 4);
+        let mut more = runtime.pin(&fifth);
+        assert!(poll(&mut more).is_pending(), "what is set aside is nobody else's");
+        for round in 0..3 {
+            let rows: Vec<Tensor> = (0..4).map(|n| row(&mine, n + round)).collect();
+            let guards: Vec<_> = rows.iter().map(|row| scope.pin(row).wait().unwrap()).collect();
+            assert_eq!(scope.held(), Bytes::new(4 * PAGE));
+            let beyond = row(&mine, 7);
+            let error = scope.pin(&beyond).wait().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::BudgetTooSmall);
+            assert!(error.to_string().contains("\"mine\""), "{error}");
+            drop(guards);
+        }
+        drop(scope);
+        drop(block_on(&mut more).unwrap());
+        let all = runtime.scope().reserve(Bytes::new(9 * PAGE)).wait().unwrap_err();
+        assert_eq!(all.kind(), ErrorKind::BudgetTooSmall);
+        let mut waits = runtime.scope().reserve(Bytes::new(8 * PAGE));
+        assert!(poll(&mut waits).is_pending());
+        drop(taken);
+        drop(block_on(&mut waits).unwrap());
+        drop((more, waits));
+        check_at_rest(runtime, vec![mine, theirs], "a reserving scope");
+    });
+}
+
+/// Scopes in each other's way by pages they write, not by frames.
+#[test]
+fn scopes_that_wait_for_each_others_pages_are_told() {
+    watched("locks", || {
+        let runtime = open(8);
+        let (a, b) = (tensor(&runtime, 1), tensor(&runtime, 1));
+        let scopes = ["older", "younger"].map(|label| runtime.scope().label(label).open().unwrap());
+        let mut first = scopes[0].pin_mut(&a).wait().unwrap();
+        first.bytes_mut().fill(7);
+        let second = scopes[1].pin(&b).wait().unwrap();
+        let mut waits = scopes[0].pin_mut(&b);
+        assert!(poll(&mut waits).is_pending());
+        let error = scopes[1].pin(&a).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
+        assert!(error.to_string().contains("\"older\"") && error.advice().is_some(), "{error}");
+        // It keeps what it has, and when it lets go the other one goes on.
+        assert_eq!(second.bytes()[0], 0);
+        drop(second);
+        drop(block_on(&mut waits).unwrap());
+        // A scope in its own way is told at once.
+        let itself = scopes[0].pin(&a).wait().unwrap_err();
+        assert_eq!(itself.kind(), ErrorKind::WouldDeadlock);
+        drop((first, waits));
+        drop(scopes);
+        check_at_rest(runtime, vec![a, b], "locks");
+    });
+}
+
+/// Of scopes that wait for each other the batch gives up, and of those that wait in line it comes last.
+#[test]
+fn interactive_scopes_come_before_batch() {
+    watched("priorities", || {
+        let runtime = open(2);
+        let table = tensor(&runtime, 4);
+        let rows: Vec<Tensor> = (0..4).map(|n| row(&table, n)).collect();
+        let all = table.rows(0..2).unwrap();
+        let holds = runtime.pin(&all).wait().unwrap();
+        let batch = runtime.scope().priority(ScopePriority::Batch).open().unwrap();
+        let interactive = runtime.scope().open().unwrap();
+        let mut last = batch.pin(&rows[2]);
+        assert!(poll(&mut last).is_pending());
+        let mut first = interactive.pin_set(&rows[2..]);
+        assert!(poll(&mut first).is_pending());
+        drop(holds);
+        drop(block_on(&mut first).unwrap());
+        drop(block_on(&mut last).unwrap());
+        drop((first, last));
+        let (a, b) = (interactive.pin(&rows[0]).wait().unwrap(), batch.pin(&rows[1]).wait().unwrap());
+        let mut gives_up = batch.pin(&rows[2]);
+        assert!(poll(&mut gives_up).is_pending());
+        let mut waits = interactive.pin(&rows[3]);
+        assert!(poll(&mut waits).is_pending());
+        assert_eq!(block_on(&mut gives_up).unwrap_err().kind(), ErrorKind::WouldDeadlock);
+        drop(b);
+        drop(block_on(&mut waits).unwrap());
+        drop((a, gives_up, waits));
+        drop((batch, interactive));
+        check_at_rest(runtime, rows.into_iter().chain([table, all]).collect(), "priorities");
+    });
+}
+
+/// Guards outlive their scope: their pages stay pinned, as those of pins outside of scopes.
+#[test]
+fn guards_may_outlive_their_scope() {
+    watched("guards that outlive", || {
+        let runtime = open(2);
+        let table = tensor(&runtime, 4);
+        let (a, b, both) = (row(&table, 0), row(&table, 1), table.rows(2..4).unwrap());
+        let scope = runtime.scope().open().unwrap();
+        let guard = scope.pin(&a).wait().unwrap();
+        let reserved = runtime.scope().reserve(Bytes::new(PAGE)).wait().unwrap();
+        let other = reserved.pin(&b).wait().unwrap();
+        drop((scope, reserved));
+        let mut waits = runtime.pin(&both);
+        assert!(poll(&mut waits).is_pending());
+        assert_eq!(runtime.waiting().waiters[0].holders[0].scope, None);
+        drop(guard);
+        assert!(poll(&mut waits).is_pending());
+        drop(other);
+        drop(block_on(&mut waits).unwrap());
+        drop(waits);
+        check_at_rest(runtime, vec![table, a, b, both], "guards that outlive");
+    });
+}
+
+#[test]
+fn a_scope_of_another_runtime_pins_nothing() {
+    watched("two runtimes", || {
+        let (one, other) = (open(2), open(2));
+        let (mine, theirs) = (tensor(&one, 1), tensor(&other, 1));
+        let scope = one.scope().open().unwrap();
+        assert_eq!(scope.pin(&theirs).wait().unwrap_err().kind(), ErrorKind::InvalidArgument);
+        drop(scope);
+        check_at_rest(one, vec![mine], "two runtimes");
+        check_at_rest(other, vec![theirs], "two runtimes");
+    });
+}
+
+/// Many tasks, few frames: everybody is served, whatever they mix.
+#[test]
+fn a_crowd_is_served() {
+    let seed = seed("a_crowd_is_served");
+    watched("a crowd", move || {
+        let runtime = open(16);
+        let table = tensor(&runtime, 256);
+        let rows: Vec<Tensor> = (0..256).map(|n| row(&table, n)).collect();
+        let mut rng = Rng::new(seed);
+        let mut reads: Vec<_> = Vec::new();
+        let mut writes: Vec<_> = Vec::new();
+        for _ in 0..1500 {
+            let row = rng.pick(&rows);
+            reads.push(Some(Box::pin(runtime.pin(row))));
+            writes.push(Some(Box::pin(runtime.pin_mut(row))));
+        }
+        let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
+        struct Task {
+            number: usize,
+            woken: Arc<Mutex<Vec<usize>>>,
+            thread: Thread,
+        }
+        impl Wake for Task {
+            fn wake(self: Arc<Self>) {
+                self.woken.lock().push(self.number);
+                self.thread.unpark();
+            }
+        }
+        let wakers: Vec<Waker> = (0..3000)
+            .map(|number| Arc::new(Task { number, woken: woken.clone(), thread: thread::current() }).into())
+            .collect();
+        let mut left = 3000;
+        let mut next: Vec<usize> = (0..3000).collect();
+        while left > 0 {
+            for number in next.drain(..) {
+                let mut cx = Context::from_waker(&wakers[number]);
+                let ended = if number % 2 == 0 {
+                    let Some(read) = &mut reads[number / 2] else { continue };
+                    let ended = read.as_mut().poll(&mut cx).map(drop_ok).is_ready();
+                    ended.then(|| reads[number / 2] = None).is_some()
+                } else {
+                    let Some(write) = &mut writes[number / 2] else { continue };
+                    let ended = write.as_mut().poll(&mut cx).map(drop_ok).is_ready();
+                    ended.then(|| writes[number / 2] = None).is_some()
+                };
+                left -= usize::from(ended);
+            }
+            if left > 0 {
+                progress();
+                while woken.lock().is_empty() {
+                    thread::park();
+                }
+                next = std::mem::take(&mut *woken.lock());
+            }
+        }
+        drop((reads, writes));
+        check_at_rest(runtime, rows.into_iter().chain([table]).collect(), "a crowd");
+    });
+}
+
+/// Random scopes of many threads: whoever is told lets go and goes on, and everything ends.
+#[test]
+fn random_scopes_come_to_an_end() {
+    let seed = seed("random_scopes_come_to_an_end");
+    watched("random scopes", move || {
+        let runtime = open(12);
+        let table = tensor(&runtime, 48);
+        let served = AtomicU64::new(0);
+        thread::scope(|threads| {
+            for thread in 0..6 {
+                let (runtime, table, served) = (&runtime, &table, &served);
+                threads.spawn(move || {
+                    let mut rng = Rng::new(seed + thread);
+                    for _ in 0..200 {
+                        progress();
+                        let scope = match rng.below(3) {
+                            0 => runtime.scope().reserve(Bytes::new((1 + rng.below(5)) * PAGE)).wait().unwrap(),
+                            1 => runtime.scope().priority(ScopePriority::Batch).open().unwrap(),
+                            _ => runtime.scope().open().unwrap(),
+                        };
+                        let rows: Vec<Tensor> = (0..1 + rng.below(5)).map(|_| row(table, rng.below(48))).collect();
+                        let mut readers = Vec::new();
+                        let mut writers = Vec::new();
+                        for row in &rows {
+                            let got = if rng.one_in(4) {
+                                scope.pin_mut(row).wait().map(|guard| writers.push(guard))
+                            } else {
+                                scope.pin(row).wait().map(|guard| readers.push(guard))
+                            };
+                            match got.map_err(|error| error.kind()) {
+                                Ok(()) => drop(served.fetch_add(1, Ordering::Relaxed)),
+                                Err(ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall) => break,
+                                Err(other) => panic!("{other:?}"),
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert!(served.load(Ordering::Relaxed) > 500);
+        check_at_rest(runtime, vec![table], "random scopes");
+    });
+}
+
+/// Reads that do not come back until they are let.
+#[derive(Default)]
+struct Hangs {
+    open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl CallHook for Hangs {
+    fn before(&self, _: &IoCall) -> Injected {
+        let mut open = self.open.lock();
+        while !*open {
+            self.opened.wait(&mut open);
+        }
+        Injected::Nothing
+    }
+}
+
+/// Whoever waits for a read that never ends is told, and the runtime goes on with what does not need it.
+#[test]
+fn a_read_that_does_not_come_back_ends_the_wait() {
+    watched("a read that hangs", || {
+        let synthetic = common::synthetic(&[4 * PAGE as usize]);
+        let hangs = Arc::new(Hangs::default());
+        let store = StoreOptions::new(IoBackend::Threads).hook(hangs.clone());
+        let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let runtime = Runtime::builder()
+            .page_size(page)
+            .device_budget(Bytes::new(8 * PAGE))
+            .store(store)
+            .io_timeout(Some(Duration::from_millis(1)))
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let weights = model.tensor("t0").unwrap();
+        let error = block_on(runtime.pin(&weights)).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
+        let zeros = tensor(&runtime, 1);
+        drop(runtime.pin_mut(&zeros).wait().unwrap());
+        *hangs.open.lock() = true;
+        hangs.opened.notify_all();
+        // It comes after all, and is used. Until then it is as late as before.
+        let got = loop {
+            progress();
+            match block_on(runtime.pin(&weights)) {
+                Ok(guard) => break guard,
+                Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
+            }
+        };
+        assert!(!got.bytes().is_empty());
+        drop(got);
+        drop((model, zeros, weights));
+        runtime.close().unwrap();
+    });
+}
+
+/// Resident pages are pinned without the latch, one or several, to read and to write, and where somebody waits it is seen.
+#[test]
+fn a_pin_of_resident_pages_takes_no_latch() {
+    watched("hits", || {
+        let runtime = open(8);
+        let tensors: Vec<Tensor> = (0..4).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
+        drop(runtime.pin_set_mut(&tensors).wait().unwrap());
+        let before = runtime.stats().pager;
+        for _ in 0..100 {
+            drop(runtime.pin(&tensors[0]).wait().unwrap());
+            drop(runtime.pin_mut(&tensors[1]).wait().unwrap());
+            drop(runtime.pin_set(&tensors).wait().unwrap());
+            drop(runtime.pin_set_mut(&tensors).wait().unwrap());
+            drop(block_on(runtime.pin(&tensors[2])).unwrap());
+            drop(runtime.pin_device(&tensors).wait().unwrap());
+        }
+        let after = runtime.stats().pager;
+        assert_eq!(after.latched_hits, before.latched_hits);
+        assert_eq!(after.uses - before.uses, 100 * (3 + 3 * 4));
+        let reads = runtime.pin(&tensors[0]).wait().unwrap();
+        let mut writes = runtime.pin_mut(&tensors[0]);
+        assert!(poll(&mut writes).is_pending());
+        assert!(runtime.stats().pager.latched_hits > after.latched_hits);
+        drop(reads);
+        drop(block_on(&mut writes).unwrap());
+        drop(writes);
+        check_at_rest(runtime, tensors, "hits");
+    });
+}
+
+/// Scopes and their requests go from thread to thread.
+#[test]
+fn a_scope_is_sent_to_other_threads() {
+    watched("a scope that is sent", || {
+        let runtime = open(2);
+        let table = tensor(&runtime, 2);
+        let scope = runtime.scope().open().unwrap();
+        let (send, receive) = mpsc::channel();
+        let copy = table.clone();
+        let other = thread::spawn(move || {
+            let a = row(&copy, 0);
+            send.send(scope.pin(&a).wait().unwrap()).unwrap();
+            scope
+        });
+        let guard = receive.recv().unwrap();
+        let scope = other.join().unwrap();
+        assert_eq!(scope.held(), Bytes::new(PAGE));
+        drop(guard);
+        assert_eq!(scope.held(), Bytes::ZERO);
+        drop(scope);
+        check_at_rest(runtime, vec![table], "a scope that is sent");
+    });
+}
