@@ -173,34 +173,40 @@ fn main() {
         let count = size.get() / page.get();
         let mut order: Vec<u64> = (0..count).collect();
         random.shuffle(&mut order);
-        let raw = Raw::new(&file.0, page.get() as usize, most);
         // Fewer than there are pages, or some would hit.
         let frames = (most as u64 + 8).min(count / 2);
-        let open = |io| Paged::open(&file.0, size.get(), page.get(), frames, io);
-        let paged = [open(IoBackend::Threads), open(IoBackend::IoUring)];
+        let mut samples: Vec<[Vec<Sample>; 3]> = threads.iter().map(|_| Default::default()).collect();
         // Each side goes round by itself: its frames are fewer than the pages between two uses of one.
         let next = [0, 1, 2].map(|_| AtomicU64::new(0));
         let at = |side: usize| order[(next[side].fetch_add(1, Ordering::Relaxed) % count) as usize];
-        let measure = |side: usize, threads: usize| match side {
-            0 => sample(threads, time, &|thread| raw.fault(thread, at(0))),
-            side => {
-                let Paged { runtime, pages } = &paged[side - 1];
-                sample(threads, time, &|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()))
+        for _ in 0..rounds {
+            // Anew in each round: whether memory lies in few pieces is luck, and the disk reads faster into few.
+            let raw = Raw::new(&file.0, page.get() as usize, most);
+            let open = |io| Paged::open(&file.0, size.get(), page.get(), frames, io);
+            let paged = [open(IoBackend::Threads), open(IoBackend::IoUring)];
+            // Frames are touched for the first time here.
+            for (side, Paged { runtime, pages }) in (1..).zip(&paged) {
+                (0..frames + 1).for_each(|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()));
             }
-        };
-        // Frames are touched for the first time here.
-        for (side, Paged { runtime, pages }) in (1..).zip(&paged) {
-            (0..frames + 1).for_each(|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()));
-        }
-        for &threads in &threads {
-            let mut samples: [Vec<Sample>; 3] = Default::default();
-            for _ in 0..rounds {
+            for (samples, &threads) in samples.iter_mut().zip(&threads) {
                 let mut order = [0, 1, 2];
                 random.shuffle(&mut order);
                 for side in order {
-                    samples[side].push(measure(side, threads));
+                    samples[side].push(match side {
+                        0 => sample(threads, time, &|thread| raw.fault(thread, at(0))),
+                        side => {
+                            let Paged { runtime, pages } = &paged[side - 1];
+                            sample(threads, time, &|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()))
+                        }
+                    });
                 }
             }
+            for Paged { runtime, pages } in paged {
+                drop(pages);
+                runtime.close().unwrap();
+            }
+        }
+        for (samples, &threads) in samples.iter().zip(&threads) {
             let spread =
                 |side: usize, of: fn(&Sample) -> f64| Spread::of(&samples[side].iter().map(of).collect::<Vec<_>>());
             let (rate, cpu) =
@@ -225,10 +231,6 @@ fn main() {
             let sides: serde_json::Map<String, Value> = sides.collect();
             rows.push(json!({ "page_bytes": page.get(), "threads": threads, "sides": sides,
                 "io_uring_of_threads": ratio.json(), "cpu_of_raw": of_raw }));
-        }
-        for Paged { runtime, pages } in paged {
-            drop(pages);
-            runtime.close().unwrap();
         }
     }
     support::json_line("fault", &hardware, json!({ "rows": rows, "goal": 0.97, "goal_cpu_of_raw": 2.5 }));

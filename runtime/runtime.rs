@@ -812,7 +812,8 @@ impl Runtime {
     /// # Errors
     /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
     /// [`Io`](ErrorKind::Io) if the disk does not answer within the [limit](RuntimeBuilder::close_within): the memory of what is
-    /// in flight stays reserved then. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and nothing is closed.
+    /// in flight stays reserved then. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and
+    /// nothing is closed.
     pub fn close(self) -> Result<()> {
         self.engine().at_home()?;
         may_wait("the end of a runtime")?;

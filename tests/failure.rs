@@ -363,7 +363,7 @@ fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
                 let bytes = &file.bytes[header.offset as usize..][..header.len as usize];
                 assert!(*runtime.read(&tensor).unwrap().try_bytes().unwrap() == *bytes, "{setting:?}: {name} differs");
             }
-            assert!(moments.calls.lock().len() > 10, "too few reads to be a test");
+            assert!(moments.calls.lock().len() > 5, "too few reads to be a test");
             drop(model);
             runtime.close().unwrap();
             next_round(setting.on);
