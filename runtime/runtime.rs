@@ -290,7 +290,8 @@ impl Runtime {
             pager.keep_uses();
         }
         let observer = Observer::new(config.timeline);
-        let engine = Engine::new(Parts { pager, device, store, slab, observer, sink, fate, io_timeout: config.io_timeout })?;
+        let engine =
+            Engine::new(Parts { pager, device, store, slab, observer, sink, fate, io_timeout: config.io_timeout })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,

@@ -8,7 +8,7 @@ mod pager_world;
 mod replay;
 
 use outcore::pager::{Backing, PageRun, PolicyKind, ScopePriority};
-use outcore::{Error, ErrorKind, SegmentId};
+use outcore::{Error, ErrorKind, ScopeId, SegmentId};
 use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -312,4 +312,87 @@ fn regression_an_admission_leaves_the_frames_a_shrink_has_claimed() {
         this.step(&mut Random(choice | 1));
     }
     this.rest();
+}
+
+/// Every pin is a scope's, and no scope lets go before it has all that it wants: whoever waits for each other is told, so
+/// that never everybody waits.
+#[test]
+fn scopes_never_wait_for_each_other_for_ever() {
+    let seeds = replay::replayed().map_or(1..401, |seed| seed..seed + 1);
+    for seed in seeds {
+        let _replayed = replay::Case::of("scopes_never_wait_for_each_other_for_ever", seed);
+        random_scopes(seed);
+    }
+}
+
+fn random_scopes(seed: u64) {
+    let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let (frames, pages) = (3 + random.below(6) as u32, 8 + random.below(8) as u32);
+    let host = random.below(3) as u32;
+    let mut world = World::new(config(frames, host, 2, host == 0), PolicyKind::Lru);
+    let memory = world.segment(Backing::ReadWrite, pages);
+    let mut scopes: Vec<Option<ScopeId>> = vec![None; 2 + random.below(4)];
+    for step in 0..600 {
+        let at = random.below(scopes.len());
+        let is_waiting = |world: &World, scope: ScopeId| world.waiting.iter().any(|wish| wish.scope == Some(scope));
+        match scopes[at] {
+            None if random.below(3) == 0 => {
+                let most = 1 + random.below(frames as usize) as u32;
+                let priority = [ScopePriority::Interactive, ScopePriority::Batch][random.below(2)];
+                scopes[at] = Some(world.reserving_scope(most, priority).0);
+            }
+            None => scopes[at] = Some(world.growing_scope()),
+            Some(scope) if is_waiting(&world, scope) => {}
+            Some(scope) => {
+                let failed = world.failed.len();
+                world.scope = Some(scope);
+                let count = 1 + random.below(2) as u32;
+                let first = random.below((pages - count + 1) as usize) as u32;
+                let purpose = [Use::Read, Use::Read, Use::Write][random.below(3)];
+                let pinned = world.pin(&[run(memory, first, count)], purpose, random.below(2) == 0);
+                // It has all it wants, or was told.
+                let done = pinned.is_none() || world.failed.len() > failed || random.below(6) == 0;
+                if done && !is_waiting(&world, scope) {
+                    let end: Vec<usize> =
+                        (0..world.guards.len()).rev().filter(|at| world.guards[*at].scope == Some(scope)).collect();
+                    end.into_iter().for_each(|at| world.unpin(at));
+                    world.close_scope(scope);
+                    scopes[at] = None;
+                }
+            }
+        }
+        // Who was told meanwhile lets go.
+        for scope in scopes.iter_mut() {
+            let Some(id) = *scope else { continue };
+            let told = world.told.iter().any(|told| *told == id);
+            if told && !is_waiting(&world, id) {
+                let end: Vec<usize> =
+                    (0..world.guards.len()).rev().filter(|at| world.guards[*at].scope == Some(id)).collect();
+                end.into_iter().for_each(|at| world.unpin(at));
+                world.close_scope(id);
+                *scope = None;
+            }
+        }
+        world.told.clear();
+        if random.below(2) == 0 && !world.moves.is_empty() {
+            let at = random.below(world.moves.len());
+            world.complete(at, true);
+        }
+        let all_wait = scopes.iter().all(|scope| scope.is_some_and(|scope| is_waiting(&world, scope)));
+        if all_wait {
+            while !world.moves.is_empty() {
+                world.complete(0, true);
+            }
+            let told = !world.told.is_empty();
+            let all_wait = scopes.iter().all(|scope| scope.is_some_and(|scope| is_waiting(&world, scope)));
+            assert!(
+                !all_wait || told,
+                "step {step}: everybody waits\n{:#?}\n{:#?}",
+                world.waiting,
+                world.pager.waiting(99)
+            );
+        }
+    }
+    world.drain();
+    world.read_all();
 }

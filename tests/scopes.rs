@@ -127,7 +127,8 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
             std::mem::forget(writes);
             drop(forgotten);
             let later = tensor(&runtime, 2);
-            let write = |tensor: &Tensor| drop(runtime.pin_mut(tensor).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            let write =
+                |tensor: &Tensor| drop(runtime.pin_mut(tensor).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
             if granted {
                 write(&later);
             }
@@ -163,7 +164,10 @@ fn regression_tasks_that_hold_and_wait_are_told() {
                                 Err(error) => {
                                     assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
                                     let text = error.to_string();
-                                    assert!(text.contains("task ") && text.contains("KiB") && text.contains("set"), "{text}");
+                                    assert!(
+                                        text.contains("task ") && text.contains("KiB") && text.contains("set"),
+                                        "{text}"
+                                    );
                                     told.fetch_add(1, Ordering::Relaxed);
                                     continue 'again;
                                 }
@@ -252,7 +256,9 @@ fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
             let (mut reads, mut writes) = (runtime.pin(&at), runtime.pin_mut(&at));
             let write = passed % 3 == 0;
             let first = if write { poll(&mut writes).map(drop_ok) } else { poll(&mut reads).map(drop_ok) };
-            if first.is_pending() && runtime.waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1 {
+            if first.is_pending()
+                && runtime.waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1
+            {
                 break;
             }
             if first.is_pending() {

@@ -62,7 +62,10 @@ enum Stage {
 enum Stand {
     Nowhere,
     /// In the line for frames, wanting so many, and the count it joined at.
-    Frames { need: u32, joined: u64 },
+    Frames {
+        need: u32,
+        joined: u64,
+    },
     /// In the lines of these pages, with the counts it joined at. The first one is in its way.
     Pages(Vec<(PageId, u64)>),
 }
@@ -154,7 +157,8 @@ impl Pager {
             Stand::Nowhere => 0,
             Stand::Frames { joined, .. } => self.frame_line.line.passed_since(*joined),
             Stand::Pages(pages) => {
-                let of = |(page, joined): &(PageId, u64)| self.page_lines.get(page).map(|line| line.passed_since(*joined));
+                let of =
+                    |(page, joined): &(PageId, u64)| self.page_lines.get(page).map(|line| line.passed_since(*joined));
                 pages.iter().filter_map(of).sum()
             }
         };
@@ -388,9 +392,20 @@ impl Pager {
         }
     }
 
+    /// All that a scope declared is set aside.
+    pub(super) fn reserved(&mut self, id: RequestId, fx: &mut Effects) {
+        if let Some(key) = self.request_key(id) {
+            self.grant(id, key, None, fx);
+        }
+    }
+
     /// Releases every pin, lock and wait of an admitted request.
     fn give_up(&mut self, id: RequestId) {
         let Some(key) = self.request_key(id) else { return };
+        if self.requests[key].frames > 0 {
+            let scope = self.requests[key].terms.scope;
+            self.unreserve(scope);
+        }
         let writes = self.requests[key].writes();
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         for page in pages {
@@ -488,16 +503,10 @@ impl Pager {
     }
 
     fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
-        let Request { terms, spent, cause, frames, .. } = self.requests[key];
+        let Request { terms, spent, cause, .. } = self.requests[key];
         let runs = std::mem::take(&mut self.requests[key].runs);
         self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write);
         self.requests[key].runs = runs;
-        if frames > 0
-            && let Some(scope) = self.scope_mut(terms.scope)
-        {
-            scope.purse += frames;
-            self.purses += frames;
-        }
         self.finish(id, Ok(Granted { cause, after, spent }), fx);
     }
 
@@ -555,14 +564,27 @@ impl Pager {
         }
     }
 
-    /// Tries those in a page's line, in order, until one finds this page in its way.
+    /// Tries those in a page's line, in order, until one finds this page in its way. If that is a writer who waits for
+    /// readers to leave, scopes that grow may still read beside these: they wait for who is in their way, and never for
+    /// who is before them.
     fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
         let mut behind = None;
+        let mut beside_readers = false;
         while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {
-            if self.attempt(id, fx) == Some(Blocked::Page(page)) {
-                return;
-            }
             behind = Some(turn);
+            let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
+            if beside_readers && (turn.class != Class::Growing || writes) {
+                if turn.class != Class::Growing {
+                    return;
+                }
+                continue;
+            }
+            if self.attempt(id, fx) == Some(Blocked::Page(page)) {
+                beside_readers = writes && !self.word(page).load().exclusive;
+                if !beside_readers {
+                    return;
+                }
+            }
         }
     }
 
@@ -660,7 +682,7 @@ impl Pager {
                     if line.is_empty() {
                         self.page_lines.remove(&page);
                         if self.segments.contains(page.segment.index()) {
-                            self.word(page).reopen();
+                            self.reopen(page);
                         }
                     } else {
                         // It may have been what was in the others' way.
@@ -761,7 +783,7 @@ impl Pager {
         while blocked.is_none() && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed {
             if !self.reclaim(Want::Demand, fx) {
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
-                blocked = Some((Blocked::Frames(needed), cause));
+                blocked = Some((Blocked::Frames(needed - spent), cause));
             }
         }
         if let Some(blocked) = blocked {
@@ -799,7 +821,11 @@ impl Pager {
         for page in missing {
             self.admit_fill(page, Some(id), writes, Priority::Demand, fx);
         }
-        if self.requests[key].remaining == 0 {
+        if frames > 0 {
+            self.ends_waiting(terms.scope, id);
+            self.set_aside_for(terms.scope, frames, id);
+            self.serve_awaiting(fx);
+        } else if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
         } else {
             self.ends_waiting(terms.scope, id);
@@ -827,15 +853,23 @@ impl Pager {
         if may {
             self.transit -= 1;
             self.entry(page).set_evict_after(false);
+            self.reopen(page);
             self.entered(page);
         }
         may
     }
 
+    /// A page is no victim any more, or nobody waits for it any more: pins need not ask, unless it is still one of these.
+    pub(super) fn reopen(&mut self, page: PageId) {
+        if !self.page_lines.contains_key(&page) && !self.entry(page).evict_after() {
+            self.word(page).reopen();
+        }
+    }
+
     /// Frames, free or in transit, that are spoken for: by admitted pages, by scopes that declared them, and by a shrinking
     /// budget.
     pub(super) fn promised(&self) -> u32 {
-        self.awaiting.len() as u32 + self.purses + self.frames.active().saturating_sub(self.frames.target)
+        self.awaiting.len() as u32 + self.purses + self.coming + self.frames.active().saturating_sub(self.frames.target)
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.

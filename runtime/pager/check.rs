@@ -115,7 +115,8 @@ impl Pager {
             let can_be_locked = word.pins == 1 && matches!(word.state, State::Clean | State::Dirty);
             ensure!(!word.exclusive || can_be_locked, "{page:?}: {word:?}");
             let waited_for = self.page_lines.get(&page).is_some_and(|line| !line.is_empty());
-            ensure!(word.closed == waited_for, "{page:?}: closed {}, waited for {waited_for}", word.closed);
+            let closed = waited_for || entry.evict_after();
+            ensure!(word.closed == closed, "{page:?}: closed {}, waited for {waited_for}", word.closed);
             let held = entry.copying_out() || entry.failures > 0;
             ensure!(word.held == held, "{page:?}: held {}, {entry:?}", word.held);
             let moving = filling.is_some_and(|fill| fill.moving.is_some());
@@ -169,7 +170,10 @@ impl Pager {
             let fill = self.filling.get(page);
             ensure!(fill.is_some_and(|fill| fill.moving.is_none()), "{page:?} awaits a frame, but {fill:?}");
         }
-        ensure!(self.awaiting.is_empty() || self.frames.free_count() == 0, "a free frame while pages await one");
+        let free = self.frames.free_count();
+        ensure!(self.awaiting.is_empty() || free <= self.purses, "a free frame while pages await one");
+        ensure!(self.coming == 0 || free <= self.purses, "a free frame while purses await one");
+        ensure!(self.purses <= free, "{} frames are set aside, and {free} are free", self.purses);
         let mut prefetching = 0;
         let spoiled: BTreeSet<PageId> = self.spoiled.iter().copied().collect();
         ensure!(spoiled.len() == self.spoiled.len(), "a page is spoiled twice");
@@ -226,7 +230,8 @@ impl Pager {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
-            ensure!(stage != 1 || remaining > 0, "{id:?} waits for nothing");
+            let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);
+            ensure!(stage != 1 || remaining > 0 || reserves, "{id:?} waits for nothing");
             let pages = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
             for page in pages {
                 let fill = self.filling.get(&page);
@@ -244,8 +249,13 @@ impl Pager {
         }
         let purses: u32 = self.scopes.iter().map(|(_, scope)| scope.purse).sum();
         let owed: u32 = self.scopes.iter().map(|(_, scope)| scope.owed).sum();
-        ensure!((purses, owed) == (self.purses, self.owed), "purses hold {purses} and are owed {owed}");
-        let waiting: Vec<RequestId> = self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
+        let coming: u32 = self.scopes.iter().map(|(_, scope)| scope.coming).sum();
+        ensure!(
+            (purses, coming, owed) == (self.purses, self.coming, self.owed),
+            "purses hold {purses}, {coming} are on their way, and they are owed {owed}"
+        );
+        let waiting: Vec<RequestId> =
+            self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
         let standing: usize = self.lines().map(|(_, line)| line.len()).sum();
         ensure!(waiting.is_empty() == (standing == 0), "{} requests stand in {standing} places", waiting.len());
         for (segment, table) in &self.segments {
@@ -254,7 +264,11 @@ impl Pager {
                 runs.iter().filter(|run| run.segment.index() == segment).count()
             };
             let counted: usize = self.request_stages().map(|(id, ..)| of(id)).sum();
-            ensure!(table.requests as usize == counted, "segment {segment}: {} requests, not {counted}", table.requests);
+            ensure!(
+                table.requests as usize == counted,
+                "segment {segment}: {} requests, not {counted}",
+                table.requests
+            );
         }
         Ok(())
     }
@@ -301,7 +315,7 @@ impl Pager {
             self.request_untaken(*id).hash(&mut hasher);
         }
         self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
-        let mut scopes: Vec<_> = self.scopes.iter().map(|(_, scope)| (scope.purse, scope.owed)).collect();
+        let mut scopes: Vec<_> = self.scopes.iter().map(|(_, scope)| (scope.purse, scope.coming, scope.owed)).collect();
         scopes.sort_unstable();
         (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.floor, scopes, self.closing).hash(&mut hasher);
         if self.policy.name() == "lru" {

@@ -116,7 +116,9 @@ impl Line {
     pub(super) fn barring(&self) -> Option<RequestId> {
         let oldest = *self.barring.first()?;
         // New requests have one of two classes.
-        [Class::Interactive, Class::Batch, Class::Growing].into_iter().find_map(|class| self.get(Turn { class, age: oldest }))
+        [Class::Interactive, Class::Batch, Class::Growing]
+            .into_iter()
+            .find_map(|class| self.get(Turn { class, age: oldest }))
     }
 
     pub(super) fn requests(&self) -> impl Iterator<Item = RequestId> {
@@ -128,48 +130,38 @@ impl Line {
 #[derive(Debug, Default)]
 pub(super) struct FrameLine {
     pub(super) line: Line,
-    growing: BTreeSet<(u32, Turn)>,
+    /// New ones by how many frames they want.
     new: BTreeSet<(u32, Turn)>,
 }
 
 impl FrameLine {
-    fn by_need(&mut self, turn: Turn) -> &mut BTreeSet<(u32, Turn)> {
-        if turn.class == Class::Growing { &mut self.growing } else { &mut self.new }
-    }
-
     pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, need: u32) -> u64 {
-        self.by_need(turn).insert((need, turn));
+        if turn.class != Class::Growing {
+            self.new.insert((need, turn));
+        }
         self.line.join(turn, id, part)
     }
 
     pub(super) fn leave(&mut self, turn: Turn, joined: u64, need: u32) -> u32 {
-        self.by_need(turn).remove(&(need, turn));
+        self.new.remove(&(need, turn));
         self.line.leave(turn, joined)
     }
 
     /// It wants another number of frames now.
     pub(super) fn wants(&mut self, turn: Turn, before: u32, need: u32) {
-        let by_need = self.by_need(turn);
-        by_need.remove(&(before, turn));
-        by_need.insert((need, turn));
+        if self.new.remove(&(before, turn)) {
+            self.new.insert((need, turn));
+        }
     }
 
-    /// Who could go on if anybody can: of those that grow and of new ones the first and the one that wants the fewest
-    /// frames, and who must not be passed again.
-    pub(super) fn candidates(&self) -> impl Iterator<Item = RequestId> + use<> {
-        let first = |class| match class {
-            Class::Growing => self.line.next(None).filter(|(turn, _)| turn.class == Class::Growing),
-            _ => self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })),
-        };
-        let least = |by_need: &BTreeSet<(u32, Turn)>| by_need.first().and_then(|(_, turn)| self.line.get(*turn));
-        let candidates = [
-            first(Class::Growing).map(|(_, id)| id),
-            least(&self.growing),
-            self.line.barring(),
-            first(Class::Interactive).map(|(_, id)| id),
-            least(&self.new),
-        ];
-        candidates.into_iter().flatten()
+    /// Who could go on if anybody can. Every one that grows: which of them can depends on what each holds, and none may wait
+    /// for those before it. Of new ones who must not be passed again, the first, and the one that wants the fewest frames.
+    pub(super) fn candidates(&self) -> impl Iterator<Item = RequestId> {
+        let growing =
+            self.line.turns.iter().take_while(|(turn, _)| turn.class == Class::Growing).map(|(_, (id, _))| *id);
+        let least = self.new.first().and_then(|(_, turn)| self.line.get(*turn));
+        let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })).map(|(_, id)| id);
+        growing.chain([self.line.barring(), first, least].into_iter().flatten())
     }
 }
 

@@ -11,8 +11,8 @@
 //!    one, are its own.
 //! 3. A request holds either all its frames and pages or none: it is admitted as a unit (see [`admit`]). So two requests
 //!    never wait for each other; what may is [scopes](scope), which hold pins and ask for more.
-//! 4. `awaiting + purses <= free + transit`: every admitted page that has no frame yet has one on its way, and so has every
-//!    scope that declared what it needs. Where a failure breaks
+//! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`: what a scope has set aside is there, and every
+//!    admitted page that has no frame yet, and every frame that is to be set aside, has one on its way. Where a failure breaks
 //!    this, the pump repairs it by choosing another victim.
 //! 5. A dirty page's bytes exist in exactly one place until a write back has been confirmed.
 //! 6. What a guard pins stays where it is.
@@ -364,6 +364,8 @@ pub struct Pager {
     stuck: Stuck,
     /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
     purses: u32,
+    /// Frames on their way to purses.
+    coming: u32,
     /// Frames that purses are owed.
     owed: u32,
     /// Frames kept for requests that can never be refused.
@@ -445,6 +447,7 @@ impl Pager {
             scopes: Slab::new(),
             stuck: Stuck::default(),
             purses: 0,
+            coming: 0,
             owed: 0,
             floor: 0,
             shrinking: Vec::new(),
@@ -720,13 +723,21 @@ impl Pager {
         }
         self.raise_victims(fx);
         invariant!(self.moved.is_empty() && self.nearly.is_empty(), "somebody who may go on was not tried");
-        invariant!(self.gate.is_closed() != self.frame_line.line.is_empty(), "the gate does not say who waits for frames");
-        invariant!(self.frames.free_count() == 0 || self.awaiting.is_empty(), "a page awaits a frame that is free");
+        invariant!(
+            self.gate.is_closed() != self.frame_line.line.is_empty(),
+            "the gate does not say who waits for frames"
+        );
+        invariant!(
+            self.frames.free_count() <= self.purses || self.awaiting.is_empty(),
+            "a page awaits a frame that is free"
+        );
+        invariant!(self.purses <= self.frames.free_count(), "what was set aside is not there");
+        invariant!(self.frames.free_count() <= self.purses || self.coming == 0, "a purse awaits a frame that is free");
     }
 
     /// Invariant 4.
     fn keeps_promises(&self) -> bool {
-        self.awaiting.len() as u32 + self.purses <= self.frames.free_count() + self.transit
+        self.awaiting.len() as u32 + self.purses + self.coming <= self.frames.free_count() + self.transit
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -119,23 +119,34 @@ impl Pager {
         }
     }
 
+    /// A free frame that is not set aside.
+    fn take_frame(&mut self) -> Option<FrameId> {
+        if self.frames.free_count() > self.purses { self.frames.take() } else { None }
+    }
+
     /// Gives frames to admitted pages that wait for one.
     pub(super) fn serve_awaiting(&mut self, fx: &mut Effects) {
         while let Some(page) = self.awaiting.front().copied() {
-            let Some(frame) = self.frames.take() else { break };
+            let Some(frame) = self.take_frame() else { break };
             self.awaiting.pop_front();
             self.start_fill(page, frame, fx);
+        }
+        while let Some(request) = self.take_aside() {
+            self.reserved(request, fx);
         }
         // Invariant 4, after a rescue or a failed write back.
         while !self.closing && !self.keeps_promises() {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
             }
-            if let (Some(page), true) = (self.awaiting.front().copied(), self.frames.free_count() > 0)
-                && let Some(frame) = self.frames.take()
+            if let Some(page) = self.awaiting.front().copied()
+                && let Some(frame) = self.take_frame()
             {
                 self.awaiting.pop_front();
                 self.start_fill(page, frame, fx);
+            }
+            while let Some(request) = self.take_aside() {
+                self.reserved(request, fx);
             }
         }
     }
@@ -241,7 +252,7 @@ impl Pager {
         let (waiters, wanted) = (waiter.into_iter().collect(), waiter.is_some());
         let fill = Fill { waiters, priority, moving: None, taken: None, locked, wanted, lent: false, failed: None };
         self.filling.insert(page, fill);
-        match self.frames.take() {
+        match self.take_frame() {
             Some(frame) => self.start_fill(page, frame, fx),
             None => self.enqueue_awaiting(page, priority),
         }
@@ -474,6 +485,7 @@ impl Pager {
         let entry = self.entry(page);
         let evict = entry.evict_after();
         entry.set_evict_after(false);
+        self.reopen(page);
         self.changed(page);
         let clean = self.word(page).write_back_ok();
         if !self.took(page, clean, fx) || !evict {
@@ -530,6 +542,7 @@ impl Pager {
         let give_up = entry.urgent_failures >= URGENT_ATTEMPTS || entry.failures >= ATTEMPTS;
         let evict = entry.evict_after();
         entry.set_evict_after(false);
+        self.reopen(page);
         if evict {
             self.transit -= 1;
         }

@@ -64,7 +64,7 @@ impl Pager {
             }
             taken = match word.begin_evict() {
                 BeginEvict::Won => Some((page, Taken::Clean)),
-                BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Some((page, Taken::Dirty)),
+                BeginEvict::Dirty if word.begin_last_write_back() == Claim::Won => Some((page, Taken::Dirty)),
                 _ => None,
             };
             if taken.is_some() { Take::Yes } else { Take::Skip }
@@ -87,7 +87,7 @@ impl Pager {
         let word = self.word(page);
         let taken = match word.begin_evict() {
             BeginEvict::Won => Taken::Clean,
-            BeginEvict::Dirty if word.begin_write_back() == Claim::Won => Taken::Dirty,
+            BeginEvict::Dirty if word.begin_last_write_back() == Claim::Won => Taken::Dirty,
             _ => return false,
         };
         self.take_down(page, taken, Want::Room, fx);
@@ -186,7 +186,8 @@ impl Pager {
     pub(super) fn keep_reserve(&mut self, fx: &mut Effects) {
         self.clean_host(fx);
         let reserve = (self.frames.active() / 8).min(8);
-        while self.frames.free_count() + self.transit < self.awaiting.len() as u32 + self.purses + reserve {
+        while self.frames.free_count() + self.transit < self.awaiting.len() as u32 + self.purses + self.coming + reserve
+        {
             if self.writable == 0 || !self.reclaim(Want::Reserve, fx) {
                 break;
             }
@@ -245,7 +246,9 @@ impl Pager {
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         let mut given = 0;
         while given < count && !self.closing {
-            if self.frames.free_count() <= self.awaiting.len() as u32 + self.purses + self.floor && !self.reclaim(Want::Memory, fx) {
+            if self.frames.free_count() <= self.awaiting.len() as u32 + self.purses + self.coming + self.floor
+                && !self.reclaim(Want::Memory, fx)
+            {
                 break;
             }
             let Some(frame) = self.frames.discard() else { break };

@@ -121,8 +121,12 @@ pub(super) struct Scope {
     at_most: Option<u32>,
     /// Frames set aside for it and not spent.
     pub(super) purse: u32,
-    /// Frames it has spent whose pins have ended: the next ones that come free fill its purse.
+    /// Frames on their way to its purse.
+    pub(super) coming: u32,
+    /// Frames it has spent whose pins have ended, and that are not on their way.
     pub(super) owed: u32,
+    /// The request that waits until all that it declared is set aside.
+    pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
     waiting: Vec<RequestId>,
     /// What it held when it began to wait, as far as it is counted among what stuck scopes hold.
@@ -169,8 +173,10 @@ impl Pager {
     pub fn open_scope(&mut self, terms: ScopeTerms, holdings: Arc<Holdings>) -> ScopeId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let ScopeTerms { label, priority, at_most } = terms;
-        let (purse, owed, waiting, counted, serial) = (0, 0, Vec::new(), Vec::new(), self.next_serial);
-        let scope = Scope { label, priority, at_most, purse, owed, holdings, waiting, counted, serial };
+        let (purse, coming, owed, reserving) = (0, 0, 0, None);
+        let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
+        let scope =
+            Scope { label, priority, at_most, purse, coming, owed, reserving, holdings, waiting, counted, serial };
         let key = self.scopes.insert(scope);
         ScopeId(key as u64 | u64::from(serial) << 32)
     }
@@ -179,14 +185,51 @@ impl Pager {
     /// outside of scopes, and its requests end with `Closed`.
     pub fn close_scope(&mut self, id: ScopeId, fx: &mut Effects) {
         let Some(key) = self.scope_key(id) else { return };
-        for request in self.scopes[key].waiting.clone() {
+        let reserving = self.scopes[key].reserving;
+        for request in self.scopes[key].waiting.clone().into_iter().chain(reserving) {
             let error = Error::new(ErrorKind::Closed, format!("{} has ended", self.scope_name(Some(id))));
             self.end_queued(request, error, fx);
         }
         let scope = self.scopes.remove(key);
         self.purses -= scope.purse;
+        self.coming -= scope.coming;
         self.owed -= scope.owed;
         self.pump(fx);
+    }
+
+    /// So many frames, free or in transit, are to be this scope's.
+    pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
+        if let Some(scope) = self.scope_mut(id) {
+            scope.coming += frames;
+            scope.reserving = Some(request);
+            self.coming += frames;
+        }
+    }
+
+    /// A request for a purse is given up: nothing is set aside for its scope.
+    pub(super) fn unreserve(&mut self, id: Option<ScopeId>) {
+        let Some(scope) = self.scope_mut(id) else { return };
+        let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
+        scope.reserving = None;
+        self.purses -= purse;
+        self.coming -= coming;
+    }
+
+    /// Puts free frames into the purses they are meant for. Returns the request that has all its frames now, if there is one.
+    pub(super) fn take_aside(&mut self) -> Option<RequestId> {
+        while self.coming > 0 && self.frames.free_count() > self.purses {
+            let (_, scope) = self.scopes.iter_mut().find(|(_, scope)| scope.coming > 0)?;
+            (scope.coming, scope.purse) = (scope.coming - 1, scope.purse + 1);
+            (self.coming, self.purses) = (self.coming - 1, self.purses + 1);
+            // Its own frames may be what it waits for.
+            self.nearly.extend(&scope.waiting);
+            if scope.coming == 0
+                && let Some(request) = scope.reserving.take()
+            {
+                return Some(request);
+            }
+        }
+        None
     }
 
     /// A guard of a scope with a purse has ended, for which it had spent so many frames.
@@ -211,16 +254,15 @@ impl Pager {
                 }
             }
             let Some((_, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
-            scope.owed -= 1;
-            scope.purse += 1;
-            self.owed -= 1;
-            self.purses += 1;
+            (scope.owed, scope.coming) = (scope.owed - 1, scope.coming + 1);
+            (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
+            self.serve_awaiting(fx);
         }
     }
 
-    /// Frames set aside for scopes that declared what they need, and not spent.
+    /// Frames set aside for scopes that declared what they need, or on their way to that, and not spent.
     pub fn set_aside(&self) -> u32 {
-        self.purses
+        self.purses + self.coming
     }
 
     /// Sets so many frames aside for requests that can never be refused.
@@ -243,7 +285,7 @@ impl Pager {
 
     /// Whether a request of this scope grows it.
     pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
-        self.scope(id).is_some_and(|scope| scope.purse + scope.owed > 0 || !scope.holdings.is_empty())
+        self.scope(id).is_some_and(|scope| scope.purse + scope.coming + scope.owed > 0 || !scope.holdings.is_empty())
     }
 
     /// The scope a request was granted to has it.
@@ -280,8 +322,9 @@ impl Pager {
                 size(u64::from(most)),
                 size(asked)
             );
-            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
-                .remedy("open the scope for more, or drop guards first"));
+            return Err(
+                Error::new(ErrorKind::BudgetTooSmall, message).remedy("open the scope for more, or drop guards first")
+            );
         }
         Ok(())
     }
@@ -349,13 +392,14 @@ impl Pager {
         for page in now.iter().flat_map(|run| run.pages()) {
             *self.stuck.pages.entry(page).or_default() += 1;
         }
-        if now.is_empty() && self.scopes[key].purse == 0 {
+        if now.is_empty() && self.scopes[key].purse + self.scopes[key].coming == 0 {
             return false;
         }
         let held = self.stuck.pages.len() as u64;
         let fresh = runs.iter().flat_map(|run| run.pages()).filter(|page| !self.stuck.pages.contains_key(page)).count();
-        let purses = u64::from(self.purses);
-        let crowded = held + (fresh as u64).max(u64::from(need)) + purses > u64::from(self.frames.target - self.floor.min(self.frames.target));
+        let purses = u64::from(self.purses + self.coming);
+        let crowded = held + (fresh as u64).max(u64::from(need)) + purses
+            > u64::from(self.frames.target - self.floor.min(self.frames.target));
         let locked = runs.iter().flat_map(|run| run.pages()).any(|page| {
             let by_others = self.stuck.pages.contains_key(&page);
             by_others && (purpose == Purpose::Write || self.word(page).load().exclusive)
@@ -393,7 +437,7 @@ impl Pager {
                 .iter()
                 .flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive)))
                 .collect();
-            if pages.is_empty() && scope.purse == 0 {
+            if pages.is_empty() && scope.purse + scope.coming == 0 {
                 continue;
             }
             for (page, exclusive) in &pages {
@@ -403,28 +447,33 @@ impl Pager {
             let id = ScopeId(key as u64 | u64::from(scope.serial) << 32);
             nodes.push(Node { id, held: pages.into_iter().collect() });
         }
-        let mut purses: u64 = nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse)).sum();
+        let mut purses: u64 =
+            nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse + s.coming)).sum();
         loop {
             let before = nodes.len();
             nodes.retain(|node| {
                 let Some(scope) = self.scope(Some(node.id)) else { return false };
                 let own: HashSet<PageId> = node.held.iter().map(|(page, _)| *page).collect();
-                let others = |page: &PageId| {
-                    holders.get(page).is_some_and(|(count, _)| *count > u32::from(own.contains(page)))
-                };
+                let others =
+                    |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count > u32::from(own.contains(page)));
                 let goes_on = scope.waiting.iter().all(|request| {
                     let Some((_, runs, purpose, frames)) = self.asks(*request) else { return true };
                     let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
                     let free_of_locks = pages.iter().all(|page| {
-                        !others(page) || purpose != Purpose::Write && !holders.get(page).is_some_and(|(_, locked)| *locked)
+                        !others(page)
+                            || purpose != Purpose::Write && !holders.get(page).is_some_and(|(_, locked)| *locked)
                     });
-                    let missing = pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(frames);
+                    let missing =
+                        pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(frames);
                     let floor = if self.never_refused(*request) { 0 } else { self.floor };
-                    let wanted = holders.len() as u64 + missing + (purses - u64::from(scope.purse)) + u64::from(floor);
+                    let wanted = holders.len() as u64
+                        + missing
+                        + (purses - u64::from(scope.purse + scope.coming))
+                        + u64::from(floor);
                     free_of_locks && wanted <= u64::from(self.frames.target)
                 });
                 if goes_on {
-                    purses -= u64::from(scope.purse);
+                    purses -= u64::from(scope.purse + scope.coming);
                     for (page, _) in &node.held {
                         if let Some((count, _)) = holders.get_mut(page) {
                             *count -= 1;

@@ -9,7 +9,7 @@
 //! | 4 | exclusive | the one pin is a writer's |
 //! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
 //! | 6 | fresh | filled ahead of use and not used yet |
-//! | 7 | closed | a request waits for this page: pins ask under the latch, and every unpin says so |
+//! | 7 | closed | a request waits for this page, or its frame is promised: pins ask under the latch, every unpin says so |
 //! | 8..32 | pins | how many guards forbid eviction |
 //! | 32..64 | generation | how often the page has left this tier |
 //!
@@ -49,6 +49,7 @@
 //! | Clean or Dirty, exclusive | `begin_write` | Dirty, exclusive |
 //! | Clean or Dirty, exclusive | `unlock` | same, pins - 1 |
 //! | Dirty, not exclusive | `begin_write_back` | WritingBack |
+//! | Dirty, pins = 0 | `begin_last_write_back` | WritingBack, closed |
 //! | WritingBack | `write_back_ok` / `write_back_err` | Clean / Dirty |
 //! | Clean, pins = 0 | `begin_evict` | Evicting |
 //! | Evicting | `rescue` | Clean, pins = 1 |
@@ -420,6 +421,15 @@ impl PageWord {
     pub fn evicted(&self) -> Result<(), Illegal> {
         self.edge("evicted", |w| {
             (state_of(w) == State::Evicting).then(|| with_state(w & !WANTED, State::Empty).wrapping_add(GENERATION))
+        })
+    }
+
+    /// Dirty and unpinned to WritingBack, for a victim: its frame is promised, so pins ask under the latch.
+    pub fn begin_last_write_back(&self) -> Claim {
+        self.update(|word| match state_of(word) {
+            State::Dirty if pins_of(word) == 0 => (Some(with_state(word, State::WritingBack) | CLOSED), Claim::Won),
+            State::Dirty => (Some(word | WANTED), Claim::Blocked),
+            _ => (None, Claim::Blocked),
         })
     }
 

@@ -138,10 +138,8 @@ impl Pager {
                 *holder = (holder.0 + 1, holder.1 || word.exclusive);
             }
         }
-        let mut holders: Vec<Holder> = holders
-            .into_iter()
-            .map(|(id, (pages, writes))| Holder { scope: self.named(id), pages, writes })
-            .collect();
+        let mut holders: Vec<Holder> =
+            holders.into_iter().map(|(id, (pages, writes))| Holder { scope: self.named(id), pages, writes }).collect();
         holders.sort_by(|a, b| b.pages.cmp(&a.pages).then_with(|| a.scope.cmp(&b.scope)));
         holders
     }

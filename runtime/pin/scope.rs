@@ -75,7 +75,10 @@ impl ScopeBuilder {
         let Self { shared, label, priority } = self;
         let terms = ScopeTerms { label, priority, at_most };
         shared.engine.at_home()?;
-        let id = shared.engine.with(|pager, _| pager.open_scope(terms, holdings.clone())).ok_or_else(crate::pager::closing)?;
+        let id = shared
+            .engine
+            .with(|pager, _| pager.open_scope(terms, holdings.clone()))
+            .ok_or_else(crate::pager::closing)?;
         Ok(Scope { member: Arc::new(Member { id, holdings, at_most, shared }) })
     }
 

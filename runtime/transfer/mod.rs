@@ -44,7 +44,8 @@ use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_na
 use crate::pager::pin::{self, Pinned, Words};
 use crate::pager::policy::guarded::{Fate, Panicked};
 use crate::pager::{
-    AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms, WaitCause,
+    AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms,
+    WaitCause,
 };
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};

@@ -105,7 +105,14 @@ impl fmt::Display for Waiter {
             f.write_str(", which holds pins,")?;
         }
         let to = if self.writes { "write" } else { "read" };
-        write!(f, " has waited {:.1} s to {to} {} ({}): {}", self.waited.as_secs_f64(), self.wants, self.size, self.obstacle)?;
+        write!(
+            f,
+            " has waited {:.1} s to {to} {} ({}): {}",
+            self.waited.as_secs_f64(),
+            self.wants,
+            self.size,
+            self.obstacle
+        )?;
         for (number, holder) in self.holders.iter().take(NAMED).enumerate() {
             f.write_str(if number == 0 { "; held by " } else { ", " })?;
             match &holder.scope {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use outcore::pager::pin::{self, Pinned};
 use outcore::pager::{
-    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, Pager, PagerConfig, Place, PolicyKind,
-    Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
+    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, Pager, PagerConfig, Place,
+    PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
 };
 use outcore::{
     Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
@@ -56,6 +56,8 @@ pub struct Wish {
     pub frames: u32,
     /// It waits for moves only.
     pub admitted: bool,
+    /// Whether it waited for frames after the last call, and the pages in whose lines it stood.
+    pub stood: (bool, Vec<PageId>),
 }
 
 impl From<bool> for Use {
@@ -98,6 +100,8 @@ pub struct World {
     pub waiting: Vec<Wish>,
     pub guards: Vec<Guard>,
     pub failed: Vec<(RequestId, Error)>,
+    /// Scopes that were told that they would wait for others for ever.
+    pub told: Vec<ScopeId>,
     pub ended: Vec<(RequestId, Result<WaitCause, ErrorKind>)>,
     pub released: Vec<SegmentId>,
     most_in_use: u32,
@@ -155,6 +159,7 @@ impl World {
             waiting: Vec::new(),
             guards: Vec::new(),
             failed: Vec::new(),
+            told: Vec::new(),
             ended: Vec::new(),
             released: Vec::new(),
             most_in_use: 0,
@@ -239,7 +244,12 @@ impl World {
                     }
                     self.acquired(&runs, purpose, scope, after, spent);
                 }
-                Err(error) => self.failed.push((id, error)),
+                Err(error) => {
+                    if error.kind() == ErrorKind::WouldDeadlock {
+                        self.told.extend(scope);
+                    }
+                    self.failed.push((id, error));
+                }
             }
         }
         self.released.extend(fx.released);
@@ -253,6 +263,9 @@ impl World {
                     self.went_first(at, &runs);
                 }
             }
+        }
+        for wish in &mut self.waiting {
+            wish.stood = self.pager.stands(wish.id).unwrap_or_default();
         }
         self.check();
     }
@@ -345,7 +358,10 @@ impl World {
     /// A new request, before which `older` ones waited, was granted: whoever of these waits for the same was passed.
     fn went_first(&mut self, older: usize, runs: &[PageRun]) {
         for wish in &mut self.waiting[..older] {
-            let Some((frames, pages)) = self.pager.stands(wish.id) else { continue };
+            // Who has changed lines in this call was not in the other's way, or not any more.
+            let Some((frames, pages)) = self.pager.stands(wish.id).filter(|stands| *stands == wish.stood) else {
+                continue;
+            };
             let shares = pages.iter().any(|page| runs.iter().any(|run| run.pages().any(|other| other == *page)));
             if let Some(passed) = &mut wish.passed
                 && (frames || shares)
@@ -446,7 +462,8 @@ impl World {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         // Of a scope that holds something, growth: it passes everybody, and may be passed.
         let reserved = |id: &ScopeId| self.reserved.contains(id);
-        let new = self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0) && !scope.as_ref().is_some_and(reserved);
+        let new =
+            self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0) && !scope.as_ref().is_some_and(reserved);
         if lock_free {
             let of = |run: &PageRun| {
                 let first = run.first.get() as usize;
@@ -499,6 +516,7 @@ impl World {
                     passed: new.then_some(0),
                     frames: 0,
                     admitted: false,
+                    stood: Default::default(),
                 });
                 self.settle(fx);
                 Some(Err(id))
@@ -508,7 +526,9 @@ impl World {
                 let lost = |p: &PageId| self.pager.lost_pages().iter().any(|(lost, _)| lost == p);
                 match error.kind() {
                     ErrorKind::Poisoned => assert!(pages.iter().any(lost), "{error}"),
-                    ErrorKind::BudgetTooSmall => assert!(pages.len() as u32 > self.budget || scope.is_some(), "{error}"),
+                    ErrorKind::BudgetTooSmall => {
+                        assert!(pages.len() as u32 > self.budget || scope.is_some(), "{error}")
+                    }
                     // A fill has failed and its page is still lent.
                     ErrorKind::Io => {
                         let void = |page: &PageId| self.guards.iter().any(|guard| guard.void.contains(page));
@@ -545,8 +565,8 @@ impl World {
             Submitted::Ready(_) => Ok(()),
             Submitted::Waiting(request) => {
                 let (runs, purpose, scope) = (Vec::new(), Use::Read, Some(id));
-                let (passed, admitted) = (None, false);
-                self.waiting.push(Wish { id: request, runs, purpose, scope, passed, frames, admitted });
+                let (passed, admitted, stood) = (None, false, Default::default());
+                self.waiting.push(Wish { id: request, runs, purpose, scope, passed, frames, admitted, stood });
                 Err(request)
             }
         };

@@ -315,7 +315,8 @@ mod tests {
             let count = 1 + random.below(3);
             let first = PageIndex(random.below(words.len() as u32 - count));
             let (run, exclusive) = (PageRun { segment: *segment, first, count }, at == 1 && random.below(2) == 0);
-            let submitted = pager.submit(&[run], if exclusive { Purpose::Write } else { Purpose::Read }, &mut fx).unwrap();
+            let submitted =
+                pager.submit(&[run], if exclusive { Purpose::Write } else { Purpose::Read }, &mut fx).unwrap();
             let mut done = matches!(submitted, Submitted::Ready(_));
             loop {
                 pager.check_invariants().unwrap_or_else(|broken| panic!("call {n}, step {step}: {broken}"));
