@@ -1,5 +1,5 @@
 //! What does a pin of resident pages cost? Pin and unpin through the public API, beside the two atomic additions that
-//! any counted pin needs.
+//! any counted pin needs; and how long the longest of them take, beside an empty loop.
 //!
 //! Parameters: `--pins` per round (1000000), `--rounds` (9).
 
@@ -7,37 +7,74 @@
 
 mod support;
 
+use std::future::Future;
 use std::hint::black_box;
+use std::pin::pin;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
 use outcore::{Bytes, DType, PageSize, Runtime, Tensor};
 use serde_json::json;
 use support::{Random, Spread};
 
-fn pins(runtime: &Runtime, tensor: &Tensor, count: u64) {
-    for _ in 0..count {
-        drop(black_box(runtime.pin(black_box(tensor)).wait().unwrap()));
+/// What is pinned, and how.
+#[derive(Clone, Copy)]
+enum Way<'a> {
+    Read(&'a Tensor),
+    Write(&'a Tensor),
+    Async(&'a Tensor),
+    Set(&'a [Tensor]),
+    SetMut(&'a [Tensor]),
+    /// Another tensor each time.
+    Walk(&'a [Tensor]),
+    /// In a scope.
+    Scope(&'a Tensor),
+}
+
+impl Way<'_> {
+    fn pins(self, runtime: &Runtime, count: u64) {
+        let scope = runtime.scope().open().unwrap();
+        for n in 0..count {
+            match self {
+                Self::Read(tensor) => drop(black_box(runtime.pin(black_box(tensor)).wait().unwrap())),
+                Self::Write(tensor) => drop(black_box(runtime.pin_mut(black_box(tensor)).wait().unwrap())),
+                Self::Set(tensors) => drop(black_box(runtime.pin_set(black_box(tensors)).wait().unwrap())),
+                Self::SetMut(tensors) => drop(black_box(runtime.pin_set_mut(black_box(tensors)).wait().unwrap())),
+                Self::Scope(tensor) => drop(black_box(scope.pin(black_box(tensor)).wait().unwrap())),
+                Self::Walk(tensors) => {
+                    let tensor = &tensors[n as usize % tensors.len()];
+                    drop(black_box(runtime.pin(black_box(tensor)).wait().unwrap()));
+                }
+                Self::Async(tensor) => {
+                    let request = pin!(runtime.pin(black_box(tensor)));
+                    let Poll::Ready(guard) = request.poll(&mut Context::from_waker(Waker::noop())) else {
+                        panic!("a resident page was waited for");
+                    };
+                    drop(black_box(guard.unwrap()));
+                }
+            }
+        }
     }
 }
 
 /// Nanoseconds per pin and unpin, of each of the threads.
-fn time(threads: &[&Tensor], runtime: &Runtime, count: u64) -> f64 {
-    if let [tensor] = threads {
+fn time(threads: &[Way<'_>], runtime: &Runtime, count: u64) -> f64 {
+    if let [way] = threads {
         let start = Instant::now();
-        pins(runtime, tensor, count);
+        way.pins(runtime, count);
         return start.elapsed().as_nanos() as f64 / count as f64;
     }
     let barrier = Barrier::new(threads.len());
     let nanos = std::thread::scope(|scope| {
-        let run = |tensor: &&Tensor| {
-            let tensor = (*tensor).clone();
-            let (runtime, barrier) = (&*runtime, &barrier);
+        let run = |way: &Way<'_>| {
+            let (way, runtime, barrier) = (*way, runtime, &barrier);
+            // The thread ends before the tensors do.
             scope.spawn(move || {
                 barrier.wait();
                 let start = Instant::now();
-                pins(runtime, &tensor, count);
+                way.pins(runtime, count);
                 start.elapsed().as_nanos() as f64
             })
         };
@@ -57,26 +94,61 @@ fn atomics(count: u64) -> f64 {
     start.elapsed().as_nanos() as f64 / count as f64
 }
 
+/// How long each of `count` steps takes on two threads: the value that one in 10,000 exceeds, in nanoseconds.
+fn slowest(count: u64, step: impl Fn(usize, u64) + Sync) -> f64 {
+    let barrier = Barrier::new(2);
+    let mut times: Vec<u64> = std::thread::scope(|scope| {
+        let run = |thread| {
+            let (step, barrier) = (&step, &barrier);
+            scope.spawn(move || {
+                let mut times = vec![0u64; count as usize];
+                barrier.wait();
+                for (n, time) in times.iter_mut().enumerate() {
+                    let start = Instant::now();
+                    step(thread, n as u64);
+                    *time = start.elapsed().as_nanos() as u64;
+                }
+                times
+            })
+        };
+        let running: Vec<_> = (0..2).map(run).collect();
+        running.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    let at = times.len() - 1 - times.len() / 10_000;
+    *times.select_nth_unstable(at).1 as f64
+}
+
 fn main() {
     let count: u64 = support::param("pins", "1000000");
     let rounds: usize = support::param("rounds", "9");
     let hardware = support::hardware(&support::dir());
     let page = PageSize::DEFAULT;
     let runtime =
-        Runtime::builder().device_budget(Bytes::mib(64)).scratch_dir(support::dir()).page_size(page).open().unwrap();
-    let one = runtime.alloc(DType::U8, &[page.bytes()]).unwrap();
-    let other = runtime.alloc(DType::U8, &[page.bytes()]).unwrap();
-    let many = runtime.alloc(DType::U8, &[16 * page.bytes()]).unwrap();
-    for tensor in [&one, &other, &many] {
-        drop(runtime.pin(tensor).wait().unwrap());
+        Runtime::builder().device_budget(Bytes::mib(128)).scratch_dir(support::dir()).page_size(page).open().unwrap();
+    let alloc = |pages: u64| runtime.alloc(DType::U8, &[pages * page.bytes()]).unwrap();
+    let (one, other, many) = (alloc(1), alloc(1), alloc(16));
+    let set: Vec<Tensor> = (0..8).map(|_| alloc(1)).collect();
+    for tensor in [&one, &other, &many].into_iter().chain(&set) {
+        drop(runtime.pin_mut(tensor).wait().unwrap());
     }
-    let cases: [(&str, Vec<&Tensor>, u64); 4] = [
-        ("1 page", vec![&one], count),
-        ("16 pages", vec![&many], count / 8),
-        ("1 page, 2 threads, one each", vec![&one, &other], count / 2),
-        ("1 page, 2 threads, the same", vec![&one, &one], count / 2),
+    let before = runtime.stats().pager.latched_hits;
+    let cases: [(&str, Vec<Way<'_>>, u64); 13] = [
+        ("1 page", vec![Way::Read(&one)], count),
+        ("1 page, async", vec![Way::Async(&one)], count),
+        ("1 page, to write", vec![Way::Write(&one)], count),
+        ("1 page, in a scope", vec![Way::Scope(&one)], count),
+        ("1 page, another each time", vec![Way::Walk(&set)], count),
+        ("16 pages", vec![Way::Read(&many)], count / 8),
+        ("a set of 1", vec![Way::Set(&set[..1])], count),
+        ("a set of 2", vec![Way::Set(&set[..2])], count),
+        ("a set of 4", vec![Way::Set(&set[..4])], count / 2),
+        ("a set of 8", vec![Way::Set(&set)], count / 4),
+        ("a set of 2, to write", vec![Way::SetMut(&set[..2])], count),
+        ("1 page, 2 threads, one each", vec![Way::Read(&one), Way::Read(&other)], count / 2),
+        ("1 page, 2 threads, the same", vec![Way::Read(&one), Way::Read(&one)], count / 2),
     ];
     let mut measured = vec![Vec::new(); cases.len() + 1];
+    let (mut tails, mut empty) = (Vec::new(), Vec::new());
     let mut random = Random::new(1);
     for _ in 0..rounds {
         let mut order: Vec<usize> = (0..=cases.len()).collect();
@@ -87,7 +159,14 @@ fn main() {
                 None => atomics(count),
             });
         }
+        let pins = |thread: usize, n: u64| {
+            let tensor = &set[4 * thread + n as usize % 4];
+            drop(black_box(runtime.pin(tensor).wait().unwrap()));
+        };
+        tails.push(slowest(count, pins));
+        empty.push(slowest(count, |_, n| drop(black_box(n))));
     }
+    let latched = runtime.stats().pager.latched_hits - before;
     println!("pin and unpin of resident pages, ns: median [least - most] of {rounds} rounds; {hardware}");
     let names: Vec<&str> = cases.iter().map(|(name, ..)| *name).chain(["two atomic additions"]).collect();
     let mut results = serde_json::Map::new();
@@ -96,7 +175,15 @@ fn main() {
         println!("  {name:28} {spread:.1}");
         results.insert((*name).to_owned(), spread.json());
     }
-    drop((one, other, many));
+    let (tail, bare) = (Spread::of(&tails), Spread::of(&empty));
+    println!("  1 in 10,000 takes longer than, 2 threads: {tail:.0}; of an empty loop: {bare:.0}");
+    println!("  pins of resident pages that took the latch: {latched}");
+    drop(cases);
+    drop((one, other, many, set));
     runtime.close().unwrap();
-    support::json_line("pin", &hardware, json!({ "nanoseconds": results, "goal_ns": 60 }));
+    let tails = json!({ "pin": tail.json(), "empty": bare.json() });
+    let goals = json!({ "page": 40, "async": 60, "write": 60, "further_tensor": 25, "slowest_less_empty": 2000 });
+    let measured =
+        json!({ "nanoseconds": results, "slowest_1_in_10000": tails, "latched": latched, "goals_ns": goals });
+    support::json_line("pin", &hardware, measured);
 }

@@ -13,7 +13,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
 
 use common::synthetic;
 use control::{Fake, Launch, Reach};

@@ -171,6 +171,11 @@ impl AccessLog {
     /// A ring for one more thread. It goes when the recorder has gone and its uses have been told.
     pub fn recorder(&self) -> Recorder {
         let mut readers = self.readers.lock();
+        // What a thread that has ended recorded was told, or is told with the next drain.
+        readers.retain(|reader| {
+            let told = reader.uses == reader.ring.uses.load(Ordering::Acquire);
+            Arc::strong_count(&reader.ring) > 1 || !told
+        });
         let used = readers.iter().fold(0u64, |used, reader| used | reader.ring.bit);
         // Beyond 64 threads some share a bit.
         let bit = 1u64 << (!used).trailing_zeros().min(63);

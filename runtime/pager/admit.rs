@@ -165,6 +165,12 @@ impl Pager {
         Some(request.passed + since)
     }
 
+    /// Whether a request is growth by now.
+    #[doc(hidden)]
+    pub fn is_growth(&self, id: RequestId) -> bool {
+        self.request_key(id).is_some_and(|key| self.requests[key].turn.class == Class::Growing)
+    }
+
     /// Whether a request waits for frames, and the pages in whose lines it stands.
     #[doc(hidden)]
     pub fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
@@ -194,6 +200,9 @@ impl Pager {
         for run in &runs {
             self.segments[run.segment.index()].requests += 1;
         }
+        if let Some(scope) = self.scope_mut(terms.scope) {
+            scope.asked += pages_of(&runs) as u32;
+        }
         let key = self.requests.insert(Request {
             runs,
             terms,
@@ -218,6 +227,9 @@ impl Pager {
             if let Some(table) = self.segments.get_mut(run.segment.index()) {
                 table.requests -= 1;
             }
+        }
+        if let Some(scope) = self.scope_mut(request.terms.scope) {
+            scope.asked -= pages_of(&request.runs) as u32;
         }
         self.ends_waiting(request.terms.scope, id);
         request
@@ -293,8 +305,8 @@ impl Pager {
         {
             let scope = self.requests[key].terms.scope;
             self.begins_to_wait(scope, id);
-            if scope.is_some() {
-                self.break_deadlocks(id, fx);
+            if scope.is_some() && self.break_deadlocks(id, fx) {
+                self.pump(fx);
             }
         }
         // Ready at once: the result is given here rather than as an effect.
@@ -599,7 +611,12 @@ impl Pager {
                 tried.push(id);
             }
         }
-        tried.into_iter().any(|id| !matches!(self.attempt(id, fx), Some(Blocked::Frames(_))))
+        tried.into_iter().any(|id| {
+            let stood = self.request_stand(id).and_then(|(_, frames, _)| frames);
+            let blocked = self.attempt(id, fx);
+            // One that turned out to want another number hid others.
+            !matches!(blocked, Some(Blocked::Frames(need)) if Some(need) == stood)
+        })
     }
 
     /// Admits a request, or has it stand in the line of what is in its way, which is returned.
@@ -700,7 +717,8 @@ impl Pager {
             return None;
         }
         if takes_frames && self.frame_line.line.bars(turn) {
-            return Some(Blocked::Frames(0));
+            let missing = pages.iter().filter(|page| self.word(**page).load().state == State::Empty).count();
+            return Some(Blocked::Frames(missing as u32));
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
@@ -846,6 +864,27 @@ impl Pager {
         }
     }
 
+    /// The scope of a request that waits holds pins now.
+    pub(super) fn make_growing(&mut self, id: RequestId) {
+        let Some(key) = self.request_key(id) else { return };
+        if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
+            return;
+        }
+        let stood = self.requests[key].stand.clone();
+        self.step_out(id, key);
+        self.requests[key].turn.class = Class::Growing;
+        match stood {
+            Stand::Nowhere => {}
+            Stand::Frames { need, .. } => self.stand(id, key, Blocked::Frames(need)),
+            Stand::Pages(pages) => {
+                if let Some((page, _)) = pages.first() {
+                    self.stand(id, key, Blocked::Page(*page));
+                }
+            }
+        }
+        self.nearly.push(id);
+    }
+
     /// A victim that is being written back is wanted by an admission: it stays, unless its frame is promised. Were it
     /// left in transit, the admission could count on a frame that its own pin holds.
     fn spare(&mut self, page: PageId) -> bool {
@@ -891,6 +930,7 @@ impl Pager {
             let Some(key) = self.request_key(*id) else { continue };
             let late_page = |page: &PageId| late.iter().any(|(late, _)| late == page);
             let waits = match (&self.requests[key].stage, &self.requests[key].stand) {
+                (Stage::Filling, _) if self.requests[key].frames > 0 => frames,
                 (Stage::Filling, _) => self.requests[key].pages().any(|page| {
                     self.filling.get(&page).is_some_and(|fill| late_page(&page) || fill.moving.is_none() && frames)
                 }),
@@ -919,7 +959,7 @@ impl Pager {
                 let error = too_large(total, most, self.config.page_bytes);
                 self.end_queued(id, error, fx);
             } else if terms.scope.is_some() {
-                self.break_deadlocks(id, fx);
+                let _ = self.break_deadlocks(id, fx);
             }
         }
     }

@@ -63,7 +63,8 @@ use slab::Slab;
 
 use crate::error::{Error, ErrorKind};
 use crate::ids::{
-    FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, SegmentClass, SegmentId, StagingId, Tier,
+    FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId, StagingId,
+    Tier,
 };
 
 pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
@@ -362,6 +363,8 @@ pub struct Pager {
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
     stuck: Stuck,
+    /// Scopes that have got more while they waited.
+    grown: Vec<ScopeId>,
     /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
     purses: u32,
     /// Frames on their way to purses.
@@ -446,6 +449,7 @@ impl Pager {
             gate: Arc::new(Gate::default()),
             scopes: Slab::new(),
             stuck: Stuck::default(),
+            grown: Vec::new(),
             purses: 0,
             coming: 0,
             owed: 0,
@@ -681,6 +685,9 @@ impl Pager {
         self.closing = true;
         self.hints.clear();
         self.end_all_queued(error, fx);
+        for request in self.scopes.iter().filter_map(|(_, scope)| scope.reserving).collect::<Vec<_>>() {
+            self.end_queued(request, error.clone(), fx);
+        }
         // A fill without a frame may never get one: guards that outlive the closing may hold them all.
         let frameless = std::mem::take(&mut self.awaiting);
         for page in frameless.iter().copied() {
@@ -717,7 +724,8 @@ impl Pager {
         }
         // An admission that failed may have made frames free for nothing; what was taken down may be what somebody waits for.
         self.serve_awaiting(fx);
-        while !(self.moved.is_empty() && self.nearly.is_empty()) {
+        while !(self.moved.is_empty() && self.nearly.is_empty() && self.grown.is_empty()) {
+            self.look_at_grown(fx);
             self.serve_lines(fx);
             self.serve_awaiting(fx);
         }

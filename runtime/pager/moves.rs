@@ -196,7 +196,7 @@ impl Pager {
         let wanted = if self.frame_line.line.is_empty() && self.page_lines.is_empty() && self.shrinking.is_empty() {
             let urgent =
                 |page: &&PageId| self.filling.get(page).is_some_and(|fill| fill.priority <= Priority::WriteBack);
-            self.awaiting.iter().take_while(urgent).count()
+            self.awaiting.iter().take_while(urgent).count() + (self.coming + self.owed) as usize
         } else {
             usize::MAX
         };
@@ -485,14 +485,17 @@ impl Pager {
         let entry = self.entry(page);
         let evict = entry.evict_after();
         entry.set_evict_after(false);
-        self.reopen(page);
         self.changed(page);
         let clean = self.word(page).write_back_ok();
         if !self.took(page, clean, fx) || !evict {
+            self.reopen(page);
             return;
         }
         self.transit -= 1;
-        if self.word(page).begin_evict() == BeginEvict::Won {
+        let begun = self.word(page).begin_evict();
+        // Not before: its frame is promised, and whoever pinned it now would keep it.
+        self.reopen(page);
+        if begun == BeginEvict::Won {
             let evicted = self.word(page).evicted();
             if self.took(page, evicted, fx) {
                 self.vacate(page, frame, fx);

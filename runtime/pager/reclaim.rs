@@ -64,7 +64,10 @@ impl Pager {
             }
             taken = match word.begin_evict() {
                 BeginEvict::Won => Some((page, Taken::Clean)),
-                BeginEvict::Dirty if word.begin_last_write_back() == Claim::Won => Some((page, Taken::Dirty)),
+                // Newer bytes are not written beside older ones: a writer may have come since the word was looked at above.
+                BeginEvict::Dirty if !entry.host_busy() && word.begin_last_write_back() == Claim::Won => {
+                    Some((page, Taken::Dirty))
+                }
                 _ => None,
             };
             if taken.is_some() { Take::Yes } else { Take::Skip }
@@ -84,10 +87,11 @@ impl Pager {
         if self.entry(page).held_back(state) || self.is_put_off(page) {
             return false;
         }
+        let busy = self.entry(page).host_busy();
         let word = self.word(page);
         let taken = match word.begin_evict() {
             BeginEvict::Won => Taken::Clean,
-            BeginEvict::Dirty if word.begin_last_write_back() == Claim::Won => Taken::Dirty,
+            BeginEvict::Dirty if !busy && word.begin_last_write_back() == Claim::Won => Taken::Dirty,
             _ => return false,
         };
         self.take_down(page, taken, Want::Room, fx);

@@ -121,6 +121,8 @@ pub(super) struct Scope {
     at_most: Option<u32>,
     /// Frames set aside for it and not spent.
     pub(super) purse: u32,
+    /// Pages of its requests under way.
+    pub(super) asked: u32,
     /// Frames on their way to its purse.
     pub(super) coming: u32,
     /// Frames it has spent whose pins have ended, and that are not on their way.
@@ -173,10 +175,22 @@ impl Pager {
     pub fn open_scope(&mut self, terms: ScopeTerms, holdings: Arc<Holdings>) -> ScopeId {
         self.next_serial = self.next_serial.wrapping_add(1);
         let ScopeTerms { label, priority, at_most } = terms;
-        let (purse, coming, owed, reserving) = (0, 0, 0, None);
+        let (purse, asked, coming, owed, reserving) = (0, 0, 0, 0, None);
         let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
-        let scope =
-            Scope { label, priority, at_most, purse, coming, owed, reserving, holdings, waiting, counted, serial };
+        let scope = Scope {
+            label,
+            priority,
+            at_most,
+            purse,
+            asked,
+            coming,
+            owed,
+            reserving,
+            holdings,
+            waiting,
+            counted,
+            serial,
+        };
         let key = self.scopes.insert(scope);
         ScopeId(key as u64 | u64::from(serial) << 32)
     }
@@ -255,7 +269,14 @@ impl Pager {
             }
             let Some((_, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
             (scope.owed, scope.coming) = (scope.owed - 1, scope.coming + 1);
+            // Others have one frame fewer to hope for.
+            let short = scope.waiting.last().copied();
             (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
+            if let Some((scope, ..)) = short.and_then(|request| self.asks(request))
+                && let Some(id) = scope
+            {
+                self.look_again(id);
+            }
             self.serve_awaiting(fx);
         }
     }
@@ -289,10 +310,31 @@ impl Pager {
     }
 
     /// The scope a request was granted to has it.
-    pub(super) fn acquired(&self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool) {
-        if let Some(scope) = self.scope(id) {
-            // The pager looks again below, where somebody of the scope waits.
-            let _ = scope.holdings.add(runs, exclusive);
+    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool) {
+        let Some(scope) = self.scope(id) else { return };
+        if scope.holdings.add(runs, exclusive)
+            && let Some(id) = id
+        {
+            self.look_again(id);
+        }
+    }
+
+    /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
+    fn look_again(&mut self, id: ScopeId) {
+        if !self.grown.contains(&id) {
+            self.grown.push(id);
+        }
+        for request in self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default() {
+            self.make_growing(request);
+        }
+    }
+
+    /// Looks for circles that scopes have closed by getting more while they waited.
+    pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
+        for id in std::mem::take(&mut self.grown) {
+            for request in self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default() {
+                self.break_deadlocks(request, fx);
+            }
         }
     }
 
@@ -313,7 +355,7 @@ impl Pager {
             return Err(Error::new(ErrorKind::WouldDeadlock, message)
                 .remedy("drop that guard first, or pin for writing from the start"));
         }
-        let (asked, held) = (pages_of(runs), scope.holdings.pages());
+        let (asked, held) = (pages_of(runs), scope.holdings.pages() + scope.asked);
         if let Some(most) = scope.at_most.filter(|most| u64::from(held) + asked > u64::from(*most)) {
             let size = |pages: u64| Bytes::new(pages * self.config.page_bytes);
             let message = format!(
@@ -373,11 +415,8 @@ impl Pager {
 
     /// A scope that waits has got more pins without the latch.
     pub fn holds_more(&mut self, id: ScopeId, fx: &mut Effects) {
-        if let Some(scope) = self.scope(Some(id))
-            && let Some(request) = scope.waiting.last().copied()
-        {
-            self.break_deadlocks(request, fx);
-        }
+        self.look_again(id);
+        self.pump(fx);
     }
 
     /// Whether `request`, which has to wait, might close a circle: cheap, and never wrong in saying no.
@@ -408,14 +447,17 @@ impl Pager {
     }
 
     /// Ends one of the requests that wait for each other for ever, and again until there are none.
-    pub(super) fn break_deadlocks(&mut self, request: RequestId, fx: &mut Effects) {
-        if !self.might_deadlock(request) {
-            return;
+    /// Whether there was one.
+    pub(super) fn break_deadlocks(&mut self, request: RequestId, fx: &mut Effects) -> bool {
+        let mut any = false;
+        if self.might_deadlock(request) {
+            while let Some((victim, error)) = self.find_deadlock() {
+                self.stats.deadlocks += 1;
+                self.end_queued(victim, error, fx);
+                any = true;
+            }
         }
-        while let Some((victim, error)) = self.find_deadlock() {
-            self.stats.deadlocks += 1;
-            self.end_queued(victim, error, fx);
-        }
+        any
     }
 
     /// Who waits for each other, and which request is to end.

@@ -268,8 +268,18 @@ impl PageWord {
     }
 
     /// Pins a resident page for a request that the pager has let past those that wait for it.
+    /// A writer that is in the way will say when it has gone.
     pub fn try_pin_latched(&self) -> TryPin {
-        self.pin_unless(EXCLUSIVE)
+        self.update(|word| {
+            if resident(state_of(word)) && word & EXCLUSIVE != 0 {
+                return (Some(word | WANTED), TryPin::Busy);
+            }
+            if !resident(state_of(word)) || pins_of(word) >= PINS_MAX {
+                return (None, TryPin::Busy);
+            }
+            let outcome = if word & FRESH == 0 { TryPin::Hit } else { TryPin::FirstUse };
+            (Some((word & !FRESH) + PIN), outcome)
+        })
     }
 
     #[inline]
@@ -525,19 +535,46 @@ mod tests {
 
     #[test]
     fn a_writer_needs_the_page_to_itself() {
-        let word = filled(2);
+        let word = filled(1);
         assert_eq!(word.lock(), Claim::Blocked);
+        assert_eq!(word.try_write(), TryWrite::Busy);
         assert_eq!(word.unpin(), Unpin::Wanted);
         assert_eq!(word.lock(), Claim::Won);
         assert_eq!(word.try_pin(), TryPin::Busy);
+        assert_eq!(word.begin_evict(), BeginEvict::Pinned);
+        word.begin_write().unwrap();
         assert_eq!(word.begin_write_back(), Claim::Blocked);
         assert_eq!(word.unlock(), Unpin::Wanted);
         assert_eq!(word.begin_evict(), BeginEvict::Dirty);
         assert_eq!(word.begin_write_back(), Claim::Won);
+        assert_eq!(word.try_write(), TryWrite::Busy);
         assert_eq!(word.try_pin(), TryPin::Hit);
         assert_eq!(word.lock(), Claim::Blocked);
         word.write_back_ok().unwrap();
-        assert_eq!(word.lock(), Claim::Won);
+        assert_eq!(word.unpin(), Unpin::Wanted);
+        assert_eq!(word.try_write(), TryWrite::Won { clean: true, first_use: false });
+        assert_eq!(word.undo_write(true), Unpin::Done);
+        assert_eq!((word.load().state, word.load().pins), (State::Clean, 0));
+        word.hold();
+        assert_eq!(word.try_write(), TryWrite::Busy);
+        word.release();
+        word.close();
+        assert_eq!((word.try_write(), word.try_pin()), (TryWrite::Busy, TryPin::Busy));
+        assert_eq!(word.try_pin_latched(), TryPin::Hit);
+        assert_eq!(word.unpin(), Unpin::Wanted);
+    }
+
+    #[test]
+    fn a_victim_that_is_written_back_is_closed() {
+        let word = filled(0);
+        assert_eq!(word.try_write(), TryWrite::Won { clean: true, first_use: true });
+        assert_eq!(word.begin_last_write_back(), Claim::Blocked);
+        assert_eq!(word.unlock(), Unpin::Wanted);
+        assert_eq!(word.begin_last_write_back(), Claim::Won);
+        assert_eq!(word.try_pin(), TryPin::Busy);
+        word.write_back_ok().unwrap();
+        word.reopen();
+        assert_eq!(word.try_pin(), TryPin::Hit);
     }
 
     #[test]
@@ -659,7 +696,7 @@ mod loom_tests {
     #[test]
     fn loom_lock_against_pin() {
         loom::model(|| {
-            let word = filled(1);
+            let word = filled(0);
             let other = word.clone();
             let reader = thread::spawn(move || match other.try_pin() {
                 TryPin::Busy => None,
@@ -895,14 +932,15 @@ mod loom_tests {
                 let page = Arc::new(Page::default());
                 page.word.begin_fill().unwrap();
                 page.frame.write(7);
-                // The writer's pin, and a reader's.
-                page.word.fill_ok(2, true).unwrap();
+                // A reader's pin.
+                page.word.fill_ok(1, true).unwrap();
                 assert_eq!(page.word.begin_write_back(), Claim::Won);
                 if closed {
-                    page.word.close_to_readers();
+                    page.word.close();
                 }
                 let write = |page: &Page| {
-                    page.word.open_to_readers();
+                    page.word.reopen();
+                    page.word.begin_write().unwrap();
                     page.frame.write(8);
                     assert_ne!(page.word.begin_write_back(), Claim::Won, "written back while it is written");
                     let _ = page.word.unlock();
@@ -949,13 +987,54 @@ mod loom_tests {
         }
     }
 
+    /// Two writers without the latch, and an evictor: one at a time has the frame, and what is written stays.
+    #[test]
+    fn loom_writers_against_eviction() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            page.word.begin_fill().unwrap();
+            page.frame.write(7);
+            page.word.fill_ok(0, false).unwrap();
+            let writer = |page: &Page| match page.word.try_write() {
+                TryWrite::Won { .. } => {
+                    page.frame.write(8);
+                    let _ = page.word.unlock();
+                    true
+                }
+                TryWrite::Busy => false,
+            };
+            let other = {
+                let page = page.clone();
+                thread::spawn(move || writer(&page))
+            };
+            let undone = match page.word.try_write() {
+                TryWrite::Won { clean, .. } => {
+                    let _ = page.word.undo_write(clean);
+                    true
+                }
+                TryWrite::Busy => false,
+            };
+            let evict = page.word.begin_evict();
+            let wrote = other.join().unwrap();
+            match evict {
+                BeginEvict::Won => assert!(!wrote && page.frame.read() == 7),
+                BeginEvict::Dirty => assert!(wrote),
+                _ => {}
+            }
+            assert!(wrote || undone || evict == BeginEvict::Won);
+            if wrote {
+                assert_eq!((page.word.load().state, page.frame.read()), (State::Dirty, 8));
+            }
+        });
+    }
+
     /// Once a page is closed to readers, its writer gets it when those that are there have left.
     #[test]
     fn loom_closed_to_readers() {
         loom::model(|| {
             let page = Arc::new(Page::default());
             page.word.begin_fill().unwrap();
-            page.word.fill_ok(2, false).unwrap();
+            page.word.fill_ok(1, false).unwrap();
             *page.writer_waits.lock().unwrap() = true;
             let leaving = {
                 let page = page.clone();
@@ -978,7 +1057,9 @@ mod loom_tests {
             {
                 let mut waits = page.writer_waits.lock().unwrap();
                 if !page.advance_writer(&mut waits) && *waits {
-                    page.word.close_to_readers();
+                    page.word.close();
+                    // Whoever has left meanwhile did not see it closed.
+                    page.advance_writer(&mut waits);
                 }
             }
             leaving.join().unwrap();

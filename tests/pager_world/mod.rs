@@ -258,7 +258,7 @@ impl World {
             let (id, passed, admitted) = (*id, *passed, *admitted);
             if !admitted && self.pager.stands(id).is_some_and(|(frames, pages)| !frames && pages.is_empty()) {
                 self.waiting[at].admitted = true;
-                if passed.is_some() {
+                if passed.is_some() && !self.pager.is_growth(id) {
                     let runs = self.waiting[at].runs.clone();
                     self.went_first(at, &runs);
                 }
@@ -266,6 +266,10 @@ impl World {
         }
         for wish in &mut self.waiting {
             wish.stood = self.pager.stands(wish.id).unwrap_or_default();
+            if self.pager.is_growth(wish.id) {
+                // Its scope has got something meanwhile.
+                wish.passed = None;
+            }
         }
         self.check();
     }

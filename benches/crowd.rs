@@ -1,0 +1,105 @@
+//! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
+//! the process until everybody was served, with a waker a task.
+//!
+//! Parameters: `--frames` (16), `--most` (100000).
+
+#![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
+
+mod support;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Instant;
+
+use outcore::{Bytes, DType, PageSize, Result, Runtime, Tensor};
+use parking_lot::Mutex;
+use serde_json::json;
+use support::{Random, cpu_seconds};
+
+type Pinning<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
+
+struct Task {
+    number: usize,
+    woken: Arc<Mutex<Vec<usize>>>,
+    thread: Thread,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        self.woken.lock().push(self.number);
+        self.thread.unpark();
+    }
+}
+
+/// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
+fn crowd(runtime: &Runtime, rows: &[Tensor], count: usize, write: bool) -> (f64, f64) {
+    let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
+    let mut random = Random::new(count as u64);
+    let mut tasks: Vec<Option<Pinning<'_>>> = (0..count)
+        .map(|_| {
+            let row = &rows[(random.next() >> 16) as usize % rows.len()];
+            let pinning: Pinning<'_> = if write {
+                Box::pin(async move { runtime.pin_mut(row).await.map(drop) })
+            } else {
+                Box::pin(async move { runtime.pin(row).await.map(drop) })
+            };
+            Some(pinning)
+        })
+        .collect();
+    let thread = thread::current();
+    let task = |number| Waker::from(Arc::new(Task { number, woken: woken.clone(), thread: thread.clone() }));
+    let wakers: Vec<Waker> = (0..count).map(task).collect();
+    // Nobody gets a page before everybody waits.
+    let frames = rows.len() / 4;
+    let holds = runtime.pin_set(&rows[..frames]).wait().unwrap();
+    let mut holds = Some(holds);
+    let (cpu, start) = (cpu_seconds(), Instant::now());
+    let mut next: Vec<usize> = (0..count).collect();
+    let mut left = count;
+    while left > 0 {
+        for number in next.drain(..) {
+            let Some(task) = &mut tasks[number] else { continue };
+            if let Poll::Ready(done) = task.as_mut().poll(&mut Context::from_waker(&wakers[number])) {
+                done.unwrap();
+                tasks[number] = None;
+                left -= 1;
+            }
+        }
+        drop(holds.take());
+        while left > 0 && woken.lock().is_empty() {
+            thread::park();
+        }
+        next = std::mem::take(&mut *woken.lock());
+    }
+    (cpu_seconds() - cpu, start.elapsed().as_secs_f64())
+}
+
+fn main() {
+    let frames: u64 = support::param("frames", "16");
+    let most: usize = support::param("most", "100000");
+    let hardware = support::hardware(&support::dir());
+    let page = PageSize::new(Bytes::kib(64)).unwrap();
+    let budget = Bytes::new(frames * page.bytes());
+    let runtime = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).open().unwrap();
+    let table = runtime.alloc(DType::U8, &[4 * frames, page.bytes()]).unwrap();
+    let rows: Vec<Tensor> = (0..4 * frames).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    println!("tasks that wait for {frames} frames, CPU s (clock s); {hardware}");
+    let mut results = Vec::new();
+    for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
+        for write in [false, true] {
+            let (cpu, clock) = crowd(&runtime, &rows, count, write);
+            println!("  {count:6} {:6} {cpu:.2} ({clock:.2})", if write { "writes" } else { "reads" });
+            results.push(json!({ "tasks": count, "write": write, "cpu_s": cpu, "clock_s": clock }));
+        }
+    }
+    drop((rows, table));
+    runtime.close().unwrap();
+    support::json_line(
+        "crowd",
+        &hardware,
+        json!({ "crowds": results, "goals_cpu_s": { "8000": [0.5, 1.0], "100000": 8 } }),
+    );
+}
