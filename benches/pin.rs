@@ -60,7 +60,7 @@ impl Way<'_> {
 }
 
 /// Nanoseconds per pin and unpin, of each of the threads.
-fn time(threads: &[Way<'_>], runtime: &Runtime, count: u64) -> f64 {
+fn time<'a>(threads: &[Way<'a>], runtime: &Runtime, count: u64) -> f64 {
     if let [way] = threads {
         let start = Instant::now();
         way.pins(runtime, count);
@@ -68,9 +68,8 @@ fn time(threads: &[Way<'_>], runtime: &Runtime, count: u64) -> f64 {
     }
     let barrier = Barrier::new(threads.len());
     let nanos = std::thread::scope(|scope| {
-        let run = |way: &Way<'_>| {
-            let (way, runtime, barrier) = (*way, runtime, &barrier);
-            // The thread ends before the tensors do.
+        let run = |way: Way<'a>| {
+            let barrier = &barrier;
             scope.spawn(move || {
                 barrier.wait();
                 let start = Instant::now();
@@ -78,7 +77,7 @@ fn time(threads: &[Way<'_>], runtime: &Runtime, count: u64) -> f64 {
                 start.elapsed().as_nanos() as f64
             })
         };
-        let running: Vec<_> = threads.iter().map(run).collect();
+        let running: Vec<_> = threads.iter().copied().map(run).collect();
         running.into_iter().map(|thread| thread.join().unwrap()).sum::<f64>()
     });
     nanos / threads.len() as f64 / count as f64
@@ -164,7 +163,9 @@ fn main() {
             drop(black_box(runtime.pin(tensor).wait().unwrap()));
         };
         tails.push(slowest(count, pins));
-        empty.push(slowest(count, |_, n| drop(black_box(n))));
+        empty.push(slowest(count, |_, n| {
+            black_box(n);
+        }));
     }
     let latched = runtime.stats().pager.latched_hits - before;
     println!("pin and unpin of resident pages, ns: median [least - most] of {rounds} rounds; {hardware}");

@@ -364,7 +364,7 @@ fn random_scopes(seed: u64) {
         // Who was told meanwhile lets go.
         for scope in scopes.iter_mut() {
             let Some(id) = *scope else { continue };
-            let told = world.told.iter().any(|told| *told == id);
+            let told = world.told.contains(&id);
             if told && !is_waiting(&world, id) {
                 let end: Vec<usize> =
                     (0..world.guards.len()).rev().filter(|at| world.guards[*at].scope == Some(id)).collect();

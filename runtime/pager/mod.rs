@@ -9,7 +9,7 @@
 //! 1. A frame belongs to at most one page, a page to at most one device frame and one host frame.
 //! 2. Frames in use never exceed the budget; a fill starts only when its frame, and its staging buffer where it needs
 //!    one, are its own.
-//! 3. A request holds either all its frames and pages or none: it is admitted as a unit (see [`admit`]). So two requests
+//! 3. A request holds either all its frames and pages or none: it is admitted as a unit (see `admit`). So two requests
 //!    never wait for each other; what may is [scopes](scope), which hold pins and ask for more.
 //! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`: what a scope has set aside is there, and every
 //!    admitted page that has no frame yet, and every frame that is to be set aside, has one on its way. Where a failure breaks

@@ -7,7 +7,7 @@
 //!
 //! # Deadlocks
 //!
-//! Only growth holds and waits. Whenever growth has to wait, [`Pager::break_deadlocks`] looks at the scopes that hold pins
+//! Only growth holds and waits. Whenever growth has to wait, `break_deadlocks` looks at the scopes that hold pins
 //! or a purse, and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
 //! by locks of pages. Whoever remains waits for each other for ever: one of them gets
 //! [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends.

@@ -1,6 +1,10 @@
 //! Guards of pages on whichever device they are: addresses, and copies.
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
+#![allow(
+    clippy::result_large_err,
+    reason = "who is refused gets the guard back, without an allocation that could fail"
+)]
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -221,7 +221,9 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let Progress::Waiting { ticket, own, .. } = &mut self.progress else { return Err(ended()) };
         let (ticket, own) = (ticket.clone(), own.take());
         may_wait("a pin")?;
-        own.map(OwnRead::run);
+        if let Some(own) = own {
+            own.run();
+        }
         // Without a result the request is dropped, which gives it up.
         ticket.wait(deadline).map(|result| self.finish(result)).transpose()
     }
