@@ -74,7 +74,7 @@ step_doctests() {
 # What touches pages again, with evicted ranges inaccessible, and what a build without CUDA says (device_choice). The pager,
 # the store and the formats touch no pages. All members are
 # named so that what is built of others is what `workspace` built.
-strict_tests=(strict device_suite streaming concurrency failure compute stream_pins model_changed memory soak device_choice panics)
+strict_tests=(strict device_suite streaming concurrency scopes failure compute stream_pins model_changed memory soak device_choice panics)
 build_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-run
 }
