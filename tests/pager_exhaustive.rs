@@ -6,11 +6,13 @@
 //!
 //! | frames | host frames | actors | failures | states | longest way to one |
 //! |---|---|---|---|---|---|
-//! | 1 | 0 | 1 | 0 | 1,105 | 15 |
-//! | 1 | 1, with staging | 1 | 0 | 4,629 | 19 |
-//! | 1 | 0 | 2 | 0 | 37,921 | 49 |
-//! | 1 | 0 | 1 | 1 | 19,697 | 79 |
-//! | 2 | 0 | 1 | 0 | 43,303 | 23 |
+//! | 1 | 0 | 1 | 0 | 1,905 | 16 |
+//! | 1 | 1, with staging | 1 | 0 | 9,385 | 22 |
+//! | 1 | 0 | 2 | 0 | 17,849 | 21 |
+//! | 1 | 0 | 1 | 1 | 32,473 | 83 |
+//! | 2 | 0 | 1 | 0 | 69,353 | 25 |
+//!
+//! A waiting request may be passed twice in them, not sixteen times, and after each sequence nobody was passed more often.
 //!
 //! With three actors, and as many failures as there are moves, it is every sequence of 5 events with one frame and of 4
 //! with two, for `lru` and `plan`, with and without a host tier and staging; for the other policies every sequence of 2. A
@@ -230,19 +232,19 @@ fn every_state(setting: Setting, states: usize) {
 
 #[test]
 fn every_state_of_one_frame_keeps_the_invariants_and_ends() {
-    every_state(lru(1, 0, 1, 0), 1_000);
-    every_state(lru(1, 1, 1, 0), 4_200);
-    every_state(lru(1, 0, 2, 0), 15_900);
+    every_state(lru(1, 0, 1, 0), 1_700);
+    every_state(lru(1, 1, 1, 0), 8_400);
+    every_state(lru(1, 0, 2, 0), 16_000);
 }
 
 #[test]
 fn every_state_of_one_frame_after_a_failure_keeps_the_invariants_and_ends() {
-    every_state(lru(1, 0, 1, 1), 17_500);
+    every_state(lru(1, 0, 1, 1), 29_000);
 }
 
 #[test]
 fn every_state_of_two_frames_keeps_the_invariants_and_ends() {
-    every_state(lru(2, 0, 1, 0), 39_000);
+    every_state(lru(2, 0, 1, 0), 62_000);
 }
 
 #[test]

@@ -547,6 +547,10 @@ impl Pager {
 
     /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer.
     pub(super) fn appeared(&mut self, page: PageId) {
+        // Then new ones go in turn, and scopes that grow are tried each time.
+        if self.frame_line.line.barring().is_some() {
+            return;
+        }
         let Some(waiting) = self.absent.get(&page) else { return };
         for id in waiting.clone() {
             let Some(key) = self.request_key(id) else { continue };

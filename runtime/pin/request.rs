@@ -185,11 +185,13 @@ impl<'a, T: Target> PinRequest<'a, T> {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a
     /// [closure on a stream](crate::ComputeStream::call), which run on threads that the pages may be waiting for.
     #[inline]
-    pub fn wait(self) -> Result<T::Guard> {
-        match self.wait_until(None)? {
-            Some(guard) => Ok(guard),
-            None => Err(ended()),
+    pub fn wait(mut self) -> Result<T::Guard> {
+        if let Progress::Start = self.progress
+            && let Some(guard) = self.start(true)?
+        {
+            return Ok(guard);
         }
+        self.wait_slowly(None)?.ok_or_else(ended)
     }
 
     /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
