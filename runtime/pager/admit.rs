@@ -367,24 +367,25 @@ impl Pager {
     /// Nobody waits for this request any more. What it holds is released; fills under way end as prefetches.
     pub fn cancel(&mut self, id: RequestId, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
-        match self.requests[key].stage {
-            Stage::Queued => self.step_out(id, key),
-            Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
-            Stage::Filling => self.give_up(id),
-        }
+        self.withdraw(id, key);
         self.remove_request(key);
         self.pump(fx);
     }
 
     /// Ends a request with an error, whatever it waits for.
-    pub(super) fn end_queued(&mut self, id: RequestId, error: Error, fx: &mut Effects) {
+    pub(super) fn end(&mut self, id: RequestId, error: Error, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
+        self.withdraw(id, key);
+        self.finish(id, Err(error), fx);
+    }
+
+    /// A request waits for nothing any more, and holds nothing.
+    fn withdraw(&mut self, id: RequestId, key: usize) {
         match self.requests[key].stage {
             Stage::Queued => self.step_out(id, key),
             Stage::Shrinking => self.shrinking.retain(|waiting| *waiting != id),
-            Stage::Filling => self.give_up(id),
+            Stage::Filling => self.give_up(id, key),
         }
-        self.finish(id, Err(error), fx);
     }
 
     /// Nobody can wait for pages of this segment any more: a request that still does was forgotten, not dropped.
@@ -400,7 +401,7 @@ impl Pager {
             .collect();
         for id in forgotten {
             let gone = Error::new(ErrorKind::NotFound, "the tensor of a request that was forgotten is gone");
-            self.end_queued(id, gone, fx);
+            self.end(id, gone, fx);
         }
     }
 
@@ -412,8 +413,7 @@ impl Pager {
     }
 
     /// Releases every pin, lock and wait of an admitted request.
-    fn give_up(&mut self, id: RequestId) {
-        let Some(key) = self.request_key(id) else { return };
+    fn give_up(&mut self, id: RequestId, key: usize) {
         if self.requests[key].frames > 0 {
             let scope = self.requests[key].terms.scope;
             self.unreserve(scope);
@@ -437,15 +437,6 @@ impl Pager {
         }
         let (scope, spent) = (self.requests[key].terms.scope, std::mem::take(&mut self.requests[key].spent));
         self.owe(scope, spent);
-    }
-
-    /// A fill this request waited for has failed.
-    pub(super) fn fail(&mut self, id: RequestId, error: &Error, fx: &mut Effects) {
-        if self.request_key(id).is_none() {
-            return;
-        }
-        self.give_up(id);
-        self.finish(id, Err(error.clone()), fx);
     }
 
     /// A fill this request waited for is done; the request holds its pin. `taken` if it was said to be taken up before.
@@ -589,10 +580,10 @@ impl Pager {
         while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {
             behind = Some(turn);
             let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
-            if beside_readers && (turn.class != Class::Growing || writes) {
-                if turn.class != Class::Growing {
-                    return;
-                }
+            if beside_readers && turn.class != Class::Growing {
+                return;
+            }
+            if beside_readers && writes {
                 continue;
             }
             if self.attempt(id, fx) == Some(Blocked::Page(page)) {
@@ -716,11 +707,11 @@ impl Pager {
     }
 
     /// The line in which somebody must not be passed by a new request for these pages again.
-    fn barred(&self, turn: Turn, pages: &[PageId], takes_frames: bool) -> Option<Blocked> {
+    fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
         if turn.class == Class::Growing {
             return None;
         }
-        if takes_frames && self.frame_line.line.bars(turn) {
+        if self.frame_line.line.bars(turn) {
             let missing = pages.iter().filter(|page| self.word(**page).load().state == State::Empty).count();
             return Some(Blocked::Frames(missing as u32));
         }
@@ -733,7 +724,7 @@ impl Pager {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let Request { terms, turn, frames, .. } = self.requests[key];
         let writes = terms.purpose == Purpose::Write;
-        if let Some(blocked) = self.barred(turn, &pages, true) {
+        if let Some(blocked) = self.barred(turn, &pages) {
             let cause = if matches!(blocked, Blocked::Page(_)) { WaitCause::Guard } else { WaitCause::Frames };
             return Err((blocked, cause));
         }
@@ -751,7 +742,7 @@ impl Pager {
                         // It cannot be tried again while it is lent, and when that ends is not known.
                         let error = fill.failed.clone().unwrap_or_else(closing);
                         self.undo(&pinned, writes);
-                        self.end_queued(id, error, fx);
+                        self.end(id, error, fx);
                         return Ok(());
                     }
                     Some(fill) if fill.locked || writes && (fill.lent || !fill.waiters.is_empty()) => {
@@ -762,7 +753,7 @@ impl Pager {
                 State::Poisoned => {
                     self.undo(&pinned, writes);
                     let error = self.lost_error(page);
-                    self.end_queued(id, error, fx);
+                    self.end(id, error, fx);
                     return Ok(());
                 }
                 State::Evicting if !writes && self.can_rescue() => {
@@ -943,7 +934,7 @@ impl Pager {
                 (Stage::Shrinking, _) => false,
             };
             if waits {
-                self.end_queued(*id, error.clone(), fx);
+                self.end(*id, error.clone(), fx);
             }
         }
         self.pump(fx);
@@ -961,7 +952,7 @@ impl Pager {
             let most = self.frames_for(terms.never_refused);
             if total > u64::from(most) {
                 let error = too_large(total, most, self.config.page_bytes);
-                self.end_queued(id, error, fx);
+                self.end(id, error, fx);
             } else if terms.scope.is_some() {
                 let _ = self.break_deadlocks(id, fx);
             }
@@ -973,7 +964,7 @@ impl Pager {
         let queued: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage != Stage::Filling as u8).map(|(id, ..)| id).collect();
         for id in queued {
-            self.end_queued(id, error.clone(), fx);
+            self.end(id, error.clone(), fx);
         }
     }
 

@@ -559,7 +559,7 @@ impl Pager {
         self.stats.poisoned += 1;
         self.lost.push((page, error.clone()));
         for waiter in self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default() {
-            self.fail(waiter, &error, fx);
+            self.end(waiter, error.clone(), fx);
         }
         self.changed(page);
     }
@@ -686,7 +686,7 @@ impl Pager {
         self.hints.clear();
         self.end_all_queued(error, fx);
         for request in self.scopes.iter().filter_map(|(_, scope)| scope.reserving).collect::<Vec<_>>() {
-            self.end_queued(request, error.clone(), fx);
+            self.end(request, error.clone(), fx);
         }
         // A fill without a frame may never get one: guards that outlive the closing may hold them all.
         let frameless = std::mem::take(&mut self.awaiting);
@@ -700,7 +700,7 @@ impl Pager {
                 self.prefetching = self.prefetching.saturating_sub(1);
             }
             for waiter in fill.waiters {
-                self.fail(waiter, error, fx);
+                self.end(waiter, error.clone(), fx);
             }
         }
         // Such a fill may have been all that a segment nobody refers to waited for.

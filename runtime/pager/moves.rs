@@ -316,7 +316,7 @@ impl Pager {
                 self.unfilled(page, frame, fx);
             }
             for waiter in waiters {
-                self.fail(waiter, &error, fx);
+                self.end(waiter, error.clone(), fx);
             }
             self.changed(page);
             return;
@@ -340,7 +340,7 @@ impl Pager {
             _ => word.fill_ok(pins, dirty),
         };
         if !self.took(page, filled, fx) {
-            waiters.into_iter().for_each(|waiter| self.fail(waiter, &self.lost_error(page), fx));
+            waiters.into_iter().for_each(|waiter| self.end(waiter, self.lost_error(page), fx));
             return;
         }
         self.changed(page);

@@ -150,6 +150,10 @@ pub(super) struct Stuck {
 }
 
 impl Pager {
+    fn scope_id(&self, key: usize) -> ScopeId {
+        ScopeId(key as u64 | u64::from(self.scopes[key].serial) << 32)
+    }
+
     pub(super) fn scope_key(&self, id: ScopeId) -> Option<usize> {
         let key = id.0 as u32 as usize;
         self.scopes.get(key).filter(|scope| u64::from(scope.serial) == id.0 >> 32).map(|_| key)
@@ -165,9 +169,7 @@ impl Pager {
 
     /// What each open scope has pinned.
     pub(super) fn all_holdings(&self) -> impl Iterator<Item = (ScopeId, Vec<(PageRun, bool)>)> {
-        self.scopes
-            .iter()
-            .map(|(key, scope)| (ScopeId(key as u64 | u64::from(scope.serial) << 32), scope.holdings.runs()))
+        self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope.holdings.runs()))
     }
 
     /// Opens a scope whose pins are kept in `holdings`. One that says how much it needs has to ask for it before it pins:
@@ -192,7 +194,7 @@ impl Pager {
             serial,
         };
         let key = self.scopes.insert(scope);
-        ScopeId(key as u64 | u64::from(serial) << 32)
+        self.scope_id(key)
     }
 
     /// A scope ends: what was set aside for it is anybody's. Its pins may outlive it; they are then nobody's, like those
@@ -202,7 +204,7 @@ impl Pager {
         let reserving = self.scopes[key].reserving;
         for request in self.scopes[key].waiting.clone().into_iter().chain(reserving) {
             let error = Error::new(ErrorKind::Closed, format!("{} has ended", self.scope_name(Some(id))));
-            self.end_queued(request, error, fx);
+            self.end(request, error, fx);
         }
         let scope = self.scopes.remove(key);
         self.purses -= scope.purse;
@@ -267,16 +269,11 @@ impl Pager {
                     return;
                 }
             }
-            let Some((_, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
+            let Some((key, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
             (scope.owed, scope.coming) = (scope.owed - 1, scope.coming + 1);
-            // Others have one frame fewer to hope for.
-            let short = scope.waiting.last().copied();
             (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
-            if let Some((scope, ..)) = short.and_then(|request| self.asks(request))
-                && let Some(id) = scope
-            {
-                self.look_again(id);
-            }
+            // Others have one frame fewer to hope for.
+            self.look_again(self.scope_id(key));
             self.serve_awaiting(fx);
         }
     }
@@ -319,12 +316,17 @@ impl Pager {
         }
     }
 
+    /// The requests of a scope that wait.
+    fn waiting_of(&self, id: ScopeId) -> Vec<RequestId> {
+        self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default()
+    }
+
     /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
     fn look_again(&mut self, id: ScopeId) {
         if !self.grown.contains(&id) {
             self.grown.push(id);
         }
-        for request in self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default() {
+        for request in self.waiting_of(id) {
             self.make_growing(request);
         }
     }
@@ -332,7 +334,7 @@ impl Pager {
     /// Looks for circles that scopes have closed by getting more while they waited.
     pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
         for id in std::mem::take(&mut self.grown) {
-            for request in self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default() {
+            for request in self.waiting_of(id) {
                 self.break_deadlocks(request, fx);
             }
         }
@@ -446,14 +448,13 @@ impl Pager {
         crowded || locked
     }
 
-    /// Ends one of the requests that wait for each other for ever, and again until there are none.
-    /// Whether there was one.
+    /// Ends one of the requests that wait for each other for ever, and again until there are none. Whether there was one.
     pub(super) fn break_deadlocks(&mut self, request: RequestId, fx: &mut Effects) -> bool {
         let mut any = false;
         if self.might_deadlock(request) {
             while let Some((victim, error)) = self.find_deadlock() {
                 self.stats.deadlocks += 1;
-                self.end_queued(victim, error, fx);
+                self.end(victim, error, fx);
                 any = true;
             }
         }
@@ -486,8 +487,7 @@ impl Pager {
                 let holder = holders.entry(*page).or_default();
                 *holder = (holder.0 + 1, holder.1 || *exclusive);
             }
-            let id = ScopeId(key as u64 | u64::from(scope.serial) << 32);
-            nodes.push(Node { id, held: pages.into_iter().collect() });
+            nodes.push(Node { id: self.scope_id(key), held: pages.into_iter().collect() });
         }
         let mut purses: u64 =
             nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse + s.coming)).sum();

@@ -115,7 +115,9 @@ impl Engine {
         let waited = |ticket: &super::Ticket| now.saturating_duration_since(ticket.since());
         let noted = self.latch.lock().tickets.values().any(|ticket| waited(ticket) >= NOTED);
         let mut waiting = if noted { self.waiting() } else { Waiting::default() };
+        let told_of = waiting.waiters.len();
         waiting.waiters.retain(|waiter| waiter.waits_for != WaitsFor::Moves && waiter.waited >= NOTED);
+        waiting.total -= told_of - waiting.waiters.len();
         let is_long = waiting.waiters.iter().any(|waiter| waiter.waited >= LONG);
         let text = if waiting.waiters.is_empty() { String::new() } else { waiting.to_string() };
         if is_long && !told {
