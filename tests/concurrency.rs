@@ -13,12 +13,13 @@ use std::pin::Pin;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Poll, Wake, Waker};
 use std::thread;
 use std::time::Duration;
 
 use harness::{
-    AnyDevice, Devices, HOST, On, Pinned, Request, Rng, Setting, check_at_rest, seed, until_given_back, watched,
+    AnyDevice, Devices, HOST, On, Pinned, Rng, Setting, block_on, check_at_rest, owned, poll, seed, until_given_back,
+    watched,
 };
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
@@ -118,16 +119,6 @@ impl Wake for OnWake {
             run();
         }
     }
-}
-
-fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {
-    Pin::new(future).poll(&mut Context::from_waker(waker))
-}
-
-/// A request that owns its tensor, and so can go anywhere.
-fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
-    let (runtime, tensor) = (runtime.clone(), tensor.clone());
-    Box::pin(async move { runtime.reading(&tensor).await })
 }
 
 fn random_work_of_many_threads_against_an_oracle(devices: Devices) {
@@ -461,19 +452,6 @@ fn regression_closing_lets_go_of_a_segment_that_was_dropped_while_it_waited(devi
         drop(told);
         check_at_rest(runtime, vec![table], "close after a drop");
     });
-}
-
-fn block_on<F: Future + Unpin>(future: &mut F) -> F::Output {
-    loop {
-        let (woken, wake) = mpsc::channel();
-        let waker = OnWake::waker(move || {
-            let _ = woken.send(());
-        });
-        if let Poll::Ready(output) = poll(future, &waker) {
-            return output;
-        }
-        wake.recv().unwrap();
-    }
 }
 
 fn closing_ends_what_waits_and_leaves_guards_valid(devices: Devices) {

@@ -8,16 +8,14 @@ mod common;
 mod harness;
 
 use std::fs;
-use std::future::Future;
 use std::io::{self, Read, Write};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker};
+use std::task::{Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use harness::{AnyDevice, Devices, On, Pinned, PinnedMut, Request, Setting, check_at_rest, watched};
+use harness::{AnyDevice, Devices, On, Pinned, PinnedMut, Request, Setting, check_at_rest, owned, poll, watched};
 use outcore::pager::policy::{LruPolicy, Policy, Take, Want};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{
@@ -195,15 +193,6 @@ fn setting(on: On, host: u64) -> Setting {
     Setting { io: IoBackend::Threads, policy: PolicyKind::Lru, page: Bytes::new(PAGE), device: 8, host, on }
 }
 
-fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
-    let (runtime, tensor) = (runtime.clone(), tensor.clone());
-    Box::pin(async move { runtime.reading(&tensor).await })
-}
-
-fn poll(request: &mut Request<'static, Pinned>) -> Poll<Result<Pinned>> {
-    Pin::new(request).poll(&mut Context::from_waker(Waker::noop()))
-}
-
 /// All that a program has of a runtime.
 struct Inherited {
     runtime: Runtime,
@@ -228,7 +217,7 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
         "a pin with a limit",
         runtime.pin_device(std::slice::from_ref(&absent)).wait_timeout(Duration::from_secs(1)),
     );
-    match poll(&mut request) {
+    match poll(&mut request, Waker::noop()) {
         Poll::Ready(result) => steps.refused("a request of the parent's", result),
         Poll::Pending => steps.check("a request of the parent's is pending", false),
     }
@@ -301,7 +290,7 @@ fn a_child_is_refused_while_the_parent_holds_every_lock(devices: Devices) {
             gate.0.store(true, Ordering::SeqCst);
             gate.1.arm();
             let mut request = owned(&runtime, &model.tensor("t2").unwrap());
-            assert!(poll(&mut request).is_pending());
+            assert!(poll(&mut request, Waker::noop()).is_pending());
             gate.1.await_somebody();
             stuck.arm();
             let other = thread::spawn({
@@ -343,7 +332,7 @@ fn a_child_is_refused_while_the_parent_holds_every_lock(devices: Devices) {
             assert!(guard.bytes() == &file.bytes[header.offset as usize..header.end() as usize]);
             drop((guard, written, stream));
             let served = loop {
-                match poll(&mut request) {
+                match poll(&mut request, Waker::noop()) {
                     Poll::Ready(served) => break served.unwrap(),
                     Poll::Pending => thread::yield_now(),
                 }

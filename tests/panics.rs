@@ -8,12 +8,11 @@ mod harness;
 
 use std::collections::VecDeque;
 use std::panic::{self, PanicHookInfo};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 
-use harness::{AnyDevice, Devices, On, Pinned, Request, Setting, check_at_rest, watched};
+use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, watched};
 use outcore::device::{DeviceCall, DeviceHook};
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
@@ -80,16 +79,6 @@ impl Wake for Told {
             panic::panic_any(ON_PURPOSE);
         }
     }
-}
-
-fn poll(request: &mut Request<'static, Pinned>, waker: &Waker) -> Poll<outcore::Result<Pinned>> {
-    Pin::new(request).poll(&mut Context::from_waker(waker))
-}
-
-/// A request that owns its tensor.
-fn owned(runtime: &Runtime, tensor: &Tensor) -> Request<'static, Pinned> {
-    let (runtime, tensor) = (runtime.clone(), tensor.clone());
-    Box::pin(async move { runtime.reading(&tensor).await })
 }
 
 /// One fill serves four requests, and the waker of one of them panics.

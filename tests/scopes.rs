@@ -6,14 +6,13 @@ mod common;
 mod harness;
 
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use harness::{Rng, check_at_rest, progress, seed, watched};
+use harness::{Rng, block_on, check_at_rest, poll, progress, seed, watched};
 use outcore::pager::PASSES_MAX;
 use outcore::store::{CallHook, Injected, IoCall, StoreOptions};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
@@ -34,28 +33,6 @@ fn row(tensor: &Tensor, n: u64) -> Tensor {
     tensor.rows(n..n + 1).unwrap()
 }
 
-fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
-    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
-}
-
-struct Unparks(Thread);
-
-impl Wake for Unparks {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<F: Future + Unpin>(mut future: F) -> F::Output {
-    let waker = Arc::new(Unparks(thread::current())).into();
-    loop {
-        match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => thread::park(),
-        }
-    }
-}
-
 /// A writer that waits for the readers of one page held the others, and a reader needed one of their frames.
 #[test]
 fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
@@ -65,7 +42,7 @@ fn regression_a_writer_that_waits_for_readers_holds_no_frames() {
         let first = row(&a, 0);
         let reads = runtime.pin(&first).wait().unwrap();
         let mut writes = runtime.pin_mut(&a);
-        assert!(poll(&mut writes).is_pending());
+        assert!(poll(&mut writes, Waker::noop()).is_pending());
         // The budget is four pages, and the reader has one of them.
         drop(runtime.pin(&b).wait().unwrap());
         drop(reads);
@@ -85,9 +62,9 @@ fn regression_a_request_that_was_polled_can_be_waited_for() {
             let blocks = runtime.pin(&b).wait().unwrap();
             let (mut reads, mut writes) = (runtime.pin(&a), runtime.pin_mut(&a));
             if write {
-                assert!(poll(&mut writes).is_pending());
+                assert!(poll(&mut writes, Waker::noop()).is_pending());
             } else {
-                assert!(poll(&mut reads).is_pending());
+                assert!(poll(&mut reads, Waker::noop()).is_pending());
             }
             drop(blocks);
             if write {
@@ -115,7 +92,7 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
             let blocks = runtime.pin(&other).wait().unwrap();
             let forgotten = tensor(&runtime, 2);
             let mut writes = Box::new(runtime.pin_mut(&forgotten));
-            assert!(poll(&mut writes).is_pending());
+            assert!(poll(&mut writes, Waker::noop()).is_pending());
             if granted {
                 drop(blocks);
                 // The pages are there, and nobody takes them.
@@ -195,7 +172,7 @@ fn pins_outside_of_scopes_that_wait_for_each_other_can_be_seen() {
         let first = runtime.pin(&a).wait().unwrap();
         let second = runtime.pin(&b).wait().unwrap();
         let (mut more, mut writes) = (runtime.pin(&c), runtime.pin_mut(&a));
-        assert!(poll(&mut more).is_pending() && poll(&mut writes).is_pending());
+        assert!(poll(&mut more, Waker::noop()).is_pending() && poll(&mut writes, Waker::noop()).is_pending());
         let waiting = runtime.waiting();
         assert_eq!((waiting.total, runtime.stats().waiting), (2, 2), "{waiting}");
         assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 2 });
@@ -225,7 +202,7 @@ fn a_long_wait_is_in_the_statistics() {
         let scope = runtime.scope().label("holder").open().unwrap();
         let guard = scope.pin(&a).wait().unwrap();
         let mut waits = runtime.pin(&b);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         while runtime.stats().long_waits.is_empty() {
             progress();
             thread::yield_now();
@@ -248,14 +225,18 @@ fn regression_a_large_request_is_passed_a_bounded_number_of_times() {
         let holds = runtime.pin(&table.rows(0..2).unwrap()).wait().unwrap();
         let large = table.rows(30..37).unwrap();
         let mut waits = runtime.pin(&large);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         // Readers and writers, blocking and not, of resident pages and of absent ones.
         let mut passed = 0;
         loop {
             let at = row(&table, 2 + passed % 20);
             let (mut reads, mut writes) = (runtime.pin(&at), runtime.pin_mut(&at));
             let write = passed % 3 == 0;
-            let first = if write { poll(&mut writes).map(drop_ok) } else { poll(&mut reads).map(drop_ok) };
+            let first = if write {
+                poll(&mut writes, Waker::noop()).map(drop_ok)
+            } else {
+                poll(&mut reads, Waker::noop()).map(drop_ok)
+            };
             if first.is_pending()
                 && runtime.waiting().waiters.iter().filter(|w| w.waits_for != WaitsFor::Moves).count() > 1
             {
@@ -287,11 +268,11 @@ fn a_writer_is_passed_by_a_bounded_number_of_readers() {
         let a = tensor(&runtime, 1);
         let mut last = runtime.pin(&a).wait().unwrap();
         let mut writes = runtime.pin_mut(&a);
-        assert!(poll(&mut writes).is_pending());
+        assert!(poll(&mut writes, Waker::noop()).is_pending());
         for passed in 0.. {
             assert!(passed <= PASSES_MAX, "it was passed {passed} times");
             let mut reads = runtime.pin(&a);
-            let Poll::Ready(next) = poll(&mut reads) else {
+            let Poll::Ready(next) = poll(&mut reads, Waker::noop()) else {
                 assert_eq!(passed, PASSES_MAX);
                 drop(last);
                 drop(block_on(&mut writes).unwrap());
@@ -316,7 +297,7 @@ fn a_scope_that_reserved_gets_its_pages() {
         let taken: Vec<_> = others.iter().map(|row| runtime.pin(row).wait().unwrap()).collect();
         let fifth = row(&theirs, 4);
         let mut more = runtime.pin(&fifth);
-        assert!(poll(&mut more).is_pending(), "what is set aside is nobody else's");
+        assert!(poll(&mut more, Waker::noop()).is_pending(), "what is set aside is nobody else's");
         for round in 0..3 {
             let rows: Vec<Tensor> = (0..4).map(|n| row(&mine, n + round)).collect();
             let guards: Vec<_> = rows.iter().map(|row| scope.pin(row).wait().unwrap()).collect();
@@ -332,7 +313,7 @@ fn a_scope_that_reserved_gets_its_pages() {
         let all = runtime.scope().reserve(Bytes::new(9 * PAGE)).wait().unwrap_err();
         assert_eq!(all.kind(), ErrorKind::BudgetTooSmall);
         let mut waits = runtime.scope().reserve(Bytes::new(8 * PAGE));
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         drop(taken);
         drop(block_on(&mut waits).unwrap());
         drop((more, waits));
@@ -351,7 +332,7 @@ fn scopes_that_wait_for_each_others_pages_are_told() {
         first.bytes_mut().fill(7);
         let second = scopes[1].pin(&b).wait().unwrap();
         let mut waits = scopes[0].pin_mut(&b);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         let error = scopes[1].pin(&a).wait().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
         assert!(error.to_string().contains("\"older\"") && error.advice().is_some(), "{error}");
@@ -380,18 +361,18 @@ fn interactive_scopes_come_before_batch() {
         let batch = runtime.scope().priority(ScopePriority::Batch).open().unwrap();
         let interactive = runtime.scope().open().unwrap();
         let mut last = batch.pin(&rows[2]);
-        assert!(poll(&mut last).is_pending());
+        assert!(poll(&mut last, Waker::noop()).is_pending());
         let mut first = interactive.pin_set(&rows[2..]);
-        assert!(poll(&mut first).is_pending());
+        assert!(poll(&mut first, Waker::noop()).is_pending());
         drop(holds);
         drop(block_on(&mut first).unwrap());
         drop(block_on(&mut last).unwrap());
         drop((first, last));
         let (a, b) = (interactive.pin(&rows[0]).wait().unwrap(), batch.pin(&rows[1]).wait().unwrap());
         let mut gives_up = batch.pin(&rows[2]);
-        assert!(poll(&mut gives_up).is_pending());
+        assert!(poll(&mut gives_up, Waker::noop()).is_pending());
         let mut waits = interactive.pin(&rows[3]);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         assert_eq!(block_on(&mut gives_up).unwrap_err().kind(), ErrorKind::WouldDeadlock);
         drop(b);
         drop(block_on(&mut waits).unwrap());
@@ -414,10 +395,10 @@ fn guards_may_outlive_their_scope() {
         let other = reserved.pin(&b).wait().unwrap();
         drop((scope, reserved));
         let mut waits = runtime.pin(&both);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         assert_eq!(runtime.waiting().waiters[0].holders[0].scope, None);
         drop(guard);
-        assert!(poll(&mut waits).is_pending());
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
         drop(other);
         drop(block_on(&mut waits).unwrap());
         drop(waits);
@@ -619,7 +600,7 @@ fn a_pin_of_resident_pages_takes_no_latch() {
         assert_eq!(after.uses - before.uses, 100 * (3 + 3 * 4));
         let reads = runtime.pin(&tensors[0]).wait().unwrap();
         let mut writes = runtime.pin_mut(&tensors[0]);
-        assert!(poll(&mut writes).is_pending());
+        assert!(poll(&mut writes, Waker::noop()).is_pending());
         assert!(runtime.stats().pager.latched_hits > after.latched_hits);
         drop(reads);
         drop(block_on(&mut writes).unwrap());

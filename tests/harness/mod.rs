@@ -8,6 +8,7 @@ mod any_device;
 #[cfg(feature = "cuda")]
 mod every_call;
 pub mod replay;
+mod tasks;
 mod watch;
 
 use std::collections::HashMap;
@@ -31,6 +32,7 @@ pub use any_device::{control, small_pages};
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 pub use replay::seed;
+pub use tasks::{block_on, owned, poll};
 pub use watch::{progress, until, watched};
 
 /// xorshift64*: small, fast and the same everywhere.
