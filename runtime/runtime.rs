@@ -743,7 +743,7 @@ impl Runtime {
     /// holds up nobody else.
     pub fn optimum(&self) -> Optimum {
         // A copy shares all but the last few thousand uses, so the latch is soon free again.
-        let trace = self.engine().with(|pager, _| pager.trace()).unwrap_or_default();
+        let trace = self.engine().recorded(|pager| pager.trace()).unwrap_or_default();
         trace.optimum(self.shared.most_frames.load(Ordering::Relaxed))
     }
 
@@ -789,7 +789,7 @@ impl Runtime {
     /// The uses of pages since the last call, in order, if the runtime was opened to
     /// [keep them](RuntimeBuilder::keep_uses). There is room for [`PageUses::MAX`]: what follows is counted, and lost.
     pub fn take_uses(&self) -> PageUses {
-        self.engine().with(|pager, _| pager.take_uses()).unwrap_or_default()
+        self.engine().recorded(Pager::take_uses).unwrap_or_default()
     }
 
     /// Adds a span of the caller's own work to the timeline.

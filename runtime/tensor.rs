@@ -45,6 +45,7 @@ impl Tensor {
         Bytes::new(self.len)
     }
     /// Whether it can be pinned for writing.
+    #[inline]
     pub fn is_writable(&self) -> bool {
         self.segment.backing == Backing::ReadWrite
     }

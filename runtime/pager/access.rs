@@ -4,7 +4,7 @@
 //! is recorded with plain stores. Uses of one page that follow each other are one entry with a count. What is lost is the
 //! order between threads, as far as nothing else tells it; each thread's own is kept, and every use is there.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -28,7 +28,7 @@ const WRITE: u64 = 1 << 62;
 const SEGMENT: u32 = (1 << 30) - 1;
 
 impl Access {
-    #[inline]
+    #[inline(always)]
     fn pack(self) -> u64 {
         let flags = if self.first_use { FIRST_USE } else { 0 } | if self.write { WRITE } else { 0 };
         u64::from(self.page.segment.0) << 32 | u64::from(self.page.index.0) | flags
@@ -52,11 +52,18 @@ pub enum Recorded {
     Full,
 }
 
-/// Entries of a ring. So many that what an overflow costs is one use in as many.
-const CAPACITY: u32 = 1 << 14;
-/// Entries come in parts, made when they are first needed: a thread whose uses are drained often needs few.
+/// Slots of a ring's front. They stay in the cache of the thread that writes them, unless somebody has read them.
+const FRONT: u32 = 64;
+/// Slots that move to the back at once: of memory another core has read, many cache lines are fetched in the time of one.
+const BATCH: u32 = FRONT / 2;
+/// Slots of the back. So many that what an overflow costs is one use in as many.
+const BACK: u32 = 1 << 16;
+/// The back comes in parts, made when they are first needed: a thread whose uses are read often needs few, or none.
 const PART: u32 = 1 << 10;
-const HIGH: u32 = CAPACITY / 4 * 3;
+/// Slots in the back at which somebody is asked to read them.
+const HIGH: u32 = BACK / 4;
+/// Slots read before the writer may use them again.
+const READ: u32 = 1 << 8;
 
 #[derive(Debug, Default)]
 struct Slot {
@@ -65,26 +72,91 @@ struct Slot {
     count: AtomicU32,
 }
 
-/// One thread's uses.
+impl Slot {
+    fn set(&self, access: u64, count: u32) {
+        self.access.store(access, Ordering::Relaxed);
+        self.count.store(count, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> (u64, u32) {
+        (self.access.load(Ordering::Relaxed), self.count.load(Ordering::Relaxed))
+    }
+}
+
+/// On cache lines of its own, and those that are fetched with them.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Alone<T>(T);
+
+/// One thread's uses. Slots are numbered in the order in which they are begun; numbers wrap.
+///
+/// # Invariants
+///
+/// 1. `head <= flushed + FRONT`, `flushed <= newest`, `head <= newest`: the newest slot, which may grow, is in the front and
+///    stays the reader's.
+/// 2. A slot at or after `flushed` is in the front; one before it, and not before `head`, is in the back.
+/// 3. The writer uses the place of a front slot again after it has stored a later `flushed`, and a fence. So a reader that
+///    read a front slot, and after a fence finds it not before `flushed`, has read that slot.
+/// 4. Places in the back are counted from `base`, which moves only while the back holds nothing that is to be read.
 #[derive(Debug)]
 struct Ring {
-    parts: [OnceLock<Box<[Slot]>>; (CAPACITY / PART) as usize],
-    /// Slots begun, by the writer; wraps.
-    tail: AtomicU32,
-    /// Uses recorded in all.
-    uses: AtomicU64,
-    /// Slots done with, by the reader; wraps.
-    head: AtomicU32,
+    written: Alone<Written>,
+    front: [Slot; FRONT as usize],
+    back: [OnceLock<Box<[Slot]>>; (BACK / PART) as usize],
+    /// Slots done with, by the reader.
+    head: Alone<AtomicU32>,
     /// Its bit in [`AccessLog::dirty`].
     bit: u64,
 }
 
+/// What the writer writes.
+#[derive(Debug, Default)]
+struct Written {
+    /// Slots begun.
+    tail: AtomicU32,
+    flushed: AtomicU32,
+    base: AtomicU32,
+    /// Uses recorded in all.
+    uses: AtomicU64,
+}
+
 impl Ring {
+    fn new(bit: u64) -> Self {
+        let front = std::array::from_fn(|_| Slot::default());
+        let back = [const { OnceLock::new() }; _];
+        Self { written: Alone::default(), front, back, head: Alone::default(), bit }
+    }
+
     #[inline]
-    fn slot(&self, number: u32) -> &Slot {
-        let at = number % CAPACITY;
-        let part = self.parts[(at / PART) as usize].get_or_init(|| (0..PART).map(|_| Slot::default()).collect());
+    fn front(&self, number: u32) -> &Slot {
+        &self.front[(number % FRONT) as usize]
+    }
+
+    fn back(&self, number: u32, base: u32) -> &Slot {
+        let at = number.wrapping_sub(base) % BACK;
+        let part = self.back[(at / PART) as usize].get_or_init(|| (0..PART).map(|_| Slot::default()).collect());
         &part[(at % PART) as usize]
+    }
+
+    /// Reads a slot that has begun and that the reader is not done with.
+    fn read(&self, number: u32) -> (u64, u32) {
+        let in_front = |flushed: u32| number.wrapping_sub(flushed) < FRONT;
+        if in_front(self.written.flushed.load(Ordering::Acquire)) {
+            let slot = self.front(number).get();
+            fence(Ordering::Acquire);
+            if in_front(self.written.flushed.load(Ordering::Relaxed)) {
+                return slot;
+            }
+            fence(Ordering::Acquire);
+        }
+        self.back(number, self.written.base.load(Ordering::Relaxed)).get()
+    }
+}
+
+impl<T> std::ops::Deref for Alone<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.0
     }
 }
 
@@ -93,55 +165,85 @@ impl Ring {
 pub struct Recorder {
     ring: Arc<Ring>,
     dirty: Arc<AtomicU64>,
+    /// The newest slot.
     last: u64,
     count: u32,
     uses: u64,
     tail: u32,
-    /// The reader's head when it was last looked at.
-    head: u32,
+    flushed: u32,
+    base: u32,
 }
 
 impl Recorder {
     /// Adds a use.
-    #[inline]
+    //
+    // Packed by the caller, in a register: read back from memory, an `Access` that was just written field by field waits
+    // for its stores.
+    #[inline(always)]
     pub fn record(&mut self, access: Access) -> Recorded {
-        let packed = access.pack();
+        self.add(access.pack())
+    }
+
+    #[inline]
+    fn add(&mut self, packed: u64) -> Recorded {
         let mut recorded = Recorded::Ok;
-        if packed == self.last && self.count < u32::MAX && self.tail != self.head {
+        if packed == self.last && self.count != 0 && self.count < u32::MAX {
             self.count += 1;
-            self.ring.slot(self.tail.wrapping_sub(1)).count.store(self.count, Ordering::Release);
+            self.ring.front(self.tail.wrapping_sub(1)).count.store(self.count, Ordering::Relaxed);
         } else {
-            if self.tail.wrapping_sub(self.head) >= HIGH {
-                recorded = self.crowded();
+            if self.tail.wrapping_sub(self.flushed) == FRONT {
+                recorded = self.flush();
                 if recorded == Recorded::Full {
                     return recorded;
                 }
             }
-            let slot = self.ring.slot(self.tail);
-            slot.access.store(packed, Ordering::Relaxed);
-            slot.count.store(1, Ordering::Relaxed);
+            self.ring.front(self.tail).set(packed, 1);
             self.tail = self.tail.wrapping_add(1);
             (self.last, self.count) = (packed, 1);
             // Publishes the slot.
-            self.ring.tail.store(self.tail, Ordering::Release);
+            self.ring.written.tail.store(self.tail, Ordering::Release);
         }
         self.uses += 1;
-        self.ring.uses.store(self.uses, Ordering::Relaxed);
+        self.ring.written.uses.store(self.uses, Ordering::Release);
         if self.dirty.load(Ordering::Relaxed) & self.ring.bit == 0 {
             self.dirty.fetch_or(self.ring.bit, Ordering::Release);
         }
         recorded
     }
 
-    #[cold]
-    fn crowded(&mut self) -> Recorded {
-        self.head = self.ring.head.load(Ordering::Acquire);
-        match self.tail.wrapping_sub(self.head) {
-            // The newest slot stays the reader's until there is a newer one.
-            CAPACITY.. => Recorded::Full,
-            HIGH => Recorded::High,
-            _ => Recorded::Ok,
+    /// Makes room in the front, which is full.
+    #[inline(never)]
+    fn flush(&mut self) -> Recorded {
+        let (ring, written) = (&self.ring, &self.ring.written);
+        let head = ring.head.load(Ordering::Acquire);
+        let read = head.wrapping_sub(self.flushed);
+        // Before `flushed` it would be far beyond it.
+        let mut recorded = Recorded::Ok;
+        if read <= FRONT {
+            // Nothing in the back is wanted any more.
+            self.base = self.flushed;
+            written.base.store(self.base, Ordering::Relaxed);
         }
+        if (BATCH..=FRONT).contains(&read) {
+            self.flushed = head;
+        } else {
+            let waiting = self.flushed.wrapping_sub(head);
+            if read > FRONT && waiting > BACK - BATCH {
+                return Recorded::Full;
+            }
+            for number in (0..BATCH).map(|n| self.flushed.wrapping_add(n)) {
+                let (access, count) = ring.front(number).get();
+                ring.back(number, self.base).set(access, count);
+            }
+            self.flushed = self.flushed.wrapping_add(BATCH);
+            if (HIGH..HIGH + BATCH).contains(&self.flushed.wrapping_sub(head)) {
+                recorded = Recorded::High;
+            }
+        }
+        written.flushed.store(self.flushed, Ordering::Release);
+        // Before the places in the front are written again.
+        fence(Ordering::Release);
+        recorded
     }
 }
 
@@ -152,6 +254,18 @@ struct Reader {
     told: u32,
     /// Uses that were told in all.
     uses: u64,
+}
+
+/// What is told of the uses so far.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Part {
+    /// Those of threads that are marked: of many threads, few. A mark may come just after it was asked for, and is seen the
+    /// next time.
+    Marked,
+    /// The same, but of so many slots of each thread.
+    Some(u32),
+    /// Those of every thread.
+    All,
 }
 
 /// Uses not yet seen by the pager.
@@ -173,23 +287,22 @@ impl AccessLog {
         let mut readers = self.readers.lock();
         // What a thread that has ended recorded was told, or is told with the next drain.
         readers.retain(|reader| {
-            let told = reader.uses == reader.ring.uses.load(Ordering::Acquire);
+            let told = reader.uses == reader.ring.written.uses.load(Ordering::Acquire);
             Arc::strong_count(&reader.ring) > 1 || !told
         });
         let used = readers.iter().fold(0u64, |used, reader| used | reader.ring.bit);
         // Beyond 64 threads some share a bit.
         let bit = 1u64 << (!used).trailing_zeros().min(63);
-        let (tail, head) = (AtomicU32::new(0), AtomicU32::new(0));
-        let uses = AtomicU64::new(0);
-        let ring = Arc::new(Ring { parts: [const { OnceLock::new() }; _], tail, uses, head, bit });
+        let ring = Arc::new(Ring::new(bit));
         readers.push(Reader { ring: ring.clone(), told: 0, uses: 0 });
-        Recorder { ring, dirty: self.dirty.clone(), last: u64::MAX, count: 0, uses: 0, tail: 0, head: 0 }
+        let dirty = self.dirty.clone();
+        Recorder { ring, dirty, last: 0, count: 0, uses: 0, tail: 0, flushed: 0, base: 0 }
     }
 
     /// How many uses the pager has not seen.
     pub fn len(&self) -> u64 {
         let readers = self.readers.lock();
-        readers.iter().map(|reader| reader.ring.uses.load(Ordering::Relaxed).saturating_sub(reader.uses)).sum()
+        readers.iter().map(|reader| reader.ring.written.uses.load(Ordering::Relaxed).saturating_sub(reader.uses)).sum()
     }
 
     /// Whether the pager has seen every use.
@@ -197,40 +310,59 @@ impl AccessLog {
         self.len() == 0
     }
 
-    /// Tells every use so far, each with how often it was made in a row, and forgets it.
-    pub(super) fn drain(&self, mut tell: impl FnMut(Access, u32)) {
-        if self.dirty.load(Ordering::Relaxed) == 0 {
-            return;
+    /// Tells the uses so far, each with how often it was made in a row, and forgets them. Whether there are more.
+    pub(super) fn drain(&self, part: Part, mut tell: impl FnMut(Access, u32)) -> bool {
+        let all = part == Part::All;
+        if !all && self.dirty.load(Ordering::Relaxed) == 0 {
+            return false;
         }
         let dirty = self.dirty.swap(0, Ordering::Acquire);
+        let most = if let Part::Some(slots) = part { slots } else { u32::MAX };
+        let mut left = 0;
         let mut readers = self.readers.lock();
         readers.retain_mut(|reader| {
-            if reader.ring.bit & dirty == 0 {
+            if !all && reader.ring.bit & dirty == 0 {
                 return true;
             }
             // Nobody writes any more if this is the last owner; looked at before the ring is read to its end.
             let ended = Arc::strong_count(&reader.ring) == 1;
-            let tail = reader.ring.tail.load(Ordering::Acquire);
-            let mut head = reader.ring.head.load(Ordering::Relaxed);
-            while head != tail {
-                let slot = reader.ring.slot(head);
-                let count = slot.count.load(Ordering::Acquire);
-                let access = Access::unpack(slot.access.load(Ordering::Relaxed));
-                if count > reader.told {
-                    tell(access, count - reader.told);
-                    reader.uses += u64::from(count - reader.told);
-                }
-                if head.wrapping_add(1) == tail {
-                    // It may still grow.
-                    reader.told = count;
-                    break;
-                }
-                reader.told = 0;
-                head = head.wrapping_add(1);
-            }
-            reader.ring.head.store(head, Ordering::Release);
-            !ended
+            fence(Ordering::Acquire);
+            let done = reader.read(most, &mut tell);
+            left |= if done { 0 } else { reader.ring.bit };
+            !(ended && done)
         });
+        if left != 0 {
+            self.dirty.fetch_or(left, Ordering::Relaxed);
+        }
+        left != 0
+    }
+}
+
+impl Reader {
+    /// Tells what is new in the ring, of so many slots. Whether that was all.
+    fn read(&mut self, most: u32, tell: &mut impl FnMut(Access, u32)) -> bool {
+        let tail = self.ring.written.tail.load(Ordering::Acquire);
+        let mut head = self.ring.head.load(Ordering::Relaxed);
+        let end = head.wrapping_add(tail.wrapping_sub(head).min(most));
+        while head != end {
+            let (access, count) = self.ring.read(head);
+            if count > self.told {
+                tell(Access::unpack(access), count - self.told);
+                self.uses += u64::from(count - self.told);
+            }
+            if head.wrapping_add(1) == tail {
+                // It may still grow.
+                self.told = count;
+                break;
+            }
+            self.told = 0;
+            head = head.wrapping_add(1);
+            if head % READ == 0 {
+                self.ring.head.store(head, Ordering::Release);
+            }
+        }
+        self.ring.head.store(head, Ordering::Release);
+        end == tail
     }
 }
 
@@ -287,5 +419,137 @@ impl PageUses {
         } else {
             self.dropped += 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    fn access(page: u32) -> Access {
+        let page = PageId { segment: SegmentId(page / 7), index: PageIndex(page) };
+        Access { page, first_use: page.index.0 % 3 == 0, write: page.index.0 % 5 == 0 }
+    }
+
+    /// Adds uses, and has the log read when it must be. Returns whether it had to.
+    fn record(recorder: &mut Recorder, log: &AccessLog, page: u32, told: &mut Vec<u32>) -> bool {
+        let full = recorder.record(access(page)) == Recorded::Full;
+        if full {
+            drain(log, told);
+            assert_ne!(recorder.record(access(page)), Recorded::Full, "there is room again");
+        }
+        full
+    }
+
+    fn drain(log: &AccessLog, told: &mut Vec<u32>) {
+        log.drain(Part::All, |used, count| {
+            assert_eq!(used, access(used.page.index.0));
+            told.extend((0..count).map(|_| used.page.index.0));
+        });
+    }
+
+    #[test]
+    fn every_use_is_told_once_in_order_however_often_the_log_is_read() {
+        let mut random = Random(7);
+        // How many uses, at most, come between two reads.
+        for between in [1, 3, FRONT, 3 * FRONT, 5 * PART, 2 * BACK] {
+            let log = AccessLog::new();
+            let mut recorder = log.recorder();
+            let (mut uses, mut told) = (Vec::new(), Vec::new());
+            while uses.len() < 6 * between as usize + 1000 {
+                for _ in 0..=random.below(between) {
+                    let page = random.below(3);
+                    uses.push(page);
+                    record(&mut recorder, &log, page, &mut told);
+                }
+                drain(&log, &mut told);
+                assert_eq!(told.len(), uses.len());
+                assert!(log.is_empty());
+            }
+            assert_eq!(told, uses);
+        }
+    }
+
+    #[test]
+    fn a_full_ring_says_so_and_asks_to_be_read_once_before() {
+        let log = AccessLog::new();
+        let mut recorder = log.recorder();
+        let (mut uses, mut told, mut high) = (0, Vec::new(), 0);
+        loop {
+            match recorder.record(access(uses)) {
+                Recorded::Ok => {}
+                Recorded::High => high += 1,
+                Recorded::Full => break,
+            }
+            uses += 1;
+        }
+        assert_eq!(high, 1);
+        assert!((BACK..=BACK + FRONT).contains(&uses), "{uses} uses fit");
+        assert_eq!(log.len(), u64::from(uses));
+        drain(&log, &mut told);
+        assert!(told.into_iter().eq(0..uses));
+        assert_eq!(recorder.record(access(uses)), Recorded::Ok);
+    }
+
+    #[test]
+    fn a_thread_whose_uses_are_read_often_needs_no_back() {
+        let log = AccessLog::new();
+        let mut recorder = log.recorder();
+        for page in 0..10 * BACK {
+            assert_eq!(recorder.record(access(page)), Recorded::Ok);
+            if page % 16 == 0 {
+                drain(&log, &mut Vec::new());
+            }
+        }
+        assert!(recorder.ring.back.iter().all(|part| part.get().is_none()));
+    }
+
+    #[test]
+    fn uses_are_read_while_they_are_recorded() {
+        const USES: u32 = 400_000;
+        let log = AccessLog::new();
+        let mut recorder = log.recorder();
+        let mut told = std::thread::scope(|scope| {
+            let reading = scope.spawn(|| {
+                let mut told = Vec::new();
+                while told.last() != Some(&USES) {
+                    drain(&log, &mut told);
+                }
+                told
+            });
+            let mut random = Random(3);
+            for page in 0..=USES {
+                // Runs of one page grow while they are read.
+                for _ in 0..=random.below(2) {
+                    while recorder.record(access(page)) == Recorded::Full {
+                        std::thread::yield_now();
+                    }
+                }
+            }
+            reading.join().unwrap()
+        });
+        drain(&log, &mut told);
+        assert!(told.is_sorted());
+        assert_eq!(told.len() as u64, recorder.uses);
+        told.dedup();
+        assert!(told.into_iter().eq(0..=USES));
+    }
+
+    #[test]
+    fn rings_of_threads_that_ended_go() {
+        let log = AccessLog::new();
+        for page in 0..1000 {
+            let mut recorder = log.recorder();
+            let _ = recorder.record(access(page));
+            drop(recorder);
+            if page % 2 == 0 {
+                drain(&log, &mut Vec::new());
+            }
+        }
+        let mut told = Vec::new();
+        drain(&log, &mut told);
+        assert!(log.readers.lock().is_empty());
+        assert_eq!(told, [999]);
     }
 }

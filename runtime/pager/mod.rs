@@ -67,6 +67,7 @@ use crate::ids::{
     Tier,
 };
 
+use access::Part;
 pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Recorder};
 pub use admit::{Purpose, Terms};
 pub use line::PASSES_MAX;
@@ -530,11 +531,25 @@ impl Pager {
 
     /// Takes in what was used without the latch. Called before anything else under each hold of the latch.
     pub fn record(&mut self, log: &AccessLog) {
-        log.drain(|Access { page, first_use, write }, count| {
+        self.take_in(log, Part::Marked);
+    }
+
+    /// [`record`](Self::record) that misses nothing that was used before: for those who count uses, or want them.
+    pub fn record_all(&mut self, log: &AccessLog) {
+        self.take_in(log, Part::All);
+    }
+
+    /// [`record`](Self::record) of a part, for those in no hurry. Whether there is more.
+    pub fn record_some(&mut self, log: &AccessLog) -> bool {
+        self.take_in(log, Part::Some(1 << 10))
+    }
+
+    fn take_in(&mut self, log: &AccessLog, part: Part) -> bool {
+        log.drain(part, |Access { page, first_use, write }, count| {
             for n in 0..count {
                 self.used(page, first_use && n == 0, write);
             }
-        });
+        })
     }
 
     /// What tells pins that somebody waits for frames.

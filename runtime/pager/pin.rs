@@ -55,22 +55,46 @@ pub enum Pinned {
 /// A run of pages, and their words.
 pub type Words<'a> = (PageRun, &'a [PageWord]);
 
-/// Pins every page of `runs`, which are [normalized](PageRun::normalize), or none.
-#[inline]
-pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, record: impl FnMut(Access)) -> Pinned {
+/// [`pin`] of one page. The use, which the pager is to hear of; `None` if the page is not pinned.
+#[inline(always)]
+pub fn page(gate: &Gate, page: PageId, word: &PageWord, purpose: Purpose) -> Option<Access> {
+    if gate.is_closed() {
+        return None;
+    }
+    let write = purpose == Purpose::Write;
+    let first_use = if write {
+        let TryWrite::Won { first_use, .. } = word.try_write() else { return None };
+        first_use
+    } else {
+        match word.try_pin() {
+            TryPin::Hit => false,
+            TryPin::FirstUse => true,
+            TryPin::Busy => return None,
+        }
+    };
+    Some(Access { page, first_use, write })
+}
+
+/// Pins every page of `runs`, of which no two have one in common, or none.
+pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl FnMut(Access)) -> Pinned {
+    if let [(run, [word])] = runs {
+        let Some(used) = page(gate, PageId { segment: run.segment, index: run.first }, word, purpose) else {
+            return Pinned::None { wanted: false };
+        };
+        record(used);
+        return Pinned::All { reached: used.first_use };
+    }
     if gate.is_closed() {
         return Pinned::None { wanted: false };
     }
     // Looked at before anything is pinned: a pin takes the mark of a page that was filled ahead, and a set that is given
     // up half way would leave such pages to be counted as hits.
-    let single = matches!(runs, [(_, [_])]);
-    if !single && runs.iter().flat_map(|(_, words)| words.iter()).any(|word| !word.load().is_resident()) {
+    if runs.iter().flat_map(|(_, words)| words.iter()).any(|word| !word.load().is_resident()) {
         return Pinned::None { wanted: false };
     }
     if purpose == Purpose::Write { write(runs, record) } else { read(runs, record) }
 }
 
-#[inline]
 fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
     let mut reached = false;
     for (number, (run, words)) in runs.iter().enumerate() {
@@ -92,7 +116,6 @@ fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
     Pinned::All { reached }
 }
 
-#[inline]
 fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
     // Of each page whether it was clean, and whether this is its first use.
     let mut won: SmallVec<[(bool, bool); 16]> = SmallVec::new();

@@ -12,12 +12,12 @@ use std::ptr::NonNull;
 
 use super::request::Target;
 use super::sealed::Sealed;
-use super::{Access, Hold, Pins, Read, Runs, Write, disjoint_writable, no_such_tensor, of_one_runtime};
+use super::{Access, Hold, Pins, Read, Write, disjoint_writable, no_such_tensor, of_one_runtime};
 use crate::compute::ComputeStream;
 use crate::device::{DeviceAddress, EventId, HostPointer, StreamOp};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
-use crate::pager::Purpose;
+use crate::pager::{PageRun, Purpose};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
@@ -43,7 +43,7 @@ impl<A: Access> Target for DevicePins<'_, A> {
         of_one_runtime(self.0)?;
         if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
     }
-    fn guard(&self, runs: Runs, hold: Hold) -> DevicePin<A> {
+    fn guard(&self, runs: &[PageRun], hold: Hold) -> DevicePin<A> {
         DevicePin { pinned: Pinned::new(self.0, runs, A::PURPOSE == Purpose::Write, hold), access: PhantomData }
     }
 }
@@ -55,7 +55,7 @@ struct Pinned {
 }
 
 impl Pinned {
-    fn new(tensors: &[Tensor], runs: Runs, exclusive: bool, hold: Hold) -> Self {
+    fn new(tensors: &[Tensor], runs: &[PageRun], exclusive: bool, hold: Hold) -> Self {
         Self { tensors: tensors.to_vec(), pins: Pins::new(tensors, runs, exclusive, hold) }
     }
 
@@ -92,7 +92,7 @@ impl Pinned {
 
     /// Has these pins end when a stream has come so far. Refused, they stay.
     fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
-        self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
+        self.pins.parts.iter().try_for_each(|part| of_the_streams_runtime(stream, &part.segment))?;
         if let Err(error) = stream.can_mark() {
             if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Closed) || stream.is_lost() {
                 return Err(error);
@@ -112,8 +112,8 @@ impl Pinned {
     /// Its end behind a stream was refused, and nobody wants it any more: leaves no pins, or only such as stay for good.
     fn let_go(&mut self, refused: &Error) {
         let pins = self.pins.take();
-        let Some(segment) = pins.segments.first() else { return };
-        if refused.kind() == ErrorKind::Closed || segment.shared.engine.device.lost().is_some() {
+        let Some(any) = pins.parts.first() else { return };
+        if refused.kind() == ErrorKind::Closed || any.segment.shared.engine.device.lost().is_some() {
             // What the runtime submitted has ended, and its frames go to no other page any more.
             return pins.end();
         }
@@ -264,10 +264,10 @@ impl Target for DevicePinsOn<'_> {
         self.0.first().map_or(Ok(()), |tensor| of_the_streams_runtime(self.1, &tensor.segment))?;
         self.1.can_mark()
     }
-    fn guard(&self, runs: Runs, hold: Hold) -> StreamPin {
+    fn guard(&self, runs: &[PageRun], hold: Hold) -> StreamPin {
         StreamPin { pinned: Pinned::new(self.0, runs, false, hold), stream: self.1.clone() }
     }
-    fn guard_after(&self, runs: Runs, hold: Hold, after: Option<EventId>) -> Result<StreamPin> {
+    fn guard_after(&self, runs: &[PageRun], hold: Hold, after: Option<EventId>) -> Result<StreamPin> {
         let mut guard = self.guard(runs, hold);
         if let Some(Err(error)) = after.map(|event| self.1.wait_for(event)) {
             // Nothing on the stream has their addresses.
@@ -276,7 +276,7 @@ impl Target for DevicePinsOn<'_> {
         }
         Ok(guard)
     }
-    fn give_back(&self, runs: Runs, hold: Hold) {
+    fn give_back(&self, runs: &[PageRun], hold: Hold) {
         Pins::new(self.0, runs, false, hold).end();
     }
 }
@@ -343,7 +343,7 @@ impl StreamPin {
 
     /// Leaves no pins, or is refused and leaves them.
     fn end(&mut self) -> Result<()> {
-        if self.pinned.pins.segments.is_empty() {
+        if self.pinned.pins.parts.is_empty() {
             return Ok(());
         }
         self.pinned.end_on(&self.stream)

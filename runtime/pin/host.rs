@@ -11,9 +11,10 @@ use smallvec::SmallVec;
 
 use super::request::Target;
 use super::sealed::Sealed;
-use super::{Access, Hold, Pins, Read, Runs, Write, disjoint_writable, end, no_such_tensor, of_one_runtime, writable};
+use super::{Access, Hold, Pins, Read, Write, disjoint_writable, end_one, no_such_tensor, of_one_runtime, writable};
+use crate::device::DeviceAddress;
 use crate::error::{Error, ErrorKind, Result};
-use crate::pager::Purpose;
+use crate::pager::{PageRun, Purpose};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
@@ -60,7 +61,7 @@ impl<A: Access> Target for HostPin<'_, A> {
         if A::PURPOSE == Purpose::Write { writable(self.0) } else { Ok(()) }
     }
     #[inline]
-    fn guard(&self, _: Runs, hold: Hold) -> PinGuard<A> {
+    fn guard(&self, _: &[PageRun], hold: Hold) -> PinGuard<A> {
         let Tensor { segment, offset, len, .. } = self.0;
         PinGuard { segment: segment.clone(), offset: *offset, len: *len, hold, access: PhantomData }
     }
@@ -85,7 +86,7 @@ pub type PinGuardMut = PinGuard<Write>;
 impl<A: Access> PinGuard<A> {
     /// The tensor's bytes.
     pub fn bytes(&self) -> &[u8] {
-        slice(&self.segment, self.offset, self.len)
+        slice(self, self.segment.base.offset(self.offset), self.len)
     }
 
     /// The tensor's bytes as values.
@@ -126,11 +127,11 @@ impl std::ops::Deref for PinGuard<Read> {
 }
 
 impl<A: Access> Drop for PinGuard<A> {
-    #[inline]
+    #[inline(always)]
     fn drop(&mut self) {
         if self.len > 0 {
             let run = self.segment.run(self.offset, self.len);
-            end(std::slice::from_ref(&self.segment), &[run], A::PURPOSE == Purpose::Write, &self.hold);
+            end_one(&self.segment, run, A::PURPOSE == Purpose::Write, &self.hold);
         }
     }
 }
@@ -142,11 +143,13 @@ impl<A: Access> fmt::Debug for PinGuard<A> {
     }
 }
 
-fn slice(segment: &Segment, offset: u64, len: u64) -> &[u8] {
+/// `len` bytes at an address, for as long as `_pins` lives.
+#[inline]
+fn slice<T>(_pins: &T, start: DeviceAddress, len: u64) -> &[u8] {
     if len == 0 {
         return &[];
     }
-    let start = segment.base.offset(offset).get() as *const u8;
+    let start = start.get() as *const u8;
     // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of
     // `[offset, offset + len)`, which keep them mapped and unchanged (documentation of `pin`). The range lies within the
     // segment, which whoever makes tensors sees to (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`,
@@ -182,21 +185,17 @@ impl<A: Access> Target for HostPins<'_, A> {
         self.0.first().map_or(Ok(()), addressable)?;
         if A::PURPOSE == Purpose::Write { disjoint_writable(self.0) } else { Ok(()) }
     }
-    fn guard(&self, runs: Runs, hold: Hold) -> PinSet<A> {
+    fn guard(&self, runs: &[PageRun], hold: Hold) -> PinSet<A> {
         let pins = Pins::new(self.0, runs, A::PURPOSE == Purpose::Write, hold);
-        let piece = |tensor: &Tensor| {
-            let segment = pins.segments.iter().position(|segment| segment.id == tensor.segment.id).unwrap_or(0);
-            Piece { segment: segment as u32, offset: tensor.offset, len: tensor.len }
-        };
+        let piece = |tensor: &Tensor| Piece { start: tensor.segment.base.offset(tensor.offset), len: tensor.len };
         PinSet { pieces: self.0.iter().map(piece).collect(), pins, access: PhantomData }
     }
 }
 
-/// A tensor's place in one of a set's segments.
+/// Where a tensor of a set is, in one of its segments.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    segment: u32,
-    offset: u64,
+    start: DeviceAddress,
     len: u64,
 }
 
@@ -207,7 +206,7 @@ struct Piece {
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct PinSet<A: Access = Read> {
     /// With access `Write` no two of them share a byte: see [`disjoint_writable`].
-    pieces: SmallVec<[Piece; 4]>,
+    pieces: SmallVec<[Piece; 8]>,
     pins: Pins,
     access: PhantomData<A>,
 }
@@ -224,7 +223,7 @@ impl<A: Access> PinSet<A> {
     /// The bytes of the `index`th tensor of the set.
     pub fn bytes(&self, index: usize) -> Option<&[u8]> {
         let piece = self.pieces.get(index)?;
-        Some(slice(self.pins.segments.get(piece.segment as usize)?, piece.offset, piece.len))
+        Some(slice(self, piece.start, piece.len))
     }
 
     /// The bytes of the `index`th tensor of the set as values.
@@ -246,12 +245,11 @@ impl PinSet<Write> {
     /// The bytes of every tensor of the set, in order, for writing: what is computed from some of them can be written
     /// to others.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
-        let segments = &self.pins.segments;
         self.pieces.iter().map(|piece| {
-            let Some(segment) = segments.get(piece.segment as usize).filter(|_| piece.len > 0) else {
+            if piece.len == 0 {
                 return Default::default();
-            };
-            let start = segment.base.offset(piece.offset).get() as *mut u8;
+            }
+            let start = piece.start.get() as *mut u8;
             // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them. No
             // two tensors of the set share a byte, which `disjoint_writable` has seen to, and the iterator borrows the
             // guard exclusively and gives each once: no other slice overlaps this one.

@@ -71,11 +71,8 @@ mod sealed {
     impl Sealed for super::Write {}
 }
 
-/// The runs of one request, normalized: almost always one.
-pub(crate) type Runs = SmallVec<[PageRun; 2]>;
-
-/// The segments of one request, each once.
-type Segments = SmallVec<[Arc<Segment>; 2]>;
+/// The runs of one request, normalized: one, or a few in a set.
+pub(crate) type Runs = SmallVec<[PageRun; 8]>;
 
 /// Whose pins these are, and what the scope spent for them.
 #[derive(Debug, Default)]
@@ -84,21 +81,15 @@ pub(crate) struct Hold {
     pub(crate) spent: u32,
 }
 
-/// Ends pins, `exclusive` ones of a writer.
-fn end(segments: &[Arc<Segment>], runs: &[PageRun], exclusive: bool, hold: &Hold) {
-    let Some(any) = segments.first().filter(|_| !runs.is_empty()) else { return };
+/// Ends the pins of one run.
+#[inline(always)]
+fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
     if let Some(scope) = &hold.scope {
-        scope.holdings.remove(runs, exclusive);
+        scope.holdings.remove(&[run], exclusive);
     }
-    let mut wanted = false;
-    for run in runs {
-        // Of few segments: a request is of one model, as a rule.
-        if let Some(segment) = segments.iter().find(|segment| segment.id == run.segment) {
-            wanted |= pin::unpin(segment.words_of(*run), exclusive);
-        }
-    }
+    let wanted = pin::unpin(segment.words_of(run), exclusive);
     if wanted || hold.spent > 0 {
-        end_slowly(any, runs, wanted, hold);
+        end_slowly(segment, &[run], wanted, hold);
     }
 }
 
@@ -114,28 +105,44 @@ fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
     });
 }
 
+/// Pinned pages in a row, and what keeps their words.
+#[derive(Debug)]
+struct Part {
+    segment: Arc<Segment>,
+    run: PageRun,
+}
+
 /// The pins of several tensors. Whoever has them ends them.
 #[derive(Debug)]
 struct Pins {
-    segments: Segments,
-    runs: Runs,
+    /// No page is in two of them.
+    parts: SmallVec<[Part; 8]>,
     exclusive: bool,
     hold: Hold,
 }
 
 impl Pins {
-    fn new(tensors: &[Tensor], runs: Runs, exclusive: bool, hold: Hold) -> Self {
-        let mut segments = Segments::new();
-        for tensor in tensors {
-            if !segments.iter().any(|segment| segment.id == tensor.segment.id) {
-                segments.push(tensor.segment.clone());
-            }
-        }
-        Self { segments, runs, exclusive, hold }
+    fn new(tensors: &[Tensor], runs: &[PageRun], exclusive: bool, hold: Hold) -> Self {
+        let part = |(at, run)| Some(Part { segment: tensor_of(tensors, at, run)?.segment.clone(), run: *run });
+        Self { parts: runs.iter().enumerate().filter_map(part).collect(), exclusive, hold }
     }
 
     fn end(&self) {
-        end(&self.segments, &self.runs, self.exclusive, &self.hold);
+        let Some(any) = self.parts.first() else { return };
+        if let Some(scope) = &self.hold.scope {
+            scope.holdings.remove(&self.runs(), self.exclusive);
+        }
+        let mut wanted = false;
+        for Part { segment, run } in &self.parts {
+            wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
+        }
+        if wanted || self.hold.spent > 0 {
+            end_slowly(&any.segment, &self.runs(), wanted, &self.hold);
+        }
+    }
+
+    fn runs(&self) -> Runs {
+        self.parts.iter().map(|part| part.run).collect()
     }
 
     /// Nobody can tell when these pages are not used any more: better memory that never comes back than wrong bytes. The
@@ -147,10 +154,15 @@ impl Pins {
 
     /// Leaves none.
     fn take(&mut self) -> Self {
-        let exclusive = self.exclusive;
-        let none = Self { segments: Segments::new(), runs: Runs::new(), exclusive, hold: Hold::default() };
+        let none = Self { parts: SmallVec::new(), exclusive: self.exclusive, hold: Hold::default() };
         std::mem::replace(self, none)
     }
+}
+
+/// A tensor in the segment of the run that is number `at` of a request's.
+fn tensor_of<'a>(tensors: &'a [Tensor], at: usize, run: &PageRun) -> Option<&'a Tensor> {
+    let of = |tensor: &&Tensor| tensor.segment.id == run.segment;
+    tensors.get(at).filter(of).or_else(|| tensors.iter().find(of))
 }
 
 fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
@@ -163,10 +175,21 @@ fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
         .remedy("pin the tensors of each runtime as a set of its own"))
 }
 
+/// The pages of tensors, each once.
 fn runs_of(tensors: &[Tensor]) -> Runs {
-    let mut runs: Runs = tensors.iter().map(Tensor::run).collect();
-    let joined = PageRun::join(&mut runs);
-    runs.truncate(joined);
+    let mut runs: Runs = tensors.iter().map(Tensor::run).filter(|run| run.count > 0).collect();
+    let touches = |at: usize| {
+        let run = runs[at];
+        runs[..at].iter().any(|other| {
+            other.segment == run.segment
+                && run.first.0 <= other.first.0 + other.count
+                && other.first.0 <= run.first.0 + run.count
+        })
+    };
+    if (1..runs.len()).any(touches) {
+        let joined = PageRun::join(&mut runs);
+        runs.truncate(joined);
+    }
     runs
 }
 
@@ -178,6 +201,7 @@ fn describe(tensors: &[Tensor]) -> String {
     }
 }
 
+#[inline]
 fn writable(tensor: &Tensor) -> Result<()> {
     if tensor.is_writable() {
         return Ok(());

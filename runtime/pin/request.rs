@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::{Hold, Member, Runs, describe, runs_of};
+use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
 use crate::device::EventId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId, Tier};
 use crate::pager::pin::Words;
-use crate::pager::{Granted, Purpose};
+use crate::pager::{Granted, PageRun, Purpose};
 use crate::segment::Segment;
 use crate::store::OwnRead;
 use crate::tensor::Tensor;
@@ -27,15 +27,19 @@ use smallvec::SmallVec;
 #[derive(Debug)]
 enum Progress {
     Start,
-    Waiting {
-        id: RequestId,
-        ticket: Arc<Ticket>,
-        since: Instant,
-        page: Option<(PageId, Tier)>,
-        runs: Runs,
-        own: Option<OwnRead>,
-    },
+    /// Boxed, so that requests for pages that are there stay small.
+    Waiting(Box<Submitted>),
     Done,
+}
+
+#[derive(Debug)]
+struct Submitted {
+    id: RequestId,
+    ticket: Arc<Ticket>,
+    since: Instant,
+    page: Option<(PageId, Tier)>,
+    runs: Runs,
+    own: Option<OwnRead>,
 }
 
 /// What is to be pinned, and the guard it becomes.
@@ -50,16 +54,16 @@ pub trait Target: super::sealed::Sealed + Unpin {
     fn check(&self) -> Result<()>;
     /// Takes over the pins of pages whose bytes are there.
     #[doc(hidden)]
-    fn guard(&self, runs: Runs, hold: Hold) -> Self::Guard;
+    fn guard(&self, runs: &[PageRun], hold: Hold) -> Self::Guard;
     /// Takes over pins; the bytes of some of the pages are there when `after` has happened, which concerns only those
     /// who read on a stream. If it fails, the pins have been given back.
     #[doc(hidden)]
-    fn guard_after(&self, runs: Runs, hold: Hold, _after: Option<EventId>) -> Result<Self::Guard> {
+    fn guard_after(&self, runs: &[PageRun], hold: Hold, _after: Option<EventId>) -> Result<Self::Guard> {
         Ok(self.guard(runs, hold))
     }
     /// Takes over pins that nobody wants any more.
     #[doc(hidden)]
-    fn give_back(&self, runs: Runs, hold: Hold) {
+    fn give_back(&self, runs: &[PageRun], hold: Hold) {
         drop(self.guard(runs, hold));
     }
 }
@@ -94,24 +98,36 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
-    /// Starts; the guard if everything was there. `waits` if the caller does nothing else on this thread until the result is
-    /// there.
-    #[inline]
+    /// The guard of one tensor, outside of a scope, whose pages are there, and closed to nobody.
+    //
+    // Inlined with what it calls, so that the guard is made where the caller wants it: each move of one through memory
+    // costs as much as an atomic operation.
+    #[inline(always)]
+    fn resident(&self) -> Option<T::Guard> {
+        let (Progress::Start, None, [tensor]) = (&self.progress, self.scope, self.target.tensors()) else {
+            return None;
+        };
+        if tensor.len == 0 || self.target.check().is_err() {
+            return None;
+        }
+        let run = tensor.run();
+        let segment = &tensor.segment;
+        let engine = &segment.shared.engine;
+        let pinned = match segment.words_of(run) {
+            [word] => engine.try_pin_page(PageId { segment: run.segment, index: run.first }, word, T::PURPOSE),
+            words => engine.try_pin(&[(run, words)], T::PURPOSE),
+        };
+        pinned.then(|| self.target.guard(&[run], Hold::default()))
+    }
+
+    /// Starts, after [`resident`](Self::resident) gave nothing; the guard if everything was there. `waits` if the caller does
+    /// nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
-        if let Some(scope) = self.scope {
-            self.of_the_scopes_runtime(scope)?;
+        match (self.scope, self.target.tensors()) {
+            (None, [tensor]) if tensor.len > 0 => self.submit(Runs::from_slice(&[tensor.run()]), waits),
+            _ => self.start_several(waits),
         }
-        if let [tensor] = self.target.tensors()
-            && tensor.len > 0
-        {
-            let run = tensor.run();
-            let segment = &tensor.segment;
-            if self.try_pin(segment, &[(run, segment.words_of(run))]) {
-                return self.target.guard_after(SmallVec::from_slice(&[run]), self.hold(0), None).map(Some);
-            }
-        }
-        self.start_slowly(waits)
     }
 
     fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
@@ -122,56 +138,59 @@ impl<'a, T: Target> PinRequest<'a, T> {
             .remedy("open a scope of the tensors' runtime"))
     }
 
-    /// Pins resident pages without the latch.
-    #[inline]
-    fn try_pin(&self, segment: &Segment, words: &[Words<'_>]) -> bool {
-        let engine = &segment.shared.engine;
-        match self.scope {
-            None => engine.try_pin(words, T::PURPOSE),
-            Some(scope) => scope.try_pin(engine, words, T::PURPOSE),
+    /// [`start`](Self::start) of sets, and in scopes.
+    fn start_several(&mut self, waits: bool) -> Result<Option<T::Guard>> {
+        if let Some(scope) = self.scope {
+            self.of_the_scopes_runtime(scope)?;
         }
-    }
-
-    fn start_slowly(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         let tensors = self.target.tensors();
         let runs = runs_of(tensors);
-        let Some(segment) = self.segment() else {
-            return self.target.guard_after(runs, self.hold(0), None).map(Some);
+        let Some(segment) = self.segment() else { return Ok(Some(self.target.guard(&runs, self.hold(0)))) };
+        let of = |(at, run): (usize, &PageRun)| Some((*run, tensor_of(tensors, at, run)?.segment.words_of(*run)));
+        let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
+        let engine = &segment.shared.engine;
+        let pinned = match self.scope {
+            None => engine.try_pin(&words, T::PURPOSE),
+            Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
         };
-        if tensors.len() > 1 {
-            let of = |run: &crate::pager::PageRun| {
-                let tensor = tensors.iter().find(|tensor| tensor.segment.id == run.segment)?;
-                Some((*run, tensor.segment.words_of(*run)))
-            };
-            let words: SmallVec<[Words<'_>; 8]> = runs.iter().filter_map(of).collect();
-            if words.len() == runs.len() && self.try_pin(segment, &words) {
-                return self.target.guard_after(runs, self.hold(0), None).map(Some);
-            }
+        if pinned {
+            return Ok(Some(self.target.guard(&runs, self.hold(0))));
         }
+        drop(words);
+        self.submit(runs, waits)
+    }
+
+    /// Asks under the latch.
+    #[cold]
+    fn submit(&mut self, mut runs: Runs, waits: bool) -> Result<Option<T::Guard>> {
+        let joined = PageRun::join(&mut runs);
+        runs.truncate(joined);
+        let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
         let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope));
         let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
         match received? {
             Received::Ready(Granted { after, spent, .. }) => {
-                self.target.guard_after(runs, self.hold(spent), after.map(event_at)).map(Some)
+                self.target.guard_after(&runs, self.hold(spent), after.map(event_at)).map(Some)
             }
             Received::Waiting(Waiting { id, ticket, page }) => {
-                self.progress = Progress::Waiting { id, ticket, since, page, runs, own };
+                self.progress = Progress::Waiting(Box::new(Submitted { id, ticket, since, page, runs, own }));
                 Ok(None)
             }
         }
     }
 
     fn finish(&mut self, result: Result<Granted>) -> Result<T::Guard> {
-        let Progress::Waiting { since, page, runs, .. } = std::mem::replace(&mut self.progress, Progress::Done) else {
+        let Progress::Waiting(submitted) = std::mem::replace(&mut self.progress, Progress::Done) else {
             return Err(ended());
         };
+        let Submitted { since, page, runs, .. } = *submitted;
         let Granted { cause, after, spent } = result?;
         if let Some(segment) = self.segment() {
             segment.shared.engine.stalled(cause, page, since, || describe(self.target.tensors()));
         }
-        self.target.guard_after(runs, self.hold(spent), after.map(event_at))
+        self.target.guard_after(&runs, self.hold(spent), after.map(event_at))
     }
 
     /// Blocks until the pages are pinned. A request that was polled before goes on waiting in its place.
@@ -184,14 +203,12 @@ impl<'a, T: Target> PinRequest<'a, T> {
     /// [`Closed`](ErrorKind::Closed);
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a
     /// [closure on a stream](crate::ComputeStream::call), which run on threads that the pages may be waiting for.
-    #[inline]
+    #[inline(always)]
     pub fn wait(mut self) -> Result<T::Guard> {
-        if let Progress::Start = self.progress
-            && let Some(guard) = self.start(true)?
-        {
-            return Ok(guard);
+        match self.resident() {
+            Some(guard) => Ok(guard),
+            None => self.wait_until(None)?.ok_or_else(ended),
         }
-        self.wait_slowly(None)?.ok_or_else(ended)
     }
 
     /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
@@ -202,13 +219,16 @@ impl<'a, T: Target> PinRequest<'a, T> {
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
-    pub fn wait_timeout(self, limit: Duration) -> Result<Option<T::Guard>> {
-        // A limit beyond what the clock can tell is none.
-        self.wait_until(Instant::now().checked_add(limit))
+    pub fn wait_timeout(mut self, limit: Duration) -> Result<Option<T::Guard>> {
+        match self.resident() {
+            Some(guard) => Ok(Some(guard)),
+            // A limit beyond what the clock can tell is none.
+            None => self.wait_until(Instant::now().checked_add(limit)),
+        }
     }
 
-    #[inline]
-    fn wait_until(mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
+    #[inline(never)]
+    fn wait_until(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
         if let Progress::Start = self.progress
             // A read cannot be left for a deadline.
             && let Some(guard) = self.start(deadline.is_none())?
@@ -216,12 +236,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
             self.progress = Progress::Done;
             return Ok(Some(guard));
         }
-        self.wait_slowly(deadline)
-    }
-
-    fn wait_slowly(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
-        let Progress::Waiting { ticket, own, .. } = &mut self.progress else { return Err(ended()) };
-        let (ticket, own) = (ticket.clone(), own.take());
+        let Progress::Waiting(submitted) = &mut self.progress else { return Err(ended()) };
+        let (ticket, own) = (submitted.ticket.clone(), submitted.own.take());
         may_wait("a pin")?;
         if let Some(own) = own {
             own.run();
@@ -239,8 +255,21 @@ fn ended() -> Error {
 impl<T: Target> Future for PinRequest<'_, T> {
     type Output = Result<T::Guard>;
 
-    #[inline]
+    #[inline(always)]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.resident() {
+            Some(guard) => {
+                self.progress = Progress::Done;
+                Poll::Ready(Ok(guard))
+            }
+            None => self.poll_slowly(cx),
+        }
+    }
+}
+
+impl<T: Target> PinRequest<'_, T> {
+    #[inline(never)]
+    fn poll_slowly(&mut self, cx: &mut Context<'_>) -> Poll<Result<T::Guard>> {
         if let Progress::Start = self.progress {
             match self.start(false) {
                 Ok(Some(guard)) => {
@@ -254,10 +283,10 @@ impl<T: Target> Future for PinRequest<'_, T> {
                 }
             }
         }
-        let Progress::Waiting { ticket, .. } = &self.progress else { return Poll::Ready(Err(ended())) };
+        let Progress::Waiting(submitted) = &self.progress else { return Poll::Ready(Err(ended())) };
         // In a child the ticket's lock may be held by a thread that the child does not have.
         self.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
-        match ticket.clone().poll(cx.waker()) {
+        match submitted.ticket.clone().poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,
         }
@@ -267,7 +296,7 @@ impl<T: Target> Future for PinRequest<'_, T> {
 impl<T: Target> Drop for PinRequest<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        if let Progress::Waiting { .. } = self.progress {
+        if let Progress::Waiting(_) = self.progress {
             self.give_up();
         }
     }
@@ -276,13 +305,12 @@ impl<T: Target> Drop for PinRequest<'_, T> {
 impl<T: Target> PinRequest<'_, T> {
     #[cold]
     fn give_up(&mut self) {
-        let Progress::Waiting { id, ticket, runs, .. } = std::mem::replace(&mut self.progress, Progress::Done) else {
-            return;
-        };
+        let Progress::Waiting(submitted) = std::mem::replace(&mut self.progress, Progress::Done) else { return };
+        let Submitted { id, ticket, runs, .. } = *submitted;
         let Some(segment) = self.segment() else { return };
         // The pins may have come after all.
         if let Some(Ok(Granted { spent, .. })) = segment.shared.engine.cancel(id, &ticket) {
-            self.target.give_back(runs, self.hold(spent));
+            self.target.give_back(&runs, self.hold(spent));
         }
     }
 }

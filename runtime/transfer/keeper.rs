@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::waiting::Waiting;
 use super::{Engine, Inside, Marked};
@@ -75,7 +75,11 @@ fn run(engine: &Weak<Engine>) {
             return;
         }
         let _marked = Marked::begin(Inside::Waker);
-        engine.latch.lock().pager.record(&engine.log);
+        let mut latched = engine.latch.lock();
+        while latched.pager.record_some(&engine.log) {
+            MutexGuard::bump(&mut latched);
+        }
+        drop(latched);
         if Instant::now() >= next {
             next = Instant::now() + TICK;
             engine.end_overdue();

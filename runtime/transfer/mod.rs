@@ -44,14 +44,14 @@ use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_na
 use crate::pager::pin::{self, Pinned, Words};
 use crate::pager::policy::guarded::{Fate, Panicked};
 use crate::pager::{
-    AccessLog, Effects, Gate, Granted, Move, PageRun, Pager, Place, Priority, Purpose, Recorded, Submitted, Terms,
-    WaitCause,
+    Access, AccessLog, Effects, Gate, Granted, Move, PageRun, PageWord, Pager, Place, Priority, Purpose, Recorded,
+    Recorder, Submitted, Terms, WaitCause,
 };
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
 use keeper::Keeper;
-use recording::{RuntimeName, with_recorder};
+use recording::RuntimeName;
 use ticket::Ticket;
 
 /// Where a segment's pages live, for the engine.
@@ -507,6 +507,15 @@ impl Engine {
         Some(result)
     }
 
+    /// Takes from the pager what was recorded of every use before this call. `None` in a [child](Self::at_home).
+    pub(crate) fn recorded<T>(&self, take: impl FnOnce(&mut Pager) -> T) -> Option<T> {
+        self.process.is_here().then(|| {
+            let mut latched = self.latch.lock();
+            latched.pager.record_all(&self.log);
+            take(&mut latched.pager)
+        })
+    }
+
     /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` in a
     /// [child](Self::at_home).
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> Option<T> {
@@ -524,48 +533,86 @@ impl Engine {
         self.log.len()
     }
 
+    /// Pins a resident page without the latch.
+    //
+    // Without closures, which are not always inlined: what passes through memory on its way costs more than the pin.
+    #[inline(always)]
+    pub(crate) fn try_pin_page(&self, page: PageId, word: &PageWord, purpose: Purpose) -> bool {
+        if !self.process.is_here() {
+            return false;
+        }
+        let Some(used) = pin::page(&self.gate, page, word, purpose) else { return false };
+        let mut named = recording::take(self.name, &self.log);
+        let recorded = named.recorder.record(used);
+        recording::give_back(named);
+        if recorded != Recorded::Ok || used.first_use {
+            self.pinned_page_slowly(used, recorded);
+        }
+        true
+    }
+
+    #[cold]
+    fn pinned_page_slowly(&self, used: Access, recorded: Recorded) {
+        let mut crowded = false;
+        match recorded {
+            Recorded::Ok => {}
+            Recorded::High => crowded = true,
+            Recorded::Full => {
+                let mut named = recording::take(self.name, &self.log);
+                self.record_late(&mut named.recorder, used);
+                recording::give_back(named);
+            }
+        }
+        self.pinned_first(used.first_use, crowded);
+    }
+
     /// Pins resident pages without the latch: all of them, or none.
-    #[inline]
     pub(crate) fn try_pin(&self, words: &[Words<'_>], purpose: Purpose) -> bool {
         if !self.process.is_here() {
             return false;
         }
         let mut crowded = false;
-        let pinned = with_recorder(self.name, &self.log, |recorder| {
-            pin::pin(&self.gate, words, purpose, |access| match recorder.record(access) {
-                Recorded::Ok => {}
-                Recorded::High => crowded = true,
-                Recorded::Full => {
-                    // No effects come of it, and so nobody's code runs here.
-                    self.latch.lock().pager.record(&self.log);
-                    let _ = recorder.record(access);
-                }
-            })
+        let mut named = recording::take(self.name, &self.log);
+        let recorder = &mut named.recorder;
+        let pinned = pin::pin(&self.gate, words, purpose, |access| match recorder.record(access) {
+            Recorded::Ok => {}
+            Recorded::High => crowded = true,
+            Recorded::Full => self.record_late(recorder, access),
         });
-        match pinned {
-            Pinned::All { reached: false } if !crowded => true,
-            Pinned::None { wanted: false } => false,
-            pinned => self.pinned_slowly(pinned, words),
-        }
-    }
-
-    #[cold]
-    fn pinned_slowly(&self, pinned: Pinned, words: &[Words<'_>]) -> bool {
+        recording::give_back(named);
         match pinned {
             Pinned::All { reached } => {
-                if reached {
-                    // A page filled ahead has been reached: the pager may look further.
-                    self.with(|pager, fx| pager.pump(fx));
-                } else {
-                    self.keeper.hurry();
+                if reached || crowded {
+                    self.pinned_first(reached, crowded);
                 }
                 true
             }
-            Pinned::None { .. } => {
-                let runs: Vec<PageRun> = words.iter().map(|(run, _)| *run).collect();
-                self.with(|pager, fx| pager.released(&runs, fx));
+            Pinned::None { wanted } => {
+                if wanted {
+                    let runs: Vec<PageRun> = words.iter().map(|(run, _)| *run).collect();
+                    self.with(|pager, fx| pager.released(&runs, fx));
+                }
                 false
             }
+        }
+    }
+
+    /// Has the pager see what a full ring holds, and records a use.
+    #[cold]
+    fn record_late(&self, recorder: &mut Recorder, access: Access) {
+        // No effects come of it, and so nobody's code runs here.
+        self.latch.lock().pager.record_all(&self.log);
+        let _ = recorder.record(access);
+    }
+
+    /// Pages filled ahead have been used, or uses have to be told soon.
+    #[cold]
+    fn pinned_first(&self, reached: bool, crowded: bool) {
+        if reached {
+            // The pager may look further.
+            self.with(|pager, fx| pager.pump(fx));
+        } else if crowded {
+            self.keeper.hurry();
         }
     }
 

@@ -1,6 +1,6 @@
 //! Each thread's recorder of hits, by runtime.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::pager::{AccessLog, Recorder};
@@ -20,39 +20,51 @@ impl RuntimeName {
 /// what it recorded has been told.
 const KEPT: usize = 8;
 
-thread_local! {
-    /// The one used last comes first.
-    static RECORDERS: RefCell<Vec<(RuntimeName, Recorder)>> = const { RefCell::new(Vec::new()) };
+/// A thread's recorder, for one runtime.
+pub(super) struct Named {
+    runtime: RuntimeName,
+    pub(super) recorder: Recorder,
 }
 
-/// Runs `use_it` with this thread's recorder. A thread that is ending has none: then one is made for this call.
-#[inline]
-pub(super) fn with_recorder<T>(name: RuntimeName, log: &AccessLog, use_it: impl FnOnce(&mut Recorder) -> T) -> T {
-    let mut use_it = Some(use_it);
-    let done = RECORDERS.try_with(|recorders| {
-        let Ok(mut recorders) = recorders.try_borrow_mut() else { return None };
-        match recorders.first_mut() {
-            Some((first, recorder)) if *first == name => use_it.take().map(|use_it| use_it(recorder)),
-            _ => {
-                find(&mut recorders, name, log);
-                recorders.first_mut().and_then(|(_, recorder)| use_it.take().map(|use_it| use_it(recorder)))
-            }
-        }
-    });
-    match (done, use_it) {
-        (Ok(Some(done)), _) => done,
-        (_, Some(use_it)) => use_it(&mut log.recorder()),
-        // It ran, or it is still here.
-        (_, None) => unreachable!("a recorder was used and gave nothing back"),
+thread_local! {
+    /// The one used last, unless it is in use.
+    static LAST: Cell<Option<Box<Named>>> = const { Cell::new(None) };
+    /// The others, in the order of use.
+    static OTHERS: RefCell<Vec<Box<Named>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// This thread's recorder, to be [given back](give_back). A thread that is ending has none: then one is made for this use.
+#[inline(always)]
+pub(super) fn take(name: RuntimeName, log: &AccessLog) -> Box<Named> {
+    match LAST.try_with(Cell::take) {
+        Ok(Some(last)) if last.runtime == name => last,
+        Ok(last) => find(last, name, log),
+        Err(_) => new(name, log),
     }
 }
 
+/// Keeps a recorder for the thread's next use, unless the thread is ending: then its ring goes.
+#[inline(always)]
+pub(super) fn give_back(named: Box<Named>) {
+    let _ = LAST.try_with(|last| last.set(Some(named)));
+}
+
 #[cold]
-fn find(recorders: &mut Vec<(RuntimeName, Recorder)>, name: RuntimeName, log: &AccessLog) {
-    let at = recorders.iter().position(|(other, _)| *other == name).unwrap_or_else(|| {
-        recorders.truncate(KEPT - 1);
-        recorders.push((name, log.recorder()));
-        recorders.len() - 1
+fn new(runtime: RuntimeName, log: &AccessLog) -> Box<Named> {
+    Box::new(Named { runtime, recorder: log.recorder() })
+}
+
+#[cold]
+fn find(last: Option<Box<Named>>, name: RuntimeName, log: &AccessLog) -> Box<Named> {
+    let found = OTHERS.try_with(|others| {
+        let mut others = others.try_borrow_mut().ok()?;
+        others.extend(last);
+        let at = others.iter().position(|named| named.runtime == name);
+        let found = at.map(|at| others.remove(at));
+        if others.len() >= KEPT {
+            others.remove(0);
+        }
+        found
     });
-    recorders[..=at].rotate_right(1);
+    found.ok().flatten().unwrap_or_else(|| new(name, log))
 }

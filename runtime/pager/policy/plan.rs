@@ -76,6 +76,8 @@ struct Active {
     keep: Vec<Keep>,
     /// The next expected use.
     cursor: u64,
+    /// `cursor` modulo the length of the order.
+    place: usize,
     /// Everything from the cursor up to here is resident or on its way.
     scan: u64,
     last_used: Option<u32>,
@@ -166,6 +168,7 @@ impl Active {
             planned,
             cyclic,
             cursor: 0,
+            place: 0,
             scan: 0,
             last_used: None,
             stray: None,
@@ -201,7 +204,7 @@ impl Active {
 
     /// The position of a page's next use at or after the cursor; its last one if there is none.
     fn next_position(&self, number: u32) -> u32 {
-        let at = (self.cursor % self.len()) as u32;
+        let at = self.place as u32;
         let positions = self.positions(number);
         let later = positions.partition_point(|position| *position < at);
         let none = if self.cyclic { 0 } else { positions.len() - 1 };
@@ -210,11 +213,10 @@ impl Active {
 
     /// The time of the first use at or after the cursor that has this position.
     fn time_of(&self, position: u32) -> u64 {
-        let n = self.len();
-        let (pass, at) = (self.cursor / n, (self.cursor % n) as u32);
+        let pass = self.cursor - self.place as u64;
         match position {
-            later if later >= at => pass * n + u64::from(later),
-            earlier if self.cyclic => (pass + 1) * n + u64::from(earlier),
+            later if later as usize >= self.place => pass + u64::from(later),
+            earlier if self.cyclic => pass + self.len() + u64::from(earlier),
             _ => NEVER,
         }
     }
@@ -322,6 +324,15 @@ impl Active {
         if self.last_used == Some(number) {
             return;
         }
+        let repeated = self.at[number as usize] & REPEATED != 0;
+        if !repeated && self.order[self.place] == number && !self.exhausted() {
+            // Almost every use is this one. Its page's next use is at this position again.
+            self.go_to(self.cursor + 1);
+            self.judge(true);
+            self.last_used = Some(number);
+            self.ahead.remove(number as usize);
+            return;
+        }
         let near = (n / 8).max(8);
         let position = self.next_use(number);
         let distance = position - self.cursor;
@@ -349,10 +360,8 @@ impl Active {
     /// The use at time `now` has happened.
     fn step_to(&mut self, now: u64) {
         let n = self.len();
-        let (from, to) = ((self.cursor % n) as usize, (now % n) as usize);
-        self.cursor = now + 1;
-        self.scan = self.scan.max(self.cursor);
-        self.stray = None;
+        let (from, to) = (self.place, (now % n) as usize);
+        self.go_to(now + 1);
         // What is at a position that has passed, used or skipped, goes where its next use is.
         if from <= to {
             self.refile(from, to);
@@ -360,6 +369,18 @@ impl Active {
             self.refile(from, self.order.len() - 1);
             self.refile(0, to);
         }
+    }
+
+    /// The next use is expected at this time.
+    fn go_to(&mut self, cursor: u64) {
+        let steps = cursor - self.cursor;
+        self.place = if steps == 1 { self.place + 1 } else { (cursor % self.len()) as usize };
+        if self.place == self.order.len() {
+            self.place = 0;
+        }
+        self.cursor = cursor;
+        self.scan = self.scan.max(cursor);
+        self.stray = None;
     }
 
     fn refile(&mut self, from: usize, to: usize) {
@@ -390,8 +411,7 @@ impl Active {
         skipped: &mut Vec<usize>,
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> Result<Option<PageId>, Stopped> {
-        let cursor = (self.cursor % self.len()) as usize;
-        for (mut end, start) in [(cursor, 0), (self.order.len(), cursor)] {
+        for (mut end, start) in [(self.place, 0), (self.order.len(), self.place)] {
             while let Some(position) = class.last_below(end).filter(|position| *position >= start) {
                 if floor.is_some_and(|floor| self.time_of(position as u32) <= floor) {
                     return Ok(None);
