@@ -186,6 +186,11 @@ impl AccessLog {
         Recorder { ring, dirty: self.dirty.clone(), last: u64::MAX, count: 0, uses: 0, tail: 0, head: 0 }
     }
 
+    #[cfg(test)]
+    pub(crate) fn rings(&self) -> usize {
+        self.readers.lock().len()
+    }
+
     /// How many uses the pager has not seen.
     pub fn len(&self) -> u64 {
         let readers = self.readers.lock();
@@ -287,5 +292,35 @@ impl PageUses {
         } else {
             self.dropped += 1;
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn access(n: u32) -> Access {
+        Access { page: PageId { segment: SegmentId(0), index: PageIndex(n) }, first_use: false, write: false }
+    }
+
+    /// One that had told everything when it ended is not looked at by a drain again.
+    #[test]
+    fn regression_the_rings_of_recorders_that_have_gone_go() {
+        let log = AccessLog::new();
+        let (mut recorded, mut told) = (0, 0);
+        for n in 0..3000 {
+            let mut recorder = log.recorder();
+            if n % 3 > 0 {
+                assert_eq!(recorder.record(access(n)), Recorded::Ok);
+                recorded += 1;
+            }
+            if n % 3 == 1 {
+                log.drain(|_, count| told += count);
+            }
+            drop(recorder);
+            assert!(log.rings() <= 3, "{} rings after {n} recorders", log.rings());
+        }
+        log.drain(|_, count| told += count);
+        assert_eq!((recorded, log.rings()), (told, 0), "what was not told when they ended was told later");
     }
 }
