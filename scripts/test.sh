@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-steps=(checker workspace kernels without-cuda doctests strict loom examples)
+steps=(checker workspace kernels without-cuda doctests strict released loom examples)
 target=${CARGO_TARGET_DIR:-target}
 
 # What a step ends with that could not do what it is for.
@@ -80,6 +80,17 @@ build_strict() {
 }
 step_strict() {
     cargo test --workspace --features outcore/strict "${strict_tests[@]/#/--test=}" --no-fail-fast
+}
+
+# What a release build does at an edge of a page that cannot be, where all other builds stop. A filter that matches nothing
+# would pass, so the tests are counted.
+released=(--config 'profile.dev.package.outcore.debug-assertions=false' -p outcore --lib)
+build_released() {
+    cargo test "${released[@]}" --no-run
+}
+step_released() {
+    cargo test "${released[@]}" pager::tests 2>&1 | tee "$target/released.log"
+    grep -qE '^test result: ok\. [1-9]' "$target/released.log" || { echo "released: no test ran" >&2; exit 1; }
 }
 
 # The page word under every schedule loom finds. A filter that matches nothing would pass, so the tests are counted.

@@ -4,7 +4,13 @@
 
 mod pager_world;
 
-use outcore::pager::{Backing, Place, PolicyKind, Priority, State, WaitCause};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use outcore::pager::{
+    Backing, Place, PolicyKind, Priority, ScopePriority, ScopeTerms, State, TryPin, Unpin, WaitCause, WaitsFor,
+};
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Use, World, config, page, run};
 
@@ -55,7 +61,7 @@ fn a_scope_that_holds_a_pin_gets_one_more_while_a_large_request_waits() {
     world.pin(&[run(s, 5, 1)], false, false).unwrap();
     settle(&mut world);
     assert_eq!(world.guards.len(), 2, "growth passes");
-    assert!(world.waiting.iter().any(|wish| wish.id == large));
+    assert!(world.waits(large));
     world.drain();
 }
 
@@ -74,12 +80,12 @@ fn a_large_request_is_overtaken_a_bounded_number_of_times() {
             break;
         }
         world.unpin(0);
-        if !world.waiting.iter().any(|wish| wish.id == large) {
+        if !world.waits(large) {
             return;
         }
     }
     assert!(overtaken < 20, "overtaken {overtaken} times");
-    while world.waiting.iter().any(|wish| wish.id == large) {
+    while world.waits(large) {
         settle(&mut world);
         world.unpin(0);
     }
@@ -452,10 +458,10 @@ fn regression_a_holder_of_guards_is_never_held_up_by_who_waits_for_them() {
         }
         world.unpin(1);
     }
-    assert!(world.waiting.iter().any(|wish| wish.id == large));
+    assert!(world.waits(large));
     world.unpin(0);
     settle(&mut world);
-    assert!(!world.waiting.iter().any(|wish| wish.id == large), "the guard has ended");
+    assert!(!world.waits(large), "the guard has ended");
     world.drain();
 }
 
@@ -480,7 +486,7 @@ fn growth_passes_as_soon_as_what_remains_is_enough() {
     let growth = world.pin(&[run(s, 50, 3)], false, false).unwrap().unwrap_err();
     world.unpin(1);
     settle(&mut world);
-    assert!(!world.waiting.iter().any(|wish| wish.id == growth));
+    assert!(!world.waits(growth));
     world.drain();
 }
 
@@ -495,9 +501,8 @@ fn regression_a_writer_is_outlasted_by_readers_a_bounded_number_of_times() {
         let all = [run(s, 0, pages)];
         world.pin(&all, false, true).unwrap().unwrap();
         let writer = world.pin(&all, true, false).unwrap().unwrap_err();
-        let waits = |world: &World| world.waiting.iter().any(|wish| wish.id == writer);
         let mut readers = 0;
-        while waits(&world) {
+        while world.waits(writer) {
             assert!(readers < 20, "{readers} readers came while a writer waited");
             readers += 1;
             world.pin(&all, false, true).unwrap();
@@ -524,19 +529,18 @@ fn regression_a_writer_is_not_outlasted_by_readers_of_parts() {
         world.pin(&[run(s, index, 1)], false, true).unwrap().unwrap();
     }
     let writer = world.pin(&[run(s, 0, 3)], true, false).unwrap().unwrap_err();
-    let waits = |world: &World| world.waiting.iter().any(|wish| wish.id == writer);
     // Page 1 and one of the others are read by turns; the last reader of a page leaves when the next has come.
     for step in 0..100u32 {
-        if !waits(&world) {
+        if !world.waits(writer) {
             break;
         }
         world.pin(&[run(s, [1, 0, 2][step as usize % 3], 1)], false, true).unwrap();
         world.unpin(0);
     }
-    while !world.guards.is_empty() && waits(&world) {
+    while !world.guards.is_empty() && world.waits(writer) {
         world.unpin(0);
     }
-    assert!(!waits(&world) && world.guards.iter().any(|guard| guard.exclusive));
+    assert!(!world.waits(writer) && world.guards.iter().any(|guard| guard.exclusive));
     assert!(!world.waiting.is_empty(), "the readers that came last waited for it");
     world.drain();
 }
@@ -767,7 +771,7 @@ fn a_smaller_budget_keeps_the_frame_that_it_waits_for() {
     let waiting = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
     end(&mut world, s, 0, true);
     assert_eq!(world.pager.device_frames(), (3, 3));
-    assert!(world.waiting.iter().any(|wish| wish.id == waiting) && world.moves.is_empty());
+    assert!(world.waits(waiting) && world.moves.is_empty());
     world.unpin(0);
     settle(&mut world);
     assert!(world.waiting.is_empty());
@@ -808,5 +812,438 @@ fn regression_the_reserve_leaves_what_was_filled_ahead() {
     assert!(world.moves.is_empty() && world.guards.len() == 1);
     let fresh = world.pager.view(s).iter().filter(|view| view.device.fresh).count();
     assert_eq!(fresh, 1, "the one frame that is left is for the page that comes next");
+    world.drain();
+}
+
+/// A page that is resident and clean, while its older host copy is being written to disk. Returns that move.
+fn beside_an_old_host_copy(world: &mut World, s: SegmentId) -> outcore::MoveId {
+    touch(world, s, 0, true);
+    world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
+    // A reader has it stay while it is copied down.
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
+    end(world, s, 0, true);
+    world.unpin(world.guards.len() - 1);
+    assert_eq!(world.word(page(s, 0)).load().state, State::Clean);
+    world.moves.iter().find(|(m, _)| m.to == Place::Disk).expect("the full host tier is cleaned").0.id
+}
+
+/// Newer bytes are not written back while older ones of the same page are on their way to the same place.
+#[test]
+fn regression_what_is_written_beside_an_old_host_copy_waits_for_it() {
+    for lock_free in [false, true] {
+        let (mut world, s) = world(2, 1, 4);
+        let to_disk = beside_an_old_host_copy(&mut world, s);
+        world.pin(&[run(s, 0, 1)], true, lock_free).unwrap().unwrap();
+        world.unpin(0);
+        let mut evicted = 0;
+        world.with(|pager, fx| evicted = pager.evict([page(s, 0)].into_iter(), fx));
+        let waits = world.pin(&[run(s, 1, 2)], false, false).unwrap().unwrap_err();
+        assert_eq!((evicted, world.moves.len()), (0, 1), "only the old copy is written");
+        world.complete_id(to_disk, true);
+        settle(&mut world);
+        assert!(!world.waits(waits));
+        world.drain();
+        world.read_all();
+    }
+}
+
+/// The frame of a victim that is written back is somebody's: no pin keeps it, whenever it comes.
+#[test]
+fn regression_a_promised_frame_is_not_pinned_away_when_its_write_back_ends() {
+    let (mut world, s) = world(1, 0, 2);
+    let words = world.words(s);
+    let [wanted, is_at_it, ended] = [const { AtomicBool::new(false) }; 3];
+    let until = |flag: &AtomicBool, value: bool| {
+        while flag.load(Ordering::SeqCst) != value {
+            thread::yield_now();
+        }
+    };
+    let pins = || {
+        let mut pinned = 0;
+        while !ended.load(Ordering::SeqCst) {
+            let now = wanted.load(Ordering::SeqCst);
+            if now && words[0].try_pin() != TryPin::Busy {
+                pinned += 1;
+                assert!(matches!(words[0].unpin(), Unpin::Done | Unpin::Wanted));
+            }
+            is_at_it.store(now, Ordering::SeqCst);
+            if !now {
+                thread::yield_now();
+            }
+        }
+        pinned
+    };
+    let mut rounds = || {
+        for _ in 0..300 {
+            touch(&mut world, s, 0, true);
+            world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+            assert_eq!(world.word(page(s, 0)).load().state, State::WritingBack);
+            wanted.store(true, Ordering::SeqCst);
+            until(&is_at_it, true);
+            world.complete(0, true);
+            assert_eq!(world.moves[0].0.page, page(s, 1), "the frame is there");
+            wanted.store(false, Ordering::SeqCst);
+            until(&is_at_it, false);
+            settle(&mut world);
+            world.unpin(0);
+        }
+    };
+    let pinned = thread::scope(|threads| {
+        let pins = threads.spawn(pins);
+        let result = catch_unwind(AssertUnwindSafe(&mut rounds));
+        ended.store(true, Ordering::SeqCst);
+        result.unwrap_or_else(|panic| resume_unwind(panic));
+        pins.join().unwrap()
+    });
+    assert_eq!(pinned, 0);
+    world.drain();
+}
+
+/// What another request of a scope that waits gets may be just what others wait for.
+#[test]
+fn regression_a_circle_closed_by_a_grant_to_a_scope_that_waits_is_told() {
+    let (mut world, s) = world(8, 0, 8);
+    world.set_passes(0);
+    for index in 0..4 {
+        touch(&mut world, s, index, false);
+    }
+    let older = world.growing_scope();
+    world.pin(&[run(s, 0, 1)], false, true).unwrap().unwrap();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 1, 1)], false, true).unwrap().unwrap();
+    world.scope = None;
+    world.pin(&[run(s, 2, 1)], true, true).unwrap().unwrap();
+    world.scope = Some(older);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    world.scope = Some(younger);
+    world.pin(&[run(s, 2, 2)], true, false).unwrap().unwrap_err();
+    world.scope = None;
+    let behind = world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.told.is_empty(), "the writer outside of scopes will end");
+    world.unpin(2);
+    assert_eq!(world.told, [younger]);
+    assert!(!world.waits(behind), "who stood behind the one that was told goes on");
+    world.unpin(1);
+    assert!(!world.waits(writes));
+    world.drain();
+}
+
+/// The same by frames, when a fill ends.
+#[test]
+fn regression_a_circle_closed_by_a_fill_for_a_scope_that_waits_is_told() {
+    let (mut world, s) = world(3, 0, 8);
+    let older = world.growing_scope();
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    settle(&mut world);
+    world.scope = Some(older);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    world.scope = Some(younger);
+    world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.told.is_empty(), "so far the older one holds one page");
+    settle(&mut world);
+    assert_eq!(world.told, [younger]);
+    world.unpin(1);
+    assert!(!world.waits(writes));
+    world.drain();
+}
+
+/// A scope whose first request waits gets something by its second: then others may wait for it, and it passes.
+#[test]
+fn regression_a_request_whose_scope_gets_its_first_pin_is_served_as_growing() {
+    let (mut world, s) = world(4, 0, 16);
+    for (first, count) in [(0, 1), (1, 1), (2, 2)] {
+        world.pin(&[run(s, first, count)], false, false).unwrap();
+    }
+    settle(&mut world);
+    let first = world.pin(&[run(s, 10, 2)], false, false).unwrap().unwrap_err();
+    world.growing_scope();
+    let grows = world.pin(&[run(s, 12, 2)], false, false).unwrap().unwrap_err();
+    assert!(!world.pager.is_growth(grows));
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
+    assert!(world.pager.is_growth(grows));
+    world.unpin(2);
+    settle(&mut world);
+    assert!(!world.waits(grows) && world.waits(first));
+    world.drain();
+}
+
+#[test]
+fn regression_a_circle_closed_by_the_first_pin_of_a_scope_that_waits_is_told() {
+    let (mut world, s) = world(8, 0, 8);
+    touch(&mut world, s, 0, false);
+    touch(&mut world, s, 1, false);
+    world.pin(&[run(s, 0, 1)], false, true).unwrap().unwrap();
+    let older = world.growing_scope();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 1, 1)], false, true).unwrap().unwrap();
+    world.scope = Some(older);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.scope = Some(younger);
+    world.pin(&[run(s, 0, 1)], true, false).unwrap().unwrap_err();
+    assert!(world.told.is_empty(), "the older one holds nothing");
+    world.scope = Some(older);
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
+    assert_eq!(world.told, [younger]);
+    world.unpin(1);
+    assert!(!world.waits(writes));
+    world.drain();
+}
+
+/// A request of which a resident page goes while it waits needs more than it did, and hides nobody who needs less.
+#[test]
+fn regression_who_needs_more_frames_than_it_did_hides_nobody() {
+    let (mut world, s) = world(3, 0, 8);
+    for index in [1, 3, 4] {
+        world.pin(&[run(s, index, 1)], false, false).unwrap();
+    }
+    settle(&mut world);
+    let large = world.pin(&[run(s, 1, 2)], false, false).unwrap().unwrap_err();
+    let wanted = |world: &World| {
+        let (waiters, _) = world.pager.waiting(9);
+        waiters.into_iter().find(|waiter| waiter.id == large).map(|waiter| waiter.waits_for)
+    };
+    assert_eq!(wanted(&world), Some(WaitsFor::Frames { wanted: 1, budget: 3 }));
+    let small = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    world.unpin(0);
+    world.with(|pager, fx| pager.evict([page(s, 1)].into_iter(), fx));
+    settle(&mut world);
+    assert_eq!(wanted(&world), Some(WaitsFor::Frames { wanted: 2, budget: 3 }));
+    assert!(!world.waits(small) && world.waits(large));
+    world.drain();
+}
+
+/// A request of which a page is brought by others needs less than it did, and is found among those who need more.
+#[test]
+fn regression_who_needs_fewer_frames_than_it_did_is_found() {
+    let (mut world, s) = world(3, 0, 16);
+    let scope = world.growing_scope();
+    world.pin(&[run(s, 5, 1)], false, false).unwrap();
+    world.scope = None;
+    world.pin(&[run(s, 3, 1)], false, false).unwrap();
+    world.pin(&[run(s, 4, 1)], false, false).unwrap();
+    settle(&mut world);
+    let three = world.pin(&[run(s, 10, 3)], false, false).unwrap().unwrap_err();
+    let two = world.pin(&[run(s, 7, 2)], false, false).unwrap().unwrap_err();
+    let shares = world.pin(&[run(s, 1, 2)], false, false).unwrap().unwrap_err();
+    world.unpin(1);
+    world.scope = Some(scope);
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    settle(&mut world);
+    assert!(world.waits(shares));
+    world.unpin(1);
+    settle(&mut world);
+    assert!(!world.waits(shares) && world.waits(three) && world.waits(two));
+    world.drain();
+}
+
+/// Who waits for a frame for a page that is brought by others needs none any more.
+#[test]
+fn regression_who_needs_no_frame_any_more_waits_for_the_fill_of_others() {
+    let (mut world, s) = world(3, 0, 8);
+    let (scope, reserved) = world.reserving_scope(1, ScopePriority::Interactive);
+    reserved.unwrap();
+    world.scope = None;
+    world.pin(&[run(s, 3, 2)], false, false).unwrap();
+    settle(&mut world);
+    // The first in line, and the one that wants the fewest frames, are others.
+    world.pin(&[run(s, 5, 2)], false, false).unwrap().unwrap_err();
+    world.pin(&[run(s, 7, 1)], false, false).unwrap().unwrap_err();
+    let waits = world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    world.scope = Some(scope);
+    world.pin(&[run(s, 1, 1)], false, false).unwrap().unwrap_err();
+    assert_eq!(world.pager.stands(waits), Some((false, Vec::new())));
+    settle(&mut world);
+    assert!(!world.waits(waits));
+    world.drain();
+}
+
+/// A purse is filled again when a page that others shared is free of pins: others have one frame fewer to hope for.
+#[test]
+fn regression_a_circle_closed_by_a_purse_that_is_filled_again_is_told() {
+    let (mut world, s) = world(4, 0, 8);
+    let (reserving, reserved) = world.reserving_scope(2, ScopePriority::Interactive);
+    reserved.unwrap();
+    let growing = world.growing_scope();
+    world.pin(&[run(s, 1, 2)], false, false).unwrap();
+    world.scope = Some(reserving);
+    world.pin(&[run(s, 5, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.scope = None;
+    world.pin(&[run(s, 5, 1)], false, true).unwrap().unwrap();
+    world.unpin(1);
+    assert_eq!(world.pager.set_aside(), 1, "the page it spent a frame for is shared");
+    world.scope = Some(reserving);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    world.scope = Some(growing);
+    world.pin(&[run(s, 7, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.told.is_empty(), "the shared page may still become its frame");
+    world.unpin(1);
+    assert_eq!((world.pager.set_aside(), &world.told[..]), (2, &[growing][..]));
+    world.unpin(0);
+    assert!(!world.waits(writes));
+    world.drain();
+}
+
+/// Reservations end with the pager: those in line, and those whose frames are on their way.
+#[test]
+fn regression_reservations_under_way_end_when_the_pager_closes() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    let (_, coming) = world.reserving_scope(2, ScopePriority::Interactive);
+    let (_, queued) = world.reserving_scope(1, ScopePriority::Interactive);
+    assert_eq!((world.moves.len(), world.pager.set_aside()), (2, 2), "write backs make room for the first");
+    let closed = Error::new(ErrorKind::Closed, "closing");
+    world.with(|pager, fx| pager.close(&closed, fx));
+    for request in [coming, queued] {
+        assert!(world.ended.contains(&(request.unwrap_err(), Err(ErrorKind::Closed))));
+    }
+    assert_eq!(world.pager.set_aside(), 0);
+    world.drain();
+}
+
+/// A reservation that waits too long for a write back ends, and nothing is set aside for it; the next one goes on.
+#[test]
+fn regression_a_reservation_that_waits_for_a_late_write_back_ends() {
+    let (mut world, s) = world(2, 0, 4);
+    touch(&mut world, s, 0, true);
+    touch(&mut world, s, 1, true);
+    let (_, coming) = world.reserving_scope(2, ScopePriority::Interactive);
+    let (_, queued) = world.reserving_scope(1, ScopePriority::Interactive);
+    let (coming, queued) = (coming.unwrap_err(), queued.unwrap_err());
+    let (late, error) = (world.moves[0].0.id, Error::new(ErrorKind::TimedOut, "late"));
+    world.with(|pager, fx| pager.overdue(&[late], &[coming], &error, fx));
+    assert_eq!(world.ended.last(), Some(&(coming, Err(ErrorKind::TimedOut))));
+    assert_eq!(world.pager.set_aside(), 1, "the next one's");
+    settle(&mut world);
+    assert!(!world.waits(queued));
+    world.drain();
+}
+
+/// Who is told leaves the lines it stood in, and who stood behind it is served without another event.
+#[test]
+fn regression_who_stood_behind_a_request_that_was_told_is_served() {
+    let (mut world, s) = world(8, 0, 8);
+    world.set_passes(0);
+    for index in [0, 1, 3] {
+        touch(&mut world, s, index, false);
+    }
+    let older = world.growing_scope();
+    world.pin(&[run(s, 0, 1)], false, true).unwrap().unwrap();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 1, 1)], false, true).unwrap().unwrap();
+    world.pin(&[run(s, 0, 1), run(s, 3, 1)], true, false).unwrap().unwrap_err();
+    world.scope = None;
+    let behind = world.pin(&[run(s, 3, 1)], false, true).unwrap().unwrap_err();
+    world.scope = Some(older);
+    let writes = world.pin(&[run(s, 1, 1)], true, false).unwrap().unwrap_err();
+    assert_eq!(world.told, [younger]);
+    assert!(!world.waits(behind) && world.waits(writes));
+    world.drain();
+}
+
+/// What a scope was opened for is claimed by whoever is about to pin, with the latch and without.
+#[test]
+fn regression_pins_under_way_count_among_what_a_scope_was_opened_for() {
+    let (mut world, s) = world(4, 0, 8);
+    touch(&mut world, s, 0, false);
+    touch(&mut world, s, 1, false);
+    world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
+    let holdings = world.scopes[0].1.clone();
+    // As a pin without the latch does before it pins.
+    assert!(holdings.claim(1));
+    assert!(world.pin(&[run(s, 0, 2)], false, false).is_none(), "three of two");
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
+    assert!(!holdings.claim(1));
+    holdings.unclaim(1);
+    let misses = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    assert!(!holdings.claim(1), "a request that waits counts");
+    world.cancel(0);
+    assert!(!world.waits(misses) && holdings.claim(1), "one that was given up does not");
+    holdings.unclaim(1);
+    world.unpin(0);
+    assert!(holdings.claim(2), "nor do pins that have ended");
+    holdings.unclaim(2);
+    settle(&mut world);
+    world.drain();
+}
+
+/// Scopes hold all they can get, and wait for more; what can never be refused has the floor to draw on.
+#[test]
+fn what_can_never_be_refused_gets_a_frame_though_scopes_hold_all_others() {
+    let (mut world, s) = world(4, 0, 16);
+    world.with(|pager, fx| pager.set_floor(1, fx)).unwrap();
+    let older = world.growing_scope();
+    world.pin(&[run(s, 0, 2)], false, false).unwrap();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 2, 1)], false, false).unwrap();
+    settle(&mut world);
+    world.scope = Some(older);
+    let more = world.pin(&[run(s, 5, 1)], false, false).unwrap().unwrap_err();
+    assert!(world.moves.is_empty(), "the last frame is no scope's");
+    (world.scope, world.never_refused) = (None, true);
+    world.pin(&[run(s, 7, 1)], false, false).unwrap().unwrap_err();
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 3);
+    (world.scope, world.never_refused) = (Some(younger), false);
+    assert!(world.pin(&[run(s, 9, 1)], false, false).is_none() && world.pager.stats().deadlocks == 1);
+    world.unpin(1);
+    assert!(world.waits(more), "the floor is kept for the next one");
+    world.unpin(1);
+    settle(&mut world);
+    assert!(!world.waits(more));
+    world.drain();
+}
+
+/// In a circle with a request that can never be refused the other one is told, though it would cost more.
+#[test]
+fn what_can_never_be_refused_closes_circles_and_is_not_told() {
+    for by_frames in [false, true] {
+        let (mut world, s) = world(4, 0, 16);
+        world.with(|pager, fx| pager.set_floor(1, fx)).unwrap();
+        let refused = world.growing_scope();
+        world.pin(&[run(s, 0, 1)], false, false).unwrap();
+        world.open_scope(ScopeTerms { priority: ScopePriority::Batch, ..ScopeTerms::default() });
+        world.pin(&[run(s, 1, 2)], false, false).unwrap();
+        settle(&mut world);
+        // Two frames are more than the floor has.
+        let (first, second) = if by_frames { (run(s, 5, 2), run(s, 7, 1)) } else { (run(s, 0, 1), run(s, 1, 1)) };
+        world.never_refused = true;
+        let waits = world.pin(&[first], !by_frames, false).unwrap().unwrap_err();
+        (world.scope, world.never_refused) = (Some(refused), false);
+        let told = world.pin(&[second], !by_frames, false).is_none();
+        assert!(told && world.told.is_empty() && world.pager.stats().deadlocks == 1);
+        world.unpin(0);
+        settle(&mut world);
+        assert!(!world.waits(waits));
+        world.drain();
+    }
+}
+
+/// A larger floor leaves fewer frames to scopes, as a smaller budget does.
+#[test]
+fn regression_a_circle_closed_by_a_larger_floor_is_told() {
+    let (mut world, s) = world(4, 0, 16);
+    world.growing_scope();
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    let younger = world.growing_scope();
+    world.pin(&[run(s, 1, 1)], false, false).unwrap();
+    world.scope = None;
+    world.pin(&[run(s, 2, 2)], false, false).unwrap();
+    settle(&mut world);
+    let large = world.pin(&[run(s, 10, 3)], false, false).unwrap().unwrap_err();
+    let older = world.scopes[0].0;
+    for (scope, wanted) in [(older, run(s, 4, 1)), (younger, run(s, 5, 2))] {
+        world.scope = Some(scope);
+        world.pin(&[wanted], false, false).unwrap().unwrap_err();
+    }
+    assert!(world.told.is_empty());
+    world.with(|pager, fx| pager.set_floor(2, fx)).unwrap();
+    assert_eq!(world.told, [younger]);
+    assert!(world.ended.contains(&(large, Err(ErrorKind::BudgetTooSmall))), "there are never so many");
     world.drain();
 }

@@ -321,6 +321,41 @@ fn a_scope_that_reserved_gets_its_pages() {
     });
 }
 
+/// Threads of one scope that ask at once: together they get what it was opened for, and no more.
+#[test]
+fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
+    watched("threads of a scope", || {
+        const THREADS: u64 = 3;
+        let runtime = open(8);
+        let table = tensor(&runtime, THREADS);
+        let rows: Vec<Tensor> = (0..THREADS).map(|n| row(&table, n)).collect();
+        // Resident, so that they are pinned without the latch.
+        drop(runtime.pin_set(&rows).wait().unwrap());
+        let scope = runtime.scope().reserve(Bytes::new(PAGE)).wait().unwrap();
+        let (together, served, most) = (Barrier::new(3), AtomicU32::new(0), AtomicU64::new(0));
+        thread::scope(|threads| {
+            for row in &rows {
+                threads.spawn(|| {
+                    for _ in 0..2000 {
+                        together.wait();
+                        let got = scope.pin(row).wait();
+                        together.wait();
+                        most.fetch_max(scope.held().get(), Ordering::Relaxed);
+                        together.wait();
+                        match got {
+                            Ok(_) => drop(served.fetch_add(1, Ordering::Relaxed)),
+                            Err(error) => assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{error}"),
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!((most.into_inner(), served.into_inner()), (PAGE, 2000), "one of them each time");
+        drop(scope);
+        check_at_rest(runtime, rows.into_iter().chain([table]).collect(), "threads of a scope");
+    });
+}
+
 /// Scopes in each other's way by pages they write, not by frames.
 #[test]
 fn scopes_that_wait_for_each_others_pages_are_told() {
@@ -523,11 +558,18 @@ fn random_scopes_come_to_an_end() {
     });
 }
 
-/// Reads that do not come back until they are let.
+/// Reads and writes that do not come back until they are let.
 #[derive(Default)]
 struct Hangs {
     open: Mutex<bool>,
     opened: Condvar,
+}
+
+impl Hangs {
+    fn let_go(&self) {
+        *self.open.lock() = true;
+        self.opened.notify_all();
+    }
 }
 
 impl CallHook for Hangs {
@@ -538,6 +580,64 @@ impl CallHook for Hangs {
         }
         Injected::Nothing
     }
+}
+
+/// A runtime of two frames, both of them dirty, whose writes hang; and what is in them.
+fn with_writes_that_hang(io_timeout: Option<Duration>) -> (Runtime, Tensor, Arc<Hangs>) {
+    let hangs = Arc::new(Hangs::default());
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(2 * PAGE))
+        .store(StoreOptions::new(IoBackend::Threads).hook(hangs.clone()))
+        .io_timeout(io_timeout)
+        .open()
+        .unwrap();
+    let table = tensor(&runtime, 2);
+    runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(3);
+    (runtime, table, hangs)
+}
+
+/// One that waits for write backs, and one that waits for that one.
+#[test]
+fn regression_reservations_that_wait_when_a_runtime_closes_get_closed() {
+    watched("reservations at close", || {
+        let (runtime, table, hangs) = with_writes_that_hang(None);
+        let mut requests = [(); 2].map(|()| runtime.scope().reserve(Bytes::new(2 * PAGE)));
+        for request in &mut requests {
+            assert!(poll(request, Waker::noop()).is_pending());
+        }
+        assert_eq!(runtime.waiting().total, 2, "{}", runtime.waiting());
+        let after = runtime.clone();
+        let closer = thread::spawn(move || runtime.close());
+        for request in requests {
+            assert_eq!(block_on(request).unwrap_err().kind(), ErrorKind::Closed);
+        }
+        hangs.let_go();
+        closer.join().unwrap().unwrap();
+        check_at_rest(after, vec![table], "reservations at close");
+    });
+}
+
+/// A reservation that waits for a write back that hangs is told; once the disk answers, the next one is served.
+#[test]
+fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
+    watched("a reservation and a write that hangs", || {
+        let (runtime, table, hangs) = with_writes_that_hang(Some(Duration::from_millis(1)));
+        let reserve = || runtime.scope().reserve(Bytes::new(2 * PAGE));
+        assert_eq!(block_on(reserve()).unwrap_err().kind(), ErrorKind::TimedOut);
+        hangs.let_go();
+        let scope = loop {
+            progress();
+            match block_on(reserve()) {
+                Ok(scope) => break scope,
+                // The disk is as late as before until it has answered.
+                Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
+            }
+        };
+        drop(scope);
+        assert!(runtime.pin(&table).wait().unwrap().bytes().iter().all(|byte| *byte == 3));
+        check_at_rest(runtime, vec![table], "a reservation and a write that hangs");
+    });
 }
 
 /// Whoever waits for a read that never ends is told, and the runtime goes on with what does not need it.
@@ -562,8 +662,7 @@ fn a_read_that_does_not_come_back_ends_the_wait() {
         assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
         let zeros = tensor(&runtime, 1);
         drop(runtime.pin_mut(&zeros).wait().unwrap());
-        *hangs.open.lock() = true;
-        hangs.opened.notify_all();
+        hangs.let_go();
         // It comes after all, and is used. Until then it is as late as before.
         let got = loop {
             progress();

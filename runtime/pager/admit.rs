@@ -48,7 +48,7 @@ impl From<Purpose> for Terms {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
     /// Holds nothing, and stands in lines.
     Queued,
     /// Holds pins or locks of some pages and waits for the others' fills.
@@ -94,6 +94,8 @@ pub(super) struct Request {
     untaken: u32,
     /// Frames of its scope's purse that it has spent.
     spent: u32,
+    /// Pages that were claimed for it, of those its scope was opened for, and that its scope does not hold.
+    claimed: u32,
     cause: WaitCause,
     serial: u32,
 }
@@ -200,9 +202,7 @@ impl Pager {
         for run in &runs {
             self.segments[run.segment.index()].requests += 1;
         }
-        if let Some(scope) = self.scope_mut(terms.scope) {
-            scope.asked += pages_of(&runs) as u32;
-        }
+        let claimed = pages_of(&runs) as u32;
         let key = self.requests.insert(Request {
             runs,
             terms,
@@ -214,6 +214,7 @@ impl Pager {
             remaining: 0,
             untaken: 0,
             spent: 0,
+            claimed,
             cause: WaitCause::None,
             serial: self.next_serial,
         });
@@ -228,9 +229,7 @@ impl Pager {
                 table.requests -= 1;
             }
         }
-        if let Some(scope) = self.scope_mut(request.terms.scope) {
-            scope.asked -= pages_of(&request.runs) as u32;
-        }
+        self.unclaim(request.terms.scope, request.claimed);
         self.ends_waiting(request.terms.scope, id);
         request
     }
@@ -250,7 +249,7 @@ impl Pager {
         if total > u64::from(frames) {
             return Err(too_large(total, frames, self.config.page_bytes));
         }
-        self.check_scope(terms.scope, runs, terms.purpose)?;
+        self.claim(terms.scope, runs, terms.purpose)?;
         let writes = terms.purpose == Purpose::Write;
         let mut cause = WaitCause::None;
         for page in runs.iter().flat_map(|run| run.pages()) {
@@ -262,6 +261,7 @@ impl Pager {
                 self.missed(page, snapshot.state, writes);
             }
             if snapshot.state == State::Poisoned {
+                self.unclaim(terms.scope, total as u32);
                 return Err(self.lost_error(page));
             }
         }
@@ -496,10 +496,12 @@ impl Pager {
         if self.requests[key].writes() {
             for page in self.requests[key].pages() {
                 let began = self.word(page).begin_write();
-                if self.took(page, began, fx) {
-                    // What failed to be written is out of date.
-                    self.forget_failures(page);
+                if !self.took(page, began, fx) {
+                    let error = self.lost_error(page);
+                    return self.end(id, error, fx);
                 }
+                // What failed to be written is out of date.
+                self.forget_failures(page);
             }
         }
         self.grant(id, key, None, fx);
@@ -509,6 +511,8 @@ impl Pager {
         let Request { terms, spent, cause, .. } = self.requests[key];
         let runs = std::mem::take(&mut self.requests[key].runs);
         self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write);
+        // The scope's now, until its pins end.
+        self.requests[key].claimed = 0;
         self.requests[key].runs = runs;
         self.finish(id, Ok(Granted { cause, after, spent }), fx);
     }

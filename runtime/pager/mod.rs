@@ -52,6 +52,8 @@ mod reclaim;
 pub mod scope;
 pub mod state;
 mod table;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod waiting;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};

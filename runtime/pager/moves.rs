@@ -486,12 +486,12 @@ impl Pager {
         let evict = entry.evict_after();
         entry.set_evict_after(false);
         self.changed(page);
+        self.transit -= u32::from(evict);
         let clean = self.word(page).write_back_ok();
         if !self.took(page, clean, fx) || !evict {
             self.reopen(page);
             return;
         }
-        self.transit -= 1;
         let begun = self.word(page).begin_evict();
         // Not before: its frame is promised, and whoever pinned it now would keep it.
         self.reopen(page);

@@ -42,7 +42,7 @@ impl Pager {
             else {
                 return Take::Skip;
             };
-            if entry.held_back(word.load().state) {
+            if entry.held_back() {
                 return Take::Skip;
             }
             if !with_put_off && entry.put_off() && put_off.get(&page).is_some_and(|until| *events < *until) {
@@ -64,7 +64,7 @@ impl Pager {
             }
             taken = match word.begin_evict() {
                 BeginEvict::Won => Some((page, Taken::Clean)),
-                // Newer bytes are not written beside older ones: a writer may have come since the word was looked at above.
+                // Newer bytes are not written beside older ones. Asked of the word that was dirty: a writer comes at any time.
                 BeginEvict::Dirty if !entry.host_busy() && word.begin_last_write_back() == Claim::Won => {
                     Some((page, Taken::Dirty))
                 }
@@ -83,8 +83,7 @@ impl Pager {
 
     /// Evicts this page if nothing forbids it.
     pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
-        let state = self.word(page).load().state;
-        if self.entry(page).held_back(state) || self.is_put_off(page) {
+        if self.entry(page).held_back() || self.is_put_off(page) {
             return false;
         }
         let busy = self.entry(page).host_busy();

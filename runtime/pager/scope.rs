@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use super::{Effects, PageRun, Pager, Purpose};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+use crate::sync::{AtomicU64, Ordering};
 
 /// Which scopes and pins are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -34,7 +35,13 @@ pub enum ScopePriority {
 
 /// What a scope holds: kept by whoever pins for it, looked at by the pager when somebody has to wait.
 #[derive(Debug, Default)]
-pub struct Holdings(Mutex<Held>);
+pub struct Holdings {
+    held: Mutex<Held>,
+    /// The pages it was opened for, if it said so.
+    at_most: Option<u32>,
+    /// Those of them that are pinned or asked for. A count, which publishes nothing.
+    claimed: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Held {
@@ -45,11 +52,32 @@ struct Held {
 }
 
 impl Holdings {
+    fn new(at_most: Option<u32>) -> Self {
+        Self { at_most, ..Self::default() }
+    }
+
+    /// Claims so many of the pages that the scope was opened for, before they are pinned: threads that pin at once do not
+    /// have more than these together. `false` if there are not so many. What is claimed is then [added](Self::add), or
+    /// [given up](Self::unclaim).
+    #[must_use]
+    pub fn claim(&self, pages: u32) -> bool {
+        let Some(most) = self.at_most else { return true };
+        let fits = |claimed: u64| Some(claimed + u64::from(pages)).filter(|all| *all <= u64::from(most));
+        self.claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok()
+    }
+
+    /// So many pages that were claimed are not pinned, or not any more.
+    pub fn unclaim(&self, pages: u32) {
+        if self.at_most.is_some() {
+            self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
+        }
+    }
+
     /// Adds pins, `exclusive` ones of a writer. Returns whether the scope waits for others meanwhile: then the caller has
     /// the pager [look again](Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
-        let mut held = self.0.lock();
+        let mut held = self.held.lock();
         for run in runs {
             held.runs.push((*run, exclusive));
             held.pages += run.count;
@@ -59,7 +87,8 @@ impl Holdings {
 
     /// Takes them away again. Called before the pins end, so that what is listed here is pinned.
     pub fn remove(&self, runs: &[PageRun], exclusive: bool) {
-        let mut held = self.0.lock();
+        let mut held = self.held.lock();
+        let before = held.pages;
         for run in runs {
             // The last one is the likeliest to end.
             if let Some(at) = held.runs.iter().rposition(|other| *other == (*run, exclusive)) {
@@ -67,29 +96,30 @@ impl Holdings {
                 held.pages -= run.count;
             }
         }
+        self.unclaim(before - held.pages);
     }
 
     /// Pages held, one that is pinned twice counted twice.
     pub fn pages(&self) -> u32 {
-        self.0.lock().pages
+        self.held.lock().pages
     }
 
     fn is_empty(&self) -> bool {
-        self.0.lock().runs.is_empty()
+        self.held.lock().runs.is_empty()
     }
 
     fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.0.lock().runs.clone()
+        self.held.lock().runs.clone()
     }
 
     fn waits(&self, more: bool) {
-        let mut held = self.0.lock();
+        let mut held = self.held.lock();
         held.waiting = if more { held.waiting + 1 } else { held.waiting.saturating_sub(1) };
     }
 
     /// Whether the scope itself has a page of these pinned in a way that excludes the request.
     fn excludes(&self, runs: &[PageRun], write: bool) -> Option<PageId> {
-        let held = self.0.lock();
+        let held = self.held.lock();
         let overlaps = |a: &PageRun, b: &PageRun| {
             a.segment == b.segment && a.first.0 < b.first.0 + b.count && b.first.0 < a.first.0 + a.count
         };
@@ -118,11 +148,8 @@ pub struct ScopeTerms {
 pub(super) struct Scope {
     label: String,
     pub(super) priority: ScopePriority,
-    at_most: Option<u32>,
     /// Frames set aside for it and not spent.
     pub(super) purse: u32,
-    /// Pages of its requests under way.
-    pub(super) asked: u32,
     /// Frames on their way to its purse.
     pub(super) coming: u32,
     /// Frames it has spent whose pins have ended, and that are not on their way.
@@ -172,29 +199,18 @@ impl Pager {
         self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope.holdings.runs()))
     }
 
-    /// Opens a scope whose pins are kept in `holdings`. One that says how much it needs has to ask for it before it pins:
+    /// Opens a scope, and gives what its pins are kept in. One that says how much it needs has to ask for it before it pins:
     /// see [`reserve`](Self::reserve).
-    pub fn open_scope(&mut self, terms: ScopeTerms, holdings: Arc<Holdings>) -> ScopeId {
+    pub fn open_scope(&mut self, terms: ScopeTerms) -> (ScopeId, Arc<Holdings>) {
         self.next_serial = self.next_serial.wrapping_add(1);
         let ScopeTerms { label, priority, at_most } = terms;
-        let (purse, asked, coming, owed, reserving) = (0, 0, 0, 0, None);
+        let holdings = Arc::new(Holdings::new(at_most));
+        let (purse, coming, owed, reserving) = (0, 0, 0, None);
         let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
-        let scope = Scope {
-            label,
-            priority,
-            at_most,
-            purse,
-            asked,
-            coming,
-            owed,
-            reserving,
-            holdings,
-            waiting,
-            counted,
-            serial,
-        };
+        let kept = holdings.clone();
+        let scope = Scope { label, priority, purse, coming, owed, reserving, holdings: kept, waiting, counted, serial };
         let key = self.scopes.insert(scope);
-        self.scope_id(key)
+        (self.scope_id(key), holdings)
     }
 
     /// A scope ends: what was set aside for it is anybody's. Its pins may outlive it; they are then nobody's, like those
@@ -297,6 +313,7 @@ impl Pager {
                 .remedy(format!("raise the device budget to at least {need}")));
         }
         self.floor = frames;
+        self.refuse_oversized(fx);
         self.pump(fx);
         Ok(())
     }
@@ -340,8 +357,8 @@ impl Pager {
         }
     }
 
-    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said.
-    pub(super) fn check_scope(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
+    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed.
+    pub(super) fn claim(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
         let Some(wanted) = id else { return Ok(()) };
         let Some(scope) = self.scope(id) else {
             return Err(Error::new(ErrorKind::Closed, format!("{wanted:?} has ended")).remedy("open another scope"));
@@ -357,13 +374,15 @@ impl Pager {
             return Err(Error::new(ErrorKind::WouldDeadlock, message)
                 .remedy("drop that guard first, or pin for writing from the start"));
         }
-        let (asked, held) = (pages_of(runs), scope.holdings.pages() + scope.asked);
-        if let Some(most) = scope.at_most.filter(|most| u64::from(held) + asked > u64::from(*most)) {
+        let (asked, Holdings { at_most, claimed, .. }) = (pages_of(runs), &*scope.holdings);
+        if !scope.holdings.claim(asked as u32) {
+            let most = u64::from(at_most.unwrap_or(u32::MAX));
             let size = |pages: u64| Bytes::new(pages * self.config.page_bytes);
             let message = format!(
-                "{} was opened for {most} pages ({}); it has {held} pinned and asks for {asked} more ({})",
+                "{} was opened for {most} pages ({}); it has {} pinned or asked for, and asks for {asked} more ({})",
                 self.scope_name(id),
-                size(u64::from(most)),
+                size(most),
+                claimed.load(Ordering::Relaxed),
                 size(asked)
             );
             return Err(
@@ -371,6 +390,13 @@ impl Pager {
             );
         }
         Ok(())
+    }
+
+    /// What was claimed for a request of this scope is not pinned.
+    pub(super) fn unclaim(&self, id: Option<ScopeId>, pages: u32) {
+        if let Some(scope) = self.scope(id) {
+            scope.holdings.unclaim(pages);
+        }
     }
 
     /// `scope 3 "chat 17"`.
@@ -541,7 +567,7 @@ impl Pager {
             .filter_map(|node| {
                 let scope = self.scope(Some(node.id))?;
                 let request = scope.waiting.iter().rev().copied().find(|request| !self.never_refused(*request))?;
-                Some(((scope.at_most.is_none(), scope.priority, scope.serial), node.id, request))
+                Some(((scope.holdings.at_most.is_none(), scope.priority, scope.serial), node.id, request))
             })
             .max_by_key(|(cost, ..)| *cost);
         let (_, chosen, request) = victim?;

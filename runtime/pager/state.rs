@@ -564,6 +564,17 @@ mod tests {
         assert_eq!(word.unpin(), Unpin::Wanted);
     }
 
+    /// It closes the page only after it has met the writer, who may have gone meanwhile.
+    #[test]
+    fn regression_a_reader_that_met_a_writer_under_the_latch_hears_of_its_end() {
+        let word = filled(0);
+        assert_eq!(word.lock(), Claim::Won);
+        assert_eq!(word.try_pin_latched(), TryPin::Busy);
+        assert_eq!(word.unlock(), Unpin::Wanted);
+        assert_eq!(word.try_pin_latched(), TryPin::Hit);
+        assert_eq!(word.unpin(), Unpin::Done);
+    }
+
     #[test]
     fn a_victim_that_is_written_back_is_closed() {
         let word = filled(0);
@@ -689,6 +700,23 @@ mod loom_tests {
             let evict = word.begin_evict();
             let unpin = reader.join().unwrap();
             assert!(evict == BeginEvict::Won || unpin == Unpin::Wanted);
+        });
+    }
+
+    /// A reader that finds a writer under the latch pins the page, or the writer's end says that somebody waits.
+    #[test]
+    fn loom_a_reader_that_met_a_writer_is_told() {
+        loom::model(|| {
+            let word = filled(0);
+            assert!(matches!(word.try_write(), TryWrite::Won { .. }));
+            let other = word.clone();
+            let writer = thread::spawn(move || other.unlock());
+            let met = word.try_pin_latched();
+            if met == TryPin::Busy {
+                word.close();
+            }
+            let told = writer.join().unwrap();
+            assert!(met != TryPin::Busy || told == Unpin::Wanted);
         });
     }
 

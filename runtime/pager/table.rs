@@ -63,9 +63,9 @@ impl Entry {
     pub(super) fn host(&self) -> Option<HostFrameId> {
         (self.host != NONE).then_some(HostFrameId(self.host))
     }
-    /// A move still touches this page's frame, or would write old bytes over what its write back writes: it must stay.
-    pub(super) fn held_back(&self, state: State) -> bool {
-        self.copying_out() || self.host_stale() || self.host_busy() && state == State::Dirty
+    /// A move still touches this page's frame, or its outdated host copy: it must stay.
+    pub(super) fn held_back(&self) -> bool {
+        self.copying_out() || self.host_stale()
     }
     pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
         self.host = host.map_or(NONE, |f| f.0);

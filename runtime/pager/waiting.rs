@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::admit::Stage;
 use super::line::Class;
 use super::{Pager, Purpose, State};
 use crate::ids::{PageId, RequestId, ScopeId};
@@ -65,8 +66,8 @@ impl Pager {
     pub fn waiting(&self, most: usize) -> (Vec<Waiter>, usize) {
         let mut ids: Vec<(super::line::Turn, RequestId)> = self
             .request_stages()
+            .filter(|(_, stage, ..)| *stage != Stage::Shrinking as u8)
             .filter_map(|(id, ..)| self.request_stand(id).map(|(turn, ..)| (turn, id)))
-            .filter(|(_, id)| self.request_runs(*id).is_some_and(|runs| !runs.is_empty()) || self.asks(*id).is_some())
             .collect();
         ids.sort_unstable();
         let total = ids.len();

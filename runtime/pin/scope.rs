@@ -22,7 +22,6 @@ use crate::transfer::{Engine, Received, Waiting, may_wait};
 pub(crate) struct Member {
     pub(crate) id: ScopeId,
     pub(crate) holdings: Arc<Holdings>,
-    at_most: Option<u32>,
     pub(super) shared: Arc<Shared>,
 }
 
@@ -34,8 +33,11 @@ impl Member {
         }
         let asked: u32 = words.iter().map(|(run, _)| run.count).sum();
         // Beyond what it was opened for is an error, which the pager words.
-        let fits = self.at_most.is_none_or(|most| self.holdings.pages().saturating_add(asked) <= most);
-        if !fits || !engine.try_pin(words, purpose) {
+        if !self.holdings.claim(asked) {
+            return false;
+        }
+        if !engine.try_pin(words, purpose) {
+            self.holdings.unclaim(asked);
             return false;
         }
         let runs: super::Runs = words.iter().map(|(run, _)| *run).collect();
@@ -71,15 +73,12 @@ impl ScopeBuilder {
     }
 
     fn start(self, at_most: Option<u32>) -> Result<Scope> {
-        let holdings = Arc::new(Holdings::default());
         let Self { shared, label, priority } = self;
         let terms = ScopeTerms { label, priority, at_most };
         shared.engine.at_home()?;
-        let id = shared
-            .engine
-            .with(|pager, _| pager.open_scope(terms, holdings.clone()))
-            .ok_or_else(crate::pager::closing)?;
-        Ok(Scope { member: Arc::new(Member { id, holdings, at_most, shared }) })
+        let (id, holdings) =
+            shared.engine.with(|pager, _| pager.open_scope(terms)).ok_or_else(crate::pager::closing)?;
+        Ok(Scope { member: Arc::new(Member { id, holdings, shared }) })
     }
 
     /// Opens a scope that grows: it pins what it needs when it needs it. Where it and others would wait for each other for

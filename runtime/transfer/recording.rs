@@ -68,3 +68,49 @@ fn find(last: Option<Box<Named>>, name: RuntimeName, log: &AccessLog) -> Box<Nam
     });
     found.ok().flatten().unwrap_or_else(|| new(name, log))
 }
+
+#[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+    use crate::ids::{PageId, PageIndex, SegmentClass};
+    use crate::pager::{Access, Backing, Pager, PagerConfig, PolicyKind, Recorded};
+
+    /// The uses of some are told while they live, of others afterwards, and some record none.
+    #[test]
+    fn regression_threads_that_have_ended_leave_no_rings() {
+        let (name, log) = (RuntimeName::new(), AccessLog::new());
+        let config =
+            PagerConfig { frames: 1, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
+        let mut pager = Pager::new(config, PolicyKind::Lru.build());
+        let (segment, _) = pager.add_segment(Backing::File, SegmentClass::Weights, 1);
+        let access = Access { page: PageId { segment, index: PageIndex(0) }, first_use: false, write: false };
+        for n in 0..200u64 {
+            let step = Barrier::new(2);
+            thread::scope(|threads| {
+                let ends = threads.spawn(|| {
+                    let mut named = take(name, &log);
+                    if n % 4 > 0 {
+                        assert_eq!(named.recorder.record(access), Recorded::Ok);
+                    }
+                    give_back(named);
+                    step.wait();
+                    step.wait();
+                });
+                step.wait();
+                if n % 4 > 1 {
+                    pager.record(&log);
+                }
+                step.wait();
+                // With its thread-locals; the end of the scope waits for the closure alone.
+                ends.join().unwrap();
+            });
+            assert!(log.rings() <= 3, "{} rings after {n} threads", log.rings());
+        }
+        pager.record(&log);
+        assert_eq!(pager.stats().uses, 150);
+    }
+}

@@ -117,6 +117,8 @@ pub struct World {
     reserved: Vec<ScopeId>,
     /// The scope of pins from now on.
     pub scope: Option<ScopeId>,
+    /// Whether requests from now on can never be refused.
+    pub never_refused: bool,
     /// The most that any request was passed by, and the most that is allowed.
     pub most_passed: u32,
     pub passes: u32,
@@ -168,6 +170,7 @@ impl World {
             scopes: Vec::new(),
             reserved: Vec::new(),
             scope: None,
+            never_refused: false,
             most_passed: 0,
             passes: outcore::pager::PASSES_MAX,
             checked: true,
@@ -192,6 +195,11 @@ impl World {
             self.disk.insert(page, if backing == Backing::File { bytes } else { Bytes::Garbage });
         }
         segment
+    }
+
+    /// The words of a segment, for a thread of their own.
+    pub fn words(&self, segment: SegmentId) -> Arc<[PageWord]> {
+        self.words[&segment].clone()
     }
 
     pub fn word(&self, page: PageId) -> &PageWord {
@@ -466,9 +474,11 @@ impl World {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         // Of a scope that holds something, growth: it passes everybody, and may be passed.
         let reserved = |id: &ScopeId| self.reserved.contains(id);
-        let new =
-            self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0) && !scope.as_ref().is_some_and(reserved);
-        if lock_free {
+        let new = self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0)
+            && !scope.as_ref().is_some_and(reserved)
+            && !self.never_refused;
+        let claims = |holdings: &Arc<Holdings>| holdings.claim(pages.len() as u32);
+        if lock_free && self.holdings(scope).is_none_or(claims) {
             let of = |run: &PageRun| {
                 let first = run.first.get() as usize;
                 (*run, &self.words[&run.segment][first..first + run.count as usize])
@@ -495,13 +505,19 @@ impl World {
                     self.check();
                     return Some(Ok(()));
                 }
-                Pinned::None { wanted: true } => self.with(|pager, fx| pager.released(runs, fx)),
-                Pinned::None { wanted: false } => {}
+                Pinned::None { wanted } => {
+                    if let Some(holdings) = self.holdings(scope) {
+                        holdings.unclaim(pages.len() as u32);
+                    }
+                    if wanted {
+                        self.with(|pager, fx| pager.released(runs, fx));
+                    }
+                }
             }
         }
         let mut fx = Effects::default();
         self.pager.record(&self.log);
-        let terms = Terms { purpose: purpose.into(), scope, ..Terms::default() };
+        let terms = Terms { purpose: purpose.into(), scope, never_refused: self.never_refused, ..Terms::default() };
         match self.pager.submit(runs, terms, &mut fx) {
             Ok(Submitted::Ready(Granted { after, spent, .. })) => {
                 if new {
@@ -548,8 +564,7 @@ impl World {
 
     /// Opens a scope and makes it that of pins from now on.
     pub fn open_scope(&mut self, terms: ScopeTerms) -> ScopeId {
-        let holdings = Arc::new(Holdings::default());
-        let id = self.pager.open_scope(terms, holdings.clone());
+        let (id, holdings) = self.pager.open_scope(terms);
         self.scopes.push((id, holdings));
         self.scope = Some(id);
         id
@@ -607,6 +622,11 @@ impl World {
         } else {
             self.check();
         }
+    }
+
+    /// Whether this request waits, for whatever it is.
+    pub fn waits(&self, id: RequestId) -> bool {
+        self.waiting.iter().any(|wish| wish.id == id)
     }
 
     pub fn cancel(&mut self, at: usize) {

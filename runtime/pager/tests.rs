@@ -1,0 +1,133 @@
+//! What is done in release builds at an edge that cannot be. Debug and `strict` builds stop there.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::state::Claim;
+use super::*;
+
+fn pager(frames: u32) -> (Pager, SegmentId, Arc<[PageWord]>) {
+    let config = PagerConfig { frames, host_frames: 0, staging: 1, direct_io: true, lookahead: 0, page_bytes: 4096 };
+    let mut pager = Pager::new(config, PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Activations, 8);
+    (pager, segment, words)
+}
+
+fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
+    PageRun { segment, first: PageIndex(first), count }
+}
+
+fn ask(pager: &mut Pager, runs: &[PageRun], purpose: Purpose, fx: &mut Effects) -> RequestId {
+    match pager.submit(runs, purpose, fx).unwrap() {
+        Submitted::Waiting(id) => id,
+        Submitted::Ready(_) => panic!("it does not wait"),
+    }
+}
+
+/// Ends all moves, and those that these start.
+fn settle(pager: &mut Pager, fx: &mut Effects) {
+    while let Some(planned) = fx.moves.pop() {
+        pager.complete(planned.id, Ok(()), fx);
+    }
+}
+
+/// Makes a page resident and unpinned.
+fn touch(pager: &mut Pager, words: &[PageWord], run: PageRun, purpose: Purpose) {
+    let mut fx = Effects::default();
+    ask(pager, &[run], purpose, &mut fx);
+    settle(pager, &mut fx);
+    let word = &words[run.first.index()];
+    assert_eq!(if purpose == Purpose::Write { word.unlock() } else { word.unpin() }, Unpin::Done);
+}
+
+fn how_it_ended(fx: &Effects, id: RequestId) -> Option<Result<Granted, ErrorKind>> {
+    let ended = fx.done.iter().find(|(done, _)| *done == id);
+    ended.map(|(_, result)| result.as_ref().copied().map_err(Error::kind))
+}
+
+/// Whether builds like this one go on after an edge that cannot be; `call` meets one.
+fn goes_on(call: impl FnOnce()) -> bool {
+    let went_on = catch_unwind(AssertUnwindSafe(call)).is_ok();
+    assert_eq!(went_on, !cfg!(any(debug_assertions, feature = "strict")));
+    went_on
+}
+
+#[test]
+fn a_page_that_is_condemned_while_it_is_filled_ends_who_waits_for_it() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
+    let illegal = words[0].begin_fill().unwrap_err();
+    pager.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal, &mut fx);
+    pager.pump(&mut fx);
+    assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Internal)));
+    assert_eq!((words[0].load().state, pager.stats().poisoned, pager.lost_pages().len()), (State::Poisoned, 1, 1));
+    // The copy that was under way ends for nobody.
+    settle(&mut pager, &mut fx);
+    let error = pager.submit(&[run(s, 0, 1)], Purpose::Read, &mut fx).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Poisoned);
+    let other = ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
+    settle(&mut pager, &mut fx);
+    assert!(matches!(how_it_ended(&fx, other), Some(Ok(_))), "other pages are as they were");
+}
+
+#[test]
+fn a_page_that_is_condemned_ends_who_stands_in_its_line() {
+    let (mut pager, s, words) = pager(2);
+    touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+    touch(&mut pager, &words, run(s, 1, 1), Purpose::Read);
+    assert_eq!(words[0].try_pin(), TryPin::Hit);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 2)], Purpose::Write, &mut fx);
+    let illegal = words[0].begin_fill().unwrap_err();
+    pager.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal, &mut fx);
+    pager.pump(&mut fx);
+    assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Poisoned)));
+    // Its other page is let go, and so is the pin that there was.
+    assert_eq!(words[1].lock(), Claim::Won);
+    assert_eq!(words[0].unpin(), Unpin::Wanted);
+    assert_eq!(words[0].load().pins, 0);
+}
+
+#[test]
+fn an_edge_that_cannot_be_at_the_end_of_a_fill_ends_who_waits_for_it() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 2)], Purpose::Read, &mut fx);
+    words[0].fill_ok(0, false).unwrap();
+    if goes_on(|| settle(&mut pager, &mut fx)) {
+        assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Poisoned)));
+        assert_eq!((words[0].load().state, words[1].load().pins), (State::Poisoned, 0));
+    }
+}
+
+#[test]
+fn regression_a_writer_whose_lock_is_gone_gets_no_guard() {
+    let (mut pager, s, words) = pager(2);
+    touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 2)], Purpose::Write, &mut fx);
+    assert_eq!(words[0].unlock(), Unpin::Done);
+    if goes_on(|| settle(&mut pager, &mut fx)) {
+        assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Poisoned)));
+        assert_eq!((words[0].load().state, words[1].load().pins), (State::Poisoned, 0));
+    }
+}
+
+#[test]
+fn regression_who_was_promised_the_frame_of_a_condemned_victim_gets_another() {
+    let (mut pager, s, words) = pager(2);
+    touch(&mut pager, &words, run(s, 0, 1), Purpose::Write);
+    touch(&mut pager, &words, run(s, 1, 1), Purpose::Read);
+    let mut fx = Effects::default();
+    assert_eq!(words[1].try_pin(), TryPin::Hit);
+    let waits = ask(&mut pager, &[run(s, 2, 1)], Purpose::Read, &mut fx);
+    assert_eq!(words[0].load().state, State::WritingBack);
+    assert_eq!(words[1].unpin(), Unpin::Done);
+    words[0].write_back_ok().unwrap();
+    if goes_on(|| settle(&mut pager, &mut fx)) {
+        assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+        assert_eq!((words[0].load().state, words[1].load().state), (State::Poisoned, State::Empty));
+    }
+}
