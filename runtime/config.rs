@@ -31,8 +31,8 @@ use crate::store::{IoBackend, StoreOptions};
 /// | `first` | 1.36 GiB/s, 143 ns | 1.66 GiB/s, 114 ns | 1.67 GiB/s, 38 ns |
 /// | `always` | 1.01 GiB/s, 162 ns | 1.47 GiB/s, 124 ns | 1.48 GiB/s, 105 ns |
 ///
-/// So a page that is hashed costs about 80 ns of the processor a KiB more, which is 12 GB/s of one core, and the store's
-/// thread does it. Hashes take 8 bytes a page.
+/// So a page that is hashed costs about 80 ns of the processor a KiB more, which is 12 GB/s of one core: of the
+/// thread that waits for the page, or of one of the engine's if nobody does. Hashes take 8 bytes a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verify {

@@ -346,6 +346,10 @@ impl CallHook for Moments {
         *left -= 1;
         Injected::Errno(libc::EIO)
     }
+
+    fn may_block(&self) -> bool {
+        false
+    }
 }
 
 fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
@@ -394,7 +398,7 @@ fn regression_a_runtime_whose_drive_never_answers_closes() {
 }
 
 /// One thread waits for a page that never comes, a task for the same, and the runtime is closed. Both are told once it has
-/// given up, the thread as soon as its own read returns.
+/// given up.
 fn a_drive_never_answers(devices: Devices) {
     watched("a drive that hangs", move || {
         for setting in Setting::tiers(devices) {
@@ -418,9 +422,9 @@ fn a_drive_never_answers(devices: Devices) {
             );
             drop(request);
             drop((tensor, runtime));
+            assert_eq!(reading.join().unwrap().unwrap_err().kind(), ErrorKind::Io);
             drive.state.lock().1 = true;
             drive.changed.notify_all();
-            assert_eq!(reading.join().unwrap().unwrap_err().kind(), ErrorKind::Io);
             next_round(setting.on);
         }
     });

@@ -12,9 +12,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use harness::{Rng, block_on, check_at_rest, poll, progress, seed, watched};
+use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, watched};
 use outcore::pager::PASSES_MAX;
-use outcore::store::{CallHook, Injected, IoCall, StoreOptions};
+use outcore::store::{CallHook, Injected, IoCall, StoreOptions, probe_backend};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
 use parking_lot::{Condvar, Mutex};
 
@@ -640,42 +640,50 @@ fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
-/// Whoever waits for a read that never ends is told, and the runtime goes on with what does not need it.
+/// Whoever waits for a read that never ends is told, task or thread, and the runtime goes on with what does not need it.
 #[test]
 fn a_read_that_does_not_come_back_ends_the_wait() {
-    watched("a read that hangs", || {
-        let synthetic = common::synthetic(&[4 * PAGE as usize]);
-        let hangs = Arc::new(Hangs::default());
-        let store = StoreOptions::new(IoBackend::Threads).hook(hangs.clone());
-        let page = PageSize::new(Bytes::new(PAGE)).unwrap();
-        let runtime = Runtime::builder()
-            .page_size(page)
-            .device_budget(Bytes::new(8 * PAGE))
-            .store(store)
-            .io_timeout(Some(Duration::from_millis(1)))
-            .open()
-            .unwrap();
-        let model = runtime.open_model(&synthetic.path).unwrap();
-        let weights = model.tensor("t0").unwrap();
-        let error = block_on(runtime.pin(&weights)).map(drop).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::TimedOut);
-        assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
-        let zeros = tensor(&runtime, 1);
-        drop(runtime.pin_mut(&zeros).wait().unwrap());
-        hangs.let_go();
-        // It comes after all, and is used. Until then it is as late as before.
-        let got = loop {
-            progress();
-            match block_on(runtime.pin(&weights)) {
-                Ok(guard) => break guard,
-                Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
-            }
-        };
-        assert!(!got.bytes().is_empty());
-        drop(got);
-        drop((model, zeros, weights));
-        runtime.close().unwrap();
-    });
+    for backend in [IoBackend::Threads, IoBackend::IoUring] {
+        match probe_backend(backend).usable {
+            Ok(()) => watched("a read that hangs", move || a_read_does_not_come_back(backend)),
+            Err(why) => eprintln!("SKIPPED on {backend}: {why}"),
+        }
+    }
+}
+
+fn a_read_does_not_come_back(backend: IoBackend) {
+    let synthetic = common::synthetic(&[4 * PAGE as usize]);
+    let hangs = Arc::new(Hangs::default());
+    let store = StoreOptions::new(backend).hook(hangs.clone());
+    let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+    let runtime = Runtime::builder()
+        .page_size(page)
+        .device_budget(Bytes::new(8 * PAGE))
+        .store(store)
+        .io_timeout(Some(Duration::from_millis(1)))
+        .open()
+        .unwrap();
+    let model = runtime.open_model(&synthetic.path).unwrap();
+    let weights = model.tensor("t0").unwrap();
+    let error = block_on(runtime.pin(&weights)).map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut);
+    assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
+    assert_eq!(runtime.pin(&weights).wait().map(drop).unwrap_err().kind(), ErrorKind::TimedOut);
+    let zeros = tensor(&runtime, 1);
+    drop(runtime.pin_mut(&zeros).wait().unwrap());
+    hangs.let_go();
+    // It comes after all, and is used. Until then it is as late as before.
+    let got = loop {
+        progress();
+        match block_on(runtime.pin(&weights)) {
+            Ok(guard) => break guard,
+            Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
+        }
+    };
+    assert!(!got.bytes().is_empty());
+    drop(got);
+    drop((model, zeros, weights));
+    runtime.close().unwrap();
 }
 
 /// Resident pages are pinned without the latch, one or several, to read and to write, and where somebody waits it is seen.
@@ -729,5 +737,53 @@ fn a_scope_is_sent_to_other_threads() {
         assert_eq!(scope.held(), Bytes::ZERO);
         drop(scope);
         check_at_rest(runtime, vec![table], "a scope that is sent");
+    });
+}
+
+/// The same without a hook: the drive itself lets nothing through. The thread leaves the read that it has begun, the read
+/// stays where it is, and closing waits for it.
+#[test]
+fn regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer() {
+    let name = "regression_a_thread_leaves_its_read_of_a_drive_that_does_not_answer";
+    let synthetic = common::synthetic(&[4 * PAGE as usize]);
+    let stalled = match (probe_backend(IoBackend::IoUring).usable, StalledDrive::of(&synthetic.path)) {
+        (Ok(()), Ok(stalled)) => stalled,
+        (Err(why), _) => return eprintln!("SKIPPED {name}: {why}"),
+        (_, Err(why)) => return eprintln!("SKIPPED {name}: no control group for input and output: {why}"),
+    };
+    watched("a drive that stalls", move || {
+        let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let runtime = Runtime::builder()
+            .page_size(page)
+            .device_budget(Bytes::new(8 * PAGE))
+            .store(StoreOptions::new(IoBackend::IoUring))
+            .io_timeout(Some(Duration::from_millis(1)))
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let weights = model.tensor("t0").unwrap();
+        let (reader, wanted) = (runtime.clone(), weights.clone());
+        let stalled = Arc::new(stalled);
+        let held = stalled.clone();
+        let reading = thread::spawn(move || {
+            held.hold_this_thread().unwrap();
+            let told = reader.pin(&wanted).wait().map(drop);
+            // Its own read is under way, and others wait for it.
+            (told, reader.pin(&wanted).wait().map(drop))
+        });
+        let (first, second) = reading.join().unwrap();
+        assert_eq!(first.unwrap_err().kind(), ErrorKind::TimedOut);
+        assert_eq!(second.unwrap_err().kind(), ErrorKind::TimedOut);
+        stalled.answer().unwrap();
+        loop {
+            progress();
+            match runtime.pin(&weights).wait() {
+                Ok(guard) => break drop(guard),
+                // The drive is as late as before until it has answered.
+                Err(error) => assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}"),
+            }
+        }
+        drop((model, weights));
+        runtime.close().unwrap();
     });
 }

@@ -174,6 +174,10 @@ impl CallHook for Writes {
         }
         Injected::Nothing
     }
+
+    fn may_block(&self) -> bool {
+        false
+    }
 }
 
 /// A page and a row of the table below.

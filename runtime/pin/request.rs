@@ -89,6 +89,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         Self { target, scope, progress: Progress::Start }
     }
 
+    #[inline]
     fn hold(&self, spent: u32) -> Hold {
         Hold { scope: self.scope.cloned(), spent }
     }
@@ -98,51 +99,50 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
-    /// The guard of one tensor, outside of a scope, whose pages are there, and closed to nobody.
+    /// The guard of one tensor whose pages are there, and closed to nobody.
     //
     // Inlined with what it calls, so that the guard is made where the caller wants it: each move of one through memory
     // costs as much as an atomic operation.
     #[inline(always)]
     fn resident(&self) -> Option<T::Guard> {
-        let (Progress::Start, None, [tensor]) = (&self.progress, self.scope, self.target.tensors()) else {
-            return None;
-        };
+        let (Progress::Start, [tensor]) = (&self.progress, self.target.tensors()) else { return None };
         if tensor.len == 0 || self.target.check().is_err() {
             return None;
         }
         let run = tensor.run();
         let segment = &tensor.segment;
         let engine = &segment.shared.engine;
-        let pinned = match segment.words_of(run) {
-            [word] => engine.try_pin_page(PageId { segment: run.segment, index: run.first }, word, T::PURPOSE),
-            words => engine.try_pin(&[(run, words)], T::PURPOSE),
+        let pinned = match (self.scope, segment.words_of(run)) {
+            (None, [word]) => engine.try_pin_page(PageId { segment: run.segment, index: run.first }, word, T::PURPOSE),
+            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE),
+            (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], T::PURPOSE),
         };
-        pinned.then(|| self.target.guard(&[run], Hold::default()))
+        pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
 
     /// Starts, after [`resident`](Self::resident) gave nothing; the guard if everything was there. `waits` if the caller does
     /// nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
-        match (self.scope, self.target.tensors()) {
-            (None, [tensor]) if tensor.len > 0 => self.submit(Runs::from_slice(&[tensor.run()]), waits),
+        if let Some(scope) = self.scope {
+            self.of_the_scopes_runtime(scope)?;
+        }
+        match self.target.tensors() {
+            [tensor] if tensor.len > 0 => self.submit(Runs::from_slice(&[tensor.run()]), waits),
             _ => self.start_several(waits),
         }
     }
 
     fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
-        if self.target.tensors().iter().all(|tensor| Arc::ptr_eq(&tensor.segment.shared, &scope.shared)) {
+        if self.target.tensors().iter().all(|tensor| scope.is_of(&tensor.segment)) {
             return Ok(());
         }
         Err(Error::new(ErrorKind::InvalidArgument, "a scope cannot pin tensors of another runtime")
             .remedy("open a scope of the tensors' runtime"))
     }
 
-    /// [`start`](Self::start) of sets, and in scopes.
+    /// [`start`](Self::start) of sets.
     fn start_several(&mut self, waits: bool) -> Result<Option<T::Guard>> {
-        if let Some(scope) = self.scope {
-            self.of_the_scopes_runtime(scope)?;
-        }
         let tensors = self.target.tensors();
         let runs = runs_of(tensors);
         let Some(segment) = self.segment() else { return Ok(Some(self.target.guard(&runs, self.hold(0)))) };

@@ -13,6 +13,7 @@ use crate::ids::{Bytes, RequestId, ScopeId};
 use crate::pager::pin::Words;
 use crate::pager::{Holdings, Purpose, ScopePriority, ScopeTerms};
 use crate::runtime::Shared;
+use crate::segment::Segment;
 use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
 use crate::transfer::{Engine, Received, Waiting, may_wait};
@@ -26,6 +27,12 @@ pub(crate) struct Member {
 }
 
 impl Member {
+    /// Whether the segment is of the scope's runtime.
+    #[inline]
+    pub(super) fn is_of(&self, segment: &Segment) -> bool {
+        Arc::ptr_eq(&segment.shared, &self.shared)
+    }
+
     /// Pins resident pages without the latch, and notes that the scope has them.
     pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
         if engine.at_home().is_err() {

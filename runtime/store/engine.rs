@@ -31,7 +31,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::file::OpenFile;
 use super::operation::{Active, CallHook};
-use super::queue::{Lane, Limits, Queue};
+use super::own::{OwnRead, OwnRings};
+use super::queue::{Limits, Queue};
 use super::{
     Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
 };
@@ -108,6 +109,7 @@ impl StoreOptions {
     }
 
     fn start(&self, backend: IoBackend, direct: DirectIo, sink: Arc<dyn Completions>) -> Result<Engine> {
+        let may_block = self.hook.as_ref().is_some_and(|hook| hook.may_block());
         let shared = Arc::new(Shared {
             sink,
             hook: self.hook.clone(),
@@ -121,6 +123,7 @@ impl StoreOptions {
                 serving: Vec::new(),
             }),
             left: Condvar::new(),
+            own_rings: (backend == IoBackend::IoUring && !may_block).then(OwnRings::default),
             retries: AtomicU64::new(0),
         });
         let direct = if backend == IoBackend::Buffered { DirectIo::Never } else { direct };
@@ -171,11 +174,13 @@ pub(super) struct Started {
 
 /// What the caller's threads and the backend's threads share.
 pub(super) struct Shared {
-    sink: Arc<dyn Completions>,
+    pub sink: Arc<dyn Completions>,
     pub hook: Option<Arc<dyn CallHook>>,
     pub state: Mutex<State>,
     /// A backend thread has left, or a caller has carried out a read.
-    left: Condvar,
+    pub left: Condvar,
+    /// For reads that callers carry out, where they can be left.
+    pub own_rings: Option<OwnRings>,
     retries: AtomicU64,
 }
 
@@ -191,7 +196,7 @@ pub(super) struct State {
     /// Backend threads that were started and have not left.
     threads: usize,
     /// Threads that report completions now, or may: the backend's, and callers that carry out a read.
-    serving: Vec<ThreadId>,
+    pub serving: Vec<ThreadId>,
 }
 
 /// An operation the kernel has answered for the last time.
@@ -304,69 +309,6 @@ impl Drop for Leaving {
     }
 }
 
-/// A demand read that its submitter carries out, because it would wait for it anyway: that spares two hand-overs from
-/// thread to thread. Its completion is reported as any other, on the stack of [`run`](Self::run). Where it is dropped
-/// instead, the store's threads carry it out.
-#[must_use = "the read is handed to the store's threads when this is dropped"]
-pub struct OwnRead {
-    /// `None` once it has ended.
-    active: Option<Active>,
-    shared: Arc<Shared>,
-    driver: Arc<dyn Driver>,
-}
-
-impl OwnRead {
-    /// Reads, however long the disk takes, and reports.
-    pub fn run(mut self) {
-        let Some(active) = self.active.take() else { return };
-        let me = thread::current().id();
-        let shared = &*self.shared;
-        let ended = threads::run(active, shared);
-        let mut done = Vec::with_capacity(1);
-        shared.conclude(&mut vec![ended], &mut done);
-        shared.state.lock().serving.push(me);
-        shared.deliver(&mut done);
-        let mut state = shared.state.lock();
-        if let Some(at) = state.serving.iter().position(|serving| *serving == me) {
-            state.serving.swap_remove(at);
-        }
-        state.queue.finished(Lane::Callers);
-        let more = state.queue.has_startable(Instant::now());
-        let closing = state.closing;
-        drop(state);
-        if more {
-            self.driver.wake();
-        }
-        if closing {
-            shared.left.notify_all();
-        }
-    }
-}
-
-impl Drop for OwnRead {
-    fn drop(&mut self) {
-        let Some(active) = self.active.take() else { return };
-        let (token, bytes) = (active.op.token, active.op.len);
-        let mut state = self.shared.state.lock();
-        if state.stopped {
-            state.queue.finished(Lane::Callers);
-            drop(state);
-            report_late(&self.shared.sink, vec![Completion { token, result: Err(closed()) }]);
-        } else {
-            state.queue.give_back(token, bytes, active, Instant::now());
-            drop(state);
-            self.driver.wake();
-        }
-        self.shared.left.notify_all();
-    }
-}
-
-impl fmt::Debug for OwnRead {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OwnRead").field("active", &self.active).finish_non_exhaustive()
-    }
-}
-
 fn deliver(sink: &dyn Completions, done: &mut Vec<Completion>) {
     if !done.is_empty() && panic::catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
         tracing::error!("a completion sink panicked; its completions are lost");
@@ -469,7 +411,7 @@ impl Store for Engine {
     }
 
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
-        if op.kind == IoKind::Read && op.priority == Priority::Demand {
+        if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
             // What is wrong with it, `submit` reports.
             let file = self.files.lock().open.get(&op.file).map(Arc::clone);
             if let Some(file) = file.filter(|file| Active::check(&op, file).is_ok()) {
@@ -477,7 +419,16 @@ impl Store for Engine {
                 if !state.closing && state.queue.start_callers(Instant::now()) {
                     drop(state);
                     let (shared, driver) = (Arc::clone(&self.shared), Arc::clone(&self.driver));
-                    return Some(OwnRead { active: Some(Active::new(op, file)), shared, driver });
+                    match OwnRead::new(Active::new(op, file), shared, driver) {
+                        Ok(own) => return Some(own),
+                        Err(active) => {
+                            let mut state = self.shared.state.lock();
+                            state.queue.give_back(active.op.token, active.op.len, active, Instant::now());
+                            drop(state);
+                            self.driver.wake();
+                            return None;
+                        }
+                    }
                 }
             }
         }
@@ -569,12 +520,12 @@ fn never_came_back(outstanding: u64, limit: Duration) -> Error {
     Error::new(ErrorKind::Io, message).remedy("check the disk or the network file system; the kernel log says more")
 }
 
-fn closed() -> Error {
+pub(super) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the store is closed").remedy("submit before closing")
 }
 
 /// Reports for a store whose threads are gone. Not on the caller's stack: the caller may hold locks the sink takes.
-fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>) {
+pub(super) fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>) {
     let sink = Arc::clone(sink);
     let count = done.len();
     let report = move || deliver(&*sink, &mut done);

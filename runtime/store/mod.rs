@@ -32,6 +32,7 @@
 mod engine;
 mod file;
 mod operation;
+mod own;
 mod probe;
 mod queue;
 mod scratch;
@@ -50,9 +51,10 @@ use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
-pub use self::engine::{OwnRead, StoreOptions};
+pub use self::engine::StoreOptions;
 pub use self::file::{DirectIo, FileIdentity};
 pub use self::operation::{CallHook, Injected, IoCall};
+pub use self::own::OwnRead;
 pub use self::probe::{
     BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
 };

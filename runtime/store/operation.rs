@@ -41,11 +41,17 @@ pub enum Injected {
 }
 
 /// Sees every call before the kernel does, and can make it fail: for tests of what is above and below it. The hook runs
-/// on the store's own threads, and on those of callers that carry out their reads; while it blocks, that thread serves
-/// nothing else.
+/// on the store's own threads, and, unless it [may block](Self::may_block), on those of callers that carry out their reads;
+/// while it blocks, that thread serves nothing else.
 pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
+
+    /// Whether it may block for long, as it will to play a drive that does not answer. Then it runs on the store's threads
+    /// alone: callers that wait for pages do not carry out reads themselves, for they could not leave them.
+    fn may_block(&self) -> bool {
+        true
+    }
 }
 
 /// An operation the store has accepted. Holds its file open.

@@ -5,6 +5,7 @@
 
 #[macro_use]
 mod any_device;
+mod drive;
 #[cfg(feature = "cuda")]
 mod every_call;
 pub mod replay;
@@ -29,6 +30,7 @@ pub use any_device::{
 };
 #[cfg(feature = "cuda")]
 pub use any_device::{control, small_pages};
+pub use drive::StalledDrive;
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 pub use replay::seed;
@@ -167,6 +169,10 @@ impl CallHook for Faults {
             self.fired.fetch_add(1, Ordering::SeqCst);
             fault.injected()
         })
+    }
+
+    fn may_block(&self) -> bool {
+        false
     }
 }
 

@@ -1,0 +1,224 @@
+//! Reads that callers carry out themselves, because they would wait for them anyway: that spares two hand-overs from
+//! thread to thread.
+//!
+//! Each goes through a ring of its own, and not through `pread`: a caller can leave a ring, and cannot leave a system call
+//! that a dying drive does not answer. What is left behind goes on with a thread that is started for it, which keeps the
+//! operation, and with it the buffer, for as long as the kernel may write there.
+
+use std::fmt;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, opcode, types};
+use parking_lot::Mutex;
+
+use super::Completion;
+use super::engine::{Driver, Ended, Shared, closed, report_late};
+use super::operation::Active;
+use super::queue::Lane;
+use crate::error::Result;
+
+/// How long a caller stays with its read. Then it waits as others do, and hears of a timeout as they do.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A ring with at most one operation. Any thread may enter it, one at a time.
+struct OwnRing(IoUring);
+
+/// What came of waiting.
+enum Answer {
+    /// A byte count, or a negated `errno`.
+    Came(i32),
+    /// Nothing yet. The kernel has the operation.
+    None,
+}
+
+impl OwnRing {
+    /// `None` if the kernel gives none that can be left: it is too old, or has no memory, or the process no descriptor.
+    fn new() -> Option<Self> {
+        // Who waits in the ring is who its completions are for: no interrupt has to tell it.
+        let ring = IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2)).ok()?;
+        ring.params().is_feature_ext_arg().then_some(Self(ring))
+    }
+
+    /// Hands the next call of an operation to the kernel.
+    fn issue(&mut self, active: &Active) {
+        let rest = active.remainder();
+        let fd = types::Fd(active.file.fd());
+        let entry = opcode::Read::new(fd, rest.buffer.as_ptr(), rest.len).offset(rest.offset).build();
+        // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the store
+        // contract). `Running` keeps operation and ring together until the answer has come, also when its caller leaves.
+        let pushed = unsafe { self.0.submission().push(&entry) };
+        debug_assert!(pushed.is_ok(), "a ring with room for two has more than one operation");
+    }
+
+    /// Waits for the answer, until then or without an end.
+    fn wait(&mut self, until: Option<Instant>) -> Answer {
+        loop {
+            if let Some(answer) = self.0.completion().next() {
+                return Answer::Came(answer.result());
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return Answer::None;
+            }
+            let entered = match left.map(types::Timespec::from) {
+                Some(left) => self.0.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&left)),
+                None => self.0.submit_and_wait(1),
+            };
+            match entered.map_err(|cause| cause.raw_os_error()) {
+                Ok(_) | Err(Some(libc::EINTR | libc::ETIME)) => {}
+                // The kernel takes nothing just now. What was not taken is still queued.
+                Err(_) => thread::yield_now(),
+            }
+        }
+    }
+}
+
+/// Rings that no caller uses now: as many as callers have read at once.
+#[derive(Default)]
+pub(super) struct OwnRings(Mutex<Vec<OwnRing>>);
+
+/// A read that is under way, with its ring.
+struct Running {
+    active: Active,
+    ring: OwnRing,
+    /// The kernel has a call of it.
+    issued: bool,
+}
+
+impl Running {
+    /// Goes on until the read has ended, or until then.
+    fn go_on(&mut self, shared: &Shared, until: Option<Instant>) -> Option<Result<()>> {
+        loop {
+            let answer = if self.issued {
+                self.ring.wait(until)
+            } else if let Some(injected) = self.active.consult(shared.hook.as_deref()) {
+                Answer::Came(injected)
+            } else {
+                self.ring.issue(&self.active);
+                self.issued = true;
+                continue;
+            };
+            let Answer::Came(answer) = answer else { return None };
+            self.issued = false;
+            if let Some(outcome) = self.active.advance(answer) {
+                return Some(outcome);
+            }
+            if answer == -libc::EAGAIN {
+                thread::yield_now();
+            }
+        }
+    }
+}
+
+/// A demand read that its submitter carries out. Its completion is reported as any other, on the stack of
+/// [`run`](Self::run). Where it is dropped instead, the store's threads carry it out.
+#[must_use = "the read is handed to the store's threads when this is dropped"]
+pub struct OwnRead {
+    /// `None` once it has ended, or has been left.
+    running: Option<Running>,
+    shared: Arc<Shared>,
+    driver: Arc<dyn Driver>,
+}
+
+impl OwnRead {
+    /// A read that the queue has let start. The operation comes back if there is no ring for it.
+    pub(super) fn new(
+        active: Active,
+        shared: Arc<Shared>,
+        driver: Arc<dyn Driver>,
+    ) -> std::result::Result<Self, Active> {
+        let idle = shared.own_rings.as_ref().map(|rings| rings.0.lock().pop());
+        let Some(ring) = idle.and_then(|idle| idle.or_else(OwnRing::new)) else { return Err(active) };
+        Ok(Self { running: Some(Running { active, ring, issued: false }), shared, driver })
+    }
+
+    /// Reads, and reports. If the disk takes long, leaves the rest to another thread.
+    pub fn run(mut self) {
+        let Some(mut running) = self.running.take() else { return };
+        match running.go_on(&self.shared, Some(Instant::now() + PATIENCE)) {
+            Some(outcome) => self.end(running, outcome),
+            None => self.leave(running),
+        }
+    }
+
+    fn end(&self, running: Running, outcome: Result<()>) {
+        let Running { active, ring, .. } = running;
+        let shared = &*self.shared;
+        if let Some(rings) = &shared.own_rings {
+            rings.0.lock().push(ring);
+        }
+        let me = thread::current().id();
+        let mut done = Vec::with_capacity(1);
+        shared.conclude(&mut vec![Ended { active, outcome }], &mut done);
+        shared.state.lock().serving.push(me);
+        shared.deliver(&mut done);
+        let mut state = shared.state.lock();
+        if let Some(at) = state.serving.iter().position(|serving| *serving == me) {
+            state.serving.swap_remove(at);
+        }
+        state.queue.finished(Lane::Callers);
+        let more = state.queue.has_startable(Instant::now());
+        let closing = state.closing;
+        drop(state);
+        if more {
+            self.driver.wake();
+        }
+        if closing {
+            shared.left.notify_all();
+        }
+    }
+
+    /// Has a thread of its own wait for the kernel.
+    #[cold]
+    fn leave(&self, running: Running) {
+        // Where no thread can be started it is still here: nobody may forget what the kernel has.
+        let left = Arc::new(Mutex::new(Some(running)));
+        let taken = Arc::clone(&left);
+        let late = Self { running: None, shared: Arc::clone(&self.shared), driver: Arc::clone(&self.driver) };
+        let serve = move || {
+            if let Some(mut running) = taken.lock().take()
+                && let Some(outcome) = running.go_on(&late.shared, None)
+            {
+                late.end(running, outcome);
+            }
+        };
+        let Err(cause) = self.shared.spawn("outcore-io-late".into(), serve) else { return };
+        tracing::warn!(%cause, "no thread for a read that takes long: its caller waits for it, however long");
+        if let Some(mut running) = left.lock().take()
+            && let Some(outcome) = running.go_on(&self.shared, None)
+        {
+            self.end(running, outcome);
+        }
+    }
+}
+
+impl Drop for OwnRead {
+    fn drop(&mut self) {
+        let Some(Running { active, ring, .. }) = self.running.take() else { return };
+        if let Some(rings) = &self.shared.own_rings {
+            rings.0.lock().push(ring);
+        }
+        let (token, bytes) = (active.op.token, active.op.len);
+        let mut state = self.shared.state.lock();
+        if state.stopped {
+            state.queue.finished(Lane::Callers);
+            drop(state);
+            report_late(&self.shared.sink, vec![Completion { token, result: Err(closed()) }]);
+        } else {
+            state.queue.give_back(token, bytes, active, Instant::now());
+            drop(state);
+            self.driver.wake();
+        }
+        self.shared.left.notify_all();
+    }
+}
+
+impl fmt::Debug for OwnRead {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnRead")
+            .field("active", &self.running.as_ref().map(|running| &running.active))
+            .finish_non_exhaustive()
+    }
+}
