@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use harness::{Rng, block_on, check_at_rest, poll, progress, seed, watched};
+use harness::{Rng, block_on, check_at_rest, poll, progress, seed, until, watched};
 use outcore::pager::PASSES_MAX;
 use outcore::store::{CallHook, Injected, IoCall, StoreOptions};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
@@ -318,6 +318,30 @@ fn a_scope_that_reserved_gets_its_pages() {
         drop(block_on(&mut waits).unwrap());
         drop((more, waits));
         check_at_rest(runtime, vec![mine, theirs], "a reserving scope");
+    });
+}
+
+/// A scope whose frames lay in its purse waited for ever for a frame of the budget that shrank meanwhile.
+#[test]
+fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
+    watched("a smaller budget", || {
+        let runtime = open(8);
+        let table = tensor(&runtime, 8);
+        let rows: Vec<Tensor> = (0..8).map(|n| row(&table, n)).collect();
+        let five = table.rows(0..5).unwrap();
+        let scopes = [4, 4].map(|pages| runtime.scope().reserve(Bytes::new(pages * PAGE)).wait().unwrap());
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
+            // No more than that is ever pinned from then on.
+            until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
+            let guards: Vec<_> =
+                rows.iter().zip(scopes.iter().cycle()).map(|(row, scope)| scope.pin(row).wait().unwrap()).collect();
+            assert_eq!(scopes[0].held() + scopes[1].held(), Bytes::new(8 * PAGE));
+            drop(guards);
+            drop(scopes);
+            shrinks.join().unwrap().unwrap();
+        });
+        check_at_rest(runtime, rows.into_iter().chain([table, five]).collect(), "a smaller budget");
     });
 }
 

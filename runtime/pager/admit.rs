@@ -296,8 +296,8 @@ impl Pager {
         }
         // What has become possible meanwhile is older.
         self.serve_awaiting(fx);
-        self.retire_frames(fx);
         self.fill_purses(fx);
+        self.retire_frames(fx);
         self.attempt(id, fx);
         self.pump(fx);
         if let Some(key) = self.request_key(id)
@@ -793,7 +793,11 @@ impl Pager {
         let needed = missing.len() as u32 + frames;
         let spent = self.scope(terms.scope).map_or(0, |scope| scope.purse).min(missing.len() as u32);
         let floor = if terms.never_refused { 0 } else { self.floor };
-        while blocked.is_none() && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed {
+        // What is paid from the purse is there, whatever a smaller budget waits for.
+        while blocked.is_none()
+            && needed > spent
+            && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
+        {
             if !self.reclaim(Want::Demand, fx) {
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 blocked = Some((Blocked::Frames(needed - spent), cause));
@@ -903,7 +907,17 @@ impl Pager {
     /// Frames, free or in transit, that are spoken for: by admitted pages, by scopes that declared them, and by a shrinking
     /// budget.
     pub(super) fn promised(&self) -> u32 {
-        self.awaiting.len() as u32 + self.purses + self.coming + self.frames.active().saturating_sub(self.frames.target)
+        self.wanted() + self.leaving()
+    }
+
+    /// The same without a shrinking budget.
+    pub(super) fn wanted(&self) -> u32 {
+        self.awaiting.len() as u32 + self.purses + self.coming
+    }
+
+    /// Frames that a shrinking budget takes as soon as they are free. What scopes have declared stays until they end.
+    pub(super) fn leaving(&self) -> u32 {
+        self.frames.active().saturating_sub(self.frames.target.max(self.declared))
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.

@@ -6,6 +6,7 @@
 use std::borrow::Cow;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::progress;
@@ -13,7 +14,7 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use outcore::device::CudaDeviceSelector;
 use outcore::{
     Bytes, DeviceChoice, DevicePin, DevicePinMut, LinkModel, PinGuard, PinGuardMut, PinSet, PinSetMut, Result, Runtime,
-    RuntimeBuilder, Tensor,
+    RuntimeBuilder, Scope, Tensor,
 };
 
 #[cfg(feature = "cuda")]
@@ -123,63 +124,125 @@ pub trait AnyDevice {
     fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>;
     /// As [`write`](Self::write), to be polled.
     fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>;
+    /// As [`read_set`](Self::read_set), to be polled.
+    fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>;
+    /// As [`write_set`](Self::write_set), to be polled.
+    fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>;
 }
 
-impl AnyDevice for Runtime {
-    fn read(&self, tensor: &Tensor) -> Result<Pinned> {
-        progress();
-        if self.host_addressable() {
-            return self.pin(tensor).wait().map(Pinned::Slice);
-        }
-        let guard = self.pin_device(std::slice::from_ref(tensor)).wait()?;
-        Ok(Pinned::Copies(guard, tensor.size().get()))
-    }
+/// A scope, to pin on any device. Requests keep it open.
+#[derive(Clone)]
+pub struct InScope {
+    host_addressable: bool,
+    pub scope: Arc<Scope>,
+}
 
-    fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_mut(tensor).wait().map(PinnedMut::Slice);
-        }
-        let guard = self.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
-        Ok(PinnedMut::Copies(guard, tensor.size().get()))
+impl InScope {
+    pub fn new(runtime: &Runtime, scope: Scope) -> Self {
+        Self { host_addressable: runtime.host_addressable(), scope: Arc::new(scope) }
     }
-
-    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_set(tensors).wait().map(PinnedSet::Slices);
-        }
-        Ok(PinnedSet::Copies(self.pin_device(tensors).wait()?, lengths(tensors)))
+    fn host_addressable(&self) -> bool {
+        self.host_addressable
     }
-
-    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
-        }
-        Ok(PinnedSetMut::Copies(self.pin_device_mut(tensors).wait()?, lengths(tensors)))
-    }
-
-    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
-        progress();
-        if self.host_addressable() {
-            let request = self.pin(tensor);
-            return Box::pin(async move { request.await.map(Pinned::Slice) });
-        }
-        let (request, len) = (self.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
-        Box::pin(async move { Ok(Pinned::Copies(request.await?, len)) })
-    }
-
-    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
-        progress();
-        if self.host_addressable() {
-            let request = self.pin_mut(tensor);
-            return Box::pin(async move { request.await.map(PinnedMut::Slice) });
-        }
-        let (request, len) = (self.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
-        Box::pin(async move { Ok(PinnedMut::Copies(request.await?, len)) })
+    fn pins(&self) -> Arc<Scope> {
+        self.scope.clone()
     }
 }
+
+/// Outside of scopes. Requests keep the runtime.
+trait Outside {
+    fn pins(&self) -> Runtime;
+}
+
+impl Outside for Runtime {
+    fn pins(&self) -> Runtime {
+        self.clone()
+    }
+}
+
+macro_rules! pins_on_any_device {
+    ($($from:ty)*) => {$(
+        impl AnyDevice for $from {
+            fn read(&self, tensor: &Tensor) -> Result<Pinned> {
+                progress();
+                if self.host_addressable() {
+                    return self.pins().pin(tensor).wait().map(Pinned::Slice);
+                }
+                let guard = self.pins().pin_device(std::slice::from_ref(tensor)).wait()?;
+                Ok(Pinned::Copies(guard, tensor.size().get()))
+            }
+
+            fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
+                progress();
+                if self.host_addressable() {
+                    return self.pins().pin_mut(tensor).wait().map(PinnedMut::Slice);
+                }
+                let guard = self.pins().pin_device_mut(std::slice::from_ref(tensor)).wait()?;
+                Ok(PinnedMut::Copies(guard, tensor.size().get()))
+            }
+
+            fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
+                progress();
+                if self.host_addressable() {
+                    return self.pins().pin_set(tensors).wait().map(PinnedSet::Slices);
+                }
+                Ok(PinnedSet::Copies(self.pins().pin_device(tensors).wait()?, lengths(tensors)))
+            }
+
+            fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
+                progress();
+                if self.host_addressable() {
+                    return self.pins().pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
+                }
+                Ok(PinnedSetMut::Copies(self.pins().pin_device_mut(tensors).wait()?, lengths(tensors)))
+            }
+
+            fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
+                progress();
+                let pins = self.pins();
+                if self.host_addressable() {
+                    return Box::pin(async move { pins.pin(tensor).await.map(Pinned::Slice) });
+                }
+                Box::pin(async move {
+                    let guard = pins.pin_device(std::slice::from_ref(tensor)).await?;
+                    Ok(Pinned::Copies(guard, tensor.size().get()))
+                })
+            }
+
+            fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
+                progress();
+                let pins = self.pins();
+                if self.host_addressable() {
+                    return Box::pin(async move { pins.pin_mut(tensor).await.map(PinnedMut::Slice) });
+                }
+                Box::pin(async move {
+                    let guard = pins.pin_device_mut(std::slice::from_ref(tensor)).await?;
+                    Ok(PinnedMut::Copies(guard, tensor.size().get()))
+                })
+            }
+
+            fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet> {
+                progress();
+                let pins = self.pins();
+                if self.host_addressable() {
+                    return Box::pin(async move { pins.pin_set(tensors).await.map(PinnedSet::Slices) });
+                }
+                Box::pin(async move { Ok(PinnedSet::Copies(pins.pin_device(tensors).await?, lengths(tensors))) })
+            }
+
+            fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut> {
+                progress();
+                let pins = self.pins();
+                if self.host_addressable() {
+                    return Box::pin(async move { pins.pin_set_mut(tensors).await.map(PinnedSetMut::Slices) });
+                }
+                Box::pin(async move { Ok(PinnedSetMut::Copies(pins.pin_device_mut(tensors).await?, lengths(tensors))) })
+            }
+        }
+    )*};
+}
+
+pins_on_any_device! { Runtime InScope }
 
 fn lengths(tensors: &[Tensor]) -> Vec<u64> {
     tensors.iter().map(|tensor| tensor.size().get()).collect()
