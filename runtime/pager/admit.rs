@@ -575,6 +575,10 @@ impl Pager {
     /// readers to leave, scopes that grow may still read beside these: they wait for who is in their way, and never for
     /// who is before them.
     fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
+        // Those who must not pass it may stand before it.
+        if let Some(id) = self.page_lines.get(&page).and_then(Line::barring) {
+            self.attempt(id, fx);
+        }
         let mut behind = None;
         let mut beside_readers = false;
         while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {

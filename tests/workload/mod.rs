@@ -87,6 +87,7 @@ struct World {
     row_bytes: u64,
     faults: Arc<Faults>,
     stop: AtomicBool,
+    operations: AtomicU64,
 }
 
 impl World {
@@ -294,8 +295,8 @@ impl World {
 }
 
 /// Runs the plan and checks what must hold at its end; returns how many operations of the runtime that were: a step is
-/// one, a pin, a hint, a change of budget, the opening of a model, some sessions of scopes, and what is read and written
-/// under it is part of it.
+/// one, a pin, a hint, a change of budget, the opening of a model, and what is read and written under it is part of it; so
+/// is a step of a session.
 pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let page = plan.setting.page.get();
     let mut rng = Rng::new(seed);
@@ -313,9 +314,10 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
         faults.random(Rng::new(rng.next()), plan.fail_one_in);
     }
     let stop = AtomicBool::new(false);
+    let (plan_of, operations) = (plan.clone(), AtomicU64::new(0));
     let world =
-        Arc::new(World { plan: plan.clone(), runtime, file, model, tables, row_bytes, faults: faults.clone(), stop });
-    let operations = Arc::new(AtomicU64::new(0));
+        World { plan: plan_of, runtime, file, model, tables, row_bytes, faults: faults.clone(), stop, operations };
+    let world = Arc::new(world);
     let (elsewhere, guards) = mpsc::channel();
     let dropper = thread::spawn(move || {
         for guard in guards {
@@ -325,7 +327,6 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let workers: Vec<_> = (0..plan.threads)
         .map(|_| {
             let (world, mut rng, elsewhere) = (world.clone(), Rng::new(rng.next()), elsewhere.clone());
-            let operations = operations.clone();
             thread::spawn(move || {
                 let mut steps = 0;
                 while !world.stop.load(Ordering::Relaxed) {
@@ -338,7 +339,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
                     progress();
                     world.step(&mut rng, &elsewhere);
                 }
-                operations.fetch_add(steps, Ordering::Relaxed);
+                world.operations.fetch_add(steps, Ordering::Relaxed);
             })
         })
         .collect();
@@ -367,11 +368,11 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
         read_everything(&world);
     }
     let Some(world) = Arc::into_inner(world) else { panic!("a thread kept the world") };
-    let World { runtime, model, tables, .. } = world;
+    let World { runtime, model, tables, operations, .. } = world;
     let mut tensors: Vec<Tensor> = tables.into_iter().map(|table| table.into_inner().tensor.clone()).collect();
     tensors.push(model.into_inner().tensor("t0").unwrap());
     check_at_rest(runtime, tensors, &format!("{plan:?}"));
-    operations.load(Ordering::Relaxed)
+    operations.into_inner()
 }
 
 /// Waits for the moves that were under way: some may yet fail, and a demand that joins one of them fails with it.

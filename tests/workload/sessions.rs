@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::future::poll_fn;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::task::{Context, Poll, Waker};
 use std::thread;
@@ -104,6 +105,7 @@ impl World {
 
 impl Session<'_> {
     async fn step(&mut self, elsewhere: &Sender<Pinned>) {
+        self.world.operations.fetch_add(1, Ordering::Relaxed);
         let rng = &mut self.rng;
         match if self.only_weights { rng.below(11) } else { rng.below(23) } {
             0..3 => self.weights().await,
