@@ -6,7 +6,6 @@
 use std::borrow::Cow;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::progress;
@@ -121,128 +120,143 @@ pub trait AnyDevice {
     /// Pins a set for writing, and waits.
     fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut>;
     /// As [`read`](Self::read), to be polled.
-    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>;
+    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
+    where
+        Self: 'a;
     /// As [`write`](Self::write), to be polled.
-    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>;
+    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
+    where
+        Self: 'a;
     /// As [`read_set`](Self::read_set), to be polled.
-    fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>;
+    fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
+    where
+        Self: 'a;
     /// As [`write_set`](Self::write_set), to be polled.
-    fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>;
+    fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
+    where
+        Self: 'a;
 }
 
-/// A scope, to pin on any device. Requests keep it open.
-#[derive(Clone)]
-pub struct InScope {
+/// A scope, to pin on any device.
+#[derive(Clone, Copy)]
+pub struct InScope<'s> {
+    pub scope: &'s Scope,
     host_addressable: bool,
-    pub scope: Arc<Scope>,
 }
 
-impl InScope {
-    pub fn new(runtime: &Runtime, scope: Scope) -> Self {
-        Self { host_addressable: runtime.host_addressable(), scope: Arc::new(scope) }
+impl<'s> InScope<'s> {
+    pub fn new(runtime: &Runtime, scope: &'s Scope) -> Self {
+        Self { scope, host_addressable: runtime.host_addressable() }
     }
     fn host_addressable(&self) -> bool {
         self.host_addressable
     }
-    fn pins(&self) -> Arc<Scope> {
-        self.scope.clone()
-    }
-}
-
-/// Outside of scopes. Requests keep the runtime.
-trait Outside {
-    fn pins(&self) -> Runtime;
-}
-
-impl Outside for Runtime {
-    fn pins(&self) -> Runtime {
-        self.clone()
-    }
 }
 
 macro_rules! pins_on_any_device {
-    ($($from:ty)*) => {$(
+    ($($from:ty, |$this:ident| $pins:expr;)*) => {$(
         impl AnyDevice for $from {
             fn read(&self, tensor: &Tensor) -> Result<Pinned> {
                 progress();
-                if self.host_addressable() {
-                    return self.pins().pin(tensor).wait().map(Pinned::Slice);
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin(tensor).wait().map(Pinned::Slice);
                 }
-                let guard = self.pins().pin_device(std::slice::from_ref(tensor)).wait()?;
+                let guard = $pins.pin_device(std::slice::from_ref(tensor)).wait()?;
                 Ok(Pinned::Copies(guard, tensor.size().get()))
             }
 
             fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
                 progress();
-                if self.host_addressable() {
-                    return self.pins().pin_mut(tensor).wait().map(PinnedMut::Slice);
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_mut(tensor).wait().map(PinnedMut::Slice);
                 }
-                let guard = self.pins().pin_device_mut(std::slice::from_ref(tensor)).wait()?;
+                let guard = $pins.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
                 Ok(PinnedMut::Copies(guard, tensor.size().get()))
             }
 
             fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
                 progress();
-                if self.host_addressable() {
-                    return self.pins().pin_set(tensors).wait().map(PinnedSet::Slices);
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_set(tensors).wait().map(PinnedSet::Slices);
                 }
-                Ok(PinnedSet::Copies(self.pins().pin_device(tensors).wait()?, lengths(tensors)))
+                Ok(PinnedSet::Copies($pins.pin_device(tensors).wait()?, lengths(tensors)))
             }
 
             fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
                 progress();
-                if self.host_addressable() {
-                    return self.pins().pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
                 }
-                Ok(PinnedSetMut::Copies(self.pins().pin_device_mut(tensors).wait()?, lengths(tensors)))
+                Ok(PinnedSetMut::Copies($pins.pin_device_mut(tensors).wait()?, lengths(tensors)))
             }
 
-            fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
+            fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
+            where
+                Self: 'a,
+            {
                 progress();
-                let pins = self.pins();
-                if self.host_addressable() {
-                    return Box::pin(async move { pins.pin(tensor).await.map(Pinned::Slice) });
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin(tensor);
+                    return Box::pin(async move { request.await.map(Pinned::Slice) });
                 }
-                Box::pin(async move {
-                    let guard = pins.pin_device(std::slice::from_ref(tensor)).await?;
-                    Ok(Pinned::Copies(guard, tensor.size().get()))
-                })
+                let (request, len) = ($pins.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
+                Box::pin(async move { Ok(Pinned::Copies(request.await?, len)) })
             }
 
-            fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
+            fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
+            where
+                Self: 'a,
+            {
                 progress();
-                let pins = self.pins();
-                if self.host_addressable() {
-                    return Box::pin(async move { pins.pin_mut(tensor).await.map(PinnedMut::Slice) });
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_mut(tensor);
+                    return Box::pin(async move { request.await.map(PinnedMut::Slice) });
                 }
-                Box::pin(async move {
-                    let guard = pins.pin_device_mut(std::slice::from_ref(tensor)).await?;
-                    Ok(PinnedMut::Copies(guard, tensor.size().get()))
-                })
+                let (request, len) = ($pins.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
+                Box::pin(async move { Ok(PinnedMut::Copies(request.await?, len)) })
             }
 
-            fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet> {
+            fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
+            where
+                Self: 'a,
+            {
                 progress();
-                let pins = self.pins();
-                if self.host_addressable() {
-                    return Box::pin(async move { pins.pin_set(tensors).await.map(PinnedSet::Slices) });
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_set(tensors);
+                    return Box::pin(async move { request.await.map(PinnedSet::Slices) });
                 }
-                Box::pin(async move { Ok(PinnedSet::Copies(pins.pin_device(tensors).await?, lengths(tensors))) })
+                let request = $pins.pin_device(tensors);
+                Box::pin(async move { Ok(PinnedSet::Copies(request.await?, lengths(tensors))) })
             }
 
-            fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut> {
+            fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
+            where
+                Self: 'a,
+            {
                 progress();
-                let pins = self.pins();
-                if self.host_addressable() {
-                    return Box::pin(async move { pins.pin_set_mut(tensors).await.map(PinnedSetMut::Slices) });
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_set_mut(tensors);
+                    return Box::pin(async move { request.await.map(PinnedSetMut::Slices) });
                 }
-                Box::pin(async move { Ok(PinnedSetMut::Copies(pins.pin_device_mut(tensors).await?, lengths(tensors))) })
+                let request = $pins.pin_device_mut(tensors);
+                Box::pin(async move { Ok(PinnedSetMut::Copies(request.await?, lengths(tensors))) })
             }
         }
     )*};
 }
 
-pins_on_any_device! { Runtime InScope }
+pins_on_any_device! {
+    Runtime, |runtime| runtime;
+    InScope<'_>, |within| within.scope;
+}
 
 fn lengths(tensors: &[Tensor]) -> Vec<u64> {
     tensors.iter().map(|tensor| tensor.size().get()).collect()

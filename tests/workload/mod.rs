@@ -78,6 +78,9 @@ impl Table {
     }
 }
 
+/// A row of each of two tables.
+type TwoRows = [(Arc<Table>, u64); 2];
+
 struct World {
     plan: Plan,
     runtime: Runtime,
@@ -155,7 +158,7 @@ impl World {
     }
 
     /// One row of each of two tables, as a unit that fits.
-    fn two_rows(&self, rng: &mut Rng) -> Option<([Tensor; 2], [(Arc<Table>, u64); 2])> {
+    fn two_rows(&self, rng: &mut Rng) -> Option<([Tensor; 2], TwoRows)> {
         let at = rng.below(self.tables.len() as u64) as usize;
         let places = [at, (at + 1) % self.tables.len()].map(|at| (self.tables[at].read().clone(), rng.below(ROWS)));
         let set = places.each_ref().map(|(table, row)| table.tensor.rows(*row..row + 1).unwrap());
@@ -163,7 +166,7 @@ impl World {
     }
 
     /// The first row is written, and the other one is not.
-    fn check_and_set_two(&self, rng: &mut Rng, places: &[(Arc<Table>, u64); 2], guard: &mut PinnedSetMut) {
+    fn check_and_set_two(&self, rng: &mut Rng, places: &TwoRows, guard: &mut PinnedSetMut) {
         for (at, (table, row)) in places.iter().enumerate() {
             self.check_rows(table, *row, guard.try_bytes(at).map(Option::unwrap));
         }

@@ -10,7 +10,7 @@ use std::thread;
 
 use outcore::{Bytes, ComputeStream, DType, Error, ErrorKind, Result, ScopePriority, StreamPin, Tensor};
 
-use super::{Table, UNIT_PAGES, World};
+use super::{Table, TwoRows, UNIT_PAGES, World};
 use crate::harness::{
     AnyDevice, InScope, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, Rng, Task, block_on, poll, together,
 };
@@ -21,7 +21,7 @@ enum Held {
     TwoWeights(PinnedSet, [u64; 2]),
     Rows(Pinned, Arc<Table>, u64),
     Writes(PinnedMut, Arc<Table>, u64),
-    WritesTwo(PinnedSetMut, [(Arc<Table>, u64); 2]),
+    WritesTwo(PinnedSetMut, TwoRows),
     WeightsOnStream(StreamPin, u64, Bytes),
     RowsOnStream(StreamPin, Arc<Table>, u64, Bytes),
 }
@@ -39,7 +39,7 @@ enum How {
 struct Session<'a> {
     world: &'a World,
     rng: Rng,
-    pins: InScope,
+    pins: InScope<'a>,
     stream: Option<ComputeStream>,
     /// Whether nothing else runs on its thread.
     alone: bool,
@@ -87,7 +87,7 @@ impl World {
         let Some(scope) = self.served(opened) else { return };
         let mut session = Session {
             world: self,
-            pins: InScope::new(&self.runtime, scope),
+            pins: InScope::new(&self.runtime, &scope),
             stream: None,
             alone,
             most,
@@ -136,14 +136,14 @@ impl Session<'_> {
     async fn ask<'a, G>(
         &mut self,
         pages: u64,
-        wait: impl FnOnce(&InScope) -> Result<G>,
-        request: impl FnOnce(&InScope) -> Request<'a, G>,
+        wait: impl FnOnce() -> Result<G>,
+        request: impl FnOnce() -> Request<'a, G>,
     ) -> Option<G> {
         let result = match self.how() {
-            How::Waits => wait(&self.pins),
-            How::Awaits => request(&self.pins).await,
+            How::Waits => wait(),
+            How::Awaits => request().await,
             How::Looks(times, then_awaits) => {
-                let mut request = request(&self.pins);
+                let mut request = request();
                 let mut looks = 0;
                 loop {
                     if looks == times {
@@ -198,7 +198,8 @@ impl Session<'_> {
     async fn weights(&mut self) {
         let (tensor, n) = self.world.tensor(&mut self.rng);
         let pages = tensor.page_count();
-        let guard = self.ask(pages, |pins| pins.read(&tensor), |pins| pins.reading(&tensor)).await;
+        let pins = self.pins;
+        let guard = self.ask(pages, || pins.read(&tensor), || pins.reading(&tensor)).await;
         self.held.extend(guard.map(|guard| (Held::Weights(guard, n), pages)));
     }
 
@@ -209,21 +210,24 @@ impl Session<'_> {
         if pages > UNIT_PAGES {
             return;
         }
-        let guard = self.ask(pages, |pins| pins.read_set(&set), |pins| pins.reading_set(&set)).await;
+        let pins = self.pins;
+        let guard = self.ask(pages, || pins.read_set(&set), || pins.reading_set(&set)).await;
         self.held.extend(guard.map(|guard| (Held::TwoWeights(guard, [n, m]), pages)));
     }
 
     async fn rows(&mut self) {
         let (table, part, from, _) = self.part();
         let pages = part.page_count();
-        let guard = self.ask(pages, |pins| pins.read(&part), |pins| pins.reading(&part)).await;
+        let pins = self.pins;
+        let guard = self.ask(pages, || pins.read(&part), || pins.reading(&part)).await;
         self.held.extend(guard.map(|guard| (Held::Rows(guard, table, from), pages)));
     }
 
     async fn writes(&mut self) {
         let (table, part, from, to) = self.part();
         let pages = part.page_count();
-        let guard = self.ask(pages, |pins| pins.write(&part), |pins| pins.writing(&part)).await;
+        let pins = self.pins;
+        let guard = self.ask(pages, || pins.write(&part), || pins.writing(&part)).await;
         let Some(mut guard) = guard else { return };
         self.world.check_rows(&table, from, guard.try_bytes());
         self.world.fill_rows(&mut self.rng, &table, from, to, &mut guard);
@@ -233,7 +237,8 @@ impl Session<'_> {
     async fn writes_two(&mut self) {
         let Some((set, places)) = self.world.two_rows(&mut self.rng) else { return };
         let pages = self.world.pages_of(&set);
-        let guard = self.ask(pages, |pins| pins.write_set(&set), |pins| pins.writing_set(&set)).await;
+        let pins = self.pins;
+        let guard = self.ask(pages, || pins.write_set(&set), || pins.writing_set(&set)).await;
         let Some(mut guard) = guard else { return };
         self.world.check_and_set_two(&mut self.rng, &places, &mut guard);
         self.held.push((Held::WritesTwo(guard, places), pages));
@@ -251,20 +256,16 @@ impl Session<'_> {
         self.held.push((Held::RowsOnStream(guard, table, from, part.size()), part.page_count()));
     }
 
-    async fn on_stream<'t>(&mut self, tensor: &'t Tensor) -> Option<StreamPin> {
+    async fn on_stream(&mut self, tensor: &Tensor) -> Option<StreamPin> {
         if self.stream.is_none() {
             self.stream = self.world.served(self.world.runtime.compute_stream());
         }
         let stream = self.stream.clone()?;
-        let one = std::slice::from_ref(tensor);
-        let (first, second) = (stream.clone(), stream);
-        let awaits = |pins: &InScope| -> Request<'t, StreamPin> {
-            let scope = pins.scope.clone();
-            Box::pin(async move { scope.pin_device_on(one, &second).await })
-        };
+        let (scope, one, pages) = (self.pins.scope, std::slice::from_ref(tensor), tensor.page_count());
         // A request that is given up may have been granted, and then ends behind the stream.
-        self.elsewhere += tensor.page_count();
-        self.ask(tensor.page_count(), |pins| pins.scope.pin_device_on(one, &first).wait(), awaits).await
+        self.elsewhere += pages;
+        let pin = || scope.pin_device_on(one, &stream);
+        self.ask(pages, || pin().wait(), || Box::pin(pin())).await
     }
 
     fn part(&mut self) -> (Arc<Table>, Tensor, u64, u64) {
@@ -298,7 +299,7 @@ impl Session<'_> {
         let page = self.world.plan.setting.page.get();
         let len = 1 + self.rng.below(2 * page);
         let Some(tensor) = self.world.served(self.world.runtime.alloc(DType::U8, &[len])) else { return };
-        let scope = self.pins.scope.clone();
+        let scope = self.pins.scope;
         let mut request = scope.pin_device_mut(std::slice::from_ref(&tensor));
         for _ in 0..self.rng.below(4) {
             match poll(&mut request, Waker::noop()) {
