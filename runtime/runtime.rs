@@ -667,7 +667,7 @@ impl Runtime {
     }
 
     /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back;
-    /// it waits for guards that are in the way.
+    /// it waits for guards that are in the way, and for the ends of scopes that [set aside](crate::ScopeBuilder::reserve) more.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served

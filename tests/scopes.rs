@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, watched};
+use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, until, watched};
 use outcore::pager::PASSES_MAX;
 use outcore::store::{CallHook, Injected, IoCall, StoreOptions, probe_backend};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
@@ -260,30 +260,35 @@ fn drop_ok<T>(result: outcore::Result<T>) {
     drop(result.unwrap());
 }
 
-/// The same for a page that a writer waits for, with readers that overlap so that the page is never free.
+/// The same for a page that a writer waits for, with readers that overlap so that the page is never free. One of a batch
+/// waited for ever: who came later, and stood before it, was tried in its place.
 #[test]
-fn a_writer_is_passed_by_a_bounded_number_of_readers() {
-    watched("overlapping readers", || {
-        let runtime = open(4);
-        let a = tensor(&runtime, 1);
-        let mut last = runtime.pin(&a).wait().unwrap();
-        let mut writes = runtime.pin_mut(&a);
-        assert!(poll(&mut writes, Waker::noop()).is_pending());
-        for passed in 0.. {
-            assert!(passed <= PASSES_MAX, "it was passed {passed} times");
-            let mut reads = runtime.pin(&a);
-            let Poll::Ready(next) = poll(&mut reads, Waker::noop()) else {
-                assert_eq!(passed, PASSES_MAX);
-                drop(last);
-                drop(block_on(&mut writes).unwrap());
-                drop(block_on(&mut reads).unwrap());
-                break;
-            };
-            last = next.unwrap();
-        }
-        drop(writes);
-        check_at_rest(runtime, vec![a], "overlapping readers");
-    });
+fn regression_a_writer_is_passed_by_a_bounded_number_of_readers() {
+    for priority in [ScopePriority::Interactive, ScopePriority::Batch] {
+        watched("overlapping readers", move || {
+            let runtime = open(4);
+            let a = tensor(&runtime, 1);
+            let scope = runtime.scope().priority(priority).open().unwrap();
+            let mut last = runtime.pin(&a).wait().unwrap();
+            let mut writes = scope.pin_mut(&a);
+            assert!(poll(&mut writes, Waker::noop()).is_pending());
+            for passed in 0.. {
+                assert!(passed <= PASSES_MAX, "it was passed {passed} times");
+                let mut reads = runtime.pin(&a);
+                let Poll::Ready(next) = poll(&mut reads, Waker::noop()) else {
+                    assert_eq!(passed, PASSES_MAX);
+                    drop(last);
+                    drop(block_on(&mut writes).unwrap());
+                    drop(block_on(&mut reads).unwrap());
+                    break;
+                };
+                last = next.unwrap();
+            }
+            drop(writes);
+            drop(scope);
+            check_at_rest(runtime, vec![a], "overlapping readers");
+        });
+    }
 }
 
 /// A scope that said what it needs never waits for frames while it holds some, whatever others pin meanwhile.
@@ -353,6 +358,30 @@ fn regression_threads_of_a_scope_have_no_more_than_it_was_opened_for() {
         assert_eq!((most.into_inner(), served.into_inner()), (PAGE, 2000), "one of them each time");
         drop(scope);
         check_at_rest(runtime, rows.into_iter().chain([table]).collect(), "threads of a scope");
+    });
+}
+
+/// A scope whose frames lay in its purse waited for ever for a frame of the budget that shrank meanwhile.
+#[test]
+fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
+    watched("a smaller budget", || {
+        let runtime = open(8);
+        let table = tensor(&runtime, 8);
+        let rows: Vec<Tensor> = (0..8).map(|n| row(&table, n)).collect();
+        let five = table.rows(0..5).unwrap();
+        let scopes = [4, 4].map(|pages| runtime.scope().reserve(Bytes::new(pages * PAGE)).wait().unwrap());
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
+            // No more than that is ever pinned from then on.
+            until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
+            let guards: Vec<_> =
+                rows.iter().zip(scopes.iter().cycle()).map(|(row, scope)| scope.pin(row).wait().unwrap()).collect();
+            assert_eq!(scopes[0].held() + scopes[1].held(), Bytes::new(8 * PAGE));
+            drop(guards);
+            drop(scopes);
+            shrinks.join().unwrap().unwrap();
+        });
+        check_at_rest(runtime, rows.into_iter().chain([table, five]).collect(), "a smaller budget");
     });
 }
 

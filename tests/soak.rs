@@ -77,8 +77,9 @@ mod emulated_driver {
         fake.finish();
     }
 
-    /// Operations of one round. A new driver for each: clocks and histories stay short, and many settings are seen.
-    const ROUND_OPERATIONS: u64 = 4000;
+    /// Steps of one round, of all its threads. A new driver for each: clocks and histories stay short, and many settings
+    /// are seen.
+    const ROUND_STEPS: u64 = 2000;
 
     /// Random operations until `count` of the runtime's were made, every byte compared, with the driver's streams late by
     /// chance in some rounds. The driver must have found nothing at all.
@@ -103,7 +104,7 @@ mod emulated_driver {
             fake.set_delay(delay, rng.next());
             let round_seed = rng.next();
             eprintln!("round {round}, streams up to {delay} us late: {plan:?}");
-            let steps = if delay > 0 { ROUND_OPERATIONS / 4 } else { ROUND_OPERATIONS } / plan.threads;
+            let steps = if delay > 0 { ROUND_STEPS / 4 } else { ROUND_STEPS } / plan.threads;
             let (tell, told) = std::sync::mpsc::channel();
             watched("a round", move || {
                 tell.send(workload::run(&plan, round_seed, Until::Steps(steps))).unwrap();

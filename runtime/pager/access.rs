@@ -362,7 +362,7 @@ impl Reader {
             }
             self.told = 0;
             head = head.wrapping_add(1);
-            if head % READ == 0 {
+            if head.is_multiple_of(READ) {
                 self.ring.head.store(head, Ordering::Release);
             }
         }
@@ -434,7 +434,7 @@ mod tests {
 
     fn access(page: u32) -> Access {
         let page = PageId { segment: SegmentId(page / 7), index: PageIndex(page) };
-        Access { page, first_use: page.index.0 % 3 == 0, write: page.index.0 % 5 == 0 }
+        Access { page, first_use: page.index.0.is_multiple_of(3), write: page.index.0.is_multiple_of(5) }
     }
 
     /// Adds uses, and has the log read when it must be. Returns whether it had to.
@@ -503,7 +503,7 @@ mod tests {
         let mut recorder = log.recorder();
         for page in 0..10 * BACK {
             assert_eq!(recorder.record(access(page)), Recorded::Ok);
-            if page % 16 == 0 {
+            if page.is_multiple_of(16) {
                 drain(&log, &mut Vec::new());
             }
         }

@@ -296,8 +296,8 @@ impl Pager {
         }
         // What has become possible meanwhile is older.
         self.serve_awaiting(fx);
-        self.retire_frames(fx);
         self.fill_purses(fx);
+        self.retire_frames(fx);
         self.attempt(id, fx);
         self.pump(fx);
         if let Some(key) = self.request_key(id)
@@ -579,6 +579,10 @@ impl Pager {
     /// readers to leave, scopes that grow may still read beside these: they wait for who is in their way, and never for
     /// who is before them.
     fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
+        // Those who must not pass it may stand before it.
+        if let Some(id) = self.page_lines.get(&page).and_then(Line::barring) {
+            self.attempt(id, fx);
+        }
         let mut behind = None;
         let mut beside_readers = false;
         while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {
@@ -797,7 +801,11 @@ impl Pager {
         let needed = missing.len() as u32 + frames;
         let spent = self.scope(terms.scope).map_or(0, |scope| scope.purse).min(missing.len() as u32);
         let floor = if terms.never_refused { 0 } else { self.floor };
-        while blocked.is_none() && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed {
+        // What is paid from the purse is there, whatever a smaller budget waits for.
+        while blocked.is_none()
+            && needed > spent
+            && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
+        {
             if !self.reclaim(Want::Demand, fx) {
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 blocked = Some((Blocked::Frames(needed - spent), cause));
@@ -907,7 +915,17 @@ impl Pager {
     /// Frames, free or in transit, that are spoken for: by admitted pages, by scopes that declared them, and by a shrinking
     /// budget.
     pub(super) fn promised(&self) -> u32 {
-        self.awaiting.len() as u32 + self.purses + self.coming + self.frames.active().saturating_sub(self.frames.target)
+        self.wanted() + self.leaving()
+    }
+
+    /// The same without a shrinking budget.
+    pub(super) fn wanted(&self) -> u32 {
+        self.awaiting.len() as u32 + self.purses + self.coming
+    }
+
+    /// Frames that a shrinking budget takes as soon as they are free. What scopes have declared stays until they end.
+    pub(super) fn leaving(&self) -> u32 {
+        self.frames.active().saturating_sub(self.frames.target.max(self.declared))
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.

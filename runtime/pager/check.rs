@@ -250,9 +250,10 @@ impl Pager {
         let purses: u32 = self.scopes.iter().map(|(_, scope)| scope.purse).sum();
         let owed: u32 = self.scopes.iter().map(|(_, scope)| scope.owed).sum();
         let coming: u32 = self.scopes.iter().map(|(_, scope)| scope.coming).sum();
+        let declared: u32 = self.scopes.iter().map(|(_, scope)| scope.declared).sum();
         ensure!(
-            (purses, coming, owed) == (self.purses, self.coming, self.owed),
-            "purses hold {purses}, {coming} are on their way, and they are owed {owed}"
+            (purses, coming, owed, declared) == (self.purses, self.coming, self.owed, self.declared),
+            "purses hold {purses}, {coming} are on their way, and they are owed {owed}, of {declared}"
         );
         let waiting: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
@@ -315,7 +316,8 @@ impl Pager {
             self.request_untaken(*id).hash(&mut hasher);
         }
         self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
-        let mut scopes: Vec<_> = self.scopes.iter().map(|(_, scope)| (scope.purse, scope.coming, scope.owed)).collect();
+        let mut scopes: Vec<_> =
+            self.scopes.iter().map(|(_, scope)| (scope.purse, scope.coming, scope.owed, scope.declared)).collect();
         scopes.sort_unstable();
         (&self.awaiting, &self.spoiled, &self.hints, self.staying, self.floor, scopes, self.closing).hash(&mut hasher);
         if self.policy.name() == "lru" {

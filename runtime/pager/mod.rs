@@ -374,6 +374,8 @@ pub struct Pager {
     coming: u32,
     /// Frames that purses are owed.
     owed: u32,
+    /// What open scopes have declared, spent or not.
+    declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
     /// Requests that wait for the device tier to shrink to its budget.
@@ -456,6 +458,7 @@ impl Pager {
             purses: 0,
             coming: 0,
             owed: 0,
+            declared: 0,
             floor: 0,
             shrinking: Vec::new(),
             filling: HashMap::new(),
@@ -732,8 +735,8 @@ impl Pager {
         self.events += 1;
         self.release_spoiled(fx);
         self.serve_awaiting(fx);
-        self.retire_frames(fx);
         self.fill_purses(fx);
+        self.retire_frames(fx);
         self.serve_lines(fx);
         if !self.closing {
             self.keep_reserve(fx);
@@ -762,7 +765,7 @@ impl Pager {
 
     /// Invariant 4.
     fn keeps_promises(&self) -> bool {
-        self.awaiting.len() as u32 + self.purses + self.coming <= self.frames.free_count() + self.transit
+        self.wanted() <= self.frames.free_count() + self.transit
     }
 
     fn word(&self, page: PageId) -> &PageWord {

@@ -199,19 +199,17 @@ impl Pager {
 
     /// Takes frames out of the budget as they become free.
     pub(super) fn retire_frames(&mut self, fx: &mut Effects) {
-        while self.frames.active() > self.frames.target {
+        while self.leaving() > 0 {
             if self.frames.retire() {
                 continue;
             }
-            // What is set aside for a scope stays until that ends.
             if self.frames.free_count() > self.purses
                 && let Some(frame) = self.frames.discard()
             {
                 fx.discard.push(frame);
                 continue;
             }
-            let excess = self.frames.active() - self.frames.target;
-            if self.closing || self.transit >= excess || !self.reclaim(Want::Room, fx) {
+            if self.closing || self.transit >= self.leaving() || !self.reclaim(Want::Room, fx) {
                 break;
             }
         }
@@ -255,7 +253,7 @@ impl Pager {
                 break;
             }
             let Some(frame) = self.frames.discard() else { break };
-            if self.frames.active() > self.frames.target {
+            if self.leaving() > 0 {
                 // A budget that shrinks has waited for it: it must not come back.
                 self.frames.retire();
             }

@@ -154,6 +154,8 @@ pub(super) struct Scope {
     pub(super) coming: u32,
     /// Frames it has spent whose pins have ended, and that are not on their way.
     pub(super) owed: u32,
+    /// All frames that were set aside for it, spent or not.
+    pub(super) declared: u32,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
@@ -205,10 +207,21 @@ impl Pager {
         self.next_serial = self.next_serial.wrapping_add(1);
         let ScopeTerms { label, priority, at_most } = terms;
         let holdings = Arc::new(Holdings::new(at_most));
-        let (purse, coming, owed, reserving) = (0, 0, 0, None);
+        let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
         let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
-        let kept = holdings.clone();
-        let scope = Scope { label, priority, purse, coming, owed, reserving, holdings: kept, waiting, counted, serial };
+        let scope = Scope {
+            label,
+            priority,
+            purse,
+            coming,
+            owed,
+            declared,
+            reserving,
+            holdings: holdings.clone(),
+            waiting,
+            counted,
+            serial,
+        };
         let key = self.scopes.insert(scope);
         (self.scope_id(key), holdings)
     }
@@ -226,6 +239,7 @@ impl Pager {
         self.purses -= scope.purse;
         self.coming -= scope.coming;
         self.owed -= scope.owed;
+        self.declared -= scope.declared;
         self.pump(fx);
     }
 
@@ -233,8 +247,10 @@ impl Pager {
     pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
         if let Some(scope) = self.scope_mut(id) {
             scope.coming += frames;
+            scope.declared += frames;
             scope.reserving = Some(request);
             self.coming += frames;
+            self.declared += frames;
         }
     }
 
@@ -242,9 +258,11 @@ impl Pager {
     pub(super) fn unreserve(&mut self, id: Option<ScopeId>) {
         let Some(scope) = self.scope_mut(id) else { return };
         let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
+        let declared = std::mem::take(&mut scope.declared);
         scope.reserving = None;
         self.purses -= purse;
         self.coming -= coming;
+        self.declared -= declared;
     }
 
     /// Puts free frames into the purses they are meant for. Returns the request that has all its frames now, if there is one.
@@ -277,10 +295,10 @@ impl Pager {
         }
     }
 
-    /// Fills purses that are owed frames, before anybody else gets one.
+    /// Fills purses that are owed frames, before anybody else gets one, and before a smaller budget does.
     pub(super) fn fill_purses(&mut self, fx: &mut Effects) {
         while self.owed > 0 && !self.closing {
-            while self.frames.free_count() + self.transit <= self.promised() + self.floor {
+            while self.frames.free_count() + self.transit <= self.wanted() + self.floor {
                 if !self.reclaim(super::policy::Want::Demand, fx) {
                     return;
                 }
@@ -519,26 +537,30 @@ impl Pager {
             nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse + s.coming)).sum();
         loop {
             let before = nodes.len();
+            let declared: u32 =
+                nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|scope| scope.declared).sum();
+            // What they declared is theirs, also where the budget has shrunk.
+            let frames = u64::from(self.frames.target.max(declared));
             nodes.retain(|node| {
                 let Some(scope) = self.scope(Some(node.id)) else { return false };
                 let own: HashSet<PageId> = node.held.iter().map(|(page, _)| *page).collect();
                 let others =
                     |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count > u32::from(own.contains(page)));
                 let goes_on = scope.waiting.iter().all(|request| {
-                    let Some((_, runs, purpose, frames)) = self.asks(*request) else { return true };
+                    let Some((_, runs, purpose, reserves)) = self.asks(*request) else { return true };
                     let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
                     let free_of_locks = pages.iter().all(|page| {
                         !others(page)
                             || purpose != Purpose::Write && !holders.get(page).is_some_and(|(_, locked)| *locked)
                     });
                     let missing =
-                        pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(frames);
+                        pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(reserves);
                     let floor = if self.never_refused(*request) { 0 } else { self.floor };
                     let wanted = holders.len() as u64
                         + missing
                         + (purses - u64::from(scope.purse + scope.coming))
                         + u64::from(floor);
-                    free_of_locks && wanted <= u64::from(self.frames.target)
+                    free_of_locks && wanted <= frames
                 });
                 if goes_on {
                     purses -= u64::from(scope.purse + scope.coming);

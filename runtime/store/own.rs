@@ -23,7 +23,7 @@ use crate::error::Result;
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A ring with at most one operation. Any thread may enter it, one at a time.
-struct OwnRing(IoUring);
+struct OwnRing(Box<IoUring>);
 
 /// What came of waiting.
 enum Answer {
@@ -38,7 +38,7 @@ impl OwnRing {
     fn new() -> Option<Self> {
         // Who waits in the ring is who its completions are for: no interrupt has to tell it.
         let ring = IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2)).ok()?;
-        ring.params().is_feature_ext_arg().then_some(Self(ring))
+        ring.params().is_feature_ext_arg().then(|| Self(Box::new(ring)))
     }
 
     /// Hands the next call of an operation to the kernel.

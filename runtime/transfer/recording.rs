@@ -1,5 +1,7 @@
 //! Each thread's recorder of hits, by runtime.
 
+#![allow(clippy::vec_box, reason = "recorders go to and fro between their two places, and need not be copied for it")]
+
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 

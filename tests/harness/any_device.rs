@@ -13,7 +13,7 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use outcore::device::CudaDeviceSelector;
 use outcore::{
     Bytes, DeviceChoice, DevicePin, DevicePinMut, LinkModel, PinGuard, PinGuardMut, PinSet, PinSetMut, Result, Runtime,
-    RuntimeBuilder, Tensor,
+    RuntimeBuilder, Scope, Tensor,
 };
 
 #[cfg(feature = "cuda")]
@@ -120,65 +120,142 @@ pub trait AnyDevice {
     /// Pins a set for writing, and waits.
     fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut>;
     /// As [`read`](Self::read), to be polled.
-    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>;
+    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
+    where
+        Self: 'a;
     /// As [`write`](Self::write), to be polled.
-    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>;
+    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
+    where
+        Self: 'a;
+    /// As [`read_set`](Self::read_set), to be polled.
+    fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
+    where
+        Self: 'a;
+    /// As [`write_set`](Self::write_set), to be polled.
+    fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
+    where
+        Self: 'a;
 }
 
-impl AnyDevice for Runtime {
-    fn read(&self, tensor: &Tensor) -> Result<Pinned> {
-        progress();
-        if self.host_addressable() {
-            return self.pin(tensor).wait().map(Pinned::Slice);
-        }
-        let guard = self.pin_device(std::slice::from_ref(tensor)).wait()?;
-        Ok(Pinned::Copies(guard, tensor.size().get()))
-    }
+/// A scope, to pin on any device.
+#[derive(Clone, Copy)]
+pub struct InScope<'s> {
+    pub scope: &'s Scope,
+    host_addressable: bool,
+}
 
-    fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_mut(tensor).wait().map(PinnedMut::Slice);
-        }
-        let guard = self.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
-        Ok(PinnedMut::Copies(guard, tensor.size().get()))
+impl<'s> InScope<'s> {
+    pub fn new(runtime: &Runtime, scope: &'s Scope) -> Self {
+        Self { scope, host_addressable: runtime.host_addressable() }
     }
+    fn host_addressable(&self) -> bool {
+        self.host_addressable
+    }
+}
 
-    fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_set(tensors).wait().map(PinnedSet::Slices);
-        }
-        Ok(PinnedSet::Copies(self.pin_device(tensors).wait()?, lengths(tensors)))
-    }
+macro_rules! pins_on_any_device {
+    ($($from:ty, |$this:ident| $pins:expr;)*) => {$(
+        impl AnyDevice for $from {
+            fn read(&self, tensor: &Tensor) -> Result<Pinned> {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin(tensor).wait().map(Pinned::Slice);
+                }
+                let guard = $pins.pin_device(std::slice::from_ref(tensor)).wait()?;
+                Ok(Pinned::Copies(Box::new(guard), tensor.size().get()))
+            }
 
-    fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
-        progress();
-        if self.host_addressable() {
-            return self.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
-        }
-        Ok(PinnedSetMut::Copies(self.pin_device_mut(tensors).wait()?, lengths(tensors)))
-    }
+            fn write(&self, tensor: &Tensor) -> Result<PinnedMut> {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_mut(tensor).wait().map(PinnedMut::Slice);
+                }
+                let guard = $pins.pin_device_mut(std::slice::from_ref(tensor)).wait()?;
+                Ok(PinnedMut::Copies(Box::new(guard), tensor.size().get()))
+            }
 
-    fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned> {
-        progress();
-        if self.host_addressable() {
-            let request = self.pin(tensor);
-            return Box::pin(async move { request.await.map(Pinned::Slice) });
-        }
-        let (request, len) = (self.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
-        Box::pin(async move { Ok(Pinned::Copies(request.await?, len)) })
-    }
+            fn read_set(&self, tensors: &[Tensor]) -> Result<PinnedSet> {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_set(tensors).wait().map(PinnedSet::Slices);
+                }
+                Ok(PinnedSet::Copies($pins.pin_device(tensors).wait()?, lengths(tensors)))
+            }
 
-    fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut> {
-        progress();
-        if self.host_addressable() {
-            let request = self.pin_mut(tensor);
-            return Box::pin(async move { request.await.map(PinnedMut::Slice) });
+            fn write_set(&self, tensors: &[Tensor]) -> Result<PinnedSetMut> {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    return $pins.pin_set_mut(tensors).wait().map(PinnedSetMut::Slices);
+                }
+                Ok(PinnedSetMut::Copies($pins.pin_device_mut(tensors).wait()?, lengths(tensors)))
+            }
+
+            fn reading<'a>(&self, tensor: &'a Tensor) -> Request<'a, Pinned>
+            where
+                Self: 'a,
+            {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin(tensor);
+                    return Box::pin(async move { request.await.map(Pinned::Slice) });
+                }
+                let (request, len) = ($pins.pin_device(std::slice::from_ref(tensor)), tensor.size().get());
+                Box::pin(async move { Ok(Pinned::Copies(Box::new(request.await?), len)) })
+            }
+
+            fn writing<'a>(&self, tensor: &'a Tensor) -> Request<'a, PinnedMut>
+            where
+                Self: 'a,
+            {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_mut(tensor);
+                    return Box::pin(async move { request.await.map(PinnedMut::Slice) });
+                }
+                let (request, len) = ($pins.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
+                Box::pin(async move { Ok(PinnedMut::Copies(Box::new(request.await?), len)) })
+            }
+
+            fn reading_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSet>
+            where
+                Self: 'a,
+            {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_set(tensors);
+                    return Box::pin(async move { request.await.map(PinnedSet::Slices) });
+                }
+                let request = $pins.pin_device(tensors);
+                Box::pin(async move { Ok(PinnedSet::Copies(request.await?, lengths(tensors))) })
+            }
+
+            fn writing_set<'a>(&self, tensors: &'a [Tensor]) -> Request<'a, PinnedSetMut>
+            where
+                Self: 'a,
+            {
+                progress();
+                let $this = self;
+                if $this.host_addressable() {
+                    let request = $pins.pin_set_mut(tensors);
+                    return Box::pin(async move { request.await.map(PinnedSetMut::Slices) });
+                }
+                let request = $pins.pin_device_mut(tensors);
+                Box::pin(async move { Ok(PinnedSetMut::Copies(request.await?, lengths(tensors))) })
+            }
         }
-        let (request, len) = (self.pin_device_mut(std::slice::from_ref(tensor)), tensor.size().get());
-        Box::pin(async move { Ok(PinnedMut::Copies(request.await?, len)) })
-    }
+    )*};
+}
+
+pins_on_any_device! {
+    Runtime, |runtime| runtime;
+    InScope<'_>, |within| within.scope;
 }
 
 fn lengths(tensors: &[Tensor]) -> Vec<u64> {
@@ -200,14 +277,14 @@ fn values<T: AnyBitPattern>(bytes: &[u8]) -> Vec<T> {
 #[derive(Debug)]
 pub enum Pinned {
     Slice(PinGuard),
-    Copies(DevicePin, u64),
+    Copies(Box<DevicePin>, u64),
 }
 
 /// A tensor pinned for writing.
 #[derive(Debug)]
 pub enum PinnedMut {
     Slice(PinGuardMut),
-    Copies(DevicePinMut, u64),
+    Copies(Box<DevicePinMut>, u64),
 }
 
 macro_rules! readable {

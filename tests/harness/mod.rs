@@ -25,7 +25,7 @@ use outcore::{
 use parking_lot::Mutex;
 
 pub use any_device::{
-    AnyDevice, CUDA, Devices, HOST, On, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, SIM, next_round,
+    AnyDevice, CUDA, Devices, HOST, InScope, On, Pinned, PinnedMut, PinnedSet, PinnedSetMut, Request, SIM, next_round,
     until_given_back,
 };
 #[cfg(feature = "cuda")]
@@ -34,8 +34,8 @@ pub use drive::StalledDrive;
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 pub use replay::seed;
-pub use tasks::{block_on, owned, poll};
-pub use watch::{progress, until, watched};
+pub use tasks::{Task, block_on, owned, poll, together};
+pub use watch::{progress, tell_of, until, watched};
 
 /// xorshift64*: small, fast and the same everywhere.
 #[derive(Clone, Debug)]

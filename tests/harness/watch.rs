@@ -6,8 +6,11 @@
 use std::panic;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Bumped by what tests do: a pin served, a call of a file seen, a runtime opened, a step of random work done. One for the
 /// process, so that a hang is noticed when the tests beside it have ended, at the latest.
@@ -16,6 +19,20 @@ const TICK: Duration = Duration::from_secs(1);
 /// Whoever has seen so many ticks without progress waits for nothing. A process that was stopped, or got no processor, saw
 /// none of them.
 const TICKS_MAX: u32 = 150;
+
+/// What knows why nothing gets on.
+type Tells = dyn Fn() -> String + Send + Sync;
+static TOLD: Mutex<Vec<Weak<Tells>>> = Mutex::new(Vec::new());
+
+/// Has this be printed if anything hangs, for as long as what is returned lives.
+#[must_use = "nothing is printed once it is dropped"]
+pub fn tell_of(tells: impl Fn() -> String + Send + Sync + 'static) -> Arc<Tells> {
+    let tells: Arc<Tells> = Arc::new(tells);
+    let mut told = TOLD.lock();
+    told.retain(|tells| tells.strong_count() > 0);
+    told.push(Arc::downgrade(&tells));
+    tells
+}
 
 /// Something got on.
 pub fn progress() {
@@ -39,7 +56,13 @@ impl Patience {
         let now = PROGRESS.load(Ordering::Relaxed);
         self.quiet = if now == self.seen { self.quiet + 1 } else { 0 };
         self.seen = now;
-        assert!(self.quiet < TICKS_MAX, "{what} hangs: nothing has got on for {:?}", TICK * TICKS_MAX);
+        if self.quiet >= TICKS_MAX {
+            eprintln!("{what} hangs");
+            for tells in TOLD.lock().iter().filter_map(Weak::upgrade) {
+                eprintln!("{}", tells());
+            }
+            panic!("{what} hangs: nothing has got on for {:?}", TICK * TICKS_MAX);
+        }
     }
 
     /// Called again and again in a loop that waits.

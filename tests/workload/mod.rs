@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
 
+mod sessions;
+
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -15,7 +17,9 @@ use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Resu
 use parking_lot::RwLock;
 
 use crate::common::{self, Synthetic};
-use crate::harness::{AnyDevice, Devices, Faults, Pinned, Rng, Setting, check_at_rest, progress, until};
+use crate::harness::{
+    AnyDevice, Devices, Faults, Pinned, PinnedMut, PinnedSetMut, Rng, Setting, check_at_rest, progress, tell_of, until,
+};
 
 /// What one run is made of.
 #[derive(Clone, Debug)]
@@ -74,6 +78,9 @@ impl Table {
     }
 }
 
+/// A row of each of two tables.
+type TwoRows = [(Arc<Table>, u64); 2];
+
 struct World {
     plan: Plan,
     runtime: Runtime,
@@ -83,6 +90,7 @@ struct World {
     row_bytes: u64,
     faults: Arc<Faults>,
     stop: AtomicBool,
+    operations: AtomicU64,
 }
 
 impl World {
@@ -141,9 +149,36 @@ impl World {
         }
     }
 
+    fn fill_rows(&self, rng: &mut Rng, table: &Table, from: u64, to: u64, guard: &mut PinnedMut) {
+        let value = rng.next() as u8;
+        for row in from..to {
+            table.rows[row as usize].store(value, Ordering::Release);
+        }
+        let _ = self.served(guard.try_fill(value));
+    }
+
+    /// One row of each of two tables, as a unit that fits.
+    fn two_rows(&self, rng: &mut Rng) -> Option<([Tensor; 2], TwoRows)> {
+        let at = rng.below(self.tables.len() as u64) as usize;
+        let places = [at, (at + 1) % self.tables.len()].map(|at| (self.tables[at].read().clone(), rng.below(ROWS)));
+        let set = places.each_ref().map(|(table, row)| table.tensor.rows(*row..row + 1).unwrap());
+        (set.iter().map(Tensor::page_count).sum::<u64>() <= UNIT_PAGES).then_some((set, places))
+    }
+
+    /// The first row is written, and the other one is not.
+    fn check_and_set_two(&self, rng: &mut Rng, places: &TwoRows, guard: &mut PinnedSetMut) {
+        for (at, (table, row)) in places.iter().enumerate() {
+            self.check_rows(table, *row, guard.try_bytes(at).map(Option::unwrap));
+        }
+        let value = rng.next() as u8;
+        let [(table, row), _] = places;
+        table.rows[*row as usize].store(value, Ordering::Release);
+        let _ = self.served(guard.try_set(0, &vec![value; self.row_bytes as usize]));
+    }
+
     fn step(&self, rng: &mut Rng, elsewhere: &mpsc::Sender<Pinned>) {
         let runtime = &self.runtime;
-        match rng.below(43) {
+        match rng.below(51) {
             0..8 => {
                 let (tensor, n) = self.tensor(rng);
                 if let Some(guard) = self.served(runtime.read(&tensor)) {
@@ -172,11 +207,7 @@ impl World {
                 let part = table.tensor.rows(from..to).unwrap();
                 if let Some(mut guard) = self.served(runtime.write(&part)) {
                     self.check_rows(&table, from, guard.try_bytes());
-                    let value = rng.next() as u8;
-                    for row in from..to {
-                        table.rows[row as usize].store(value, Ordering::Release);
-                    }
-                    let _ = self.served(guard.try_fill(value));
+                    self.fill_rows(rng, &table, from, to, &mut guard);
                 }
             }
             22..25 => {
@@ -250,23 +281,12 @@ impl World {
                 }
             }
             39..42 => {
-                // One row of each of two tables, as a unit; one is written and the other is not.
-                let at = rng.below(self.tables.len() as u64) as usize;
-                let [a, b] = [at, (at + 1) % self.tables.len()].map(|at| self.tables[at].read().clone());
-                let rows = [rng.below(ROWS), rng.below(ROWS)];
-                let part = |table: &Table, row: u64| table.tensor.rows(row..row + 1).unwrap();
-                let set = [part(&a, rows[0]), part(&b, rows[1])];
-                if set.iter().map(Tensor::page_count).sum::<u64>() > UNIT_PAGES {
-                    return;
-                }
+                let Some((set, places)) = self.two_rows(rng) else { return };
                 if let Some(mut guard) = self.served(runtime.write_set(&set)) {
-                    self.check_rows(&a, rows[0], guard.try_bytes(0).map(Option::unwrap));
-                    self.check_rows(&b, rows[1], guard.try_bytes(1).map(Option::unwrap));
-                    let value = rng.next() as u8;
-                    a.rows[rows[0] as usize].store(value, Ordering::Release);
-                    let _ = self.served(guard.try_set(0, &vec![value; self.row_bytes as usize]));
+                    self.check_and_set_two(rng, &places, &mut guard);
                 }
             }
+            42..50 => self.sessions(rng, elsewhere),
             _ => {
                 let table = rng.pick(&self.tables);
                 if let Some(new) = self.served(Table::new(runtime, self.row_bytes)) {
@@ -278,7 +298,8 @@ impl World {
 }
 
 /// Runs the plan and checks what must hold at its end; returns how many operations of the runtime that were: a step is
-/// one, a pin, a hint, a change of budget, the opening of a model, and what is read and written under it is part of it.
+/// one, a pin, a hint, a change of budget, the opening of a model, and what is read and written under it is part of it; so
+/// is a step of a session.
 pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let page = plan.setting.page.get();
     let mut rng = Rng::new(seed);
@@ -290,13 +311,16 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let row_bytes = page / 4 + rng.below(page);
     let tables = (0..3).map(|_| RwLock::new(Arc::new(Table::new(&runtime, row_bytes).unwrap()))).collect();
     let model = RwLock::new(Arc::new(runtime.open_model(&file.path).unwrap()));
+    let seen = runtime.clone();
+    let _told = tell_of(move || seen.waiting().to_string());
     if plan.fail_one_in > 0 {
         faults.random(Rng::new(rng.next()), plan.fail_one_in);
     }
     let stop = AtomicBool::new(false);
+    let (plan_of, operations) = (plan.clone(), AtomicU64::new(0));
     let world =
-        Arc::new(World { plan: plan.clone(), runtime, file, model, tables, row_bytes, faults: faults.clone(), stop });
-    let operations = Arc::new(AtomicU64::new(0));
+        World { plan: plan_of, runtime, file, model, tables, row_bytes, faults: faults.clone(), stop, operations };
+    let world = Arc::new(world);
     let (elsewhere, guards) = mpsc::channel();
     let dropper = thread::spawn(move || {
         for guard in guards {
@@ -306,7 +330,6 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
     let workers: Vec<_> = (0..plan.threads)
         .map(|_| {
             let (world, mut rng, elsewhere) = (world.clone(), Rng::new(rng.next()), elsewhere.clone());
-            let operations = operations.clone();
             thread::spawn(move || {
                 let mut steps = 0;
                 while !world.stop.load(Ordering::Relaxed) {
@@ -319,7 +342,7 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
                     progress();
                     world.step(&mut rng, &elsewhere);
                 }
-                operations.fetch_add(steps, Ordering::Relaxed);
+                world.operations.fetch_add(steps, Ordering::Relaxed);
             })
         })
         .collect();
@@ -339,16 +362,20 @@ pub fn run(plan: &Plan, seed: u64, until: Until) -> u64 {
         }
     }
     faults.off();
+    let (waiting, stats) = (world.runtime.waiting(), world.runtime.stats());
+    assert_eq!((waiting.total, stats.waiting), (0, 0), "{waiting} in {plan:?}");
     if !plan.close_early {
         await_moves(&world);
+        // No frame is anybody's any more.
+        drop(world.runtime.scope().reserve(world.runtime.stats().device.1).wait().unwrap());
         read_everything(&world);
     }
     let Some(world) = Arc::into_inner(world) else { panic!("a thread kept the world") };
-    let World { runtime, model, tables, .. } = world;
+    let World { runtime, model, tables, operations, .. } = world;
     let mut tensors: Vec<Tensor> = tables.into_iter().map(|table| table.into_inner().tensor.clone()).collect();
     tensors.push(model.into_inner().tensor("t0").unwrap());
     check_at_rest(runtime, tensors, &format!("{plan:?}"));
-    operations.load(Ordering::Relaxed)
+    operations.into_inner()
 }
 
 /// Waits for the moves that were under way: some may yet fail, and a demand that joins one of them fails with it.
