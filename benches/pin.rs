@@ -125,14 +125,19 @@ fn main() {
     let wanted: String = support::param("cases", "");
     let hardware = support::hardware(&support::dir());
     let page = PageSize::DEFAULT;
-    let runtime =
-        Runtime::builder().device_budget(Bytes::mib(128)).scratch_dir(support::dir()).page_size(page).open().unwrap();
+    let open = || {
+        Runtime::builder().device_budget(Bytes::mib(128)).scratch_dir(support::dir()).page_size(page).open().unwrap()
+    };
+    let runtime = open();
     let alloc = |pages: u64| runtime.alloc(DType::U8, &[pages * page.bytes()]).unwrap();
     let (one, other, many) = (alloc(1), alloc(1), alloc(16));
+    // So much two threads do that share nothing.
+    let second = open();
+    let apart = second.alloc(DType::U8, &[page.bytes()]).unwrap();
     let set: Vec<Tensor> = (0..8).map(|_| alloc(1)).collect();
     let rows: Vec<Tensor> =
         (0..8).map(|n| many.rows(2 * n * page.bytes()..(2 * n + 1) * page.bytes()).unwrap()).collect();
-    for tensor in [&one, &other, &many].into_iter().chain(&set) {
+    for tensor in [&one, &other, &many, &apart].into_iter().chain(&set) {
         drop(runtime.pin_mut(tensor).wait().unwrap());
     }
     let before = runtime.stats().pager.latched_hits;
@@ -150,6 +155,7 @@ fn main() {
         ("a set of 2 of one allocation", vec![Way::Set(&rows[..2])], count),
         ("a set of 8 of one allocation", vec![Way::Set(&rows)], count / 4),
         ("a set of 2, to write", vec![Way::SetMut(&set[..2])], count),
+        ("1 page, 2 threads, a runtime each", vec![Way::Read(&one), Way::Read(&apart)], count / 2),
         ("1 page, 2 threads, one each", vec![Way::Read(&one), Way::Read(&other)], count / 2),
         ("1 page, 2 threads, the same", vec![Way::Read(&one), Way::Read(&one)], count / 2),
     ];
@@ -194,7 +200,8 @@ fn main() {
     }
     println!("  pins of resident pages that took the latch: {latched}");
     drop(cases);
-    drop((one, other, many, set, rows));
+    drop((one, other, many, set, rows, apart));
+    second.close().unwrap();
     runtime.close().unwrap();
     let goals = json!({ "page": 40, "async": 60, "write": 60, "further_tensor": 25, "slowest_less_empty": 2000 });
     let measured =

@@ -4,17 +4,19 @@ use std::sync::Arc;
 
 use crate::device::DeviceAddress;
 use crate::ids::{PageIndex, PageSize, SegmentId};
-use crate::pager::{Backing, PageRun, PageWord};
+use crate::pager::{Backing, PageRun, PageWord, PageWords};
 use crate::runtime::Shared;
 
-/// A segment as its users hold it. When the last user lets go, its pages are given up.
+/// A segment as its users hold it. When the last user lets go, its pages are given up. On cache lines of its own, because
+/// every pin counts as a user.
 #[derive(Debug)]
+#[repr(align(64))]
 pub(crate) struct Segment {
     pub(crate) id: SegmentId,
     pub(crate) base: DeviceAddress,
     pub(crate) page_size: PageSize,
     pub(crate) backing: Backing,
-    pub(crate) words: Arc<[PageWord]>,
+    pub(crate) words: PageWords,
     pub(crate) shared: Arc<Shared>,
 }
 

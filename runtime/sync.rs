@@ -1,7 +1,21 @@
-//! Atomics, from the standard library or, under `--cfg loom`, from loom, which explores every interleaving of them.
+//! What threads share. Atomics come from the standard library or, under `--cfg loom`, from loom, which explores every interleaving of them.
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+
+/// On cache lines of its own, and those that are fetched with them: threads that read what is beside it never wait because
+/// another one writes this.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Alone<T>(pub(crate) T);
+
+impl<T> std::ops::Deref for Alone<T> {
+    type Target = T;
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}

@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use crate::ids::{PageId, PageIndex, SegmentId};
+use crate::sync::Alone;
 
 /// One use of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,11 +84,6 @@ impl Slot {
     }
 }
 
-/// On cache lines of its own, and those that are fetched with them.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Alone<T>(T);
-
 /// One thread's uses. Slots are numbered in the order in which they are begun; numbers wrap.
 ///
 /// # Invariants
@@ -153,18 +149,11 @@ impl Ring {
     }
 }
 
-impl<T> std::ops::Deref for Alone<T> {
-    type Target = T;
-    fn deref(&self) -> &T {
-        &self.0
-    }
-}
-
 /// Records the uses of one thread, or of whoever else makes one at a time.
 #[derive(Debug)]
 pub struct Recorder {
     ring: Arc<Ring>,
-    dirty: Arc<AtomicU64>,
+    dirty: Arc<Alone<AtomicU64>>,
     /// The newest slot.
     last: u64,
     count: u32,
@@ -273,7 +262,7 @@ pub(super) enum Part {
 pub struct AccessLog {
     readers: Mutex<Vec<Reader>>,
     /// Rings with something new, by one of 64 bits.
-    dirty: Arc<AtomicU64>,
+    dirty: Arc<Alone<AtomicU64>>,
 }
 
 impl AccessLog {

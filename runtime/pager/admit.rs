@@ -256,7 +256,7 @@ impl Pager {
             let snapshot = self.word(page).load();
             cause = earlier(cause, self.cause_for(page, snapshot.state));
             if snapshot.is_resident() || snapshot.state == State::Evicting {
-                self.used(page, snapshot.fresh, writes);
+                self.used(page, snapshot.fresh, writes, 1);
             } else {
                 self.missed(page, snapshot.state, writes);
             }

@@ -76,7 +76,7 @@ pub use line::PASSES_MAX;
 pub use pin::Gate;
 pub use policy::{Policy, PolicyKind};
 pub use scope::{Holdings, ScopePriority, ScopeTerms};
-pub use state::{PageWord, Snapshot, State, TryPin, Unpin};
+pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use waiting::{Holder, Waiter, WaitsFor};
 
 use admit::Request;
@@ -491,7 +491,7 @@ impl Pager {
     }
 
     /// Adds a segment of `pages` pages; their words are shared with whoever pins them.
-    pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, Arc<[PageWord]>) {
+    pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, PageWords) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
         self.writable += u32::from(backing == Backing::ReadWrite);
@@ -551,9 +551,7 @@ impl Pager {
 
     fn take_in(&mut self, log: &AccessLog, part: Part) -> bool {
         log.drain(part, |Access { page, first_use, write }, count| {
-            for n in 0..count {
-                self.used(page, first_use && n == 0, write);
-            }
+            self.used(page, first_use, write, count);
         })
     }
 
@@ -584,14 +582,20 @@ impl Pager {
         self.changed(page);
     }
 
-    fn used(&mut self, page: PageId, first_use: bool, write: bool) {
-        self.stats.uses += 1;
-        if first_use {
-            self.stats.prefetched += 1;
-        } else {
-            self.stats.hits += 1;
-        }
+    /// So many uses in a row, of which the first may be the page's first since it was filled ahead.
+    fn used(&mut self, page: PageId, first_use: bool, write: bool, count: u32) {
+        let first = u64::from(first_use);
+        self.stats.uses += u64::from(count);
+        self.stats.prefetched += first;
+        self.stats.hits += u64::from(count) - first;
         self.traced(page, !first_use, write);
+        for _ in 1..count {
+            if self.uses.is_none() && self.trace.is_full() {
+                // Nobody wants them one by one.
+                break;
+            }
+            self.traced(page, true, write);
+        }
         // Neighbouring tensors share a page: one stay, which the policy has heard of.
         if self.staying != Some(page) {
             self.policy.accessed(page);

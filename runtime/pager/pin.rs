@@ -11,12 +11,12 @@ use super::access::Access;
 use super::{PageRun, PageWord, Purpose, TryPin, Unpin};
 use crate::ids::{PageId, PageIndex};
 use crate::pager::state::TryWrite;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{Alone, AtomicU64, Ordering};
 
 /// Says whether a request waits for frames: then every pin asks under the latch, because it may take away a frame that
 /// could have been given. Read by every pin, written when the first begins to wait and the last has ended.
 #[derive(Debug, Default)]
-pub struct Gate(AtomicU64);
+pub struct Gate(Alone<AtomicU64>);
 
 impl Gate {
     pub(super) fn close(&self) {

@@ -57,6 +57,8 @@
 //! | Dirty, pins = 0 | `poison` | Poisoned |
 //! | any | `condemn` | Poisoned |
 
+use std::sync::Arc;
+
 use crate::sync::{AtomicU64, Ordering};
 
 /// Where a page stands in the device tier.
@@ -219,6 +221,29 @@ pub struct PageWord(AtomicU64);
 impl Default for PageWord {
     fn default() -> Self {
         Self(AtomicU64::new(State::Empty as u64))
+    }
+}
+
+/// The words of a segment's pages.
+#[derive(Clone, Debug)]
+pub struct PageWords {
+    /// A cache line more than there are pages: pins of two segments never share one.
+    words: Arc<[PageWord]>,
+    pages: usize,
+}
+
+impl PageWords {
+    pub(super) fn new(pages: usize) -> Self {
+        const LINE: usize = 64 / size_of::<PageWord>();
+        Self { words: (0..pages + LINE).map(|_| PageWord::default()).collect(), pages }
+    }
+}
+
+impl std::ops::Deref for PageWords {
+    type Target = [PageWord];
+    #[inline]
+    fn deref(&self) -> &[PageWord] {
+        &self.words[..self.pages]
     }
 }
 

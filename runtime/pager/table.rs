@@ -1,8 +1,6 @@
 //! One segment's pages: their words, and what only the latch may change.
 
-use std::sync::Arc;
-
-use super::state::{PageWord, State};
+use super::state::{PageWords, State};
 use super::{Backing, PageView};
 use crate::ids::{FrameId, HostFrameId, PageIndex};
 
@@ -79,7 +77,7 @@ impl Entry {
 #[derive(Debug)]
 pub(super) struct SegmentTable {
     pub(super) backing: Backing,
-    pub(super) words: Arc<[PageWord]>,
+    pub(super) words: PageWords,
     pub(super) entries: Vec<Entry>,
     /// Moves that name a page of this segment.
     pub(super) in_flight: u32,
@@ -95,7 +93,7 @@ impl SegmentTable {
         entry.set_on_disk(backing == Backing::File);
         Self {
             backing,
-            words: (0..pages).map(|_| PageWord::default()).collect(),
+            words: PageWords::new(pages as usize),
             entries: vec![entry; pages as usize],
             in_flight: 0,
             requests: 0,

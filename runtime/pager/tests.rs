@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::state::Claim;
 use super::*;
 
-fn pager(frames: u32) -> (Pager, SegmentId, Arc<[PageWord]>) {
+fn pager(frames: u32) -> (Pager, SegmentId, PageWords) {
     let config = PagerConfig { frames, host_frames: 0, staging: 1, direct_io: true, lookahead: 0, page_bytes: 4096 };
     let mut pager = Pager::new(config, PolicyKind::Lru.build());
     let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Activations, 8);

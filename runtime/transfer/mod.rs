@@ -49,6 +49,7 @@ use crate::pager::{
 };
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
+use crate::sync::Alone;
 
 use keeper::Keeper;
 use recording::RuntimeName;
@@ -337,7 +338,7 @@ pub(crate) struct Engine {
     /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
     /// before any of them is taken.
     process: ProcessMark,
-    latch: Mutex<Latched>,
+    latch: Alone<Mutex<Latched>>,
     idle: Condvar,
     log: AccessLog,
     name: RuntimeName,
@@ -449,7 +450,7 @@ impl Engine {
         let engine = Arc::new(Self {
             gate: pager.gate(),
             process: ProcessMark::here(),
-            latch: Mutex::new(Latched { pager, tickets: HashMap::new() }),
+            latch: Alone(Mutex::new(Latched { pager, tickets: HashMap::new() })),
             idle: Condvar::new(),
             log: AccessLog::new(),
             name: RuntimeName::new(),

@@ -22,7 +22,8 @@ impl RuntimeName {
 /// what it recorded has been told.
 const KEPT: usize = 8;
 
-/// A thread's recorder, for one runtime.
+/// A thread's recorder, for one runtime. Written at every use, so no other thread's is beside it.
+#[repr(align(128))]
 pub(super) struct Named {
     runtime: RuntimeName,
     pub(super) recorder: Recorder,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use outcore::pager::pin::{self, Pinned};
 use outcore::pager::{
-    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, Pager, PagerConfig, Place,
-    PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
+    AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager, PagerConfig,
+    Place, PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
 };
 use outcore::{
     Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
@@ -85,7 +85,7 @@ pub struct World {
     pub pager: Pager,
     pub config: PagerConfig,
     pub budget: u32,
-    words: HashMap<SegmentId, Arc<[PageWord]>>,
+    words: HashMap<SegmentId, PageWords>,
     device: Vec<Bytes>,
     host: Vec<Bytes>,
     disk: HashMap<PageId, Bytes>,
@@ -198,7 +198,7 @@ impl World {
     }
 
     /// The words of a segment, for a thread of their own.
-    pub fn words(&self, segment: SegmentId) -> Arc<[PageWord]> {
+    pub fn words(&self, segment: SegmentId) -> PageWords {
         self.words[&segment].clone()
     }
 

@@ -1,10 +1,8 @@
 //! What a budget would hold of a model: the pager and policy of the runtime, driven over the model's tensors with moves
 //! that end at once and carry no bytes.
 
-use std::sync::Arc;
-
 use outcore::format::ModelHeader;
-use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
+use outcore::pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
 use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
 
 /// One pass over a model under a budget, once the first passes are over.
@@ -23,7 +21,7 @@ const PASSES_BEFORE: u32 = 2;
 
 struct Simulation {
     pager: Pager,
-    segments: Vec<(SegmentId, Arc<[PageWord]>, u64)>,
+    segments: Vec<(SegmentId, PageWords, u64)>,
     page: PageSize,
     fx: Effects,
     pages_streamed: u64,

@@ -48,10 +48,16 @@ impl Trace {
     const LIMIT: usize = 1 << 18;
     const PART: usize = 1 << 12;
 
+    /// Whether no more uses are taken in; that there were some is noted.
+    pub(in crate::pager) fn is_full(&mut self) -> bool {
+        let full = self.full.len() * Self::PART == Self::LIMIT;
+        self.truncated |= full;
+        full
+    }
+
     /// Adds a use, and whether it was a hit.
     pub(in crate::pager) fn push(&mut self, page: u32, hit: bool) {
-        if self.full.len() * Self::PART == Self::LIMIT {
-            self.truncated = true;
+        if self.is_full() {
             return;
         }
         self.last.push(page);

@@ -11,7 +11,7 @@ use crate::device::LinkSchedule;
 use crate::ids::{MoveId, PageId, RequestId, SegmentClass, SegmentId, Tier};
 use crate::pager::pin::{self, Pinned};
 use crate::pager::{
-    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWord, Pager, Purpose, Recorded, Recorder, WaitCause,
+    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWords, Pager, Purpose, Recorded, Recorder, WaitCause,
 };
 use crate::store::{Lane, Queue};
 
@@ -63,7 +63,7 @@ pub(super) struct Device {
     pub(super) recorder: Recorder,
     pub(super) gate: Arc<Gate>,
     /// By segment: its pages, and its bytes.
-    pub(super) words: Vec<Arc<[PageWord]>>,
+    pub(super) words: Vec<PageWords>,
     pub(super) lens: Vec<u64>,
     pub(super) queue: Queue<MoveId>,
     pub(super) moves: HashMap<MoveId, InFlight>,
