@@ -12,32 +12,46 @@ use parking_lot::Mutex;
 use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::sync::Alone;
 
-/// One use of a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Access {
-    /// The page.
-    pub page: PageId,
-    /// Whether it was the first since the page was filled ahead of use.
-    pub first_use: bool,
-    /// Whether it was pinned for writing.
-    pub write: bool,
-}
-
 const FIRST_USE: u64 = 1 << 63;
 const WRITE: u64 = 1 << 62;
 /// Segments are counted in 30 bits here.
 const SEGMENT: u32 = (1 << 30) - 1;
 
+/// One use of a page. One number, which functions pass in a register: read back from memory field by field it would wait
+/// for its own stores, for longer than a pin takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Access(u64);
+
 impl Access {
-    #[inline(always)]
-    fn pack(self) -> u64 {
-        let flags = if self.first_use { FIRST_USE } else { 0 } | if self.write { WRITE } else { 0 };
-        u64::from(self.page.segment.0) << 32 | u64::from(self.page.index.0) | flags
+    /// A use of `page`: whether it was pinned for writing, and whether this was the first use since the page was filled
+    /// ahead.
+    #[inline]
+    pub fn new(page: PageId, write: bool, first_use: bool) -> Self {
+        let flags = if first_use { FIRST_USE } else { 0 } | if write { WRITE } else { 0 };
+        Self(u64::from(page.segment.0) << 32 | u64::from(page.index.0) | flags)
     }
 
-    fn unpack(packed: u64) -> Self {
-        let page = PageId { segment: SegmentId((packed >> 32) as u32 & SEGMENT), index: PageIndex(packed as u32) };
-        Self { page, first_use: packed & FIRST_USE != 0, write: packed & WRITE != 0 }
+    /// The page.
+    pub fn page(self) -> PageId {
+        PageId { segment: SegmentId((self.0 >> 32) as u32 & SEGMENT), index: PageIndex(self.0 as u32) }
+    }
+
+    /// Whether it was pinned for writing.
+    pub fn is_write(self) -> bool {
+        self.0 & WRITE != 0
+    }
+
+    /// Whether it was the first since the page was filled ahead of use.
+    #[inline]
+    pub fn is_first(self) -> bool {
+        self.0 & FIRST_USE != 0
+    }
+}
+
+impl std::fmt::Debug for Access {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut shown = f.debug_struct("Access");
+        shown.field("page", &self.page()).field("write", &self.is_write()).field("first", &self.is_first()).finish()
     }
 }
 
@@ -134,17 +148,15 @@ impl Ring {
         &part[(at % PART) as usize]
     }
 
-    /// Reads a slot that has begun and that the reader is not done with.
-    fn read(&self, number: u32) -> (u64, u32) {
-        let in_front = |flushed: u32| number.wrapping_sub(flushed) < FRONT;
-        if in_front(self.written.flushed.load(Ordering::Acquire)) {
-            let slot = self.front(number).get();
-            fence(Ordering::Acquire);
-            if in_front(self.written.flushed.load(Ordering::Relaxed)) {
-                return slot;
-            }
-            fence(Ordering::Acquire);
+    /// Reads a slot that was in the front, has begun, and that the reader is not done with.
+    fn read_front(&self, number: u32) -> (u64, u32) {
+        let slot = self.front(number).get();
+        fence(Ordering::Acquire);
+        if number.wrapping_sub(self.written.flushed.load(Ordering::Relaxed)) < FRONT {
+            return slot;
         }
+        // It has moved meanwhile.
+        fence(Ordering::Acquire);
         self.back(number, self.written.base.load(Ordering::Relaxed)).get()
     }
 }
@@ -165,16 +177,8 @@ pub struct Recorder {
 
 impl Recorder {
     /// Adds a use.
-    //
-    // Packed by the caller, in a register: read back from memory, an `Access` that was just written field by field waits
-    // for its stores.
-    #[inline(always)]
-    pub fn record(&mut self, access: Access) -> Recorded {
-        self.add(access.pack())
-    }
-
     #[inline]
-    fn add(&mut self, packed: u64) -> Recorded {
+    pub fn record(&mut self, Access(packed): Access) -> Recorded {
         let mut recorded = Recorded::Ok;
         if packed == self.last && self.count != 0 && self.count < u32::MAX {
             self.count += 1;
@@ -335,13 +339,18 @@ impl AccessLog {
 impl Reader {
     /// Tells what is new in the ring, of so many slots. Whether that was all.
     fn read(&mut self, most: u32, tell: &mut impl FnMut(Access, u32)) -> bool {
-        let tail = self.ring.written.tail.load(Ordering::Acquire);
+        let written = &self.ring.written;
+        let tail = written.tail.load(Ordering::Acquire);
+        // Looked at once: what the writer writes all the time is not taken from its cache for every slot.
+        let flushed = written.flushed.load(Ordering::Acquire);
+        let base = written.base.load(Ordering::Relaxed);
         let mut head = self.ring.head.load(Ordering::Relaxed);
         let end = head.wrapping_add(tail.wrapping_sub(head).min(most));
         while head != end {
-            let (access, count) = self.ring.read(head);
+            let in_front = head.wrapping_sub(flushed) <= FRONT;
+            let (access, count) = if in_front { self.ring.read_front(head) } else { self.ring.back(head, base).get() };
             if count > self.told {
-                tell(Access::unpack(access), count - self.told);
+                tell(Access(access), count - self.told);
                 self.uses += u64::from(count - self.told);
             }
             if head.wrapping_add(1) == tail {
@@ -423,7 +432,7 @@ mod tests {
 
     fn access(page: u32) -> Access {
         let page = PageId { segment: SegmentId(page / 7), index: PageIndex(page) };
-        Access { page, first_use: page.index.0.is_multiple_of(3), write: page.index.0.is_multiple_of(5) }
+        Access::new(page, page.index.0.is_multiple_of(5), page.index.0.is_multiple_of(3))
     }
 
     /// Adds uses, and has the log read when it must be. Returns whether it had to.
@@ -438,8 +447,9 @@ mod tests {
 
     fn drain(log: &AccessLog, told: &mut Vec<u32>) {
         log.drain(Part::All, |used, count| {
-            assert_eq!(used, access(used.page.index.0));
-            told.extend((0..count).map(|_| used.page.index.0));
+            let page = used.page().index.0;
+            assert_eq!(used, access(page));
+            told.extend((0..count).map(|_| page));
         });
     }
 

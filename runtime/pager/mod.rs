@@ -550,8 +550,8 @@ impl Pager {
     }
 
     fn take_in(&mut self, log: &AccessLog, part: Part) -> bool {
-        log.drain(part, |Access { page, first_use, write }, count| {
-            self.used(page, first_use, write, count);
+        log.drain(part, |used, count| {
+            self.used(used.page(), used.is_first(), used.is_write(), count);
         })
     }
 

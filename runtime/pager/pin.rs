@@ -72,7 +72,7 @@ pub fn page(gate: &Gate, page: PageId, word: &PageWord, purpose: Purpose) -> Opt
             TryPin::Busy => return None,
         }
     };
-    Some(Access { page, first_use, write })
+    Some(Access::new(page, write, first_use))
 }
 
 /// Pins every page of `runs`, of which no two have one in common, or none.
@@ -82,7 +82,7 @@ pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl F
             return Pinned::None { wanted: false };
         };
         record(used);
-        return Pinned::All { reached: used.first_use };
+        return Pinned::All { reached: used.is_first() };
     }
     if gate.is_closed() {
         return Pinned::None { wanted: false };
@@ -110,7 +110,7 @@ fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
             };
             reached |= first_use;
             let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
-            record(Access { page, first_use, write: false });
+            record(Access::new(page, false, first_use));
         }
     }
     Pinned::All { reached }
@@ -134,7 +134,7 @@ fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
     }
     let pages = runs.iter().flat_map(|(run, _)| run.pages());
     for (page, (_, first_use)) in pages.zip(&won) {
-        record(Access { page, first_use: *first_use, write: true });
+        record(Access::new(page, true, *first_use));
     }
     Pinned::All { reached: won.iter().any(|(_, first_use)| *first_use) }
 }

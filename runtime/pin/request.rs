@@ -99,13 +99,14 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
-    /// The guard of one tensor whose pages are there, and closed to nobody.
+    /// The guard, if all pages are there, and closed to nobody.
     //
     // Inlined with what it calls, so that the guard is made where the caller wants it: each move of one through memory
     // costs as much as an atomic operation.
     #[inline(always)]
     fn resident(&self) -> Option<T::Guard> {
-        let (Progress::Start, [tensor]) = (&self.progress, self.target.tensors()) else { return None };
+        let Progress::Start = self.progress else { return None };
+        let [tensor] = self.target.tensors() else { return self.resident_set() };
         if tensor.len == 0 || self.target.check().is_err() {
             return None;
         }
@@ -120,6 +121,25 @@ impl<'a, T: Target> PinRequest<'a, T> {
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
 
+    /// [`resident`](Self::resident) of a set.
+    #[inline(never)]
+    fn resident_set(&self) -> Option<T::Guard> {
+        let tensors = self.target.tensors();
+        let segment = self.segment()?;
+        if self.target.check().is_err() || self.scope.is_some_and(|scope| !scope.is_of(segment)) {
+            return None;
+        }
+        let runs = runs_of(tensors);
+        let of = |(at, run): (usize, &PageRun)| Some((*run, tensor_of(tensors, at, run)?.segment.words_of(*run)));
+        let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
+        let engine = &segment.shared.engine;
+        let pinned = match self.scope {
+            None => engine.try_pin(&words, T::PURPOSE),
+            Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
+        };
+        pinned.then(|| self.target.guard(&runs, self.hold(0)))
+    }
+
     /// Starts, after [`resident`](Self::resident) gave nothing; the guard if everything was there. `waits` if the caller does
     /// nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
@@ -127,10 +147,13 @@ impl<'a, T: Target> PinRequest<'a, T> {
         if let Some(scope) = self.scope {
             self.of_the_scopes_runtime(scope)?;
         }
-        match self.target.tensors() {
-            [tensor] if tensor.len > 0 => self.submit(Runs::from_slice(&[tensor.run()]), waits),
-            _ => self.start_several(waits),
+        let mut runs = runs_of(self.target.tensors());
+        if runs.is_empty() {
+            return Ok(Some(self.target.guard(&runs, self.hold(0))));
         }
+        let joined = PageRun::join(&mut runs);
+        runs.truncate(joined);
+        self.submit(runs, waits)
     }
 
     fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
@@ -141,30 +164,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
             .remedy("open a scope of the tensors' runtime"))
     }
 
-    /// [`start`](Self::start) of sets.
-    fn start_several(&mut self, waits: bool) -> Result<Option<T::Guard>> {
-        let tensors = self.target.tensors();
-        let runs = runs_of(tensors);
-        let Some(segment) = self.segment() else { return Ok(Some(self.target.guard(&runs, self.hold(0)))) };
-        let of = |(at, run): (usize, &PageRun)| Some((*run, tensor_of(tensors, at, run)?.segment.words_of(*run)));
-        let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
-        let engine = &segment.shared.engine;
-        let pinned = match self.scope {
-            None => engine.try_pin(&words, T::PURPOSE),
-            Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
-        };
-        if pinned {
-            return Ok(Some(self.target.guard(&runs, self.hold(0))));
-        }
-        drop(words);
-        self.submit(runs, waits)
-    }
-
     /// Asks under the latch.
-    #[cold]
-    fn submit(&mut self, mut runs: Runs, waits: bool) -> Result<Option<T::Guard>> {
-        let joined = PageRun::join(&mut runs);
-        runs.truncate(joined);
+    fn submit(&mut self, runs: Runs, waits: bool) -> Result<Option<T::Guard>> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();

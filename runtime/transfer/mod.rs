@@ -546,7 +546,7 @@ impl Engine {
         let mut named = recording::take(self.name, &self.log);
         let recorded = named.recorder.record(used);
         recording::give_back(named);
-        if recorded != Recorded::Ok || used.first_use {
+        if recorded != Recorded::Ok || used.is_first() {
             self.pinned_page_slowly(used, recorded);
         }
         true
@@ -564,7 +564,7 @@ impl Engine {
                 recording::give_back(named);
             }
         }
-        self.pinned_first(used.first_use, crowded);
+        self.pinned_first(used.is_first(), crowded);
     }
 
     /// Pins resident pages without the latch: all of them, or none.
