@@ -673,13 +673,16 @@ impl Pager {
             }
         };
         self.requests[key].stand = stand;
+        self.standing += 1;
     }
 
     /// Has a request leave the lines it stands in.
     fn step_out(&mut self, id: RequestId, key: usize) {
         let turn = self.requests[key].turn;
         let mut passed = 0;
-        match std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere) {
+        let stand = std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere);
+        self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
+        match stand {
             Stand::Nowhere => {}
             Stand::Frames { need, joined } => {
                 passed = self.frame_line.leave(turn, joined, need);
@@ -935,7 +938,7 @@ impl Pager {
 
     /// How many requests wait for what others hold.
     pub fn waiting_count(&self) -> usize {
-        self.request_stages().filter(|(_, stage, ..)| *stage == Stage::Queued as u8).count()
+        self.standing
     }
 
     /// Moves take too long: those of `waiting` that wait for one of them end with `error`. The moves go on, and what they

@@ -257,6 +257,7 @@ impl Pager {
         );
         let waiting: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
+        ensure!(waiting.len() == self.standing, "{} requests wait, not {}", waiting.len(), self.standing);
         let standing: usize = self.lines().map(|(_, line)| line.len()).sum();
         ensure!(waiting.is_empty() == (standing == 0), "{} requests stand in {standing} places", waiting.len());
         for (segment, table) in &self.segments {

@@ -409,6 +409,8 @@ pub struct Pager {
     next_age: u64,
     /// How often a waiting request may be passed.
     passes: u32,
+    /// Requests that stand in lines.
+    standing: usize,
     stats: PagerStats,
     trace: Trace,
     /// Uses that nobody has taken yet, if they are wanted.
@@ -478,6 +480,7 @@ impl Pager {
             next_serial: 0,
             next_age: 0,
             passes: PASSES_MAX,
+            standing: 0,
             stats: PagerStats::default(),
             trace: Trace::default(),
             uses: None,
