@@ -155,9 +155,9 @@ fn main() {
         ("a set of 2 of one allocation", vec![Way::Set(&rows[..2])], count),
         ("a set of 8 of one allocation", vec![Way::Set(&rows)], count / 4),
         ("a set of 2, to write", vec![Way::SetMut(&set[..2])], count),
-        ("1 page, 2 threads, a runtime each", vec![Way::Read(&one), Way::Read(&apart)], count / 2),
-        ("1 page, 2 threads, one each", vec![Way::Read(&one), Way::Read(&other)], count / 2),
-        ("1 page, 2 threads, the same", vec![Way::Read(&one), Way::Read(&one)], count / 2),
+        ("1 page, 2 threads, a runtime each", vec![Way::Read(&one), Way::Read(&apart)], 4 * count),
+        ("1 page, 2 threads, one each", vec![Way::Read(&one), Way::Read(&other)], 4 * count),
+        ("1 page, 2 threads, the same", vec![Way::Read(&one), Way::Read(&one)], 4 * count),
     ];
     cases.retain(|(name, ..)| name.contains(&wanted));
     let mut measured = vec![Vec::new(); cases.len() + 1];
