@@ -34,9 +34,9 @@ impl StalledDrive {
 
     /// Puts the calling thread into the group, for good.
     pub fn hold_this_thread(&self) -> io::Result<()> {
-        // SAFETY: the call has no arguments and touches no memory.
-        let thread = unsafe { libc::gettid() };
-        fs::write(self.group.join("tasks"), thread.to_string())
+        let thread = fs::read_link("/proc/thread-self")?;
+        let number = thread.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        fs::write(self.group.join("tasks"), number)
     }
 
     /// The drive answers again.
