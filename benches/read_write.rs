@@ -48,9 +48,6 @@ impl Raw {
         let store = StoreOptions::new(IoBackend::Auto).open(Arc::new(ToChannel(sink))).unwrap();
         let config = HostSlabConfig { page_size: page, frames: depth, frames_max: depth, staging: 0, lock: false };
         let slab = HostSlab::new(config).unwrap();
-        for region in slab.regions() {
-            store.register_memory(region.base, region.len.get());
-        }
         let scratch = ScratchFile::create(dir, page, false).unwrap();
         let run = scratch.reserve(Bytes::new(bytes)).unwrap();
         let file = store.add_file(scratch.handle().unwrap(), scratch.path().to_owned(), FileUse::Scratch).unwrap();

@@ -273,9 +273,6 @@ impl Runtime {
         };
         let slab = HostSlab::for_device(slab_config, device.clone())?;
         let store: Arc<dyn Store> = config.store.open(sink.clone())?;
-        for region in slab.regions() {
-            store.register_memory(region.base, region.len.get());
-        }
         let pager_config = PagerConfig {
             frames,
             host_frames,

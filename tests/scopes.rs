@@ -385,6 +385,26 @@ fn regression_what_a_scope_reserved_is_its_also_where_the_budget_shrinks() {
     });
 }
 
+/// A set of more pages than the smaller budget has was refused to a scope that had declared as many.
+#[test]
+fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrinks() {
+    watched("a set and a smaller budget", || {
+        let runtime = open(8);
+        let table = tensor(&runtime, 8);
+        let five = table.rows(0..5).unwrap();
+        let scope = runtime.scope().reserve(Bytes::new(6 * PAGE)).wait().unwrap();
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(4 * PAGE)));
+            until("the smaller budget", || poll(&mut runtime.pin(&five), Waker::noop()).is_ready());
+            drop(scope.pin(&five).wait().unwrap());
+            assert_eq!(runtime.pin(&five).wait().map(drop).unwrap_err().kind(), ErrorKind::BudgetTooSmall);
+            drop(scope);
+            shrinks.join().unwrap().unwrap();
+        });
+        check_at_rest(runtime, vec![table, five], "a set and a smaller budget");
+    });
+}
+
 /// Scopes in each other's way by pages they write, not by frames.
 #[test]
 fn scopes_that_wait_for_each_others_pages_are_told() {

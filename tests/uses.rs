@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::future::Future;
 use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::task::{Context, Waker};
 
 use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, LongTrace};
 use outcore::{Bytes, DType, Lookahead, PageSize, PageUses, PolicyKind, Runtime, SegmentClass, Tensor};
@@ -183,5 +186,23 @@ fn a_snapshot_in_slices_has_every_page_once() {
         let found: Vec<u64> = (0..pages).filter(|n| seen[*n as usize].device.is_resident()).collect();
         assert_eq!(found, resident);
     }
+    runtime.close().unwrap();
+}
+
+/// A set that a writer is in the way of was counted for the pages before the writer's, and counted again when it waited.
+#[test]
+fn regression_a_set_that_has_to_wait_is_counted_once() {
+    let (runtime, tensor) = open(true);
+    let rows: Vec<Tensor> = (0..2).map(|n| tensor.rows(n..n + 1).unwrap()).collect();
+    let written = runtime.pin_mut(&rows[1]).wait().unwrap();
+    drop(runtime.pin(&rows[0]).wait().unwrap());
+    drop(runtime.take_uses());
+    let mut set = runtime.pin_set(&rows);
+    assert!(Pin::new(&mut set).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert_eq!(indices(&runtime.take_uses()), [0, 1]);
+    drop(written);
+    drop(set.wait().unwrap());
+    assert_eq!(indices(&runtime.take_uses()), Vec::<u32>::new(), "it was told when it began to wait");
+    drop((tensor, rows));
     runtime.close().unwrap();
 }

@@ -21,10 +21,12 @@ use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker locks this much at a time. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most this, and so
-/// does whoever changes the process's address space: memory that is touched for the first time may come at some hundred
-/// MB/s.
-const LOCK_SLICE_BYTES: u64 = 8 << 20;
+/// The locker locks this much at a time, a huge page. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most
+/// this, and so does whoever changes the process's address space, as a fault does that moves a frame: memory that is
+/// touched for the first time may come at some hundred MB/s.
+const SLICE_BYTES: u64 = 2 << 20;
+/// The same where a device locks, which keeps a record of each slice.
+const DEVICE_SLICE_BYTES: u64 = 8 << 20;
 
 /// What a slab is made of.
 #[derive(Clone, Copy, Debug)]
@@ -107,8 +109,12 @@ impl Slab {
             let total = self.bytes(self.frame_count.load(Ordering::Relaxed));
             (self.frames.base(), &mut progress.frames, total)
         };
-        // Whole pages: a device may refuse a copy across two slices.
-        let len = LOCK_SLICE_BYTES.max(self.page_size.bytes()).min(total.saturating_sub(*done));
+        let most = match &self.locks {
+            // Whole pages: it may refuse a copy across two slices.
+            Locks::Device(device) if !device.host_addressable() => DEVICE_SLICE_BYTES.max(self.page_size.bytes()),
+            _ => SLICE_BYTES,
+        };
+        let len = most.min(total.saturating_sub(*done));
         let address = base + *done;
         (len > 0).then_some((done, address, len))
     }

@@ -61,7 +61,7 @@ impl std::fmt::Debug for Access {
 pub enum Recorded {
     /// There is room.
     Ok,
-    /// It has just become three quarters full: somebody should [drain](super::Pager::record) the log soon.
+    /// Its back has just become a quarter full: somebody should [drain](super::Pager::record) the log soon.
     High,
     /// It was full: the use was not recorded. The caller drains the log and records it again.
     Full,
@@ -252,8 +252,7 @@ struct Reader {
 /// What is told of the uses so far.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    /// Those of threads that are marked: of many threads, few. A mark may come just after it was asked for, and is seen the
-    /// next time.
+    /// Those of threads that are marked: of many threads, few. Seldom, a mark is [missing](AccessLog::mark_all).
     Marked,
     /// The same, but of so many slots of each thread.
     Some(u32),
@@ -280,8 +279,10 @@ impl AccessLog {
         let mut readers = self.readers.lock();
         // What a thread that has ended recorded was told, or is told with the next drain.
         readers.retain(|reader| {
-            let told = reader.uses == reader.ring.written.uses.load(Ordering::Acquire);
-            Arc::strong_count(&reader.ring) > 1 || !told
+            // Looked at first: after that nobody writes any more.
+            let ended = Arc::strong_count(&reader.ring) == 1;
+            fence(Ordering::Acquire);
+            !ended || reader.uses != reader.ring.written.uses.load(Ordering::Relaxed)
         });
         let used = readers.iter().fold(0u64, |used, reader| used | reader.ring.bit);
         // Beyond 64 threads some share a bit.
@@ -290,6 +291,12 @@ impl AccessLog {
         readers.push(Reader { ring: ring.clone(), told: 0, uses: 0 });
         let dirty = self.dirty.clone();
         Recorder { ring, dirty, last: 0, count: 0, uses: 0, tail: 0, flushed: 0, base: 0 }
+    }
+
+    /// Has the next reader look at every ring. A writer that finds its mark does not set it again, and the reader that is just
+    /// taking the marks may not see what was written before. If that thread does nothing more, only this finds it.
+    pub fn mark_all(&self) {
+        self.dirty.store(u64::MAX, Ordering::Relaxed);
     }
 
     #[cfg(test)]

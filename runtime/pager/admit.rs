@@ -245,7 +245,7 @@ impl Pager {
             return Err(closing());
         }
         let total = pages_of(runs);
-        let frames = self.frames_for(terms.never_refused);
+        let frames = self.frames_for(&terms);
         if total > u64::from(frames) {
             return Err(too_large(total, frames, self.config.page_bytes));
         }
@@ -280,7 +280,7 @@ impl Pager {
         if self.closing {
             return Err(closing());
         }
-        let most = self.frames_for(false);
+        let most = self.frames_for(&Terms::default());
         if frames > most {
             return Err(too_large(u64::from(frames), most, self.config.page_bytes));
         }
@@ -317,9 +317,10 @@ impl Pager {
         Ok(Submitted::Waiting(id))
     }
 
-    /// Frames a request can have at most.
-    fn frames_for(&self, never_refused: bool) -> u32 {
-        self.frames.target.saturating_sub(if never_refused { 0 } else { self.floor })
+    /// Frames a request can have at most. What its scope declared is the scope's, also where the budget has shrunk.
+    fn frames_for(&self, terms: &Terms) -> u32 {
+        let declared = self.scope(terms.scope).map_or(0, |scope| scope.declared);
+        self.frames.target.saturating_sub(if terms.never_refused { 0 } else { self.floor }).max(declared)
     }
 
     fn missed(&mut self, page: PageId, state: State, write: bool) {
@@ -974,7 +975,7 @@ impl Pager {
             let Some(key) = self.request_key(id) else { continue };
             let Request { frames, terms, .. } = self.requests[key];
             let total = pages_of(&self.requests[key].runs) + u64::from(frames);
-            let most = self.frames_for(terms.never_refused);
+            let most = self.frames_for(&terms);
             if total > u64::from(most) {
                 let error = too_large(total, most, self.config.page_bytes);
                 self.end(id, error, fx);

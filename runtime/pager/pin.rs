@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::access::Access;
 use super::{PageRun, PageWord, Purpose, TryPin, Unpin};
-use crate::ids::{PageId, PageIndex};
+use crate::ids::PageId;
 use crate::pager::state::TryWrite;
 use crate::sync::{Alone, AtomicU64, Ordering};
 
@@ -89,29 +89,35 @@ pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl F
     }
     // Looked at before anything is pinned: a pin takes the mark of a page that was filled ahead, and a set that is given
     // up half way would leave such pages to be counted as hits.
-    if runs.iter().flat_map(|(_, words)| words.iter()).any(|word| !word.load().is_resident()) {
+    let in_the_way = |word: &PageWord| {
+        let snapshot = word.load();
+        !snapshot.is_resident() || snapshot.exclusive || snapshot.closed
+    };
+    if runs.iter().flat_map(|(_, words)| words.iter()).any(in_the_way) {
         return Pinned::None { wanted: false };
     }
     if purpose == Purpose::Write { write(runs, record) } else { read(runs, record) }
 }
 
 fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
-    let mut reached = false;
-    for (number, (run, words)) in runs.iter().enumerate() {
-        for (at, word) in words.iter().enumerate() {
-            let first_use = match word.try_pin() {
-                TryPin::Hit => false,
-                TryPin::FirstUse => true,
-                TryPin::Busy => {
-                    let before = runs[..number].iter().flat_map(|(_, words)| words.iter()).chain(&words[..at]);
-                    let wanted = before.fold(false, |wanted, word| wanted | (word.unpin() == Unpin::Wanted));
-                    return Pinned::None { wanted };
-                }
-            };
-            reached |= first_use;
-            let page = PageId { segment: run.segment, index: PageIndex(run.first.0 + at as u32) };
-            record(Access::new(page, false, first_use));
+    // Of each page whether this is its first use.
+    let mut pinned: SmallVec<[bool; 16]> = SmallVec::new();
+    let words = || runs.iter().flat_map(|(_, words)| words.iter());
+    for word in words() {
+        match word.try_pin() {
+            TryPin::Hit => pinned.push(false),
+            TryPin::FirstUse => pinned.push(true),
+            TryPin::Busy => {
+                let undone = words().zip(&pinned).map(|(word, _)| word.unpin());
+                let wanted = undone.fold(false, |wanted, undone| wanted | (undone == Unpin::Wanted));
+                return Pinned::None { wanted };
+            }
         }
+    }
+    let mut reached = false;
+    for (page, first_use) in runs.iter().flat_map(|(run, _)| run.pages()).zip(&pinned) {
+        reached |= first_use;
+        record(Access::new(page, false, *first_use));
     }
     Pinned::All { reached }
 }

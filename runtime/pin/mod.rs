@@ -71,7 +71,7 @@ mod sealed {
     impl Sealed for super::Write {}
 }
 
-/// The runs of one request, normalized: one, or a few in a set.
+/// The runs of one request, no page in two of them: one, or a few in a set.
 pub(crate) type Runs = SmallVec<[PageRun; 8]>;
 
 /// Whose pins these are, and what the scope spent for them.
@@ -177,6 +177,8 @@ fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
 
 /// The pages of tensors, each once.
 fn runs_of(tensors: &[Tensor]) -> Runs {
+    /// Of so many, comparing each with each costs less than sorting.
+    const FEW: usize = 16;
     let mut runs: Runs = tensors.iter().map(Tensor::run).filter(|run| run.count > 0).collect();
     let touches = |at: usize| {
         let run = runs[at];
@@ -186,7 +188,7 @@ fn runs_of(tensors: &[Tensor]) -> Runs {
                 && other.first.0 <= run.first.0 + run.count
         })
     };
-    if (1..runs.len()).any(touches) {
+    if runs.len() > FEW || (1..runs.len()).any(touches) {
         let joined = PageRun::join(&mut runs);
         runs.truncate(joined);
     }

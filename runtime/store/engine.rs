@@ -36,7 +36,7 @@ use super::queue::{Limits, Queue};
 use super::{
     Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
 };
-use crate::device::{HostPointer, Token};
+use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
@@ -162,8 +162,6 @@ pub(super) trait Driver: Send + Sync + fmt::Debug {
     fn file_added(&self, _id: FileId, _file: &Arc<OpenFile>) {}
     /// A file was forgotten; operations that hold it may still come.
     fn file_removed(&self, _id: FileId) {}
-    /// Memory was offered for registration.
-    fn memory_offered(&self, _base: HostPointer, _len: u64) {}
 }
 
 /// A backend at work.
@@ -406,29 +404,16 @@ impl Store for Engine {
         }
     }
 
-    fn register_memory(&self, base: HostPointer, len: u64) {
-        self.driver.memory_offered(base, len);
-    }
-
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
         if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
             // What is wrong with it, `submit` reports.
             let file = self.files.lock().open.get(&op.file).map(Arc::clone);
-            if let Some(file) = file.filter(|file| Active::check(&op, file).is_ok()) {
+            if let Some(file) = file.filter(|file| file.is_direct() && Active::check(&op, file).is_ok()) {
                 let mut state = self.shared.state.lock();
                 if !state.closing && state.queue.start_callers(Instant::now()) {
                     drop(state);
                     let (shared, driver) = (Arc::clone(&self.shared), Arc::clone(&self.driver));
-                    match OwnRead::new(Active::new(op, file), shared, driver) {
-                        Ok(own) => return Some(own),
-                        Err(active) => {
-                            let mut state = self.shared.state.lock();
-                            state.queue.give_back(active.op.token, active.op.len, active, Instant::now());
-                            drop(state);
-                            self.driver.wake();
-                            return None;
-                        }
-                    }
+                    return OwnRead::new(Active::new(op, file), shared, driver);
                 }
             }
         }

@@ -165,9 +165,6 @@ pub trait Store: Send + Sync + fmt::Debug {
     }
     /// Forgets a file; its operations in flight complete first.
     fn remove_file(&self, file: FileId);
-    /// Offers memory that will be used for many operations, for registration with the kernel. Refusal costs a little
-    /// CPU and nothing else. The memory outlives the store's last operation, and its physical pages never change.
-    fn register_memory(&self, base: HostPointer, len: u64);
     /// Queues an operation.
     fn submit(&self, op: IoOp);
     /// Starts an operation for which the caller is going to wait on this thread. Where it is a demand read, the caller may

@@ -3,7 +3,9 @@
 //!
 //! Each goes through a ring of its own, and not through `pread`: a caller can leave a ring, and cannot leave a system call
 //! that a dying drive does not answer. What is left behind goes on with a thread that is started for it, which keeps the
-//! operation, and with it the buffer, for as long as the kernel may write there.
+//! operation, and with it the buffer, for as long as the kernel may write there. Only files that are read directly are read
+//! so: through the page cache the submission itself may wait. On file systems whose reads the kernel gives to workers (NFS,
+//! FUSE) a thread that has left goes on, but the kernel lets it end only after its read.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,6 +24,9 @@ use crate::error::Result;
 /// How long a caller stays with its read. Then it waits as others do, and hears of a timeout as they do.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// Pause before trying again after the kernel has refused a submission.
+const BACK_OFF: Duration = Duration::from_millis(1);
+
 /// A ring with at most one operation. Any thread may enter it, one at a time.
 struct OwnRing(Box<IoUring>);
 
@@ -29,7 +34,7 @@ struct OwnRing(Box<IoUring>);
 enum Answer {
     /// A byte count, or a negated `errno`.
     Came(i32),
-    /// Nothing yet. The kernel has the operation.
+    /// Nothing yet. The kernel has the operation, or the ring still holds it.
     None,
 }
 
@@ -68,8 +73,11 @@ impl OwnRing {
             };
             match entered.map_err(|cause| cause.raw_os_error()) {
                 Ok(_) | Err(Some(libc::EINTR | libc::ETIME)) => {}
-                // The kernel takes nothing just now. What was not taken is still queued.
-                Err(_) => thread::yield_now(),
+                // It takes nothing just now. What was not taken is still queued.
+                Err(errno) => {
+                    tracing::debug!(errno, "io_uring takes no read of a caller; trying on");
+                    thread::sleep(BACK_OFF);
+                }
             }
         }
     }
@@ -123,15 +131,14 @@ pub struct OwnRead {
 }
 
 impl OwnRead {
-    /// A read that the queue has let start. The operation comes back if there is no ring for it.
-    pub(super) fn new(
-        active: Active,
-        shared: Arc<Shared>,
-        driver: Arc<dyn Driver>,
-    ) -> std::result::Result<Self, Active> {
+    /// A read that the queue has let start. Without a ring for it the store's threads have it.
+    pub(super) fn new(active: Active, shared: Arc<Shared>, driver: Arc<dyn Driver>) -> Option<Self> {
         let idle = shared.own_rings.as_ref().map(|rings| rings.0.lock().pop());
-        let Some(ring) = idle.and_then(|idle| idle.or_else(OwnRing::new)) else { return Err(active) };
-        Ok(Self { running: Some(Running { active, ring, issued: false }), shared, driver })
+        let Some(ring) = idle.and_then(|idle| idle.or_else(OwnRing::new)) else {
+            hand_over(active, &shared, &*driver);
+            return None;
+        };
+        Some(Self { running: Some(Running { active, ring, issued: false }), shared, driver })
     }
 
     /// Reads, and reports. If the disk takes long, leaves the rest to another thread.
@@ -200,19 +207,24 @@ impl Drop for OwnRead {
         if let Some(rings) = &self.shared.own_rings {
             rings.0.lock().push(ring);
         }
-        let (token, bytes) = (active.op.token, active.op.len);
-        let mut state = self.shared.state.lock();
-        if state.stopped {
-            state.queue.finished(Lane::Callers);
-            drop(state);
-            report_late(&self.shared.sink, vec![Completion { token, result: Err(closed()) }]);
-        } else {
-            state.queue.give_back(token, bytes, active, Instant::now());
-            drop(state);
-            self.driver.wake();
-        }
-        self.shared.left.notify_all();
+        hand_over(active, &self.shared, &*self.driver);
     }
+}
+
+/// Gives a read that a caller was let start to the store's threads. If they have gone it has ended.
+fn hand_over(active: Active, shared: &Shared, driver: &dyn Driver) {
+    let (token, bytes) = (active.op.token, active.op.len);
+    let mut state = shared.state.lock();
+    if state.stopped {
+        state.queue.finished(Lane::Callers);
+        drop(state);
+        report_late(&shared.sink, vec![Completion { token, result: Err(closed()) }]);
+    } else {
+        state.queue.give_back(token, bytes, active, Instant::now());
+        drop(state);
+        driver.wake();
+    }
+    shared.left.notify_all();
 }
 
 impl fmt::Debug for OwnRead {

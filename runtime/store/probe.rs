@@ -269,7 +269,6 @@ impl Reader {
         let store = StoreOptions::new(backend).depth(depth).open(Arc::new(ToChannel(sink)))?;
         let file = store.add_file(file, path.into(), FileUse::Model)?;
         let buffer = ManuallyDrop::new(Buffer::new(block.get() as usize * depth.get() as usize)?);
-        store.register_memory(buffer.at(0), buffer.layout.size() as u64);
         Ok(Self { store, buffer, file, block: block.get() as u32, depth, ended })
     }
 

@@ -10,7 +10,8 @@
 //!    the table before its completion was reaped.
 //! 2. The thread leaves only when the table is empty and no read of the eventfd is armed; only then is the ring closed.
 //!    A thread that is given up on by a close keeps all of it, for ever if need be.
-//! 3. Registered files and buffers are an advantage, never a need: every refusal leaves plain operations.
+//! 3. Registered files are an advantage, never a need: every refusal leaves plain operations. Memory is not registered
+//!    (`docs/decisions/0018-no-registered-memory.md`).
 //!
 //! # Failure
 //!
@@ -36,17 +37,11 @@ use super::file::OpenFile;
 use super::operation::Active;
 use super::queue::Lane;
 use super::{Completion, IoKind, QueueDepth};
-use crate::device::HostPointer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FileId};
+use crate::ids::FileId;
 
 /// Room in the table of registered files; more files than this use plain descriptors.
 const FIXED_FILES: u32 = 1024;
-/// Room in the table of registered buffers: the most the kernel has.
-const FIXED_BUFFERS: u32 = 1 << 14;
-/// Memory is registered in pieces of this size, and larger pages are in none. The kernel takes up to 1 GiB, but
-/// operations wait behind it: behind a piece as long as for a few pages.
-const PIECE: u64 = 16 << 20;
 /// `user_data` of the eventfd's read.
 const WAKE: u64 = u64::MAX;
 /// Pause before trying again after the kernel has refused submissions.
@@ -103,12 +98,7 @@ fn set_up(depth: QueueDepth) -> Result<IoUring> {
     .map_err(|cause| refused("set up a ring", cause))?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|cause| refused("ask for its operations", cause))?;
-    let needed = [
-        ("READ", opcode::Read::CODE),
-        ("WRITE", opcode::Write::CODE),
-        ("READ_FIXED", opcode::ReadFixed::CODE),
-        ("WRITE_FIXED", opcode::WriteFixed::CODE),
-    ];
+    let needed = [("READ", opcode::Read::CODE), ("WRITE", opcode::Write::CODE)];
     if let Some((name, _)) = needed.iter().find(|(_, code)| !probe.is_supported(*code)) {
         return Err(Error::new(ErrorKind::Unsupported, format!("this kernel's io_uring has no {name}"))
             .remedy("use --io threads, or a kernel from 5.6 on"));
@@ -200,7 +190,6 @@ impl Bell {
 enum Request {
     AddFile(FileId, Arc<OpenFile>),
     RemoveFile(FileId),
-    Memory(HostPointer, u64),
 }
 
 /// The submitters' end.
@@ -232,17 +221,6 @@ impl Driver for Uring {
     fn file_removed(&self, id: FileId) {
         self.request(Request::RemoveFile(id));
     }
-    fn memory_offered(&self, base: HostPointer, len: u64) {
-        self.request(Request::Memory(base, len));
-    }
-}
-
-/// Registered memory: `len` bytes from `base` are buffer `index` of the ring.
-#[derive(Clone, Copy, Debug)]
-struct Piece {
-    base: u64,
-    len: u64,
-    index: u16,
 }
 
 /// An operation the kernel has, or will have with the next submission.
@@ -339,10 +317,6 @@ struct Ring {
     wake_word: Box<u64>,
     armed: bool,
     fixed_files: Option<FixedFiles>,
-    /// Sorted by address; disjoint.
-    pieces: Vec<Piece>,
-    /// Memory that still has to be registered; `None` when the kernel has no table for it or has refused.
-    offered: Option<Vec<(u64, u64)>>,
     /// Ended, and not yet reported.
     ended: Vec<Ended>,
     done: Vec<Completion>,
@@ -405,13 +379,8 @@ impl Ring {
     fn new(ring: IoUring, shared: Arc<Shared>, bell: Arc<Bell>, requests: Arc<Mutex<Vec<Request>>>) -> Self {
         let submitter = ring.submitter();
         let fixed_files = submitter.register_files_sparse(FIXED_FILES).is_ok().then(FixedFiles::default);
-        let offered = submitter.register_buffers_sparse(FIXED_BUFFERS).is_ok().then(Vec::new);
-        if fixed_files.is_none() || offered.is_none() {
-            tracing::info!(
-                files = fixed_files.is_some(),
-                buffers = offered.is_some(),
-                "this kernel registers not all of what was offered: some CPU more, nothing else"
-            );
+        if fixed_files.is_none() {
+            tracing::info!("this kernel registers no files: some CPU more, nothing else");
         }
         let slow = Slow::new(Arc::clone(&shared));
         Self {
@@ -423,8 +392,6 @@ impl Ring {
             wake_word: Box::new(0),
             armed: false,
             fixed_files,
-            pieces: Vec::new(),
-            offered,
             ended: Vec::new(),
             done: Vec::new(),
             slow,
@@ -450,7 +417,7 @@ impl Ring {
                 self.shared.deliver(&mut self.done);
                 continue;
             }
-            let wait = !self.register_piece() && self.bell.sleep();
+            let wait = self.bell.sleep();
             self.enter(usize::from(wait));
             self.reap();
             self.settle();
@@ -465,11 +432,6 @@ impl Ring {
             match request {
                 Request::AddFile(id, file) => self.add_file(id, &file),
                 Request::RemoveFile(id) => self.remove_file(id),
-                Request::Memory(base, len) => {
-                    if let Some(offered) = &mut self.offered {
-                        offered.push((base.as_ptr().addr() as u64, len));
-                    }
-                }
             }
         }
         let now = Instant::now();
@@ -519,17 +481,14 @@ impl Ring {
         }
         let rest = active.remainder();
         let (address, len, offset) = (rest.buffer.as_ptr(), rest.len, rest.offset);
-        let piece = piece_of(&self.pieces, address.addr() as u64, u64::from(len));
         let before = *slot;
         *slot = self.fixed_files.as_mut().and_then(|files| files.name(active.op.file));
         let slot = *slot;
         macro_rules! entry {
             ($fd:expr) => {
-                match (active.op.kind, piece) {
-                    (IoKind::Read, Some(i)) => opcode::ReadFixed::new($fd, address, len, i).offset(offset).build(),
-                    (IoKind::Read, None) => opcode::Read::new($fd, address, len).offset(offset).build(),
-                    (IoKind::Write, Some(i)) => opcode::WriteFixed::new($fd, address, len, i).offset(offset).build(),
-                    (IoKind::Write, None) => opcode::Write::new($fd, address, len).offset(offset).build(),
+                match active.op.kind {
+                    IoKind::Read => opcode::Read::new($fd, address, len).offset(offset).build(),
+                    IoKind::Write => opcode::Write::new($fd, address, len).offset(offset).build(),
                 }
             };
         }
@@ -646,64 +605,11 @@ impl Ring {
             files.free.push(slot);
         }
     }
-
-    /// Registers the next piece of what was offered. True if there was one.
-    fn register_piece(&mut self) -> bool {
-        let Some(offered) = &mut self.offered else { return false };
-        let Some((base, len)) = offered.last_mut() else { return false };
-        let piece = Piece { base: *base, len: PIECE.min(*len), index: self.pieces.len() as u16 };
-        *base += piece.len;
-        *len -= piece.len;
-        if *len == 0 {
-            offered.pop();
-        }
-        if piece.len == 0 {
-            return true;
-        }
-        let vector = libc::iovec { iov_base: piece.base as *mut libc::c_void, iov_len: piece.len as usize };
-        // SAFETY: whoever offered the memory keeps it mapped, at the same physical pages, until the store has closed
-        // (contract of `register_memory`).
-        let answer = unsafe { self.ring.submitter().register_buffers_update(u32::from(piece.index), &[vector], None) };
-        match answer {
-            Ok(()) => {
-                let at = self.pieces.partition_point(|p| p.base < piece.base);
-                self.pieces.insert(at, piece);
-            }
-            Err(cause) => {
-                tracing::info!(
-                    registered = %Bytes::new(self.pieces.iter().map(|p| p.len).sum()),
-                    %cause,
-                    "the rest of the memory stays unregistered: some CPU more, nothing else"
-                );
-                self.offered = None;
-            }
-        }
-        true
-    }
-}
-
-/// The registered buffer that holds the whole range.
-fn piece_of(pieces: &[Piece], address: u64, len: u64) -> Option<u16> {
-    let after = pieces.partition_point(|piece| piece.base <= address);
-    let piece = pieces.get(after.checked_sub(1)?)?;
-    (address - piece.base + len <= piece.len).then_some(piece.index)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_range_is_registered_only_if_one_piece_holds_it() {
-        let pieces = [Piece { base: 100, len: 50, index: 7 }, Piece { base: 150, len: 10, index: 8 }];
-        assert_eq!(piece_of(&pieces, 100, 50), Some(7));
-        assert_eq!(piece_of(&pieces, 149, 1), Some(7));
-        assert_eq!(piece_of(&pieces, 149, 2), None);
-        assert_eq!(piece_of(&pieces, 150, 10), Some(8));
-        assert_eq!(piece_of(&pieces, 99, 1), None);
-        assert_eq!(piece_of(&pieces, 160, 1), None);
-        assert_eq!(piece_of(&[], 100, 1), None);
-    }
 
     #[test]
     fn refusals_say_what_to_do() {

@@ -1,6 +1,6 @@
 //! The keeper: a thread that looks after what nobody else has time for.
 //!
-//! It tells the pager of hits when a thread's ring is nearly full, so that the thread need not. Once a second, while
+//! It tells the pager of hits when a thread's ring fills, so that the thread need not. Once a second, while
 //! something waits, it looks for reads and writes that take longer than the runtime was told to wait, and ends the
 //! requests that wait for them; what the kernel still uses stays its own. And it says, once for each time that nothing
 //! goes on, who waits for what.
@@ -68,20 +68,27 @@ impl Keeper {
 fn run(engine: &Weak<Engine>) {
     let mut told = false;
     let mut next = Instant::now() + TICK;
+    let mut more = false;
     loop {
-        thread::park_timeout(next.saturating_duration_since(Instant::now()));
+        if !more {
+            thread::park_timeout(next.saturating_duration_since(Instant::now()));
+        }
         let Some(engine) = engine.upgrade() else { return };
         if engine.keeper.stopped.load(Ordering::Acquire) {
             return;
         }
         let _marked = Marked::begin(Inside::Waker);
         let mut latched = engine.latch.lock();
-        while latched.pager.record_some(&engine.log) {
+        more = latched.pager.record_some(&engine.log);
+        // Uses may come faster than they can be told.
+        while more && Instant::now() < next && !engine.keeper.stopped.load(Ordering::Acquire) {
             MutexGuard::bump(&mut latched);
+            more = latched.pager.record_some(&engine.log);
         }
         drop(latched);
         if Instant::now() >= next {
             next = Instant::now() + TICK;
+            engine.log.mark_all();
             engine.end_overdue();
             told = engine.tell_of_long_waits(told);
         }

@@ -303,6 +303,11 @@ enum Own {
     Begun(OwnRead),
 }
 
+/// A thread that is ending reads nothing itself.
+fn replace_own(own: Own) -> Own {
+    OWN.try_with(|kept| kept.replace(own)).unwrap_or(Own::Unwanted)
+}
+
 /// Runs `submit`, after which the caller is going to wait on this thread and can do nothing else. Of the reads that it
 /// causes, one may be left to the caller, to be [run](OwnRead::run) before it waits.
 pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
@@ -310,12 +315,12 @@ pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead
     struct Before(Own);
     impl Drop for Before {
         fn drop(&mut self) {
-            OWN.replace(std::mem::replace(&mut self.0, Own::Unwanted));
+            replace_own(std::mem::replace(&mut self.0, Own::Unwanted));
         }
     }
-    let before = Before(OWN.replace(Own::Wanted));
+    let before = Before(replace_own(Own::Wanted));
     let submitted = submit();
-    let own = OWN.replace(Own::Unwanted);
+    let own = replace_own(Own::Unwanted);
     drop(before);
     (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
 }
@@ -981,9 +986,9 @@ impl Engine {
             valid: valid as u32,
             priority: planned.priority,
         };
-        if OWN.with_borrow(|own| matches!(own, Own::Wanted)) {
+        if OWN.try_with(|own| matches!(*own.borrow(), Own::Wanted)) == Ok(true) {
             if let Some(read) = self.store.begin(op) {
-                OWN.set(Own::Begun(read));
+                replace_own(Own::Begun(read));
             }
         } else {
             self.store.submit(op);

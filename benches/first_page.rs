@@ -1,0 +1,112 @@
+//! How long after opening is the first page there? With a large host tier much memory is locked, and told to the kernel,
+//! while the first page is asked for. Beside it a fault of the same runtime once all that has been done.
+//!
+//! Parameters: `--hosts` (0,2GiB,8GiB), `--opens` of each (20), `--size` of the file (256MiB), `--dir`.
+
+#![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
+
+mod support;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Runtime, Tensor};
+use serde_json::{Value, json};
+use support::{Random, Spread};
+
+struct Unparks(Thread);
+
+impl Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(Unparks(thread::current())));
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+/// Milliseconds of a fault.
+fn fault(runtime: &Runtime, tensor: &Tensor, awaits: bool) -> f64 {
+    let start = Instant::now();
+    let guard = if awaits { block_on(runtime.pin(tensor)) } else { runtime.pin(tensor).wait() };
+    let time = start.elapsed();
+    drop(guard.unwrap());
+    time.as_secs_f64() * 1e3
+}
+
+fn main() {
+    let hosts: String = support::param("hosts", "0,2GiB,8GiB");
+    let hosts: Vec<Bytes> = hosts.split(',').map(|host| host.parse().ok().unwrap()).collect();
+    let opens: usize = support::param("opens", "20");
+    let size: Bytes = support::param("size", "256MiB");
+    let dir = support::dir();
+    let hardware = support::hardware(&dir);
+    let page = Bytes::mib(2).get();
+    let file = support::model(&dir, size.get() / page, page, page);
+    let backends = [IoBackend::IoUring, IoBackend::Threads];
+    let mut cases: Vec<(Bytes, IoBackend, bool)> = Vec::new();
+    for host in hosts {
+        for backend in backends {
+            cases.extend([(host, backend, false), (host, backend, true)]);
+        }
+    }
+    let mut first = vec![Vec::new(); cases.len()];
+    let mut random = Random::new(11);
+    let open = |host: Bytes, backend: IoBackend| {
+        let builder = Runtime::builder().device_budget(Bytes::mib(64)).host_budget(host).io(backend);
+        builder.policy(PolicyKind::Lru).lookahead(Lookahead::Off).open().unwrap()
+    };
+    // An unloaded fault: of a runtime without a host tier, which has nothing else to do, by backend and kind of caller.
+    let mut unloaded = vec![Vec::new(); 4];
+    for _ in 0..opens {
+        let mut order: Vec<usize> = (0..cases.len()).collect();
+        random.shuffle(&mut order);
+        for case in order {
+            let (host, backend, awaits) = cases[case];
+            let runtime = open(host, backend);
+            let model = runtime.open_model(&file.0).unwrap();
+            let tensors: Vec<Tensor> =
+                (0..size.get() / page).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect();
+            let at = random.next() as usize % tensors.len();
+            first[case].push(fault(&runtime, &tensors[at], awaits));
+            if host.get() == 0 {
+                // Its frames have been touched.
+                (0..64).for_each(|n| {
+                    fault(&runtime, &tensors[n], awaits);
+                });
+                thread::sleep(Duration::from_millis(5));
+                let kind = 2 * usize::from(backend == IoBackend::Threads) + usize::from(awaits);
+                unloaded[kind].push(fault(&runtime, &tensors[100], awaits));
+            }
+            drop((tensors, model));
+            runtime.close().unwrap();
+        }
+    }
+    println!("first page after opening, ms: median [least - most] of {opens} opens; 2 MiB pages; {hardware}");
+    let mut rows: Vec<Value> = Vec::new();
+    for ((host, backend, awaits), times) in cases.into_iter().zip(&first) {
+        let kind = 2 * usize::from(backend == IoBackend::Threads) + usize::from(awaits);
+        let (spread, bare) = (Spread::of(times), Spread::of(&unloaded[kind]));
+        let how = if awaits { "await" } else { "wait" };
+        let ratio = spread.median / bare.median;
+        println!(
+            "  host tier {:>8}, {backend:9} {how:5} {spread:.2}   unloaded {bare:.2}   {ratio:.2} times",
+            host.to_string()
+        );
+        rows.push(json!({ "host_bytes": host.get(), "backend": backend.to_string(), "caller": how,
+            "first_ms": spread.json(), "unloaded_ms": bare.json(), "ratio": ratio }));
+    }
+    support::json_line("first_page", &hardware, json!({ "rows": rows, "goal": 1.5 }));
+}
