@@ -485,7 +485,10 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Where the scratch file of read-write tensors is made. Defaults to the system's directory for temporary files.
+    /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
+    /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
+    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
+    /// memory is taken only if it is named: what is written back there leaves no memory.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());
         self

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -27,7 +27,7 @@ use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::segment::Segment;
-use crate::store::{FileUse, IoBackend, ScratchFile, Store};
+use crate::store::{FileUse, IoBackend, ScratchFile, Store, scratch_on_a_disk};
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
@@ -38,7 +38,9 @@ pub(crate) struct Shared {
     pub(crate) engine: Arc<Engine>,
     page_size: PageSize,
     verify: Verify,
-    scratch_dir: PathBuf,
+    scratch_dir: Option<PathBuf>,
+    /// The folder of the first model.
+    model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
     host_budget: Bytes,
     lookahead: Lookahead,
@@ -152,6 +154,8 @@ pub struct Stats {
     /// Host-tier memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
+    /// The scratch file of read-write tensors, once there is one, and not while it grows.
+    pub scratch: Option<ScratchStats>,
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
@@ -174,6 +178,25 @@ impl Stats {
     pub fn stall_time(&self) -> Duration {
         self.stalls.iter().map(|stall| stall.time).sum()
     }
+}
+
+/// The scratch file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct ScratchStats {
+    /// Where it is.
+    #[serde(serialize_with = "one_as_text")]
+    pub folder: PathBuf,
+    /// How long it is.
+    pub size: Bytes,
+    /// What of that no tensor holds.
+    pub free: Bytes,
+    /// Whether the folder is in memory, which only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
+    pub in_memory: bool,
+}
+
+fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(&path.to_string_lossy())
 }
 
 /// Paths need not be UTF-8, which JSON is.
@@ -294,7 +317,8 @@ impl Runtime {
                 engine,
                 page_size,
                 verify: config.verify,
-                scratch_dir: config.scratch_dir.unwrap_or_else(std::env::temp_dir),
+                scratch_dir: config.scratch_dir,
+                model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
                 lookahead: config.lookahead,
@@ -339,6 +363,9 @@ impl Runtime {
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
+        if let Some(dir) = header.files.first().and_then(|file| file.path.parent()) {
+            self.shared.model_dir.get_or_init(|| dir.to_owned());
+        }
         for (index, file) in header.files.iter().enumerate() {
             let handle =
                 File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
@@ -412,7 +439,17 @@ impl Runtime {
         if let Some((file, id)) = &*scratch {
             return Ok((file.clone(), *id));
         }
-        let file = ScratchFile::create(&self.shared.scratch_dir, self.shared.page_size, false)?;
+        let page_size = self.shared.page_size;
+        let file = match &self.shared.scratch_dir {
+            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path))?,
+            Some(dir) => {
+                let file = ScratchFile::create(dir, page_size, false)?;
+                if file.is_in_memory() {
+                    tracing::warn!(dir = %dir.display(), "the scratch file is in memory: what is written back leaves none");
+                }
+                file
+            }
+        };
         let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
         Ok((file, id))
@@ -728,11 +765,19 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
             waiting,
             long_waits: long_waits.to_string(),
         }
+    }
+
+    fn scratch_stats(&self) -> Option<ScratchStats> {
+        let scratch = self.shared.scratch.try_lock()?;
+        let (file, _) = scratch.as_ref()?;
+        let (size, free) = file.room()?;
+        Some(ScratchStats { folder: file.path().to_owned(), size, free, in_memory: file.is_in_memory() })
     }
 
     /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;

@@ -140,3 +140,28 @@ fn a_model_four_times_the_cgroups_limit_streams() {
         eprintln!("{io}: {}", text.lines().find(|line| line.starts_with("cgroup_run:")).unwrap());
     }
 }
+
+/// Unless it is told to, a runtime does not keep in memory what does not fit in memory; and it says where it keeps it.
+#[test]
+fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
+    let builder = || Runtime::builder().device_budget(Bytes::mib(8));
+    let runtime = builder().open().unwrap();
+    assert_eq!(runtime.stats().scratch, None);
+    let tensor = runtime.alloc(DType::U8, &[1 << 20]).unwrap();
+    let scratch = runtime.stats().scratch.unwrap();
+    assert!(!scratch.in_memory && scratch.size >= Bytes::mib(1), "{scratch:?}");
+    drop(tensor);
+    let after = runtime.stats().scratch.unwrap();
+    assert_eq!(after.free, after.size, "what the tensor had is free");
+    runtime.close().unwrap();
+    let asked = builder().scratch_dir("/dev/shm").open().unwrap();
+    match asked.alloc(DType::U8, &[1 << 20]) {
+        Ok(_tensor) => {
+            let scratch = asked.stats().scratch.unwrap();
+            assert_eq!(scratch.folder, Path::new("/dev/shm"));
+            assert!(scratch.in_memory, "{scratch:?}");
+        }
+        Err(error) => eprintln!("SKIPPED /dev/shm: {error}"),
+    }
+    asked.close().unwrap();
+}

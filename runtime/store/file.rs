@@ -250,6 +250,7 @@ pub(super) fn filesystem_name(file: &File) -> String {
         0x5846_5342 => "xfs",
         0x9123_683E => "btrfs",
         0x0102_1994 => "tmpfs",
+        0x8584_58F6 => "ramfs",
         0x794C_7630 => "overlayfs",
         0x6969 => "nfs",
         0x6573_5546 => "fuse",

@@ -33,6 +33,7 @@ mod engine;
 mod file;
 mod operation;
 mod own;
+mod place;
 mod probe;
 mod queue;
 mod scratch;
@@ -55,6 +56,7 @@ pub use self::engine::StoreOptions;
 pub use self::file::{DirectIo, FileIdentity};
 pub use self::operation::{CallHook, Injected, IoCall};
 pub use self::own::OwnRead;
+pub(crate) use self::place::scratch_on_a_disk;
 pub use self::probe::{
     BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
 };

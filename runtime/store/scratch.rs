@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use twox_hash::XxHash3_64;
 
+use super::file::filesystem_name;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 
@@ -143,6 +144,18 @@ impl ScratchFile {
     /// The byte of the file at which a slot starts.
     pub fn offset_of(&self, slot: SlotIndex) -> u64 {
         slot.0 * self.0.page_size.bytes()
+    }
+
+    /// Whether its file system is memory: then what is written back to it leaves no memory.
+    pub fn is_in_memory(&self) -> bool {
+        matches!(filesystem_name(&self.0.file).as_str(), "tmpfs" | "ramfs")
+    }
+
+    /// Its length, and what of that no run holds; nothing while it grows, which takes long.
+    pub(crate) fn room(&self) -> Option<(Bytes, Bytes)> {
+        let slots = self.0.slots.try_lock()?;
+        let page = self.0.page_size.bytes();
+        Some((Bytes::new(slots.count * page), Bytes::new(slots.free.values().sum::<u64>() * page)))
     }
 
     /// The length of the file.
