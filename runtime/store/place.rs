@@ -64,11 +64,11 @@ mod tests {
         assert_eq!(none, [PathBuf::from("/var/tmp"), env::temp_dir()]);
         let set = |name: &str| match name {
             "TMPDIR" => Some(PathBuf::from("/scratch")),
-            "HOME" => Some(PathBuf::from("/home/a")),
+            "HOME" => Some(PathBuf::from("/people/a")),
             _ => None,
         };
         let found = folders(set, Some(Path::new("/models")));
-        let named = ["/scratch", "/home/a/.cache/outcore", "/var/tmp", "/models"].map(PathBuf::from);
+        let named = ["/scratch", "/people/a/.cache/outcore", "/var/tmp", "/models"].map(PathBuf::from);
         assert_eq!(found[..4], named);
         // A relative one would be another in each working folder; the specification has it ignored.
         let cache = folders(|name| (name == "XDG_CACHE_HOME").then(|| "cache".into()), None);
