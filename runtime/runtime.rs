@@ -15,7 +15,7 @@ use crate::compute::ComputeStream;
 use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify, staging_pages};
 use crate::device::{
     Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
-    SimClock, SimDevice, SimDeviceConfig, open_cuda,
+    Opened, SimClock, SimDevice, SimDeviceConfig, open_cuda,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -74,9 +74,9 @@ impl Drop for Shared {
 /// - Handles, guards and requests are dropped without effect. The threads, the ring and the scratch file are the parent's;
 ///   the child's copy of the memory goes when the child ends or `exec`s.
 ///
-/// A child may open a runtime of its own, best when the fork came before the parent's: other threads of the parent may have
-/// held any lock of the process at that moment, that of the allocator included. `fork` while reads are in flight is no
-/// harm to the child. For the parent, see `O_DIRECT` in open(2): a kernel that does not copy pinned pages at once (before
+/// A child may open a runtime of its own if its parent had none open at the fork. Otherwise opening one ends with
+/// [`Unsupported`](ErrorKind::Unsupported): threads of the parent held locks of the process and stood in its lists of waiting
+/// threads, and the child has those and not the threads. `fork` while reads are in flight is no harm to the child. For the parent, see `O_DIRECT` in open(2): a kernel that does not copy pinned pages at once (before
 /// 6.3) may lose bytes that are read while the child lives, so fork there when nothing is in flight, or start programs
 /// with [`std::process::Command`], which shares the memory until `exec`.
 #[derive(Clone, Debug)]
@@ -228,6 +228,7 @@ impl Runtime {
     }
 
     pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
+        let process = Opened::here()?;
         let page_size = config.page_size;
         let page_bytes = page_size.bytes();
         let host_frames = frames_of("host", config.host_budget, page_size)?;
@@ -310,8 +311,17 @@ impl Runtime {
             pager.keep_uses();
         }
         let observer = Observer::new(config.timeline);
-        let engine =
-            Engine::new(Parts { pager, device, store, slab, observer, sink, fate, io_timeout: config.io_timeout })?;
+        let engine = Engine::new(Parts {
+            process,
+            pager,
+            device,
+            store,
+            slab,
+            observer,
+            sink,
+            fate,
+            io_timeout: config.io_timeout,
+        })?;
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,

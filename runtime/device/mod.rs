@@ -63,7 +63,7 @@ pub use hooked::{DeviceCall, DeviceHook};
 pub(crate) use hooked::{Hooked, HookedSink};
 pub use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
-pub(crate) use process::ProcessMark;
+pub(crate) use process::Opened;
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
 pub use sim::{SimClock, SimDevice, SimDeviceConfig};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};

@@ -3,7 +3,9 @@
 
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use crate::error::{Error, ErrorKind, Result};
 
 /// A page that a child finds zeroed (`MADV_WIPEONFORK`), whatever it was forked by: looking at it is one load, where asking
 /// for the process's id is a system call. `None` where the kernel has no such pages.
@@ -11,6 +13,60 @@ static PAGE: OnceLock<Option<&'static AtomicU64>> = OnceLock::new();
 
 /// Greater than the mark of every process this one descends from, whose memory it has.
 static NEXT: AtomicU64 = AtomicU64::new(1);
+
+/// Runtimes that are open. A child has the number that its parent had.
+static OPEN: AtomicU64 = AtomicU64::new(0);
+/// The id of the process that opened them.
+static OPENED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// A runtime that is open in this process.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    mark: ProcessMark,
+    counted: AtomicBool,
+}
+
+impl Opened {
+    /// # Errors
+    /// `Unsupported` in a child by `fork` of a process that had runtimes open. Threads of the parent stood in this
+    /// process's lists of waiting threads; the child has the lists and not the threads, so what waits in it may wait for ever.
+    pub(crate) fn here() -> Result<Self> {
+        let elsewhere = match PAGE.get().copied().flatten() {
+            Some(page) => page.load(Ordering::Relaxed) == 0,
+            None => OPENED_BY.load(Ordering::Relaxed) != std::process::id(),
+        };
+        if elsewhere && OPEN.load(Ordering::Relaxed) > 0 {
+            return Err(Error::new(ErrorKind::Unsupported, "this process is a fork of one that had a runtime open")
+                .remedy(
+                    "exec a program in the child, or fork before the parent opens a runtime, or after it has closed it",
+                ));
+        }
+        OPENED_BY.store(std::process::id(), Ordering::Relaxed);
+        OPEN.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { mark: ProcessMark::here(), counted: AtomicBool::new(true) })
+    }
+
+    /// Its threads have ended.
+    pub(crate) fn closed(&self) {
+        if self.is_here() && self.counted.swap(false, Ordering::Relaxed) {
+            OPEN.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl std::ops::Deref for Opened {
+    type Target = ProcessMark;
+    #[inline]
+    fn deref(&self) -> &ProcessMark {
+        &self.mark
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.closed();
+    }
+}
 
 /// The process in which it was made.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +78,7 @@ pub(crate) struct ProcessMark {
 
 impl ProcessMark {
     /// Of this process.
-    pub(crate) fn here() -> Self {
+    fn here() -> Self {
         let page = *PAGE.get_or_init(wiped_on_fork);
         let mark = page.map_or(0, |page| {
             // Zero: the first call in this process.

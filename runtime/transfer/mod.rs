@@ -34,7 +34,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 use crate::config::Verify;
 use crate::device::{
-    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, ProcessMark, StreamId, StreamKind,
+    Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, Opened, StreamId, StreamKind,
     StreamOp, Token,
 };
 use crate::error::{Error, ErrorKind, Result, caught};
@@ -326,6 +326,7 @@ pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead
 }
 
 pub(crate) struct Parts {
+    pub(crate) process: Opened,
     pub(crate) pager: Pager,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
@@ -342,7 +343,7 @@ pub(crate) struct Parts {
 pub(crate) struct Engine {
     /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
     /// before any of them is taken.
-    process: ProcessMark,
+    process: Opened,
     latch: Alone<Mutex<Latched>>,
     idle: Condvar,
     log: AccessLog,
@@ -451,10 +452,10 @@ impl Failures {
 
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
-        let Parts { pager, device, store, slab, observer, sink, fate, io_timeout } = parts;
+        let Parts { process, pager, device, store, slab, observer, sink, fate, io_timeout } = parts;
         let engine = Arc::new(Self {
             gate: pager.gate(),
-            process: ProcessMark::here(),
+            process,
             latch: Alone(Mutex::new(Latched { pager, tickets: HashMap::new() })),
             idle: Condvar::new(),
             log: AccessLog::new(),
@@ -1283,6 +1284,7 @@ impl Engine {
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
+        self.process.closed();
         self.with(|pager, _| self.note_lost_device(pager));
         store.and(device)
     }
