@@ -83,7 +83,6 @@ fn measure(path: &Path, backend: IoBackend, name: &str, load: u64, writes: u64, 
         unsafe { HostPointer::new(part) }
     };
     let parts: Vec<HostPointer> = (0..=LOAD).map(part).collect();
-    store.register_memory(parts[0], PAGE * (LOAD + 1));
     let pages = std::fs::metadata(path).unwrap().len() / PAGE;
     let file = store.add_file(File::open(path).unwrap(), path.into(), FileUse::Model).unwrap();
     let scratch = ScratchFile::create(path.parent().unwrap(), PageSize::DEFAULT, false).unwrap();
