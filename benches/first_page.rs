@@ -7,40 +7,18 @@
 
 mod support;
 
-use std::future::Future;
-use std::pin::pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Runtime, Tensor};
 use serde_json::{Value, json};
 use support::{Random, Spread};
 
-struct Unparks(Thread);
-
-impl Wake for Unparks {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-fn block_on<F: Future>(future: F) -> F::Output {
-    let mut future = pin!(future);
-    let waker = Waker::from(Arc::new(Unparks(thread::current())));
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => thread::park(),
-        }
-    }
-}
-
 /// Milliseconds of a fault.
 fn fault(runtime: &Runtime, tensor: &Tensor, awaits: bool) -> f64 {
+    let executor = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let start = Instant::now();
-    let guard = if awaits { block_on(runtime.pin(tensor)) } else { runtime.pin(tensor).wait() };
+    let guard = if awaits { executor.block_on(runtime.pin(tensor)) } else { runtime.pin(tensor).wait() };
     let time = start.elapsed();
     drop(guard.unwrap());
     time.as_secs_f64() * 1e3

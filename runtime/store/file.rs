@@ -237,6 +237,11 @@ fn direct_refused(file: &File, path: &Path, cause: io::Error) -> Error {
     .caused_by(cause)
 }
 
+/// Whether what is on a file system of this [name](filesystem_name) is in memory.
+pub(super) fn is_memory(filesystem: &str) -> bool {
+    matches!(filesystem, "tmpfs" | "ramfs")
+}
+
 /// `"ext4"`, or the magic number of a file system we have no name for.
 pub(super) fn filesystem_name(file: &File) -> String {
     // SAFETY: statfs is plain data, for which all zero bytes is a value.

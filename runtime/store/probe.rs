@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use super::file::{filesystem_name, open_direct};
+use super::file::{filesystem_name, is_memory, open_direct};
 use super::{
     Completion, Completions, FileUse, IO_ALIGNMENT, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, StoreOptions,
     uring,
@@ -86,6 +86,13 @@ pub struct FileProbe {
     pub page_latency: Option<Latency>,
     /// Read bandwidth by block size and depth.
     pub points: Vec<ReadPoint>,
+}
+
+impl FileProbe {
+    /// Whether the file is in memory: on a file system that keeps its files there.
+    pub fn is_in_memory(&self) -> bool {
+        is_memory(&self.filesystem)
+    }
 }
 
 /// What O_DIRECT asks of a file's reads and writes.

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use twox_hash::XxHash3_64;
 
-use super::file::filesystem_name;
+use super::file::{filesystem_name, is_memory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 
@@ -63,6 +63,7 @@ struct Inner {
     /// Where the file can be found, if it was to persist.
     path: Option<PathBuf>,
     page_size: PageSize,
+    in_memory: bool,
     slots: Mutex<Slots>,
 }
 
@@ -95,7 +96,8 @@ impl ScratchFile {
             create_unnamed(directory).map(|file| (file, None))
         }
         .map_err(failed)?;
-        let inner = Inner { file, directory: directory.into(), path, page_size, slots: Mutex::default() };
+        let in_memory = is_memory(&filesystem_name(&file));
+        let inner = Inner { file, directory: directory.into(), path, page_size, in_memory, slots: Mutex::default() };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -148,14 +150,14 @@ impl ScratchFile {
 
     /// Whether its file system is memory: then what is written back to it leaves no memory.
     pub fn is_in_memory(&self) -> bool {
-        matches!(filesystem_name(&self.0.file).as_str(), "tmpfs" | "ramfs")
+        self.0.in_memory
     }
 
     /// Its length, and what of that no run holds; nothing while it grows, which takes long.
     pub(crate) fn room(&self) -> Option<(Bytes, Bytes)> {
         let slots = self.0.slots.try_lock()?;
         let page = self.0.page_size.bytes();
-        Some((Bytes::new(slots.count * page), Bytes::new(slots.free.values().sum::<u64>() * page)))
+        Some((Bytes::new(slots.count * page), Bytes::new(slots.free_count() * page)))
     }
 
     /// The length of the file.
@@ -165,7 +167,7 @@ impl ScratchFile {
 
     /// What of the file no run holds.
     pub fn free(&self) -> Bytes {
-        Bytes::new(self.0.slots.lock().free.values().sum::<u64>() * self.0.page_size.bytes())
+        Bytes::new(self.0.slots.lock().free_count() * self.0.page_size.bytes())
     }
 
     /// The checksum of a page's bytes, to be [recorded](Self::record) when they are in their slot.
@@ -274,6 +276,10 @@ impl Inner {
 }
 
 impl Slots {
+    fn free_count(&self) -> u64 {
+        self.free.values().sum()
+    }
+
     /// The first run of `wanted` free slots, which are then no longer free.
     fn take(&mut self, wanted: u64) -> Option<u64> {
         let (first, count) = self.free.iter().find(|&(_, &count)| count >= wanted).map(|(&f, &c)| (f, c))?;

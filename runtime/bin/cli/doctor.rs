@@ -221,7 +221,7 @@ fn examine(dir: &Path, found: &mut Directory) -> Result<()> {
     let depth = [QueueDepth::new(16)?];
     let small = TrialFile::create(dir, Bytes::kib(64), None)?;
     let probe = probe_file(&small.path(), IoBackend::Auto, &[], &[], Bytes::ZERO)?;
-    found.in_memory = matches!(probe.filesystem.as_str(), "tmpfs" | "ramfs");
+    found.in_memory = probe.is_in_memory();
     found.direct = Some(probe.direct.is_ok());
     found.memory_alignment = probe.alignment.map(|alignment| alignment.memory.get());
     found.offset_alignment = probe.alignment.map(|alignment| alignment.offset.get());
