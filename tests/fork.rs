@@ -9,13 +9,16 @@ mod harness;
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::sync::Arc;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::task::{Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use harness::{AnyDevice, Devices, On, Pinned, PinnedMut, Request, Setting, check_at_rest, owned, poll, watched};
+use harness::{
+    AnyDevice, Devices, On, Pinned, PinnedMut, Request, Setting, check_at_rest, owned, poll, progress, watched,
+};
 use outcore::pager::policy::{LruPolicy, Policy, Take, Want};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
 use outcore::{
@@ -419,4 +422,37 @@ fn a_child_is_refused_a_runtime_while_its_parent_has_one_open(devices: Devices) 
             check_at_rest(runtime, vec![table], &format!("{on:?}"));
         }
     });
+}
+
+/// Not a test by itself: the child of the next one.
+#[test]
+fn child_opens_its_first_runtimes_at_once() {
+    if std::env::var_os("OUTCORE_CHILD_OPENS").is_none() {
+        return;
+    }
+    let at_once = Barrier::new(4);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                at_once.wait();
+                Runtime::builder().device_budget(Bytes::mib(4)).open().unwrap().close().unwrap();
+            });
+        }
+    });
+    println!("all opened");
+}
+
+/// One of them was taken for a child by `fork` of the process it was in.
+#[test]
+fn regression_the_first_runtimes_of_a_process_may_open_at_once() {
+    for _ in 0..50 {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_opens_its_first_runtimes_at_once", "--nocapture"])
+            .env("OUTCORE_CHILD_OPENS", "1")
+            .output()
+            .unwrap();
+        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        assert!(child.status.success() && text.contains("all opened"), "{:?}: {text}", child.status);
+        progress();
+    }
 }

@@ -3,7 +3,7 @@
 
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -14,10 +14,43 @@ static PAGE: OnceLock<Option<&'static AtomicU64>> = OnceLock::new();
 /// Greater than the mark of every process this one descends from, whose memory it has.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Runtimes that are open. A child has the number that its parent had.
-static OPEN: AtomicU64 = AtomicU64::new(0);
-/// The id of the process that opened them.
-static OPENED_BY: AtomicU32 = AtomicU32::new(0);
+/// The runtimes of this process. A child has what its parent had.
+static OPEN: Openings = Openings(AtomicU64::new(0));
+
+/// How many runtimes are open, and in which process: one word, so that no thread sees one without the other. The upper half
+/// says which process, the lower half how many.
+#[derive(Debug)]
+struct Openings(AtomicU64);
+
+impl Openings {
+    fn of(word: u64) -> (u32, u32) {
+        ((word >> 32) as u32, word as u32)
+    }
+
+    fn word(process: u32, open: u32) -> u64 {
+        u64::from(process) << 32 | u64::from(open)
+    }
+
+    /// One more. False if some are open in another process: this one has a copy of their memory.
+    fn open(&self, process: u32) -> bool {
+        let more = |word| match Self::of(word) {
+            (by, open) if by == process => Some(Self::word(process, open.saturating_add(1))),
+            (_, 0) => Some(Self::word(process, 1)),
+            _ => None,
+        };
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// One fewer of this process.
+    fn close(&self, process: u32) {
+        let fewer = |word| match Self::of(word) {
+            (by, open) if by == process => Some(Self::word(process, open.saturating_sub(1))),
+            _ => None,
+        };
+        // Of another process's, none ends here.
+        let _ = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer);
+    }
+}
 
 /// A runtime that is open in this process.
 #[derive(Debug)]
@@ -31,25 +64,20 @@ impl Opened {
     /// `Unsupported` in a child by `fork` of a process that had runtimes open. Threads of the parent stood in this
     /// process's lists of waiting threads; the child has the lists and not the threads, so what waits in it may wait for ever.
     pub(crate) fn here() -> Result<Self> {
-        let elsewhere = match PAGE.get().copied().flatten() {
-            Some(page) => page.load(Ordering::Relaxed) == 0,
-            None => OPENED_BY.load(Ordering::Relaxed) != std::process::id(),
-        };
-        if elsewhere && OPEN.load(Ordering::Relaxed) > 0 {
+        let mark = ProcessMark::here();
+        if !OPEN.open(mark.short()) {
             return Err(Error::new(ErrorKind::Unsupported, "this process is a fork of one that had a runtime open")
                 .remedy(
                     "exec a program in the child, or fork before the parent opens a runtime, or after it has closed it",
                 ));
         }
-        OPENED_BY.store(std::process::id(), Ordering::Relaxed);
-        OPEN.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { mark: ProcessMark::here(), counted: AtomicBool::new(true) })
+        Ok(Self { mark, counted: AtomicBool::new(true) })
     }
 
     /// Its threads have ended.
     pub(crate) fn closed(&self) {
         if self.is_here() && self.counted.swap(false, Ordering::Relaxed) {
-            OPEN.fetch_sub(1, Ordering::Relaxed);
+            OPEN.close(self.mark.short());
         }
     }
 }
@@ -97,6 +125,11 @@ impl ProcessMark {
         }
     }
 
+    /// Another number for each process that has a copy of the same memory.
+    fn short(&self) -> u32 {
+        if self.page.is_some() { self.mark as u32 } else { self.id }
+    }
+
     /// The id of that process.
     pub(crate) const fn id(&self) -> u32 {
         self.id
@@ -119,4 +152,36 @@ fn wiped_on_fork() -> Option<&'static AtomicU64> {
     }
     // SAFETY: the page is zeroed and aligned, stays for good, and is only used as this atomic number.
     NonNull::new(page.cast::<AtomicU64>()).map(|page| unsafe { page.as_ref() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    /// Two that opened a process's first runtimes at once: one saw the other's count before it saw whose count it was.
+    #[test]
+    fn regression_the_first_runtimes_of_a_process_may_open_at_once() {
+        const THREADS: u32 = 4;
+        for process in 1..2000 {
+            // Left by a parent that had closed all of its own.
+            let open = Openings(AtomicU64::new(Openings::word(process - 1, 0)));
+            let at_once = Barrier::new(THREADS as usize);
+            thread::scope(|scope| {
+                for _ in 0..THREADS {
+                    scope.spawn(|| {
+                        at_once.wait();
+                        assert!(open.open(process));
+                    });
+                }
+            });
+            assert_eq!(Openings::of(open.0.load(Ordering::Relaxed)), (process, THREADS));
+            assert!(!open.open(process + 1), "a child opened one beside its parent's");
+            open.close(process + 1);
+            (0..THREADS).for_each(|_| open.close(process));
+            assert!(open.open(process + 1));
+        }
+    }
 }
