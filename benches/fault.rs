@@ -2,7 +2,7 @@
 //! through each backend; beside them threads that do the least a fault can be: an O_DIRECT `pread` and an `mremap`.
 //!
 //! Parameters: `--pages` (64KiB,256KiB,1MiB,2MiB,4MiB,16MiB), `--threads` (1,2,8,32), `--millis` of a sample (120),
-//! `--rounds` (5), `--size` of the file (1GiB), `--dir`.
+//! `--rounds` (5), `--size` of the file (1GiB), `--dir`, `--await` (false): threads await, and the store's threads read.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -147,6 +147,10 @@ impl Paged {
     }
 }
 
+thread_local! {
+    static EXECUTOR: tokio::runtime::Runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+}
+
 fn list<T: std::str::FromStr>(name: &str, default: &str) -> Vec<T> {
     let text: String = support::param(name, default);
     text.split(',').map(|part| part.parse().ok().unwrap()).collect()
@@ -157,6 +161,7 @@ fn main() {
     let threads: Vec<usize> = list("threads", "1,2,8,32");
     let time = Duration::from_millis(support::param("millis", "120"));
     let rounds: usize = support::param("rounds", "5");
+    let awaits: bool = support::param("await", "false");
     let size: Bytes = support::param("size", "1GiB");
     let dir = support::dir();
     let hardware = support::hardware(&dir);
@@ -196,7 +201,12 @@ fn main() {
                         0 => sample(threads, time, &|thread| raw.fault(thread, at(0))),
                         side => {
                             let Paged { runtime, pages } = &paged[side - 1];
-                            sample(threads, time, &|_| drop(runtime.pin(&pages[at(side) as usize]).wait().unwrap()))
+                            sample(threads, time, &|_| {
+                                let request = runtime.pin(&pages[at(side) as usize]);
+                                let guard =
+                                    if awaits { EXECUTOR.with(|it| it.block_on(request)) } else { request.wait() };
+                                drop(guard.unwrap());
+                            })
                         }
                     });
                 }
@@ -233,5 +243,9 @@ fn main() {
                 "io_uring_of_threads": ratio.json(), "cpu_of_raw": of_raw }));
         }
     }
-    support::json_line("fault", &hardware, json!({ "rows": rows, "goal": 0.97, "goal_cpu_of_raw": 2.5 }));
+    support::json_line(
+        "fault",
+        &hardware,
+        json!({ "rows": rows, "awaits": awaits, "goal": 0.97, "goal_cpu_of_raw": 2.5 }),
+    );
 }

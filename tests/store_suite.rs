@@ -17,7 +17,7 @@ use outcore::store::{
     CallHook, Completion, Completions, FileUse, Injected, IoBackend, IoCall, IoKind, IoOp, Priority, QueueDepth, Store,
     StoreOptions, open_store, probe_backend, probe_file,
 };
-use outcore::{Bytes, ErrorKind, FileId, Result};
+use outcore::{Bytes, Error, ErrorKind, FileId, Result};
 
 const PAGE: usize = 64 << 10;
 
@@ -1048,6 +1048,73 @@ fn a_slow_completion_does_not_hold_up_the_others() {
         });
         sink.log.assert_each_ended_once(0..4);
         assert_eq!(memory.bytes(0, 4 * PAGE), noise(4 * PAGE, 9));
+    });
+}
+
+/// Whoever takes long over news keeps the store from reporting more, and not from reading.
+#[test]
+fn regression_a_report_that_takes_long_holds_up_no_calls() {
+    /// Holds the first report until the calls of all operations were seen.
+    struct Holds {
+        log: Log,
+        calls: Arc<Calls>,
+    }
+    #[derive(Default)]
+    struct Calls {
+        /// How many were seen, and whether the first one's end is being reported.
+        state: Mutex<(usize, bool)>,
+        changed: Condvar,
+    }
+    impl CallHook for Calls {
+        fn before(&self, _call: &IoCall) -> Injected {
+            self.state.lock().unwrap().0 += 1;
+            self.changed.notify_all();
+            Injected::Nothing
+        }
+    }
+    impl Completions for Holds {
+        fn completed(&self, done: &mut Vec<Completion>) {
+            if done.iter().any(|completion| completion.token == Token(0)) {
+                let mut state = self.calls.state.lock().unwrap();
+                state.1 = true;
+                self.calls.changed.notify_all();
+                let limit = Duration::from_secs(60);
+                let held = self.calls.changed.wait_timeout_while(state, limit, |(seen, _)| *seen < 9).unwrap();
+                if held.1.timed_out() {
+                    done[0].result = Err(Error::new(ErrorKind::TimedOut, "a report held up calls"));
+                }
+            }
+            self.log.completed(done);
+        }
+    }
+    on_each_backend(|backend| {
+        let calls = Arc::new(Calls::default());
+        let sink = Arc::new(Holds { log: Log::default(), calls: Arc::clone(&calls) });
+        let memory = Memory::new(9 * PAGE);
+        let store = StoreOptions::new(backend).hook(Arc::clone(&calls) as _).open(Arc::clone(&sink) as _).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&noise(9 * PAGE, 9)).unwrap();
+        let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
+        for page in 0..9 {
+            store.submit(IoOp {
+                token: Token(page as u64),
+                kind: IoKind::Read,
+                file,
+                offset: (page * PAGE) as u64,
+                buffer: memory.at(page * PAGE),
+                len: PAGE as u32,
+                valid: PAGE as u32,
+                priority: Priority::Demand,
+            });
+            if page == 0 {
+                let state = calls.state.lock().unwrap();
+                drop(calls.changed.wait_while(state, |(_, reporting)| !*reporting).unwrap());
+            }
+        }
+        sink.log.wait_for(9);
+        (0..9).for_each(|token| sink.log.result(token).unwrap());
+        assert_eq!(memory.bytes(0, 9 * PAGE), noise(9 * PAGE, 9));
+        store.close().unwrap();
     });
 }
 

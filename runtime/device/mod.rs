@@ -138,8 +138,8 @@ pub trait Completions: Send + Sync {
     /// These operations have ended; their memory is no longer borrowed. May drain `done`.
     fn completed(&self, done: &mut Vec<Completion>);
 
-    /// Whether the end of this operation keeps whoever reports it for as long as another hand-over takes, or longer. A store
-    /// that has a thread for many operations then reports it from another one. Must not block.
+    /// Whether to report the end of this operation takes so long that others' reports should not wait for it. A store that
+    /// has one thread for many reports then has another one do it. Must not block.
     fn takes_long(&self, _token: Token) -> bool {
         false
     }

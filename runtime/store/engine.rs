@@ -212,7 +212,8 @@ impl Shared {
 
     /// Whether to report this operation keeps a thread for long.
     pub fn takes_long(&self, active: &Active) -> bool {
-        panic::catch_unwind(AssertUnwindSafe(|| self.sink.takes_long(active.op.token))).unwrap_or(false)
+        active.file.is_remote()
+            || panic::catch_unwind(AssertUnwindSafe(|| self.sink.takes_long(active.op.token))).unwrap_or(false)
     }
 
     /// Turns ended operations into completions. The identity of each file is compared once, after the last of these reads
@@ -408,7 +409,9 @@ impl Store for Engine {
         if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
             // What is wrong with it, `submit` reports.
             let file = self.files.lock().open.get(&op.file).map(Arc::clone);
-            if let Some(file) = file.filter(|file| file.is_direct() && Active::check(&op, file).is_ok()) {
+            if let Some(file) =
+                file.filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
+            {
                 let mut state = self.shared.state.lock();
                 if !state.closing && state.queue.start_callers(Instant::now()) {
                     drop(state);

@@ -82,6 +82,7 @@ pub(super) struct OpenFile {
     path: PathBuf,
     direct: bool,
     writable: bool,
+    remote: bool,
     identity: Option<FileIdentity>,
 }
 
@@ -97,7 +98,7 @@ impl OpenFile {
             FileUse::Model => Some(FileIdentity::of(&file).map_err(failed)?),
             FileUse::Scratch => None,
         };
-        let writable = usage == FileUse::Scratch;
+        let (writable, remote) = (usage == FileUse::Scratch, is_remote(&filesystem_name(&file)));
         let direct_file = match direct {
             DirectIo::Never => None,
             DirectIo::Required | DirectIo::Preferred => match open_direct(&file, writable) {
@@ -115,11 +116,11 @@ impl OpenFile {
             },
         };
         Ok(match direct_file {
-            Some(file) => Self { file, path, direct: true, writable, identity },
+            Some(file) => Self { file, path, direct: true, writable, remote, identity },
             None => {
                 // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
                 advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-                Self { file, path, direct: false, writable, identity }
+                Self { file, path, direct: false, writable, remote, identity }
             }
         })
     }
@@ -132,6 +133,10 @@ impl OpenFile {
     }
     pub fn is_writable(&self) -> bool {
         self.writable
+    }
+    /// Whether another machine or program is asked for it, so that even a question about it may stay without an answer.
+    pub fn is_remote(&self) -> bool {
+        self.remote
     }
     pub fn fd(&self) -> RawFd {
         self.file.as_raw_fd()
@@ -242,6 +247,11 @@ pub(super) fn is_memory(filesystem: &str) -> bool {
     matches!(filesystem, "tmpfs" | "ramfs")
 }
 
+/// Whether another machine, or a program on this one, serves a file system of this [name](filesystem_name).
+fn is_remote(filesystem: &str) -> bool {
+    matches!(filesystem, "nfs" | "fuse" | "9p" | "lustre" | "smb" | "ceph" | "gpfs" | "afs" | "orangefs")
+}
+
 /// `"ext4"`, or the magic number of a file system we have no name for.
 pub(super) fn filesystem_name(file: &File) -> String {
     // SAFETY: statfs is plain data, for which all zero bytes is a value.
@@ -265,6 +275,10 @@ pub(super) fn filesystem_name(file: &File) -> String {
         0x9FA0 => "proc",
         0x0BD0_0BD0 => "lustre",
         0xFF53_4D42 | 0xFE53_4D42 => "smb",
+        0x00C3_6400 => "ceph",
+        0x4750_4653 => "gpfs",
+        0x5346_414F | 0x6B41_4653 => "afs",
+        0x2003_0528 => "orangefs",
         magic => return format!("type {magic:#x}"),
     };
     name.into()

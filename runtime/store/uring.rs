@@ -2,7 +2,9 @@
 //!
 //! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in the
 //! ring, so that the thread has one place to wait. Everything the ring is told comes from that thread, which is what
-//! SINGLE_ISSUER and DEFER_TASKRUN ask for. Reads that callers carry out themselves do not come here.
+//! SINGLE_ISSUER and DEFER_TASKRUN ask for. It asks for no file's identity, hashes nothing and runs nobody's code: what has
+//! ended it hands to a second thread, and what takes long to report to a third. Reads that callers carry out themselves do not
+//! come here.
 //!
 //! # Invariants
 //!
@@ -231,76 +233,85 @@ struct InFlight {
     slot: Option<u32>,
 }
 
-/// Operations whose end takes long to report, and the thread that does it, so that the ring's serves the kernel meanwhile.
-/// It is started for the first of them.
-struct Slow {
+/// A thread that reports what has ended, so that the ring's thread serves the kernel meanwhile. It is started for the first of
+/// them.
+struct Reporter {
+    name: &'static str,
+    /// Whether its reports keep it for long. Who waits for the first then need not wait for the last.
+    one_by_one: bool,
     shared: Arc<Shared>,
-    queue: Arc<SlowQueue>,
+    queue: Arc<ReportQueue>,
     started: bool,
 }
 
 #[derive(Default)]
-struct SlowQueue {
-    state: Mutex<SlowState>,
+struct ReportQueue {
+    state: Mutex<Reports>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct SlowState {
+struct Reports {
     ended: Vec<Ended>,
+    /// Never accepted.
+    refused: Vec<Completion>,
     /// Nothing more comes.
     over: bool,
 }
 
-impl Slow {
-    fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, queue: Arc::default(), started: false }
+impl Reporter {
+    fn new(name: &'static str, one_by_one: bool, shared: &Arc<Shared>) -> Self {
+        Self { name, one_by_one, shared: Arc::clone(shared), queue: Arc::default(), started: false }
     }
 
-    /// Takes out of `ended` what takes long. Without a thread it stays there.
-    fn take(&mut self, ended: &mut Vec<Ended>) {
-        let mut slow = ended.extract_if(.., |ended| self.shared.takes_long(&ended.active)).peekable();
-        if slow.peek().is_none() {
+    /// Takes what has ended or was refused. Without a thread it is reported here.
+    fn take(&mut self, ended: &mut Vec<Ended>, refused: &mut Vec<Completion>) {
+        if ended.is_empty() && refused.is_empty() {
             return;
         }
         if !self.started {
-            let (shared, queue) = (Arc::clone(&self.shared), Arc::clone(&self.queue));
-            if let Err(cause) = self.shared.spawn("outcore-io-slow".into(), move || queue.serve(&shared)) {
-                tracing::info!(%cause, "no thread for slow completions: the ring's reports them");
-                let slow: Vec<_> = slow.collect();
-                return ended.extend(slow);
+            let (shared, queue, one_by_one) = (Arc::clone(&self.shared), Arc::clone(&self.queue), self.one_by_one);
+            if let Err(cause) = self.shared.spawn(self.name.into(), move || queue.serve(&shared, one_by_one)) {
+                tracing::info!(%cause, "no thread for completions: the ring's reports them");
+                self.shared.conclude(ended, refused);
+                return self.shared.deliver(refused);
             }
             self.started = true;
         }
-        self.queue.state.lock().ended.extend(slow);
+        let mut state = self.queue.state.lock();
+        state.ended.append(ended);
+        state.refused.append(refused);
+        drop(state);
         self.queue.changed.notify_one();
     }
 }
 
-impl Drop for Slow {
+impl Drop for Reporter {
     fn drop(&mut self) {
         self.queue.state.lock().over = true;
         self.queue.changed.notify_one();
     }
 }
 
-impl SlowQueue {
-    fn serve(&self, shared: &Shared) {
-        let mut done = Vec::new();
+impl ReportQueue {
+    fn serve(&self, shared: &Shared, one_by_one: bool) {
+        let (mut ended, mut done) = (Vec::new(), Vec::new());
         loop {
             let mut state = self.state.lock();
-            while state.ended.is_empty() {
+            while state.ended.is_empty() && state.refused.is_empty() {
                 if state.over {
                     return;
                 }
                 self.changed.wait(&mut state);
             }
-            let mut ended = mem::take(&mut state.ended);
+            mem::swap(&mut ended, &mut state.ended);
+            mem::swap(&mut done, &mut state.refused);
             drop(state);
             shared.conclude(&mut ended, &mut done);
-            // One by one: who waits for the first need not wait for the last.
-            for completion in done.drain(..) {
-                shared.deliver(&mut vec![completion]);
+            if one_by_one {
+                done.drain(..).for_each(|completion| shared.deliver(&mut vec![completion]));
+            } else {
+                shared.deliver(&mut done);
             }
         }
     }
@@ -319,8 +330,12 @@ struct Ring {
     fixed_files: Option<FixedFiles>,
     /// Ended, and not yet reported.
     ended: Vec<Ended>,
-    done: Vec<Completion>,
-    slow: Slow,
+    /// Never accepted, and not yet reported.
+    refused: Vec<Completion>,
+    reporter: Reporter,
+    /// For reports that take long: they do not hold up the others.
+    slow_reporter: Reporter,
+    slow: Vec<Ended>,
     lanes: Vec<Lane>,
     starting: Vec<(Active, Lane)>,
     answers: Vec<(u64, i32)>,
@@ -382,7 +397,8 @@ impl Ring {
         if fixed_files.is_none() {
             tracing::info!("this kernel registers no files: some CPU more, nothing else");
         }
-        let slow = Slow::new(Arc::clone(&shared));
+        let reporter = Reporter::new("outcore-io-report", false, &shared);
+        let slow_reporter = Reporter::new("outcore-io-slow", true, &shared);
         Self {
             ring,
             shared,
@@ -393,8 +409,10 @@ impl Ring {
             armed: false,
             fixed_files,
             ended: Vec::new(),
-            done: Vec::new(),
-            slow,
+            refused: Vec::new(),
+            reporter,
+            slow_reporter,
+            slow: Vec::new(),
             lanes: Vec::new(),
             starting: Vec::new(),
             answers: Vec::new(),
@@ -409,12 +427,10 @@ impl Ring {
                 self.issue(key);
             }
             self.settle();
-            if !self.ended.is_empty() || !self.done.is_empty() {
-                // The kernel gets its next work before the sink takes its time.
+            if !self.ended.is_empty() || !self.refused.is_empty() {
+                // The kernel gets its next work first.
                 self.enter(0);
-                self.slow.take(&mut self.ended);
-                self.shared.conclude(&mut self.ended, &mut self.done);
-                self.shared.deliver(&mut self.done);
+                self.hand_over();
                 continue;
             }
             let wait = self.bell.sleep();
@@ -422,6 +438,14 @@ impl Ring {
             self.reap();
             self.settle();
         }
+    }
+
+    /// Has others report what has ended or was refused.
+    fn hand_over(&mut self) {
+        let shared = &self.shared;
+        self.slow.extend(self.ended.extract_if(.., |ended| shared.takes_long(&ended.active)));
+        self.slow_reporter.take(&mut self.slow, &mut Vec::new());
+        self.reporter.take(&mut self.ended, &mut self.refused);
     }
 
     /// Takes what is new. False when the store is closed and nothing is left.
@@ -439,14 +463,14 @@ impl Ring {
         for lane in self.lanes.drain(..) {
             state.queue.finished(lane);
         }
-        self.done.append(&mut state.refused);
+        self.refused.append(&mut state.refused);
         while let Some(next) = state.queue.pop(now) {
             self.starting.push(next);
         }
         if state.closing {
             let idle = self.starting.is_empty()
                 && self.ended.is_empty()
-                && self.done.is_empty()
+                && self.refused.is_empty()
                 && self.in_flight.is_empty()
                 && state.queue.is_empty();
             if idle && !self.armed {

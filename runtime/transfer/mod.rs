@@ -109,7 +109,7 @@ pub(crate) enum Received {
     Waiting(Waiting),
 }
 
-/// Bytes whose hash takes longer than to wake another thread.
+/// Bytes whose hash takes so long that others' news should not wait for it.
 const LONG_HASH: u64 = 512 << 10;
 
 /// The event behind the copies that a stream has to wait for.
