@@ -922,7 +922,6 @@ fn slab_keeps_frames_and_staging_apart() {
         assert!(bytes.iter().all(|&b| b == n as u8), "buffer {n} overlaps another");
     }
     assert!(slab.pointer(HostFrameId::new(5)).is_none() && slab.staging(StagingId::new(3)).is_none());
-    assert_eq!(slab.regions().iter().map(|r| r.len.get()).collect::<Vec<_>>(), [3 * SMALL.get(), 5 * SMALL.get()]);
     assert_eq!(slab.grow(10).unwrap_err().kind(), ErrorKind::InvalidArgument);
     slab.grow(9).unwrap();
     assert!(slab.pointer(HostFrameId::new(8)).is_some());
@@ -938,6 +937,6 @@ fn an_empty_slab_is_legal() {
     let config = HostSlabConfig { page_size: PageSize::DEFAULT, frames: 0, frames_max: 0, staging: 0, lock: true };
     let slab = HostSlab::new(config).unwrap();
     slab.wait_locked();
-    assert!(slab.regions().is_empty() && slab.pointer(HostFrameId::new(0)).is_none());
+    assert!(slab.pointer(HostFrameId::new(0)).is_none());
     assert_eq!(slab.locked_bytes(), Bytes::ZERO);
 }

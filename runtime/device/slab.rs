@@ -6,12 +6,13 @@
 //! 2. Addresses stay for the slab's life, up to its frame limit. The memory of frame `i` is there while
 //!    `i < frame_count`.
 //! 3. The locker works on one slice at a time, under the lock that [`HostSlab::shrink`] and [`HostSlab::grow`] take.
-//!    Lookups of addresses take no lock.
+//! 4. Before a slice is locked its memory is touched, by the locker while it is nobody's ([`Firsts`]), or by whoever was given
+//!    a frame in it. Nobody gets an address but through [`HostSlab::pointer`] and [`HostSlab::staging`], which claim it.
 
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -21,10 +22,9 @@ use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker locks this much at a time, a huge page. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for at most
-/// this, and so does whoever changes the process's address space, as a fault does that moves a frame: memory that is
-/// touched for the first time may come at some hundred MB/s.
-const SLICE_BYTES: u64 = 2 << 20;
+/// The locker touches and locks this much at a time, a huge page. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for
+/// at most this: memory that is touched for the first time may come at some hundred MB/s.
+const SLICE_BYTES: u64 = HUGE_PAGE_BYTES;
 /// The same where a device locks, which keeps a record of each slice.
 const DEVICE_SLICE_BYTES: u64 = 8 << 20;
 
@@ -43,7 +43,7 @@ pub struct HostSlabConfig {
     pub lock: bool,
 }
 
-/// A range of host memory, for registration with a store or a GPU driver.
+/// A range of host memory, for a GPU driver.
 #[derive(Clone, Copy, Debug)]
 pub struct SlabRegion {
     /// The first byte.
@@ -59,6 +59,72 @@ enum Locks {
     Kernel(fn(u64, u64) -> io::Result<()>),
     /// The device that copies from and to it. Every slice is unlocked before the memory goes.
     Device(Arc<dyn Device>),
+}
+
+/// Who touches memory first, by slice: the locker, or whoever was given it.
+///
+/// The kernel would bring the memory in as it locks it, and hold the process's address space meanwhile; each fault that moves a
+/// frame would wait for that. A store to memory that is not there holds nothing.
+#[derive(Debug)]
+struct Firsts {
+    slices: Box<[AtomicU8]>,
+    /// Held by the locker while it touches a slice.
+    touching: Mutex<()>,
+}
+
+/// Nobody has been given any of it.
+const NOBODYS: u8 = 0;
+/// The locker writes to it.
+const TOUCHED_NOW: u8 = 1;
+/// It may be somebody's.
+const GIVEN: u8 = 2;
+
+impl Firsts {
+    fn new(bytes: u64) -> Self {
+        let slices = (0..bytes.div_ceil(SLICE_BYTES)).map(|_| AtomicU8::new(NOBODYS)).collect();
+        Self { slices, touching: Mutex::default() }
+    }
+
+    fn of(&self, offset: u64, len: u64) -> &[AtomicU8] {
+        let (first, end) = (offset / SLICE_BYTES, (offset + len).div_ceil(SLICE_BYTES));
+        self.slices.get(first as usize..end as usize).unwrap_or_default()
+    }
+
+    /// These bytes are the caller's now. Waits if the locker is touching them.
+    fn give(&self, offset: u64, len: u64) {
+        for slice in self.of(offset, len) {
+            // Acquire: what the locker wrote comes before what the caller writes.
+            let seen = slice.compare_exchange(NOBODYS, GIVEN, Ordering::Acquire, Ordering::Acquire);
+            if seen == Err(TOUCHED_NOW) {
+                drop(self.touching.lock());
+            }
+        }
+    }
+
+    /// Memory from here on is nobody's again. Of a slice that begins before, some may still be somebody's.
+    fn take_back(&self, offset: u64) {
+        let first = offset.div_ceil(SLICE_BYTES) as usize;
+        self.slices.iter().skip(first).for_each(|slice| slice.store(NOBODYS, Ordering::Relaxed));
+    }
+
+    /// Touches what is nobody's of a range at `base + offset`.
+    fn touch(&self, base: u64, offset: u64, len: u64) {
+        let starts = (offset - offset % SLICE_BYTES..offset + len).step_by(SLICE_BYTES as usize);
+        for (slice, start) in self.of(offset, len).iter().zip(starts) {
+            let _touching = self.touching.lock();
+            if slice.compare_exchange(NOBODYS, TOUCHED_NOW, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+                continue;
+            }
+            let (from, end) = (start.max(offset), (start + SLICE_BYTES).min(offset + len));
+            for at in (from..end).step_by(sys::system_page_bytes() as usize) {
+                let byte = std::ptr::with_exposed_provenance_mut::<u8>((base + at) as usize);
+                // SAFETY: the slab has committed the range, and keeps it while the locker works on it (invariant 3). It is
+                // nobody's (invariant 4), and who asks for it now waits.
+                unsafe { byte.write_volatile(0) };
+            }
+            slice.store(GIVEN, Ordering::Release);
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -78,6 +144,8 @@ struct Slab {
     staging_count: u32,
     frames: Region,
     staging: Region,
+    frame_firsts: Firsts,
+    staging_firsts: Firsts,
     frame_count: AtomicU32,
     progress: Mutex<Progress>,
     /// Bytes locked; written under `progress`.
@@ -101,6 +169,12 @@ impl Slab {
         u64::from(pages) * self.page_size.bytes()
     }
 
+    /// A page of memory at this place in a region, which is the caller's from now on.
+    fn given(&self, region: &Region, firsts: &Firsts, offset: u64) -> HostPointer {
+        firsts.give(offset, self.page_size.bytes());
+        at(region, offset)
+    }
+
     /// The next slice to lock: which progress it advances, its address and its length.
     fn next_slice<'a>(&self, progress: &'a mut Progress) -> Option<(&'a mut u64, u64, u64)> {
         let (base, done, total) = if progress.staging < self.staging.len() {
@@ -120,6 +194,13 @@ impl Slab {
     }
 
     fn lock(&self, address: u64, len: u64) -> Result<()> {
+        let staging = self.staging.base()..self.staging.base() + self.staging.len();
+        let (region, firsts) = if staging.contains(&address) {
+            (&self.staging, &self.staging_firsts)
+        } else {
+            (&self.frames, &self.frame_firsts)
+        };
+        firsts.touch(region.base(), address - region.base(), len);
         match &self.locks {
             Locks::Kernel(lock) => lock(address, len).map_err(|cause| {
                 Error::io(format!("lock {}", Bytes::new(len)), cause).remedy(
@@ -153,6 +234,8 @@ impl Slab {
     }
 
     fn lock_in_slices(&self) {
+        // Faults come first.
+        sys::stand_back();
         loop {
             let mut progress = self.progress.lock();
             let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
@@ -215,6 +298,8 @@ impl HostSlab {
             page_size: page,
             frames_max,
             staging_count: config.staging,
+            frame_firsts: Firsts::new(frames.len()),
+            staging_firsts: Firsts::new(staging.len()),
             frames,
             staging,
             frame_count: AtomicU32::new(0),
@@ -276,24 +361,19 @@ impl HostSlab {
         self.slab.staging_count
     }
 
-    /// The memory of a host frame, or `None` if there is no such frame.
+    /// The memory of a host frame, or `None` if there is no such frame. Waits while the locker touches that memory for the first
+    /// time, as long as the caller would take to.
     pub fn pointer(&self, frame: HostFrameId) -> Option<HostPointer> {
-        (frame.get() < self.frame_count()).then(|| at(&self.slab.frames, self.slab.bytes(frame.get())))
+        let slab = &self.slab;
+        (frame.get() < self.frame_count())
+            .then(|| slab.given(&slab.frames, &slab.frame_firsts, slab.bytes(frame.get())))
     }
 
-    /// The memory of a staging buffer, or `None` if there is no such buffer.
+    /// The memory of a staging buffer, or `None` if there is no such buffer. Waits as [`pointer`](Self::pointer) does.
     pub fn staging(&self, staging: StagingId) -> Option<HostPointer> {
-        (staging.get() < self.slab.staging_count).then(|| at(&self.slab.staging, self.slab.bytes(staging.get())))
-    }
-
-    /// The memory as it is now, staging buffers first, for registration. Empty ranges are left out.
-    pub fn regions(&self) -> Vec<SlabRegion> {
-        let frames = self.slab.bytes(self.frame_count());
-        [(&self.slab.staging, self.slab.staging.len()), (&self.slab.frames, frames)]
-            .into_iter()
-            .filter(|(_, len)| *len > 0)
-            .map(|(region, len)| SlabRegion { base: at(region, 0), len: Bytes::new(len) })
-            .collect()
+        let slab = &self.slab;
+        (staging.get() < slab.staging_count)
+            .then(|| slab.given(&slab.staging, &slab.staging_firsts, slab.bytes(staging.get())))
     }
 
     /// How much is locked so far; it grows in the background.
@@ -361,6 +441,7 @@ impl HostSlab {
         unsafe { sys::vacate(slab.frames.base() + kept, slab.bytes(from - count)) }
             .map_err(|e| Error::io("give memory of the host tier back", e))?;
         slab.frame_count.store(count, Ordering::Release);
+        slab.frame_firsts.take_back(kept);
         let unlocked = progress.frames.saturating_sub(kept);
         progress.frames -= unlocked;
         slab.locked.fetch_sub(unlocked, Ordering::Relaxed);
@@ -438,6 +519,55 @@ mod tests {
         let slab = slab.expect("the slab is there before it is locked").unwrap();
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
+    }
+
+    /// Whose a slice is, while threads take frames of it and the locker touches it: nothing that was written is lost.
+    #[test]
+    fn the_locker_touches_nothing_that_was_given() {
+        for round in 0..50 {
+            let slab = HostSlab::with_locks(config(64, 2), Locks::Kernel(|_, _| Ok(()))).unwrap();
+            thread::scope(|scope| {
+                for first in 0..2 {
+                    let slab = &slab;
+                    scope.spawn(move || {
+                        for frame in (first..64).step_by(2) {
+                            let at = slab.pointer(HostFrameId::new((frame + round) % 64)).unwrap();
+                            // SAFETY: the frame is the slab's, and this thread's alone.
+                            unsafe { at.as_ptr().write_bytes(7, 64 << 10) };
+                        }
+                    });
+                }
+            });
+            slab.wait_locked();
+            for frame in 0..64 {
+                let at = slab.pointer(HostFrameId::new(frame)).unwrap();
+                // SAFETY: as above; the threads have ended.
+                let bytes = unsafe { std::slice::from_raw_parts(at.as_ptr(), 64 << 10) };
+                assert!(bytes.iter().all(|byte| *byte == 7), "frame {frame} was written to by the locker");
+            }
+        }
+    }
+
+    /// Memory is there before the kernel is told to lock it: it would hold the address space while it brought it in.
+    #[test]
+    fn regression_memory_is_touched_before_it_is_locked() {
+        fn resident(address: u64, len: u64) -> io::Result<()> {
+            let pages = len / sys::system_page_bytes();
+            let mut seen = vec![0_u8; pages as usize];
+            let start = std::ptr::with_exposed_provenance_mut(address as usize);
+            // SAFETY: asks about a range of the slab's; `seen` has a byte for each of its pages.
+            let outcome = unsafe { libc::mincore(start, len as usize, seen.as_mut_ptr()) };
+            let there = outcome == 0 && seen.iter().all(|page| page & 1 == 1);
+            if there { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
+        }
+        let slab = HostSlab::with_locks(config(50, 3), Locks::Kernel(resident)).unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(53 * 64));
+        // SAFETY: nothing uses the frames.
+        unsafe { slab.shrink(32) }.unwrap();
+        slab.grow(64).unwrap();
+        slab.wait_locked();
+        assert_eq!(slab.locked_bytes(), Bytes::kib(67 * 64));
     }
 
     #[test]

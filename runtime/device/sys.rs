@@ -229,6 +229,12 @@ pub(super) fn prefer_node(address: u64, len: u64, node: u32) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Has the calling thread stand back: other threads that have something to do go first, and it still gets on.
+pub(super) fn stand_back() {
+    // SAFETY: sets a scheduling property of the calling thread only (on Linux, 0 is the thread and not the process).
+    let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
+}
+
 /// Lets timers of the calling thread fire on time instead of up to 50 us late.
 pub(super) fn exact_timers() {
     // SAFETY: sets a scheduling property of the calling thread only.

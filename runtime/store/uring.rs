@@ -61,6 +61,8 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
             // The ring must be made by the thread that will own it.
             Ok(ring) => {
                 let mut ring = Ring::new(ring, served, bell, requests);
+                // Here, and not while somebody waits for the first page.
+                ring.reporter.start();
                 let listened = report.send(Ok(())).is_ok();
                 drop(report);
                 if listened {
@@ -233,8 +235,7 @@ struct InFlight {
     slot: Option<u32>,
 }
 
-/// A thread that reports what has ended, so that the ring's thread serves the kernel meanwhile. It is started for the first of
-/// them.
+/// A thread that reports what has ended, so that the ring's thread serves the kernel meanwhile.
 struct Reporter {
     name: &'static str,
     /// Whether its reports keep it for long. Who waits for the first then need not wait for the last.
@@ -264,19 +265,26 @@ impl Reporter {
         Self { name, one_by_one, shared: Arc::clone(shared), queue: Arc::default(), started: false }
     }
 
+    /// Starts the thread unless it has been. False if the system starts none.
+    fn start(&mut self) -> bool {
+        if !self.started {
+            let (shared, queue, one_by_one) = (Arc::clone(&self.shared), Arc::clone(&self.queue), self.one_by_one);
+            match self.shared.spawn(self.name.into(), move || queue.serve(&shared, one_by_one)) {
+                Ok(_) => self.started = true,
+                Err(cause) => tracing::info!(%cause, "no thread for completions: the ring's reports them"),
+            }
+        }
+        self.started
+    }
+
     /// Takes what has ended or was refused. Without a thread it is reported here.
     fn take(&mut self, ended: &mut Vec<Ended>, refused: &mut Vec<Completion>) {
         if ended.is_empty() && refused.is_empty() {
             return;
         }
-        if !self.started {
-            let (shared, queue, one_by_one) = (Arc::clone(&self.shared), Arc::clone(&self.queue), self.one_by_one);
-            if let Err(cause) = self.shared.spawn(self.name.into(), move || queue.serve(&shared, one_by_one)) {
-                tracing::info!(%cause, "no thread for completions: the ring's reports them");
-                self.shared.conclude(ended, refused);
-                return self.shared.deliver(refused);
-            }
-            self.started = true;
+        if !self.start() {
+            self.shared.conclude(ended, refused);
+            return self.shared.deliver(refused);
         }
         let mut state = self.queue.state.lock();
         state.ended.append(ended);
