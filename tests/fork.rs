@@ -254,7 +254,7 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     steps.check("a call on a stream", true);
     steps.refused("the end of a stream", stream.synchronize());
     steps.refused("a stream's handle", stream.raw());
-    steps.check("debug", !format!("{:?}", runtime.clone().stats().policy).is_empty());
+    steps.check("debug", !format!("{runtime:?} {:?}", runtime.stats().policy).is_empty());
     drop(guard);
     steps.check("drop of a guard", true);
     drop(written);
@@ -421,6 +421,51 @@ fn a_child_is_refused_a_runtime_while_its_parent_has_one_open(devices: Devices) 
             child.watch(&format!("{on:?}"));
             check_at_rest(runtime, vec![table], &format!("{on:?}"));
         }
+    });
+}
+
+/// What a child does with requests and scopes that its parent has: each is refused, and drops hang on no lock that a thread of
+/// the parent holds.
+#[test]
+fn regression_a_child_is_refused_what_its_parent_waits_for() {
+    let _alone = ONE_AT_A_TIME.lock();
+    watched("a child and what its parent waits for", || {
+        let runtime = setting(On::Host, 0).builder(None).device_budget(Bytes::new(3 * PAGE)).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
+        let (held, wanted) = (table.rows(0..3).unwrap(), table.rows(3..6).unwrap());
+        let scope = runtime.scope().open().unwrap();
+        let guard = scope.pin(&held).wait().unwrap();
+        let mut request = runtime.pin(&wanted);
+        assert!(poll(&mut request, Waker::noop()).is_pending());
+        let mut reserves = [(); 2].map(|()| runtime.scope().reserve(Bytes::new(2 * PAGE)));
+        for reserve in &mut reserves {
+            assert!(poll(reserve, Waker::noop()).is_pending());
+        }
+        let mut steps = None;
+        let Some(child) = fork(&mut steps) else {
+            let mut steps = Steps(steps.unwrap());
+            steps.refused("a polled request is waited for", request.wait());
+            let [mut polled, waited] = reserves;
+            match poll(&mut polled, Waker::noop()) {
+                Poll::Ready(result) => steps.refused("a reservation is polled", result),
+                Poll::Pending => steps.check("a polled reservation is pending", false),
+            }
+            steps.refused("a polled reservation is waited for", waited.wait());
+            steps.check("held", scope.held() == Bytes::ZERO);
+            steps.check("debug", !format!("{scope:?} {runtime:?} {table:?}").is_empty());
+            steps.check("waiting", runtime.waiting().total == 0 && runtime.stats().long_waits.is_empty());
+            steps.refused("a pin in a scope", scope.pin(&held).wait());
+            drop((guard, polled, scope));
+            steps.check("drops", true);
+            steps.end(0)
+        };
+        child.watch("a child and what its parent waits for");
+        assert_eq!(scope.held(), Bytes::new(3 * PAGE));
+        drop(reserves);
+        drop(guard);
+        drop(harness::block_on(&mut request).unwrap());
+        drop((request, scope));
+        check_at_rest(runtime, vec![table, held, wanted], "a child and what its parent waits for");
     });
 }
 

@@ -689,6 +689,100 @@ fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
+/// Notes that it woke, or panics.
+struct Notes {
+    woke: AtomicU32,
+    panics: bool,
+}
+
+impl Wake for Notes {
+    fn wake(self: Arc<Self>) {
+        self.woke.fetch_add(1, Ordering::SeqCst);
+        assert!(!self.panics, "a waker that panics");
+    }
+}
+
+/// A runtime that closes although its drive does not answer wakes all who wait, whatever one of their wakers does.
+#[test]
+fn regression_a_close_that_gives_up_wakes_all_though_a_waker_panics() {
+    watched("a close that gives up", || {
+        let synthetic = common::synthetic(&[16 * PAGE as usize]);
+        let hangs = Arc::new(Hangs::default());
+        let store = StoreOptions::new(IoBackend::Threads).hook(hangs.clone()).close_within(Duration::from_millis(1));
+        let page = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let runtime =
+            Runtime::builder().page_size(page).device_budget(Bytes::new(32 * PAGE)).store(store).open().unwrap();
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let weights = model.tensor("t0").unwrap();
+        let mut requests: Vec<_> = (0..16).map(|_| runtime.pin(&weights)).collect();
+        let notes: Vec<_> = (0..16).map(|n| Arc::new(Notes { woke: AtomicU32::new(0), panics: n % 5 == 2 })).collect();
+        for (request, notes) in requests.iter_mut().zip(&notes) {
+            assert!(poll(request, &notes.clone().into()).is_pending());
+        }
+        assert_eq!(runtime.clone().close().unwrap_err().kind(), ErrorKind::Io);
+        assert!(notes.iter().all(|notes| notes.woke.load(Ordering::SeqCst) == 1));
+        for request in &mut requests {
+            assert!(matches!(poll(request, Waker::noop()), Poll::Ready(Err(_))));
+        }
+        hangs.let_go();
+    });
+}
+
+/// A waker may run on the thread of a caller that is about to read a page itself. If it could wait for that page there, it would
+/// wait for its own thread.
+#[test]
+fn regression_a_waker_on_a_callers_thread_may_not_wait() {
+    type Told = Arc<Mutex<Option<ErrorKind>>>;
+    struct Runs(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+    impl Wake for Runs {
+        fn wake(self: Arc<Self>) {
+            if let Some(run) = self.0.lock().take() {
+                run();
+            }
+        }
+    }
+    watched("a waker on a caller's thread", || {
+        let synthetic = common::synthetic(&[8 * PAGE as usize]);
+        let runtime = open(2);
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let weights = model.tensor("t0").unwrap().rows(0..16).unwrap();
+        let table = tensor(&runtime, 3);
+        let rows = [0, 1, 2].map(|n| row(&table, n));
+        let (one, batch) = (
+            runtime.scope().label("one").open().unwrap(),
+            runtime.scope().label("batch").priority(ScopePriority::Batch).open().unwrap(),
+        );
+        let held = one.pin(&rows[0]).wait().unwrap();
+        let lets_go = batch.pin(&rows[1]).wait().unwrap();
+        let told = Told::default();
+        let (runs, wants, tells) = (runtime.clone(), weights.clone(), told.clone());
+        let mut waits = batch.pin(&rows[2]);
+        let woken = Arc::new(AtomicU32::new(0));
+        let noted = woken.clone();
+        let waker: Waker = Arc::new(Runs(Mutex::new(Some(Box::new(move || {
+            *tells.lock() = runs.pin(&wants).wait().map(drop).map_err(|error| error.kind()).err();
+            noted.fetch_add(1, Ordering::SeqCst);
+        })))))
+        .into();
+        assert!(poll(&mut waits, &waker).is_pending());
+        // That closes a circle, and the batch is told, by its waker, on the thread that closed it.
+        let closes = one.pin(&weights);
+        let served = thread::scope(|threads| {
+            let serves = threads.spawn(|| closes.wait().map(drop));
+            until("the waker", || woken.load(Ordering::SeqCst) == 1);
+            drop(lets_go);
+            serves.join().unwrap()
+        });
+        served.unwrap();
+        assert_eq!(*told.lock(), Some(ErrorKind::InvalidArgument));
+        assert_eq!(block_on(&mut waits).map(drop).unwrap_err().kind(), ErrorKind::WouldDeadlock);
+        drop(waits);
+        drop(held);
+        drop((one, batch, weights, model));
+        check_at_rest(runtime, rows.into_iter().chain([table]).collect(), "a waker on a caller's thread");
+    });
+}
+
 /// Whoever waits for a read that never ends is told, task or thread, and the runtime goes on with what does not need it.
 #[test]
 fn a_read_that_does_not_come_back_ends_the_wait() {

@@ -1051,6 +1051,44 @@ fn a_slow_completion_does_not_hold_up_the_others() {
     });
 }
 
+/// Of what hangs, and of what waits behind it, nothing is heard; of what was reported there is nothing to hear.
+#[test]
+fn what_nothing_is_heard_of_is_late() {
+    on_each_backend(|backend| {
+        let hook = Arc::new(Hook::default());
+        let memory = Memory::new(3 * PAGE);
+        let log = Arc::new(Log::default());
+        let options = StoreOptions::new(backend).depth(QueueDepth::ONE).hook(Arc::clone(&hook) as _);
+        let store = options.open(Arc::clone(&log) as _).unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&noise(3 * PAGE, 9)).unwrap();
+        let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
+        hook.state.lock().unwrap().closed = true;
+        for page in 0..3 {
+            store.submit(IoOp {
+                token: Token(page as u64),
+                kind: IoKind::Read,
+                file,
+                offset: (page * PAGE) as u64,
+                buffer: memory.at(page * PAGE),
+                len: PAGE as u32,
+                valid: PAGE as u32,
+                priority: Priority::Demand,
+            });
+        }
+        let tokens = [0, 1, 2, 99].map(Token);
+        let state = hook.state.lock().unwrap();
+        drop(hook.changed.wait_while(state, |state| state.calls.is_empty()).unwrap());
+        assert_eq!(store.late(&tokens, Duration::ZERO), [0, 1, 2].map(Token));
+        assert_eq!(store.late(&tokens, Duration::from_secs(3600)), []);
+        hook.state.lock().unwrap().closed = false;
+        hook.changed.notify_all();
+        log.wait_for(3);
+        assert_eq!(store.late(&tokens, Duration::ZERO), []);
+        store.close().unwrap();
+    });
+}
+
 /// Whoever takes long over news keeps the store from reporting more, and not from reading.
 #[test]
 fn regression_a_report_that_takes_long_holds_up_no_calls() {

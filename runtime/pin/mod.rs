@@ -81,11 +81,23 @@ pub(crate) struct Hold {
     pub(crate) spent: u32,
 }
 
+/// Takes pins that end out of their scope. False in a child by `fork`, where the scope's lock may be held by a thread that is not
+/// there: the guard is a copy, and its pins are the parent's.
+fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member) -> bool {
+    let at_home = any.shared.engine.is_at_home();
+    if at_home {
+        scope.holdings.remove(runs, exclusive);
+    }
+    at_home
+}
+
 /// Ends the pins of one run.
 #[inline(always)]
 fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
-    if let Some(scope) = &hold.scope {
-        scope.holdings.remove(&[run], exclusive);
+    if let Some(scope) = &hold.scope
+        && !leaves_its_scope(segment, &[run], exclusive, scope)
+    {
+        return;
     }
     let wanted = pin::unpin(segment.words_of(run), exclusive);
     if wanted || hold.spent > 0 {
@@ -129,8 +141,10 @@ impl Pins {
 
     fn end(&self) {
         let Some(any) = self.parts.first() else { return };
-        if let Some(scope) = &self.hold.scope {
-            scope.holdings.remove(&self.runs(), self.exclusive);
+        if let Some(scope) = &self.hold.scope
+            && !leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope)
+        {
+            return;
         }
         let mut wanted = false;
         for Part { segment, run } in &self.parts {

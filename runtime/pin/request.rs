@@ -239,6 +239,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
         }
         let Progress::Waiting(submitted) = &mut self.progress else { return Err(ended()) };
         let (ticket, own) = (submitted.ticket.clone(), submitted.own.take());
+        // In a child nothing comes, and the ticket's lock may be held by a thread that the child does not have.
+        self.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
         may_wait("a pin")?;
         if let Some(own) = own {
             own.run();

@@ -33,6 +33,11 @@ impl Member {
         Arc::ptr_eq(&segment.shared, &self.shared)
     }
 
+    /// Pages it has pinned. None in a child by `fork`, where a thread that is not there may hold the lock.
+    fn pages(&self) -> u32 {
+        if self.shared.engine.is_at_home() { self.holdings.pages() } else { 0 }
+    }
+
     /// Pins resident pages without the latch, and notes that the scope has them.
     pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
         if engine.at_home().is_err() {
@@ -139,6 +144,13 @@ impl ScopeRequest {
         }
     }
 
+    /// # Errors
+    /// `Closed` in a child by `fork`, where nothing comes, and the ticket's lock may be held by a thread that is not there.
+    fn at_home(&self) -> Result<()> {
+        let Opening::Waiting { scope: Some(scope), .. } = &self.state else { return Ok(()) };
+        scope.member.shared.engine.at_home()
+    }
+
     fn finish(&mut self, result: Result<crate::pager::Granted>) -> Result<Scope> {
         let Opening::Waiting { scope: Some(scope), .. } = std::mem::replace(&mut self.state, Opening::Done) else {
             return Err(ended());
@@ -157,6 +169,7 @@ impl ScopeRequest {
         }
         let Opening::Waiting { ticket, .. } = &self.state else { return Err(ended()) };
         let ticket = ticket.clone();
+        self.at_home()?;
         may_wait("a scope")?;
         match ticket.wait(None) {
             Some(result) => self.finish(result),
@@ -175,7 +188,9 @@ impl Future for ScopeRequest {
             Err(error) => return Poll::Ready(Err(error)),
         }
         let Opening::Waiting { ticket, .. } = &self.state else { return Poll::Ready(Err(ended())) };
-        match ticket.clone().poll(cx.waker()) {
+        let ticket = ticket.clone();
+        self.at_home()?;
+        match ticket.poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,
         }
@@ -240,9 +255,9 @@ impl Scope {
         self.member.id
     }
 
-    /// Bytes of the pages it has pinned, a page once for each pin.
+    /// Bytes of the pages it has pinned, a page once for each pin. None in a child by `fork`.
     pub fn held(&self) -> Bytes {
-        Bytes::new(u64::from(self.member.holdings.pages()) * self.member.shared.page_size().bytes())
+        Bytes::new(u64::from(self.member.pages()) * self.member.shared.page_size().bytes())
     }
 
     /// As [`Runtime::pin`](crate::Runtime::pin).
@@ -293,6 +308,6 @@ impl Drop for Scope {
 
 impl fmt::Debug for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Scope({:?}, {} pages pinned)", self.member.id, self.member.holdings.pages())
+        write!(f, "Scope({:?}, {} pages pinned)", self.member.id, self.member.pages())
     }
 }

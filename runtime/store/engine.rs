@@ -32,7 +32,7 @@ use parking_lot::{Condvar, Mutex};
 use super::file::OpenFile;
 use super::operation::{Active, CallHook};
 use super::own::{OwnRead, OwnRings};
-use super::queue::{Limits, Queue};
+use super::queue::{Lane, Limits, Queue};
 use super::{
     Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
 };
@@ -115,6 +115,7 @@ impl StoreOptions {
             hook: self.hook.clone(),
             state: Mutex::new(State {
                 queue: Queue::new(Limits::of_depth(self.depth)),
+                begun: Begun::default(),
                 refused: Vec::new(),
                 closing: false,
                 stopped: false,
@@ -184,6 +185,7 @@ pub(super) struct Shared {
 
 pub(super) struct State {
     pub queue: Queue<Active>,
+    begun: Begun,
     /// Completions of operations that were never accepted, to be reported by a backend thread.
     pub refused: Vec<Completion>,
     pub closing: bool,
@@ -197,6 +199,39 @@ pub(super) struct State {
     pub serving: Vec<ThreadId>,
 }
 
+impl State {
+    /// The next operation that may start; it has then begun.
+    pub fn begin_next(&mut self, now: Instant) -> Option<(Active, Lane)> {
+        let (active, lane) = self.queue.pop(now)?;
+        self.begun.begin(active.op.token, now);
+        Some((active, lane))
+    }
+}
+
+/// When operations were begun that have not been reported.
+#[derive(Debug, Default)]
+struct Begun {
+    at: HashMap<Token, Instant>,
+    last: Option<Instant>,
+}
+
+impl Begun {
+    fn begin(&mut self, token: Token, now: Instant) {
+        self.at.insert(token, now);
+        self.last = Some(now);
+    }
+
+    /// Whether nothing is heard of an operation: for so long it has been under way, or has waited while none was begun. Behind
+    /// others that get on it is only slow.
+    fn is_late(&self, token: Token, waits: bool, limit: Duration, now: Instant) -> bool {
+        let since = |at: &Instant| now.saturating_duration_since(*at) >= limit;
+        match self.at.get(&token) {
+            Some(at) => since(at),
+            None => waits && self.last.as_ref().is_none_or(since),
+        }
+    }
+}
+
 /// An operation the kernel has answered for the last time.
 pub(super) struct Ended {
     pub active: Active,
@@ -207,6 +242,12 @@ impl Shared {
     /// Reports completions and empties `done`. A sink that panics loses its own news and nothing else: the threads of a
     /// store must survive, because only they know what memory the kernel still uses.
     pub fn deliver(&self, done: &mut Vec<Completion>) {
+        if !done.is_empty() {
+            let begun = &mut self.state.lock().begun;
+            for completion in done.iter() {
+                begun.at.remove(&completion.token);
+            }
+        }
         deliver(&*self.sink, done);
     }
 
@@ -413,7 +454,9 @@ impl Store for Engine {
                 file.filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
             {
                 let mut state = self.shared.state.lock();
-                if !state.closing && state.queue.start_callers(Instant::now()) {
+                let now = Instant::now();
+                if !state.closing && state.queue.start_callers(now) {
+                    state.begun.begin(op.token, now);
                     drop(state);
                     let (shared, driver) = (Arc::clone(&self.shared), Arc::clone(&self.driver));
                     return OwnRead::new(Active::new(op, file), shared, driver);
@@ -455,6 +498,13 @@ impl Store for Engine {
         state.queue.raise(token, priority);
         drop(state);
         self.driver.wake();
+    }
+
+    fn late(&self, tokens: &[Token], limit: Duration) -> Vec<Token> {
+        let now = Instant::now();
+        let state = self.shared.state.lock();
+        let is_late = |token: &&Token| state.begun.is_late(**token, state.queue.waits(**token), limit, now);
+        tokens.iter().filter(is_late).copied().collect()
     }
 
     fn retries(&self) -> u64 {
@@ -519,5 +569,31 @@ pub(super) fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>
     let report = move || deliver(&*sink, &mut done);
     if let Err(cause) = thread::Builder::new().name("outcore-io-late".into()).spawn(report) {
         tracing::error!(count, %cause, "operations submitted after close cannot be reported");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A read that stood behind others for long was taken for one that a drive does not answer.
+    #[test]
+    fn regression_a_queue_that_gets_on_is_not_late() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let limit = Duration::from_secs(120);
+        let mut begun = Begun::default();
+        begun.begin(Token(1), at(0));
+        begun.begin(Token(2), at(100));
+        let late = |begun: &Begun, token, waits, now| begun.is_late(Token(token), waits, limit, at(now));
+        // The first hangs. What waits has waited since the start, and others were begun meanwhile.
+        assert!(!late(&begun, 1, false, 119) && late(&begun, 1, false, 120));
+        assert!(!late(&begun, 2, false, 219) && late(&begun, 2, false, 220));
+        assert!(!late(&begun, 3, true, 219), "it is slow");
+        assert!(late(&begun, 3, true, 220), "nothing has been begun for as long");
+        // What was reported is not late, nor what is not known.
+        begun.at.remove(&Token(1));
+        assert!(!late(&begun, 1, false, 1000));
+        assert!(late(&Begun::default(), 3, true, 0), "nothing was ever begun");
     }
 }

@@ -177,6 +177,9 @@ pub trait Store: Send + Sync + fmt::Debug {
     }
     /// Makes a waiting operation at least this urgent.
     fn raise(&self, token: Token, priority: Priority);
+    /// Those of these operations that nothing is heard of: the system has had them for `limit`, or they wait and it has been
+    /// given nothing for as long. One behind others that get on is slow, and not late.
+    fn late(&self, tokens: &[Token], limit: Duration) -> Vec<Token>;
     /// How often reads were tried again because the disk failed for a moment.
     fn retries(&self) -> u64;
     /// Operations that have ended, whatever came of them.

@@ -183,6 +183,11 @@ impl<T> Queue<T> {
         }
     }
 
+    /// Whether it waits.
+    pub fn waits(&self, token: Token) -> bool {
+        self.places.contains_key(&token)
+    }
+
     /// The next operation, if one may start; it then counts as started.
     pub fn pop(&mut self, now: Instant) -> Option<(T, Lane)> {
         let class = self.startable(now)?;

@@ -64,7 +64,7 @@ fn serve(shared: &Shared, work: &Condvar) {
                 done.append(&mut state.refused);
                 break None;
             }
-            if let Some(next) = state.queue.pop(Instant::now()) {
+            if let Some(next) = state.begin_next(Instant::now()) {
                 break Some(next);
             }
             if state.closing && state.queue.is_empty() {

@@ -472,7 +472,7 @@ impl Ring {
             state.queue.finished(lane);
         }
         self.refused.append(&mut state.refused);
-        while let Some(next) = state.queue.pop(now) {
+        while let Some(next) = state.begin_next(now) {
             self.starting.push(next);
         }
         if state.closing {

@@ -5,6 +5,7 @@
 //! requests that wait for them; what the kernel still uses stays its own. And it says, once for each time that nothing
 //! goes on, who waits for what.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, JoinHandle, Thread};
@@ -13,10 +14,11 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::waiting::Waiting;
-use super::{Engine, Inside, Marked};
+use super::{Engine, Inside, Marked, Stage};
+use crate::device::Token;
 use crate::error::{Error, ErrorKind};
 use crate::ids::{MoveId, RequestId};
-use crate::pager::WaitsFor;
+use crate::pager::{Place, WaitsFor};
 
 /// How often it looks.
 const TICK: Duration = Duration::from_secs(1);
@@ -96,28 +98,49 @@ fn run(engine: &Weak<Engine>) {
 }
 
 impl Engine {
-    /// Ends requests that wait for reads and writes that take too long.
+    /// Ends requests that wait for reads and writes that nothing is heard of.
     fn end_overdue(&self) {
         let Some(limit) = self.io_timeout else { return };
         let now = Instant::now();
-        let late = |since: Instant| now.saturating_duration_since(since) >= limit;
-        let overdue: Vec<(MoveId, super::Move)> = {
+        let old = |since: Instant| now.saturating_duration_since(since) >= limit;
+        let mut late: Vec<super::Move> = {
             let in_flight = self.in_flight.lock();
-            in_flight.iter().filter(|(_, entry)| late(entry.since)).map(|(id, entry)| (*id, entry.planned)).collect()
+            let of_the_store = |entry: &&super::InFlight| matches!(entry.stage, Stage::Reading | Stage::Writing);
+            in_flight
+                .values()
+                .filter(of_the_store)
+                .filter(|entry| old(entry.since))
+                .map(|entry| entry.planned)
+                .collect()
         };
-        let Some((_, first)) = overdue.iter().min_by_key(|(id, _)| *id) else { return };
-        let what = if first.to == crate::pager::Place::Disk { "write" } else { "read" };
-        let message = format!("{what} {}: no answer for {} s", self.describe(first.page), limit.as_secs_f64());
-        let error = Error::new(ErrorKind::TimedOut, message)
-            .remedy("check the drive or the network file system, or wait longer (RuntimeBuilder::io_timeout)");
-        let moves: Vec<MoveId> = overdue.iter().map(|(id, _)| *id).collect();
+        if late.is_empty() {
+            return;
+        }
+        let tokens: Vec<Token> = late.iter().map(|planned| Token(planned.id.get())).collect();
+        let tokens: HashSet<Token> = self.store.late(&tokens, limit).into_iter().collect();
+        late.retain(|planned| tokens.contains(&Token(planned.id.get())));
+        late.sort_unstable_by_key(|planned| planned.id);
         let waiting: Vec<RequestId> = {
             let latched = self.latch.lock();
-            latched.tickets.iter().filter(|(_, ticket)| late(ticket.since())).map(|(id, _)| *id).collect()
+            latched.tickets.iter().filter(|(_, ticket)| old(ticket.since())).map(|(id, _)| *id).collect()
         };
-        if !waiting.is_empty() {
-            self.with(|pager, fx| pager.overdue(&moves, &waiting, &error, fx));
+        if late.is_empty() || waiting.is_empty() {
+            return;
         }
+        let errors: Vec<(MoveId, Error)> = late
+            .iter()
+            .map(|planned| {
+                let what = if planned.to == Place::Disk { "write" } else { "read" };
+                let message =
+                    format!("{what} {}: no answer for {} s", self.describe(planned.page), limit.as_secs_f64());
+                let error = Error::new(ErrorKind::TimedOut, message)
+                    .remedy("check the drive or the network file system, or wait longer (RuntimeBuilder::io_timeout)");
+                (planned.id, error)
+            })
+            .collect();
+        self.with(|pager, fx| {
+            errors.iter().for_each(|(id, error)| pager.overdue(&[*id], &waiting, error, fx));
+        });
     }
 
     /// Notes requests that have waited for long for what others hold, and warns of them once, until none does any more.

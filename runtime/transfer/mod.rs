@@ -280,7 +280,7 @@ fn is_inside() -> bool {
 /// Refuses to wait where that might never end.
 ///
 /// # Errors
-/// `InvalidArgument` in a waker that runs on a thread of a store or a device, and in a closure on a stream.
+/// `InvalidArgument` in a waker, and in a closure on a stream.
 pub(crate) fn may_wait(what: &str) -> Result<()> {
     let (place, remedy) = match INSIDE.get() {
         None => return Ok(()),
@@ -308,21 +308,39 @@ fn replace_own(own: Own) -> Own {
     OWN.try_with(|kept| kept.replace(own)).unwrap_or(Own::Unwanted)
 }
 
+/// Puts back what was there, also if what runs meanwhile panics.
+struct BeforeOwn(Own);
+
+impl Drop for BeforeOwn {
+    fn drop(&mut self) {
+        replace_own(std::mem::replace(&mut self.0, Own::Unwanted));
+    }
+}
+
 /// Runs `submit`, after which the caller is going to wait on this thread and can do nothing else. Of the reads that it
 /// causes, one may be left to the caller, to be [run](OwnRead::run) before it waits.
 pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
-    /// Puts back what was there, also if `submit` panics.
-    struct Before(Own);
-    impl Drop for Before {
-        fn drop(&mut self) {
-            replace_own(std::mem::replace(&mut self.0, Own::Unwanted));
-        }
-    }
-    let before = Before(replace_own(Own::Wanted));
+    let before = BeforeOwn(replace_own(Own::Wanted));
     let submitted = submit();
     let own = replace_own(Own::Unwanted);
     drop(before);
     (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
+}
+
+/// Runs wakers, which are the caller's. One that panics costs no other its wake-up. None may wait: the thread may be one that a
+/// read or another task waits for, also where it is the caller's own. And no read of what they submit is left to this thread,
+/// which may never come to it.
+fn wake_all(wakers: Vec<Waker>) {
+    if wakers.is_empty() {
+        return;
+    }
+    let _marked = Marked::begin(Inside::Waker);
+    let _own = BeforeOwn(replace_own(Own::Unwanted));
+    for waker in wakers {
+        if let Err(panic) = caught(|| waker.wake()) {
+            tracing::error!(panic, "a waker panicked: its task may not have been woken");
+        }
+    }
 }
 
 pub(crate) struct Parts {
@@ -339,7 +357,6 @@ pub(crate) struct Parts {
 }
 
 /// See the [module documentation](self).
-#[derive(Debug)]
 pub(crate) struct Engine {
     /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
     /// before any of them is taken.
@@ -450,6 +467,13 @@ impl Failures {
     }
 }
 
+/// Without what locks are around: it is also asked for in a child by `fork`.
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("process", &self.process.id()).field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
 impl Engine {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Self>> {
         let Parts { process, pager, device, store, slab, observer, sink, fate, io_timeout } = parts;
@@ -493,6 +517,12 @@ impl Engine {
         if self.process.is_here() { Ok(()) } else { Err(self.in_a_child()) }
     }
 
+    /// Whether this is the process that opened the runtime.
+    #[inline]
+    pub(crate) fn is_at_home(&self) -> bool {
+        self.process.is_here()
+    }
+
     #[cold]
     fn in_a_child(&self) -> Error {
         let message = format!("the runtime is that of process {}, and this is a fork of it", self.process.id());
@@ -531,7 +561,7 @@ impl Engine {
 
     /// Requests that wait for what others hold: how many, and, of those that have for a second, who and what for.
     pub(crate) fn waits(&self) -> (usize, Arc<str>) {
-        let waiting = self.look(Pager::waiting_count).unwrap_or(0);
+        let Some(waiting) = self.look(Pager::waiting_count) else { return (0, "".into()) };
         (waiting, self.long_waits.lock().clone())
     }
 
@@ -775,11 +805,7 @@ impl Engine {
                 self.complete(&mut latched.pager, planned, result, &mut fx);
             }
         }
-        for waker in wakers {
-            if let Err(panic) = caught(|| waker.wake()) {
-                tracing::error!(panic, "a waker panicked: its task may not have been woken");
-            }
-        }
+        wake_all(wakers);
         if let Some(panicked) = self.panicked_policy()
             && !self.fate_told.swap(true, Ordering::Relaxed)
         {
@@ -1302,7 +1328,7 @@ impl Engine {
         // Frames, staging buffers and address ranges belong to the engine.
         std::mem::forget(self.clone());
         let wakers: Vec<Waker> = tickets.into_values().filter_map(|ticket| ticket.fulfil(Err(error.clone()))).collect();
-        wakers.into_iter().for_each(Waker::wake);
+        wake_all(wakers);
         error
     }
 
