@@ -12,7 +12,7 @@ use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::Runtime;
-use crate::store::{IoBackend, StoreOptions};
+use crate::store::{IoBackend, ScratchAllocation, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
 ///
@@ -297,6 +297,7 @@ pub struct RuntimeBuilder {
     pub(crate) link: Option<LinkModel>,
     pub(crate) staging: Option<Bytes>,
     pub(crate) scratch_dir: Option<PathBuf>,
+    pub(crate) scratch_allocation: ScratchAllocation,
     pub(crate) timeline: bool,
     pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
@@ -332,6 +333,7 @@ impl RuntimeBuilder {
             link: None,
             staging: None,
             scratch_dir: None,
+            scratch_allocation: ScratchAllocation::default(),
             timeline: false,
             keep_uses: false,
             warm: false,
@@ -491,6 +493,27 @@ impl RuntimeBuilder {
     /// memory is taken only if it is named: what is written back there leaves no memory.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());
+        self
+    }
+
+    /// When a read-write tensor's room in the scratch file is taken: when it is allocated, unless it is said here that it may
+    /// be found missing later.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime, ScratchAllocation};
+    ///
+    /// let lazy = Runtime::builder().scratch_allocation(ScratchAllocation::AtWriteBack);
+    /// let runtime = lazy.device_budget(Bytes::mib(16)).open()?;
+    /// let table = runtime.alloc(DType::U8, &[1 << 20])?;
+    /// let scratch = runtime.stats().scratch.unwrap();
+    /// // No page was written back yet.
+    /// assert!(scratch.size >= Bytes::mib(1) && scratch.allocated == Bytes::ZERO);
+    /// # drop(table);
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn scratch_allocation(mut self, when: ScratchAllocation) -> Self {
+        self.scratch_allocation = when;
         self
     }
 

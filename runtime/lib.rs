@@ -85,7 +85,7 @@ pub use pin::{
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
 };
 pub use runtime::{Model, Runtime, ScratchStats, SegmentView, Stats};
-pub use store::IoBackend;
+pub use store::{IoBackend, ScratchAllocation};
 pub use tensor::Tensor;
 pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
 

@@ -27,7 +27,7 @@ use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::segment::Segment;
-use crate::store::{FileUse, IoBackend, ScratchFile, Store, scratch_on_a_disk};
+use crate::store::{FileUse, IoBackend, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk};
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
@@ -39,6 +39,7 @@ pub(crate) struct Shared {
     page_size: PageSize,
     verify: Verify,
     scratch_dir: Option<PathBuf>,
+    scratch_options: ScratchOptions,
     /// The folder of the first model.
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
@@ -154,7 +155,7 @@ pub struct Stats {
     /// Host-tier memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
-    /// The scratch file of read-write tensors, once there is one, and not while it grows.
+    /// The scratch file of read-write tensors, once there is one.
     pub scratch: Option<ScratchStats>,
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
@@ -187,9 +188,12 @@ pub struct ScratchStats {
     /// Where it is.
     #[serde(serialize_with = "one_as_text")]
     pub folder: PathBuf,
-    /// How long it is.
+    /// How long it is. It stays as long when tensors go, with holes where they were.
     pub size: Bytes,
-    /// What of that no tensor holds.
+    /// What its file system has allocated to it, by that one's own count, with what it needs to keep track of it. While a
+    /// tensor is being allocated it grows.
+    pub allocated: Bytes,
+    /// What of its length no tensor holds. That takes no room, where the file system can punch holes.
     pub free: Bytes,
     /// Whether the folder is in memory, which only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
     pub in_memory: bool,
@@ -297,6 +301,8 @@ impl Runtime {
         };
         let slab = HostSlab::for_device(slab_config, device.clone())?;
         let store: Arc<dyn Store> = config.store.open(sink.clone())?;
+        let scratch_options =
+            ScratchOptions { persist: false, allocation: config.scratch_allocation, hook: config.store.hook };
         let pager_config = PagerConfig {
             frames,
             host_frames,
@@ -328,6 +334,7 @@ impl Runtime {
                 page_size,
                 verify: config.verify,
                 scratch_dir: config.scratch_dir,
+                scratch_options,
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
@@ -403,7 +410,9 @@ impl Runtime {
     }
 
     /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
-    /// file, in which its room is reserved now.
+    /// file, in which its room is taken now, unless [`scratch_allocation`](RuntimeBuilder::scratch_allocation) says
+    /// otherwise. The room is given back when the last handle goes. To take much room takes time, in which other threads'
+    /// faults go on.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
@@ -449,11 +458,11 @@ impl Runtime {
         if let Some((file, id)) = &*scratch {
             return Ok((file.clone(), *id));
         }
-        let page_size = self.shared.page_size;
+        let (page_size, options) = (self.shared.page_size, &self.shared.scratch_options);
         let file = match &self.shared.scratch_dir {
-            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path))?,
+            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path), options)?,
             Some(dir) => {
-                let file = ScratchFile::create(dir, page_size, false)?;
+                let file = ScratchFile::create_with(dir, page_size, options.clone())?;
                 if file.is_in_memory() {
                     tracing::warn!(dir = %dir.display(), "the scratch file is in memory: what is written back leaves none");
                 }
@@ -786,8 +795,9 @@ impl Runtime {
     fn scratch_stats(&self) -> Option<ScratchStats> {
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
-        let (size, free) = file.room()?;
-        Some(ScratchStats { folder: file.path().to_owned(), size, free, in_memory: file.is_in_memory() })
+        let ScratchRoom { size, allocated, free } = file.room();
+        let (folder, in_memory) = (file.path().to_owned(), file.is_in_memory());
+        Some(ScratchStats { folder, size, allocated, free, in_memory })
     }
 
     /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;

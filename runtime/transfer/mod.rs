@@ -752,7 +752,7 @@ impl Engine {
                 }
             }
             for io in released {
-                self.release(&io);
+                self.release(io);
             }
             let discarded: Vec<_> = fx.discard.drain(..).collect();
             for frame in &discarded {
@@ -810,12 +810,23 @@ impl Engine {
         self.segments.write().get_mut(id.index()).and_then(Option::take)
     }
 
-    fn release(&self, io: &SegmentIo) {
+    /// Gives back what a segment had. No operation of its pages is in flight, nor will one be: the pager lets a segment go
+    /// only when no move names one of its pages, and a move ends when the store or the device has reported its operation.
+    /// So its slots of the scratch file can be given back.
+    fn release(&self, io: Arc<SegmentIo>) {
         if let Source::File { file, .. } = &io.source {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
             tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
+        }
+        if is_inside() && matches!(io.source, Source::Scratch { .. }) {
+            // To give room back takes long, and others wait for what this thread has to report.
+            let apart = std::thread::Builder::new().name("outcore-room".into()).spawn(move || drop(io));
+            if let Err(cause) = apart {
+                // Then it was done on this thread.
+                tracing::debug!(%cause, "no thread to give room of the scratch file back");
+            }
         }
     }
 
@@ -1199,10 +1210,10 @@ impl Engine {
                 Ok(Next::Write)
             }
             Stage::Writing => {
-                if let Source::Scratch { scratch, slots, .. } = &io.source {
+                if let Source::Scratch { slots, .. } = &io.source {
                     // The page is WritingBack, or its host copy busy: its bytes are those that were written.
                     let buffer = self.io_buffer(planned, address)?;
-                    scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+                    slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
                 }
                 Ok(Next::Nothing)
             }
@@ -1234,9 +1245,7 @@ impl Engine {
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
                 })
             }
-            Source::Scratch { scratch, slots, .. } => {
-                scratch.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes))
-            }
+            Source::Scratch { slots, .. } => slots.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes)),
         }
     }
 
