@@ -298,6 +298,7 @@ pub struct RuntimeBuilder {
     pub(crate) staging: Option<Bytes>,
     pub(crate) scratch_dir: Option<PathBuf>,
     pub(crate) scratch_allocation: ScratchAllocation,
+    pub(crate) scratch_budget: Option<Bytes>,
     pub(crate) timeline: bool,
     pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
@@ -334,6 +335,7 @@ impl RuntimeBuilder {
             staging: None,
             scratch_dir: None,
             scratch_allocation: ScratchAllocation::default(),
+            scratch_budget: None,
             timeline: false,
             keep_uses: false,
             warm: false,
@@ -490,7 +492,10 @@ impl RuntimeBuilder {
     /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
     /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
     /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
-    /// memory is taken only if it is named: what is written back there leaves no memory.
+    /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
+    /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
+    /// what this process may use, and no more; an allocation beyond that ends with [`OutOfMemory`](ErrorKind::OutOfMemory).
+    /// [`Stats::memory`](crate::Stats::memory) has the sum.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());
         self
@@ -514,6 +519,14 @@ impl RuntimeBuilder {
     /// ```
     pub fn scratch_allocation(mut self, when: ScratchAllocation) -> Self {
         self.scratch_allocation = when;
+        self
+    }
+
+    /// The most that read-write tensors may hold of the scratch file, in whole pages, whether it was written or not. An
+    /// allocation beyond it ends with [`BudgetTooSmall`](ErrorKind::BudgetTooSmall). Unless it is set, the limit is what the
+    /// disk has, or for a folder in memory what [`scratch_dir`](Self::scratch_dir) says.
+    pub fn scratch_budget(mut self, budget: Bytes) -> Self {
+        self.scratch_budget = Some(budget);
         self
     }
 

@@ -84,7 +84,7 @@ pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
 };
-pub use runtime::{Model, Runtime, ScratchStats, SegmentView, Stats};
+pub use runtime::{MemoryStats, Model, Runtime, ScratchStats, SegmentView, Stats};
 pub use store::{IoBackend, ScratchAllocation};
 pub use tensor::Tensor;
 pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};

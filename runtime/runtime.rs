@@ -40,6 +40,9 @@ pub(crate) struct Shared {
     verify: Verify,
     scratch_dir: Option<PathBuf>,
     scratch_options: ScratchOptions,
+    scratch_budget: Option<Bytes>,
+    /// Memory of the staging ring.
+    staging: Bytes,
     /// The folder of the first model.
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
@@ -157,6 +160,8 @@ pub struct Stats {
     pub host: (Bytes, Bytes),
     /// The scratch file of read-write tensors, once there is one.
     pub scratch: Option<ScratchStats>,
+    /// What of this machine's memory the runtime may take.
+    pub memory: MemoryStats,
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
@@ -197,6 +202,28 @@ pub struct ScratchStats {
     pub free: Bytes,
     /// Whether the folder is in memory, which only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
     pub in_memory: bool,
+}
+
+/// Memory of this machine that a runtime takes when its tiers are full. What counts in which budget, and what in none, is in
+/// the table of `docs/architecture.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// The device budget; none of it where the device tier is a GPU's memory.
+    pub device: Bytes,
+    /// The host budget.
+    pub host: Bytes,
+    /// The staging ring.
+    pub staging: Bytes,
+    /// What read-write tensors hold of a scratch file in memory, whether it was written or not; nothing of one on a disk.
+    pub scratch: Bytes,
+}
+
+impl MemoryStats {
+    /// All of it.
+    pub fn total(&self) -> Bytes {
+        self.device + self.host + self.staging + self.scratch
+    }
 }
 
 fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
@@ -335,6 +362,8 @@ impl Runtime {
                 verify: config.verify,
                 scratch_dir: config.scratch_dir,
                 scratch_options,
+                scratch_budget: config.scratch_budget,
+                staging: Bytes::new(u64::from(staging) * page_bytes),
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
@@ -416,7 +445,9 @@ impl Runtime {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
-    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it.
+    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if its [budget](RuntimeBuilder::scratch_budget) does not allow it;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
     }
@@ -440,7 +471,7 @@ impl Runtime {
         }
         self.still_open()?;
         let (scratch, file) = self.scratch()?;
-        let slots = scratch.reserve(Bytes::new(bytes))?;
+        let slots = scratch.reserve_if(Bytes::new(bytes), |held, more| self.allow_scratch(&scratch, held, more))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
         let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
@@ -464,7 +495,10 @@ impl Runtime {
             Some(dir) => {
                 let file = ScratchFile::create_with(dir, page_size, options.clone())?;
                 if file.is_in_memory() {
-                    tracing::warn!(dir = %dir.display(), "the scratch file is in memory: what is written back leaves none");
+                    tracing::warn!(
+                        dir = %dir.display(),
+                        "the scratch file is in memory: what is written back leaves none, and counts as memory"
+                    );
                 }
                 file
             }
@@ -472,6 +506,42 @@ impl Runtime {
         let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
         Ok((file, id))
+    }
+
+    /// Whether the scratch file may hold so much more.
+    fn allow_scratch(&self, scratch: &ScratchFile, held: Bytes, more: Bytes) -> Result<()> {
+        let folder = scratch.path().display();
+        let sum = |parts: &[Bytes]| {
+            parts.iter().fold(Bytes::ZERO, |sum, part| Bytes::new(sum.get().saturating_add(part.get())))
+        };
+        if let Some(budget) = self.shared.scratch_budget.filter(|budget| sum(&[held, more]) > *budget) {
+            let message = format!("a scratch budget of {budget} holds no {more} more in {folder}, which has {held}");
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                .remedy("let tensors go, or give a larger one (RuntimeBuilder::scratch_budget)"));
+        }
+        if !scratch.is_in_memory() {
+            return Ok(());
+        }
+        // Where the limit cannot be read, the kernel will say.
+        let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
+        let MemoryStats { device, host, staging, .. } = self.memory(held);
+        if sum(&[device, host, staging, held, more]) <= limit {
+            return Ok(());
+        }
+        let message = format!(
+            "{more} more of scratch in {folder} are memory, of which this process may use {limit}: the scratch file has \
+             {held}, the budgets are {device} of the device tier and {host} of the host tier, and {staging} are for staging"
+        );
+        Err(Error::new(ErrorKind::OutOfMemory, message)
+            .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+    }
+
+    /// What of this machine's memory is the runtime's, if its scratch file has so much of it.
+    fn memory(&self, scratch: Bytes) -> MemoryStats {
+        let engine = self.engine();
+        let (_, frames) = engine.look(Pager::device_frames).unwrap_or_default();
+        let device = if engine.device.gpu().is_none() { u64::from(frames) * self.shared.page_size.bytes() } else { 0 };
+        MemoryStats { device: Bytes::new(device), host: self.shared.host_budget, staging: self.shared.staging, scratch }
     }
 
     /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
@@ -784,12 +854,19 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            memory: self.memory(self.scratch_in_memory()),
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
             waiting,
             long_waits: long_waits.to_string(),
         }
+    }
+
+    fn scratch_in_memory(&self) -> Bytes {
+        let scratch = self.shared.scratch.try_lock();
+        let file = scratch.as_deref().and_then(Option::as_ref).map(|(file, _)| file);
+        file.filter(|file| file.is_in_memory()).map_or(Bytes::ZERO, ScratchFile::held)
     }
 
     fn scratch_stats(&self) -> Option<ScratchStats> {

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use outcore::{Bytes, DType, IoBackend, PageSize, Runtime};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScratchAllocation};
 
 const MODEL: u64 = 256 << 20;
 const DEVICE: u64 = 24 << 20;
@@ -164,4 +164,74 @@ fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
         Err(error) => eprintln!("SKIPPED /dev/shm: {error}"),
     }
     asked.close().unwrap();
+}
+
+/// A scratch budget is exact, on a disk as in memory, and what tensors give back may be taken again.
+#[test]
+fn a_scratch_budget_is_not_exceeded() {
+    for folder in [Path::new(env!("CARGO_TARGET_TMPDIR")), Path::new("/dev/shm")] {
+        let runtime = Runtime::builder()
+            .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+            .device_budget(Bytes::mib(4))
+            .host_budget(Bytes::mib(2))
+            .scratch_dir(folder)
+            .scratch_budget(Bytes::mib(8))
+            .open()
+            .unwrap();
+        // Whole pages count.
+        let first = match runtime.alloc(DType::U8, &[(6 << 20) - 1]) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                eprintln!("SKIPPED {}: {error}", folder.display());
+                continue;
+            }
+            other => other.unwrap(),
+        };
+        let error = runtime.alloc(DType::U8, &[(2 << 20) + 1]).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
+        assert!(text.contains("8.0 MiB") && text.contains("6.0 MiB") && text.contains("2.2 MiB"), "{text}");
+        assert!(error.advice().is_some() && text.contains(folder.to_str().unwrap()), "{text}");
+        let second = runtime.alloc(DType::U8, &[2 << 20]).unwrap();
+        let stats = runtime.stats();
+        let in_memory = stats.scratch.unwrap().in_memory;
+        let scratch = if in_memory { Bytes::mib(8) } else { Bytes::ZERO };
+        assert_eq!(
+            (stats.memory.device, stats.memory.host, stats.memory.scratch),
+            (Bytes::mib(4), Bytes::mib(2), scratch)
+        );
+        assert_eq!(stats.memory.total(), Bytes::mib(6) + stats.memory.staging + scratch);
+        drop(first);
+        let third = runtime.alloc(DType::U8, &[6 << 20]).unwrap();
+        drop((second, third));
+        assert_eq!(runtime.stats().memory.scratch, Bytes::ZERO);
+        runtime.close().unwrap();
+    }
+}
+
+/// Scratch in memory counts with the budgets: together they are what the process may use, and no more.
+#[test]
+fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
+    let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
+    let runtime = Runtime::builder()
+        .device_budget(Bytes::mib(64))
+        .scratch_dir("/dev/shm")
+        // Nothing is taken by what is only asked for.
+        .scratch_allocation(ScratchAllocation::AtWriteBack)
+        .open()
+        .unwrap();
+    match runtime.alloc(DType::U8, &[1]).map(|_| runtime.stats().scratch.unwrap().in_memory) {
+        Ok(true) => {}
+        other => return eprintln!("SKIPPED: /dev/shm is no folder in memory here: {other:?}"),
+    }
+    let largest = limit.get() - (64 << 20);
+    let error = runtime.alloc(DType::U8, &[largest + 1]).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    let named = [limit.to_string(), "64.0 MiB".into(), "/dev/shm".into()];
+    assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
+    let half = runtime.alloc(DType::U8, &[largest / 2]).unwrap();
+    assert_eq!(runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap_err().kind(), ErrorKind::OutOfMemory);
+    drop(half);
+    runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap();
+    runtime.close().unwrap();
 }

@@ -210,6 +210,12 @@ impl ScratchFile {
     /// [`ErrorKind::InvalidArgument`] for no bytes, or more than a file can have; [`ErrorKind::OutOfMemory`] if there is no
     /// memory for the checksums.
     pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
+        self.reserve_if(bytes, |_, _| Ok(()))
+    }
+
+    /// The same if `allows` agrees, which is told what the file holds already and what more it would hold. No two threads are
+    /// told the same.
+    pub(crate) fn reserve_if(&self, bytes: Bytes, allows: impl FnOnce(Bytes, Bytes) -> Result<()>) -> Result<SlotRun> {
         let inner = &*self.0;
         let wanted = inner.page_size.pages_for(bytes.get());
         if wanted == 0 {
@@ -220,11 +226,13 @@ impl ScratchFile {
             Error::new(ErrorKind::InvalidArgument, format!("{wanted} pages of scratch space exceed a file's size"))
                 .remedy("reserve less")
         };
+        let page = inner.page_size.bytes();
         let _turn = inner.growing.lock();
+        allows(self.held(), Bytes::new(wanted.checked_mul(page).ok_or_else(too_large)?))?;
         let (first, before) = {
             let mut slots = inner.slots.lock();
             let before = slots.count;
-            (slots.take(wanted, i64::MAX as u64 / inner.page_size.bytes()).ok_or_else(too_large)?, before)
+            (slots.take(wanted, i64::MAX as u64 / page).ok_or_else(too_large)?, before)
         };
         // From here on its drop gives everything back.
         let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default() };
@@ -258,6 +266,14 @@ impl ScratchFile {
         // In units of 512 bytes, whatever the file system's blocks are.
         let allocated = self.0.file.metadata().map_or(0, |meta| meta.blocks().saturating_mul(512));
         ScratchRoom { size: Bytes::new(count * page), allocated: Bytes::new(allocated), free: Bytes::new(free * page) }
+    }
+
+    /// What of its length counts in a budget: all that runs hold, whether it was written or not; and what is free, where that
+    /// keeps its room.
+    pub fn held(&self) -> Bytes {
+        let slots = self.0.slots.lock();
+        let free = if self.0.keeps.load(Ordering::Relaxed) { 0 } else { slots.free_count() };
+        Bytes::new((slots.count - free) * self.0.page_size.bytes())
     }
 
     /// The length of the file.
