@@ -24,7 +24,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk};
@@ -158,6 +158,10 @@ pub struct Stats {
     /// Host-tier memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
+    /// Frames of the device tier.
+    pub device_frames: FrameStats,
+    /// Frames of the host tier.
+    pub host_frames: FrameStats,
     /// The scratch file of read-write tensors, once there is one.
     pub scratch: Option<ScratchStats>,
     /// What of this machine's memory the runtime may take.
@@ -340,6 +344,9 @@ impl Runtime {
         };
         let (policy, fate) = config.policy.build();
         let mut pager = Pager::new(pager_config, policy);
+        if device.makes_bare_frames() {
+            pager.frames_are_bare();
+        }
         if config.keep_uses {
             pager.keep_uses();
         }
@@ -571,7 +578,12 @@ impl Runtime {
                 tracing::warn!(%error, ?base, "release a segment's addresses");
             }
         })?;
-        let added = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        let tail = u64::from(pages) * page_size.bytes() - len;
+        let added = engine.with(|pager, _| {
+            let added = pager.add_segment(backing, class, pages);
+            pager.set_tail(added.0, tail);
+            added
+        });
         // Whoever comes here has asked.
         let (id, words) = added.ok_or_else(crate::pager::closing)?;
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
@@ -780,13 +792,18 @@ impl Runtime {
         tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
-    /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
-    /// Returns how much it was.
+    /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can; returns how
+    /// much it was, as the system counts it.
+    ///
+    /// First goes the memory of frames that no page has, of the device tier and of the host tier; then copies in the host tier
+    /// that are on disk or in the device tier too; then clean pages of the device tier that nobody uses. Nothing is written
+    /// back for it, nothing is copied, and dirty pages stay. On a GPU it is the GPU's memory that is given back; its driver has
+    /// locked the host tier, which stays as it is. The staging ring stays anywhere.
+    ///
+    /// Budgets stay too: frames get memory again when pages come, and what was locked is locked again then. Fills ahead of use
+    /// go on, where an order of use is known: they take some of it again, at most the [lookahead](Stats::lookahead).
     pub fn trim(&self, bytes: Bytes) -> Bytes {
-        let page = self.shared.page_size;
-        let count = page.pages_for(bytes.get()).min(u64::from(u32::MAX)) as u32;
-        let frames = self.engine().with(|pager, fx| pager.trim(count, fx)).unwrap_or(0);
-        Bytes::new(u64::from(frames) * page.bytes())
+        self.engine().trim(bytes)
     }
 
     /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back;
@@ -832,12 +849,12 @@ impl Runtime {
             // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
             let unseen = engine.unseen();
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
-            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
+            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames(), pager.frames())
         });
         let (waiting, long_waits) = engine.waits();
         let in_a_child = seen.is_none();
-        let (mut pager, unseen, (policy, planned), lookahead, device, host) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0)));
+        let (mut pager, unseen, (policy, planned), lookahead, device, host, (device_frames, host_frames)) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0), Default::default()));
         pager.uses += unseen;
         pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
@@ -854,6 +871,8 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            device_frames,
+            host_frames,
             memory: self.memory(self.scratch_in_memory()),
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),

@@ -787,6 +787,69 @@ impl Engine {
         }
     }
 
+    /// Gives memory back to the system, up to `bytes` and to the end of a page; returns how much it was. First what no page
+    /// has, then copies of the host tier that are elsewhere too, then clean pages of the device tier. The host tier's memory
+    /// counts where the device's is memory of the same kind.
+    pub(crate) fn trim(&self, bytes: Bytes) -> Bytes {
+        let mut given = self.trim_device(bytes, false);
+        if self.device.gpu().is_none() {
+            given = given + self.trim_host(bytes.saturating_sub(given));
+        }
+        given + self.trim_device(bytes.saturating_sub(given), true)
+    }
+
+    fn pages_of(&self, bytes: Bytes) -> u32 {
+        u32::try_from(bytes.get().div_ceil(self.page_bytes)).unwrap_or(u32::MAX)
+    }
+
+    fn trim_device(&self, bytes: Bytes, evicting: bool) -> Bytes {
+        let mut given = Bytes::ZERO;
+        // Frames that turn out to have no memory are not asked for again; others may get some meanwhile, without end.
+        let mut left = self.look(|pager| pager.device_frames().1).unwrap_or(0);
+        while given < bytes && left > 0 {
+            let count = self.pages_of(bytes.saturating_sub(given)).min(left);
+            // Set apart for this call: until the pager hears that they are discarded it gives them to no page.
+            let frames = self.with(|pager, fx| {
+                if evicting {
+                    pager.trim(count, fx)
+                } else {
+                    pager.trim_free(count, fx)
+                };
+                std::mem::take(&mut fx.discard)
+            });
+            let frames = frames.unwrap_or_default();
+            if frames.is_empty() {
+                break;
+            }
+            for frame in &frames {
+                let memory = self.device.frame_memory(*frame).unwrap_or_default();
+                match self.device.discard(*frame) {
+                    Ok(()) => given = given + memory,
+                    Err(error) => tracing::warn!(%error, ?frame, "give a frame's memory back"),
+                }
+            }
+            left -= (frames.len() as u32).min(left);
+            self.with(|pager, fx| frames.iter().for_each(|frame| pager.discarded(*frame, fx)));
+        }
+        given
+    }
+
+    fn trim_host(&self, bytes: Bytes) -> Bytes {
+        let mut given = Bytes::ZERO;
+        let mut left = self.look(|pager| pager.host_frames().1).unwrap_or(0);
+        while given < bytes && left > 0 {
+            let count = self.pages_of(bytes.saturating_sub(given)).min(left);
+            let frames = self.with(|pager, _| pager.trim_host(count)).unwrap_or_default();
+            if frames.is_empty() {
+                break;
+            }
+            given = given + self.slab.give_back(&frames);
+            left -= (frames.len() as u32).min(left);
+            self.with(|pager, fx| pager.host_discarded(&frames, fx));
+        }
+        given
+    }
+
     /// The policy of the caller's, if it has panicked.
     pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
         self.fate.as_ref()?.get()
