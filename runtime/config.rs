@@ -12,7 +12,7 @@ use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::Runtime;
-use crate::store::{IoBackend, StoreOptions};
+use crate::store::{IoBackend, ScratchAllocation, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
 ///
@@ -297,6 +297,8 @@ pub struct RuntimeBuilder {
     pub(crate) link: Option<LinkModel>,
     pub(crate) staging: Option<Bytes>,
     pub(crate) scratch_dir: Option<PathBuf>,
+    pub(crate) scratch_allocation: ScratchAllocation,
+    pub(crate) scratch_budget: Option<Bytes>,
     pub(crate) timeline: bool,
     pub(crate) keep_uses: bool,
     pub(crate) warm: bool,
@@ -332,6 +334,8 @@ impl RuntimeBuilder {
             link: None,
             staging: None,
             scratch_dir: None,
+            scratch_allocation: ScratchAllocation::default(),
+            scratch_budget: None,
             timeline: false,
             keep_uses: false,
             warm: false,
@@ -488,9 +492,41 @@ impl RuntimeBuilder {
     /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
     /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
     /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
-    /// memory is taken only if it is named: what is written back there leaves no memory.
+    /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
+    /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
+    /// what this process may use, and no more; an allocation beyond that ends with [`OutOfMemory`](ErrorKind::OutOfMemory).
+    /// [`Stats::memory`](crate::Stats::memory) has the sum.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());
+        self
+    }
+
+    /// When a read-write tensor's room in the scratch file is taken: when it is allocated, unless it is said here that it may
+    /// be found missing later.
+    ///
+    /// ```
+    /// use outcore::{Bytes, DType, Runtime, ScratchAllocation};
+    ///
+    /// let lazy = Runtime::builder().scratch_allocation(ScratchAllocation::AtWriteBack);
+    /// let runtime = lazy.device_budget(Bytes::mib(16)).open()?;
+    /// let table = runtime.alloc(DType::U8, &[1 << 20])?;
+    /// let scratch = runtime.stats().scratch.unwrap();
+    /// // No page was written back yet.
+    /// assert!(scratch.size >= Bytes::mib(1) && scratch.allocated == Bytes::ZERO);
+    /// # drop(table);
+    /// # runtime.close()?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn scratch_allocation(mut self, when: ScratchAllocation) -> Self {
+        self.scratch_allocation = when;
+        self
+    }
+
+    /// The most that read-write tensors may hold of the scratch file, in whole pages, whether it was written or not. An
+    /// allocation beyond it ends with [`BudgetTooSmall`](ErrorKind::BudgetTooSmall). Unless it is set, the limit is what the
+    /// disk has, or for a folder in memory what [`scratch_dir`](Self::scratch_dir) says.
+    pub fn scratch_budget(mut self, budget: Bytes) -> Self {
+        self.scratch_budget = Some(budget);
         self
     }
 

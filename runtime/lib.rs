@@ -79,13 +79,13 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::policy::opt::Optimum;
-pub use pager::{PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor};
+pub use pager::{FrameStats, PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor};
 pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
 };
-pub use runtime::{Model, Runtime, ScratchStats, SegmentView, Stats};
-pub use store::IoBackend;
+pub use runtime::{MemoryStats, Model, Runtime, ScratchStats, SegmentView, Stats};
+pub use store::{IoBackend, ScratchAllocation};
 pub use tensor::Tensor;
 pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
 

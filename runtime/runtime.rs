@@ -24,10 +24,10 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::segment::Segment;
-use crate::store::{FileUse, IoBackend, ScratchFile, Store, scratch_on_a_disk};
+use crate::store::{FileUse, IoBackend, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk};
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
@@ -39,6 +39,10 @@ pub(crate) struct Shared {
     page_size: PageSize,
     verify: Verify,
     scratch_dir: Option<PathBuf>,
+    scratch_options: ScratchOptions,
+    scratch_budget: Option<Bytes>,
+    /// Memory of the staging ring.
+    staging: Bytes,
     /// The folder of the first model.
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
@@ -154,8 +158,14 @@ pub struct Stats {
     /// Host-tier memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
-    /// The scratch file of read-write tensors, once there is one, and not while it grows.
+    /// Frames of the device tier.
+    pub device_frames: FrameStats,
+    /// Frames of the host tier.
+    pub host_frames: FrameStats,
+    /// The scratch file of read-write tensors, once there is one.
     pub scratch: Option<ScratchStats>,
+    /// What of this machine's memory the runtime may take.
+    pub memory: MemoryStats,
     /// Spans that a kept timeline had no room for.
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
@@ -187,12 +197,37 @@ pub struct ScratchStats {
     /// Where it is.
     #[serde(serialize_with = "one_as_text")]
     pub folder: PathBuf,
-    /// How long it is.
+    /// How long it is. It stays as long when tensors go, with holes where they were.
     pub size: Bytes,
-    /// What of that no tensor holds.
+    /// What its file system has allocated to it, by that one's own count, with what it needs to keep track of it. While a
+    /// tensor is being allocated it grows.
+    pub allocated: Bytes,
+    /// What of its length no tensor holds. That takes no room, where the file system can punch holes.
     pub free: Bytes,
     /// Whether the folder is in memory, which only a folder that was [named](crate::RuntimeBuilder::scratch_dir) may be.
     pub in_memory: bool,
+}
+
+/// Memory of this machine that a runtime takes when its tiers are full. What counts in which budget, and what in none, is in
+/// the table of `docs/architecture.md`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// The device budget; none of it where the device tier is a GPU's memory.
+    pub device: Bytes,
+    /// The host budget.
+    pub host: Bytes,
+    /// The staging ring.
+    pub staging: Bytes,
+    /// What read-write tensors hold of a scratch file in memory, whether it was written or not; nothing of one on a disk.
+    pub scratch: Bytes,
+}
+
+impl MemoryStats {
+    /// All of it.
+    pub fn total(&self) -> Bytes {
+        self.device + self.host + self.staging + self.scratch
+    }
 }
 
 fn one_as_text<S: Serializer>(path: &Path, to: S) -> std::result::Result<S::Ok, S::Error> {
@@ -297,6 +332,8 @@ impl Runtime {
         };
         let slab = HostSlab::for_device(slab_config, device.clone())?;
         let store: Arc<dyn Store> = config.store.open(sink.clone())?;
+        let scratch_options =
+            ScratchOptions { persist: false, allocation: config.scratch_allocation, hook: config.store.hook };
         let pager_config = PagerConfig {
             frames,
             host_frames,
@@ -307,6 +344,9 @@ impl Runtime {
         };
         let (policy, fate) = config.policy.build();
         let mut pager = Pager::new(pager_config, policy);
+        if device.makes_bare_frames() {
+            pager.frames_are_bare();
+        }
         if config.keep_uses {
             pager.keep_uses();
         }
@@ -328,6 +368,9 @@ impl Runtime {
                 page_size,
                 verify: config.verify,
                 scratch_dir: config.scratch_dir,
+                scratch_options,
+                scratch_budget: config.scratch_budget,
+                staging: Bytes::new(u64::from(staging) * page_bytes),
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
@@ -403,11 +446,15 @@ impl Runtime {
     }
 
     /// Allocates a read-write tensor of zeros. It may be larger than memory: what does not fit is kept in a scratch
-    /// file, in which its room is reserved now.
+    /// file, in which its room is taken now, unless [`scratch_allocation`](RuntimeBuilder::scratch_allocation) says
+    /// otherwise. The room is given back when the last handle goes. To take much room takes time, in which other threads'
+    /// faults go on.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
-    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it.
+    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if its [budget](RuntimeBuilder::scratch_budget) does not allow it;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
     }
@@ -431,7 +478,7 @@ impl Runtime {
         }
         self.still_open()?;
         let (scratch, file) = self.scratch()?;
-        let slots = scratch.reserve(Bytes::new(bytes))?;
+        let slots = scratch.reserve_if(Bytes::new(bytes), |held, more| self.allow_scratch(&scratch, held, more))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
         let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
@@ -449,13 +496,16 @@ impl Runtime {
         if let Some((file, id)) = &*scratch {
             return Ok((file.clone(), *id));
         }
-        let page_size = self.shared.page_size;
+        let (page_size, options) = (self.shared.page_size, &self.shared.scratch_options);
         let file = match &self.shared.scratch_dir {
-            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path))?,
+            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path), options)?,
             Some(dir) => {
-                let file = ScratchFile::create(dir, page_size, false)?;
+                let file = ScratchFile::create_with(dir, page_size, options.clone())?;
                 if file.is_in_memory() {
-                    tracing::warn!(dir = %dir.display(), "the scratch file is in memory: what is written back leaves none");
+                    tracing::warn!(
+                        dir = %dir.display(),
+                        "the scratch file is in memory: what is written back leaves none, and counts as memory"
+                    );
                 }
                 file
             }
@@ -463,6 +513,42 @@ impl Runtime {
         let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
         Ok((file, id))
+    }
+
+    /// Whether the scratch file may hold so much more.
+    fn allow_scratch(&self, scratch: &ScratchFile, held: Bytes, more: Bytes) -> Result<()> {
+        let folder = scratch.path().display();
+        let sum = |parts: &[Bytes]| {
+            parts.iter().fold(Bytes::ZERO, |sum, part| Bytes::new(sum.get().saturating_add(part.get())))
+        };
+        if let Some(budget) = self.shared.scratch_budget.filter(|budget| sum(&[held, more]) > *budget) {
+            let message = format!("a scratch budget of {budget} holds no {more} more in {folder}, which has {held}");
+            return Err(Error::new(ErrorKind::BudgetTooSmall, message)
+                .remedy("let tensors go, or give a larger one (RuntimeBuilder::scratch_budget)"));
+        }
+        if !scratch.is_in_memory() {
+            return Ok(());
+        }
+        // Where the limit cannot be read, the kernel will say.
+        let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
+        let MemoryStats { device, host, staging, .. } = self.memory(held);
+        if sum(&[device, host, staging, held, more]) <= limit {
+            return Ok(());
+        }
+        let message = format!(
+            "{more} more of scratch in {folder} are memory, of which this process may use {limit}: the scratch file has \
+             {held}, the budgets are {device} of the device tier and {host} of the host tier, and {staging} are for staging"
+        );
+        Err(Error::new(ErrorKind::OutOfMemory, message)
+            .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+    }
+
+    /// What of this machine's memory is the runtime's, if its scratch file has so much of it.
+    fn memory(&self, scratch: Bytes) -> MemoryStats {
+        let engine = self.engine();
+        let (_, frames) = engine.look(Pager::device_frames).unwrap_or_default();
+        let device = if engine.device.gpu().is_none() { u64::from(frames) * self.shared.page_size.bytes() } else { 0 };
+        MemoryStats { device: Bytes::new(device), host: self.shared.host_budget, staging: self.shared.staging, scratch }
     }
 
     /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
@@ -492,7 +578,12 @@ impl Runtime {
                 tracing::warn!(%error, ?base, "release a segment's addresses");
             }
         })?;
-        let added = engine.with(|pager, _| pager.add_segment(backing, class, pages));
+        let tail = u64::from(pages) * page_size.bytes() - len;
+        let added = engine.with(|pager, _| {
+            let added = pager.add_segment(backing, class, pages);
+            pager.set_tail(added.0, tail);
+            added
+        });
         // Whoever comes here has asked.
         let (id, words) = added.ok_or_else(crate::pager::closing)?;
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
@@ -701,13 +792,18 @@ impl Runtime {
         tensor.engine().with(|pager, fx| pager.evict(run.pages(), fx)).unwrap_or(0)
     }
 
-    /// Gives up to `bytes` of device memory back to the system now, evicting clean pages nobody uses. The budget stays.
-    /// Returns how much it was.
+    /// Gives `bytes` of memory, to the end of a page, back to the system before it returns, or as much as it can; returns how
+    /// much it was, as the system counts it.
+    ///
+    /// First goes the memory of frames that no page has, of the device tier and of the host tier; then copies in the host tier
+    /// that are on disk or in the device tier too; then clean pages of the device tier that nobody uses. Nothing is written
+    /// back for it, nothing is copied, and dirty pages stay. On a GPU it is the GPU's memory that is given back; its driver has
+    /// locked the host tier, which stays as it is. The staging ring stays anywhere.
+    ///
+    /// Budgets stay too: frames get memory again when pages come, and what was locked is locked again then. Fills ahead of use
+    /// go on, where an order of use is known: they take some of it again, at most the [lookahead](Stats::lookahead).
     pub fn trim(&self, bytes: Bytes) -> Bytes {
-        let page = self.shared.page_size;
-        let count = page.pages_for(bytes.get()).min(u64::from(u32::MAX)) as u32;
-        let frames = self.engine().with(|pager, fx| pager.trim(count, fx)).unwrap_or(0);
-        Bytes::new(u64::from(frames) * page.bytes())
+        self.engine().trim(bytes)
     }
 
     /// Changes the device budget. Growing takes effect at once. Shrinking returns when the memory has been given back;
@@ -753,12 +849,12 @@ impl Runtime {
             // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
             let unseen = engine.unseen();
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
-            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames())
+            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames(), pager.frames())
         });
         let (waiting, long_waits) = engine.waits();
         let in_a_child = seen.is_none();
-        let (mut pager, unseen, (policy, planned), lookahead, device, host) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0)));
+        let (mut pager, unseen, (policy, planned), lookahead, device, host, (device_frames, host_frames)) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0), Default::default()));
         pager.uses += unseen;
         pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
@@ -775,6 +871,9 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            device_frames,
+            host_frames,
+            memory: self.memory(self.scratch_in_memory()),
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
@@ -783,11 +882,18 @@ impl Runtime {
         }
     }
 
+    fn scratch_in_memory(&self) -> Bytes {
+        let scratch = self.shared.scratch.try_lock();
+        let file = scratch.as_deref().and_then(Option::as_ref).map(|(file, _)| file);
+        file.filter(|file| file.is_in_memory()).map_or(Bytes::ZERO, ScratchFile::held)
+    }
+
     fn scratch_stats(&self) -> Option<ScratchStats> {
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
-        let (size, free) = file.room()?;
-        Some(ScratchStats { folder: file.path().to_owned(), size, free, in_memory: file.is_in_memory() })
+        let ScratchRoom { size, allocated, free } = file.room();
+        let (folder, in_memory) = (file.path().to_owned(), file.is_in_memory());
+        Some(ScratchStats { folder, size, allocated, free, in_memory })
     }
 
     /// The best any policy could have done with as many frames as the budget ever allowed, every page coming on demand;

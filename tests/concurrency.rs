@@ -22,7 +22,7 @@ use harness::{
     watched,
 };
 use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::store::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind, StoreOptions};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
 use parking_lot::{Condvar, Mutex};
 
@@ -52,6 +52,7 @@ on_every_device! {
     ten_thousand_tensors_are_pinned_and_let_go
     a_pin_that_races_an_eviction_is_served_either_way
     a_request_moves_between_threads
+    faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated
 }
 
 const PAGE: u64 = 16 << 10;
@@ -1024,5 +1025,101 @@ fn a_request_moves_between_threads(devices: Devices) {
             was_polled.recv().unwrap();
             gate.open();
         });
+    });
+}
+
+/// Holds an allocation before each slice until somebody has faulted.
+#[derive(Default)]
+struct Slices {
+    /// Slices begun, and rounds of faults since.
+    counts: Mutex<(u64, u64)>,
+    told: Condvar,
+    armed: AtomicBool,
+}
+
+impl Slices {
+    /// Waits for the slice after `seen` of them. `None` if there is none.
+    fn next(&self, seen: u64) -> Option<u64> {
+        let mut counts = self.counts.lock();
+        while counts.0 == seen && self.armed.load(Ordering::SeqCst) {
+            self.told.wait(&mut counts);
+        }
+        (counts.0 > seen).then_some(counts.0)
+    }
+}
+
+impl CallHook for Slices {
+    fn before(&self, _: &IoCall) -> Injected {
+        Injected::Nothing
+    }
+    fn may_block(&self) -> bool {
+        false
+    }
+    fn before_room(&self, call: &RoomCall) -> Injected {
+        if call.kind == RoomKind::Take && self.armed.load(Ordering::SeqCst) {
+            harness::progress();
+            let mut counts = self.counts.lock();
+            counts.0 += 1;
+            self.told.notify_all();
+            while counts.1 < counts.0 {
+                self.told.wait(&mut counts);
+            }
+        }
+        Injected::Nothing
+    }
+}
+
+/// To take much room takes long. Pages of other tensors are written back and read again meanwhile: here every slice waits
+/// until that has happened, and so would wait for ever if faults waited for the allocation.
+fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devices) {
+    const ROWS: u64 = 16;
+    const LARGE: u64 = 512 << 20;
+    watched("faults during an allocation", move || {
+        for io in [IoBackend::Auto, IoBackend::Threads, IoBackend::Buffered] {
+            let slices = Arc::new(Slices::default());
+            let setting = setting(devices[0], 4);
+            let builder = setting.builder(None).store(StoreOptions::new(io).hook(slices.clone()));
+            let runtime = builder.open().unwrap();
+            let table = runtime.alloc(DType::U8, &[ROWS, PAGE]).unwrap();
+            for row in 0..ROWS {
+                runtime.write(&table.rows(row..row + 1).unwrap()).unwrap().fill(row as u8);
+            }
+            slices.armed.store(true, Ordering::SeqCst);
+            let before = runtime.stats();
+            let mut rounds = 0;
+            thread::scope(|scope| {
+                let large = scope.spawn(|| {
+                    let large = runtime.alloc(DType::U8, &[LARGE]);
+                    slices.armed.store(false, Ordering::SeqCst);
+                    drop(slices.counts.lock());
+                    slices.told.notify_all();
+                    large
+                });
+                while let Some(slice) = slices.next(rounds) {
+                    for row in 0..ROWS {
+                        let mut guard = runtime.write(&table.rows(row..row + 1).unwrap()).unwrap();
+                        assert!(guard.bytes().iter().all(|byte| *byte == row as u8 + rounds as u8), "row {row}");
+                        guard.fill(row as u8 + rounds as u8 + 1);
+                    }
+                    // It can be looked at as well.
+                    assert!(runtime.stats().scratch.is_some());
+                    rounds = slice;
+                    slices.counts.lock().1 = slice;
+                    slices.told.notify_all();
+                }
+                drop(large.join().unwrap().unwrap());
+            });
+            let after = runtime.stats();
+            assert!(rounds >= LARGE / (64 << 20), "{rounds} slices");
+            let (faults, written) =
+                (after.pager.fills_disk - before.pager.fills_disk, after.pager.write_backs - before.pager.write_backs);
+            assert!(
+                faults >= rounds * (ROWS - 4) && written >= rounds * (ROWS - 4),
+                "{faults} faults, {written} writes"
+            );
+            let scratch = after.scratch.unwrap();
+            assert_eq!(scratch.size.saturating_sub(scratch.free), Bytes::new(ROWS * PAGE), "{scratch:?}");
+            check_at_rest(runtime, vec![table], "an allocation among faults");
+        }
     });
 }

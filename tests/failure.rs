@@ -16,11 +16,16 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use harness::{
-    AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, watched,
+    AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, until,
+    watched,
 };
 use outcore::device::{DeviceCall, Token};
+use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore::{
+    Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, ScratchAllocation,
+    Tensor,
+};
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {
@@ -683,21 +688,164 @@ fn child_a_full_scratch_disk() {
 
 #[test]
 fn a_full_scratch_disk_names_the_directory_and_costs_only_the_allocation() {
+    on_small_file_systems("child_a_full_scratch_disk");
+}
+
+/// Runs a child of this program with a small file system of each kind.
+fn on_small_file_systems(child: &str) {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/small_fs_run.sh");
     for kind in ["tmpfs", "ext4"] {
-        let child = Command::new(script)
+        let ended = Command::new(script)
             .args([kind, "16"])
             .arg(std::env::current_exe().unwrap())
-            .args(["--exact", "child_a_full_scratch_disk", "--nocapture"])
+            .args(["--exact", child, "--nocapture"])
             .output()
             .unwrap();
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        if child.status.code() == Some(77) {
-            eprintln!("SKIPPED on {kind}: {text}");
+        let text = format!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
+        if ended.status.code() == Some(77) {
+            eprintln!("SKIPPED {child} on {kind}: {text}");
             continue;
         }
-        assert!(child.status.success() && text.contains("the child ran"), "{kind}: {text}");
+        assert!(ended.status.success() && text.contains("the child ran"), "{child} on {kind}: {text}");
     }
+}
+
+/// A table larger than the device tier, every byte of a row the row's number and one; its dirty pages are in the scratch
+/// file but for the last ones.
+fn filled(runtime: &Runtime, rows: u64) -> Result<Tensor> {
+    let table = runtime.alloc(DType::U8, &[rows, 64 << 10])?;
+    for row in 0..rows {
+        let mut guard = runtime.write(&table.rows(row..row + 1)?)?;
+        assert!(guard.bytes().iter().all(|byte| *byte == 0), "row {row} has bytes of a tensor that is gone");
+        guard.fill(row as u8 + 1);
+    }
+    for row in 0..rows {
+        assert!(runtime.read(&table.rows(row..row + 1)?)?.bytes().iter().all(|byte| *byte == row as u8 + 1));
+    }
+    Ok(table)
+}
+
+/// Run by the test below with a small file system mounted.
+#[test]
+fn child_room_is_given_back() {
+    let Some(dir) = std::env::var_os("OUTCORE_SMALL_FS") else { return };
+    watched("room that is given back", move || {
+        let dir = Path::new(&dir);
+        let setting = Setting { io: IoBackend::Buffered, ..Setting::tiers(HOST)[0] };
+        let open = || setting.builder(None).scratch_dir(dir).open().unwrap();
+        let runtimes = [open(), open()];
+        // Two thirds of the disk, by turns: neither has room while the other one does.
+        for runtime in runtimes.iter().cycle().take(6) {
+            let table = filled(runtime, 160).unwrap();
+            let other = runtimes.iter().find(|other| !std::ptr::eq(*other, runtime)).unwrap();
+            let error = other.alloc(DType::U8, &[160, 64 << 10]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DiskFull, "{error}");
+            let scratch = runtime.stats().scratch.unwrap();
+            assert!(scratch.allocated >= Bytes::mib(10) && scratch.free == Bytes::ZERO, "{scratch:?}");
+            drop(table);
+            // What is still being written goes when that has ended.
+            until("the room is given back", || runtime.stats().scratch.is_some_and(|now| now.free == now.size));
+            let scratch = runtime.stats().scratch.unwrap();
+            assert!(scratch.allocated < Bytes::kib(64), "{scratch:?}");
+        }
+        for runtime in runtimes {
+            check_at_rest(runtime, Vec::new(), "room given back");
+        }
+        println!("the child ran");
+    });
+}
+
+#[test]
+fn a_dropped_tensors_room_is_the_disks_again() {
+    on_small_file_systems("child_room_is_given_back");
+}
+
+/// Takes all the room there is.
+fn fill_disk(path: &Path) {
+    use std::io::Write;
+    let mut file = std::fs::File::create(path).unwrap();
+    for len in [64 << 10, 512] {
+        while file.write_all(&vec![1; len]).is_ok() {}
+    }
+    let _ = file.sync_all();
+}
+
+/// Run by the test below with a small file system mounted.
+#[test]
+fn child_a_disk_that_is_full_at_the_write_back() {
+    let Some(dir) = std::env::var_os("OUTCORE_SMALL_FS") else { return };
+    watched("a disk that is full at the write back", move || {
+        let dir = Path::new(&dir);
+        let setting = Setting { io: IoBackend::Buffered, device: 8, host: 0, ..Setting::tiers(HOST)[0] };
+        let lazy = || setting.builder(None).scratch_dir(dir).scratch_allocation(ScratchAllocation::AtWriteBack);
+        let runtime = lazy().open().unwrap();
+        // Four times as large as the disk.
+        let table = runtime.alloc(DType::U8, &[1024, 64 << 10]).unwrap();
+        let scratch = runtime.stats().scratch.unwrap();
+        assert!(scratch.size == Bytes::mib(64) && scratch.allocated == Bytes::ZERO, "{scratch:?}");
+        let row = |row: u64| table.rows(row..row + 1).unwrap();
+        for written in 0..32 {
+            runtime.write(&row(written)).unwrap().fill(written as u8 + 1);
+        }
+        assert!(runtime.stats().scratch.unwrap().allocated >= Bytes::mib(1));
+
+        // A disk that is full for a while costs nothing but the tries.
+        let ballast = dir.join("ballast");
+        let written_back = || runtime.stats().pager.write_backs;
+        let states = |of: u64| {
+            let pages = runtime.snapshot(&table).pages;
+            pages[of as usize * 4..][..4].iter().map(|page| page.device.state).collect::<Vec<_>>()
+        };
+        runtime.write(&row(40)).unwrap().fill(41);
+        fill_disk(&ballast);
+        let before = written_back();
+        assert_eq!(runtime.evict(&row(40)), 4);
+        until("the write backs have failed", || states(40) == [State::Dirty; 4]);
+        assert_eq!(written_back(), before);
+        assert!(runtime.health().is_empty() && runtime.read(&row(40)).unwrap().bytes().iter().all(|byte| *byte == 41));
+        std::fs::remove_file(&ballast).unwrap();
+        until("the write backs have succeeded", || {
+            runtime.evict(&row(40));
+            states(40) == [State::Empty; 4]
+        });
+        assert!(runtime.health().is_empty());
+        for (at, value) in (0..32).map(|row| (row, row as u8 + 1)).chain([(40, 41)]) {
+            assert!(runtime.read(&row(at)).unwrap().bytes().iter().all(|byte| *byte == value), "row {at}");
+        }
+
+        // One that stays full costs what has no other place, page by page, and every loss is told.
+        let mut last = 64;
+        while runtime.health().is_empty() {
+            runtime.write(&row(last)).unwrap().fill(last as u8);
+            last += 1;
+        }
+        let lost = runtime.health();
+        for error in &lost {
+            let text = error.to_string();
+            assert!(error.kind() == ErrorKind::DiskFull && text.contains("read-write tensor"), "{text}");
+        }
+        let pages = runtime.snapshot(&table).pages;
+        let poisoned = pages.iter().filter(|page| page.device.state == State::Poisoned).count();
+        assert_eq!((poisoned as u64, lost.len()), (runtime.stats().pager.poisoned, poisoned));
+        // What was lost is refused, what was not is right.
+        let reads =
+            (0..32).map(|row| (row, row as u8 + 1)).chain([(40, 41)]).chain((64..last).map(|row| (row, row as u8)));
+        for (at, value) in reads {
+            let is_lost = states(at).contains(&State::Poisoned);
+            match runtime.read(&row(at)) {
+                Ok(guard) => assert!(!is_lost && guard.bytes().iter().all(|byte| *byte == value), "row {at}"),
+                // To read may have to write back what no disk takes.
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Poisoned, "row {at}: {error}"),
+            }
+        }
+        check_at_rest(runtime, vec![table], "a disk that stayed full");
+        println!("the child ran");
+    });
+}
+
+#[test]
+fn room_that_is_taken_late_may_be_found_missing_and_nothing_is_lost_unsaid() {
+    on_small_file_systems("child_a_disk_that_is_full_at_the_write_back");
 }
 
 /// What was written is compared with what comes back: bytes that a disk changed are an error of their page, and of no

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use outcore::{Bytes, DType, IoBackend, PageSize, Runtime};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, ScratchAllocation};
 
 const MODEL: u64 = 256 << 20;
 const DEVICE: u64 = 24 << 20;
@@ -164,4 +164,229 @@ fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
         Err(error) => eprintln!("SKIPPED /dev/shm: {error}"),
     }
     asked.close().unwrap();
+}
+
+/// A scratch budget is exact, on a disk as in memory, and what tensors give back may be taken again.
+#[test]
+fn a_scratch_budget_is_not_exceeded() {
+    for folder in [Path::new(env!("CARGO_TARGET_TMPDIR")), Path::new("/dev/shm")] {
+        let runtime = Runtime::builder()
+            .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+            .device_budget(Bytes::mib(4))
+            .host_budget(Bytes::mib(2))
+            .scratch_dir(folder)
+            .scratch_budget(Bytes::mib(8))
+            .open()
+            .unwrap();
+        // Whole pages count.
+        let first = match runtime.alloc(DType::U8, &[(6 << 20) - 1]) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                eprintln!("SKIPPED {}: {error}", folder.display());
+                continue;
+            }
+            other => other.unwrap(),
+        };
+        let error = runtime.alloc(DType::U8, &[(2 << 20) + 1]).unwrap_err();
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
+        assert!(text.contains("8.0 MiB") && text.contains("6.0 MiB") && text.contains("2.2 MiB"), "{text}");
+        assert!(error.advice().is_some() && text.contains(folder.to_str().unwrap()), "{text}");
+        let second = runtime.alloc(DType::U8, &[2 << 20]).unwrap();
+        let stats = runtime.stats();
+        let in_memory = stats.scratch.unwrap().in_memory;
+        let scratch = if in_memory { Bytes::mib(8) } else { Bytes::ZERO };
+        assert_eq!(
+            (stats.memory.device, stats.memory.host, stats.memory.scratch),
+            (Bytes::mib(4), Bytes::mib(2), scratch)
+        );
+        assert_eq!(stats.memory.total(), Bytes::mib(6) + stats.memory.staging + scratch);
+        drop(first);
+        let third = runtime.alloc(DType::U8, &[6 << 20]).unwrap();
+        drop((second, third));
+        assert_eq!(runtime.stats().memory.scratch, Bytes::ZERO);
+        runtime.close().unwrap();
+    }
+}
+
+/// Scratch in memory counts with the budgets: together they are what the process may use, and no more.
+#[test]
+fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
+    let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
+    let runtime = Runtime::builder()
+        .device_budget(Bytes::mib(64))
+        .scratch_dir("/dev/shm")
+        // Nothing is taken by what is only asked for.
+        .scratch_allocation(ScratchAllocation::AtWriteBack)
+        .open()
+        .unwrap();
+    match runtime.alloc(DType::U8, &[1]).map(|_| runtime.stats().scratch.unwrap().in_memory) {
+        Ok(true) => {}
+        other => return eprintln!("SKIPPED: /dev/shm is no folder in memory here: {other:?}"),
+    }
+    let largest = limit.get() - (64 << 20);
+    let error = runtime.alloc(DType::U8, &[largest + 1]).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    let named = [limit.to_string(), "64.0 MiB".into(), "/dev/shm".into()];
+    assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
+    let half = runtime.alloc(DType::U8, &[largest / 2]).unwrap();
+    assert_eq!(runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap_err().kind(), ErrorKind::OutOfMemory);
+    drop(half);
+    runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap();
+    runtime.close().unwrap();
+}
+
+/// What the kernel says this process has, of all its mappings but for those of files, as its own code is.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = text.lines().find(|line| line.starts_with("Anonymous:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+/// Pages of the kernel's that a call may take or leave for its own tables, of which this test knows nothing.
+const TOLERANCE: u64 = 64 * 4096;
+
+fn trimmed(runtime: &Runtime, bytes: Bytes) -> u64 {
+    let before = resident();
+    let given = runtime.trim(bytes).get();
+    let gone = before.saturating_sub(resident());
+    assert!(gone.abs_diff(given) <= TOLERANCE, "{given} were given back, and {gone} are gone: {:?}", runtime.stats());
+    given
+}
+
+/// Run by the test below, in a process of its own.
+#[test]
+fn child_trims() {
+    let Ok(page) = std::env::var("OUTCORE_CHILD_PAGE") else { return };
+    let page: u64 = page.parse().unwrap();
+    let (device, host) = (64 << 20, 32 << 20);
+    let opened = resident();
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(page)).unwrap())
+        .device_budget(Bytes::new(device))
+        .host_budget(Bytes::new(host))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        // What is filled ahead takes memory again.
+        .lookahead(Lookahead::Off)
+        .open()
+        .unwrap();
+    let frames = (device / page, host / page);
+    let stats = runtime.stats();
+    assert_eq!((stats.device_frames.free, stats.device_frames.bare), (frames.0, frames.0));
+    // The host tier gets its memory in the background; no frame of the device tier has any.
+    let given = runtime.trim(Bytes::new(device + host)).get();
+    assert!(given <= host, "{given}");
+    assert!(resident() <= opened + (4 << 20), "{} at first, {} now", opened, resident());
+    assert_eq!(runtime.trim(Bytes::new(device + host)), Bytes::ZERO, "nothing is given back twice");
+    assert_eq!(runtime.stats().host_frames.bare, frames.1);
+
+    // Pages of a file are clean. Both tiers are full of them.
+    let path = PathBuf::from(std::env::var_os("OUTCORE_CHILD_MODEL").unwrap());
+    let tensor = runtime.open_model(&path).unwrap().tensor("w").unwrap();
+    let read = |rows: std::ops::Range<u64>| {
+        for row in rows {
+            let guard = runtime.pin(&tensor.rows(row..row + 1).unwrap()).wait().unwrap();
+            assert!(guard.iter().all(|byte| *byte == row as u8), "row {row}");
+        }
+    };
+    read(0..255);
+    let full = runtime.stats();
+    assert_eq!((full.device.0, full.host.0), (Bytes::new(device), Bytes::new(host)), "{full:?}");
+
+    // The host tier's copies go first, and then pages of the device tier.
+    let given = trimmed(&runtime, Bytes::mib(10));
+    assert_eq!(given, 10 << 20);
+    assert_eq!(runtime.stats().device.0, Bytes::new(device));
+    let given = trimmed(&runtime, Bytes::mib(50));
+    assert_eq!(given, 50 << 20);
+    let after = runtime.stats();
+    assert_eq!(after.device, (Bytes::new(device - (28 << 20)), Bytes::new(device)));
+    assert_eq!(after.host, (Bytes::ZERO, Bytes::new(host)));
+    let all = trimmed(&runtime, Bytes::new(device + host));
+    assert_eq!(all, device - (28 << 20));
+    let empty = runtime.stats();
+    assert_eq!((empty.device.0, empty.host.0), (Bytes::ZERO, Bytes::ZERO));
+    assert_eq!((empty.device_frames.bare, empty.host_frames.bare), frames);
+    assert_eq!(runtime.trim(Bytes::new(1)), Bytes::ZERO);
+
+    // Pages come again, and take no more than the budgets.
+    let before = resident();
+    read(0..255);
+    let grown = resident() - before;
+    // What the policy remembers is beside them.
+    assert!((device + host..device + host + (4 << 20)).contains(&(grown + TOLERANCE)), "{grown}");
+
+    // What is pinned stays, and what is dirty.
+    let pinned = runtime.pin(&tensor.rows(200..201).unwrap()).wait().unwrap();
+    let table = runtime.alloc(DType::U8, &[page]).unwrap();
+    runtime.pin_mut(&table).wait().unwrap().bytes_mut().fill(7);
+    trimmed(&runtime, Bytes::new(device + host));
+    assert!(pinned.iter().all(|byte| *byte == 200));
+    assert!(runtime.pin(&table).wait().unwrap().iter().all(|byte| *byte == 7));
+    let left = tensor.rows(200..201).unwrap().page_count() + 1;
+    assert_eq!(runtime.stats().device.0, Bytes::new(left * page));
+    drop((pinned, table));
+    let given = trimmed(&runtime, Bytes::new(device + host));
+    assert!(given >= left * page, "{given}");
+    let stats = runtime.stats();
+    assert_eq!((stats.device_frames.bare, stats.host_frames.bare), frames);
+    drop(tensor);
+    runtime.close().unwrap();
+    println!("the child ran");
+}
+
+/// It said that it had given back 50 MiB, of frames that never had any memory.
+#[test]
+fn regression_trim_gives_back_what_it_says() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = model(dir.path());
+    for page in [16 << 10, 256 << 10, 2 << 20] {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_trims", "--nocapture"])
+            .env("OUTCORE_CHILD_PAGE", page.to_string())
+            .env("OUTCORE_CHILD_MODEL", &path)
+            .output()
+            .unwrap();
+        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+        assert!(child.status.success() && text.contains("the child ran"), "pages of {page}: {text}");
+    }
+}
+
+/// What a tier holds is counted in frames, and what of them holds nothing in bytes.
+#[test]
+fn frames_and_tails_are_counted() {
+    let page = 64 << 10;
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(page)).unwrap())
+        .device_budget(Bytes::new(8 * page))
+        .host_budget(Bytes::new(4 * page))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .open()
+        .unwrap();
+    let seen = || {
+        let stats = runtime.stats();
+        let (device, host) = (stats.device_frames, stats.host_frames);
+        assert_eq!((device.used * page, host.used * page), (stats.device.0.get(), stats.host.0.get()));
+        ((device.used, device.free, device.tails.get()), (host.used, host.free, host.tails.get()))
+    };
+    assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
+    // Two pages and a byte; a byte; whole pages.
+    let tensors = [2 * page + 1, 1, page].map(|len| runtime.alloc(DType::U8, &[len]).unwrap());
+    assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
+    for tensor in &tensors {
+        runtime.pin_mut(tensor).wait().unwrap().bytes_mut().fill(1);
+    }
+    assert_eq!(seen(), ((5, 3, 2 * (page - 1)), (0, 4, 0)));
+    // The rows of the first page: no tail is among them.
+    drop(runtime.pin(&tensors[0].rows(0..page).unwrap()).wait().unwrap());
+    runtime.evict(&tensors[1]);
+    while seen() != ((4, 4, page - 1), (1, 3, page - 1)) {
+        std::thread::yield_now();
+    }
+    // It was never on disk, so it has one copy.
+    drop(runtime.pin(&tensors[1]).wait().unwrap());
+    assert_eq!(seen(), ((5, 3, 2 * (page - 1)), (0, 4, 0)));
+    drop(tensors);
+    assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
+    runtime.close().unwrap();
 }

@@ -137,7 +137,16 @@ impl Run {
             }
             28 => {
                 let count = random.below(3) as u32;
-                self.world.with(|pager, fx| pager.trim(count, fx));
+                match random.below(3) {
+                    0 => self.world.with(|pager, fx| pager.trim(count, fx)),
+                    1 => self.world.with(|pager, fx| pager.trim_free(count, fx)),
+                    _ => {
+                        let mut given = Vec::new();
+                        self.world.with(|pager, _| given = pager.trim_host(count));
+                        self.world.with(|pager, fx| pager.host_discarded(&given, fx));
+                        0
+                    }
+                };
             }
             29 if !self.world.discards.is_empty() => {
                 let at = random.below(self.world.discards.len());

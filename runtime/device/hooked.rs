@@ -173,6 +173,12 @@ impl Device for Hooked {
         self.ask(DeviceCall::Protect)?;
         self.device.protect(frame)
     }
+    fn makes_bare_frames(&self) -> bool {
+        self.device.makes_bare_frames()
+    }
+    fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
+        self.device.frame_memory(frame)
+    }
     fn discard(&self, frame: FrameId) -> Result<()> {
         self.ask(DeviceCall::Discard)?;
         self.device.discard(frame)

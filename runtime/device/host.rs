@@ -579,6 +579,18 @@ impl Device for HostDevice {
         Ok(())
     }
 
+    fn makes_bare_frames(&self) -> bool {
+        // Where frames are warmed, they get memory at any time.
+        !self.warm
+    }
+
+    fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
+        let core = &self.core;
+        let mut layout = core.layout.lock();
+        let resident = layout.frame(frame)?.at.map_or(Ok(0), |at| sys::resident(at, core.page_bytes()));
+        resident.map(Bytes::new).map_err(|cause| core.refused(format!("ask for the memory of {frame:?}"), cause))
+    }
+
     fn discard(&self, frame: FrameId) -> Result<()> {
         let core = &self.core;
         let mut layout = core.layout.lock();

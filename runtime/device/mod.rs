@@ -298,6 +298,14 @@ pub trait Device: Send + Sync + fmt::Debug {
     }
     /// Contract rule 2.
     fn protect(&self, frame: FrameId) -> Result<()>;
+    /// Whether frames have no memory when they are made, and get it when they are first mapped or later.
+    fn makes_bare_frames(&self) -> bool {
+        false
+    }
+    /// How much memory a frame has now. By default a page.
+    fn frame_memory(&self, _frame: FrameId) -> Result<Bytes> {
+        Ok(Bytes::new(self.page_size().bytes()))
+    }
     /// Contract rule 3.
     fn discard(&self, frame: FrameId) -> Result<()>;
 

@@ -696,6 +696,16 @@ impl Device for SimDevice {
         Ok(())
     }
 
+    fn makes_bare_frames(&self) -> bool {
+        true
+    }
+
+    fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
+        let layout = &mut self.core.state.lock().layout;
+        let has = layout.idle(frame, "the memory")?.bytes.is_some();
+        Ok(if has { Bytes::new(self.core.page_size.bytes()) } else { Bytes::ZERO })
+    }
+
     fn discard(&self, frame: FrameId) -> Result<()> {
         let layout = &mut self.core.state.lock().layout;
         layout.idle(frame, "the discarding")?.bytes = None;

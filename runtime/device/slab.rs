@@ -133,6 +133,8 @@ struct Progress {
     staging: u64,
     frames: u64,
     refused: bool,
+    /// Memory was given back: what is not locked yet is not brought in for it.
+    when_touched: bool,
     /// Whether there is a locker, which looks for more before it ends.
     locking: bool,
 }
@@ -193,15 +195,21 @@ impl Slab {
         (len > 0).then_some((done, address, len))
     }
 
-    fn lock(&self, address: u64, len: u64) -> Result<()> {
+    fn lock(&self, address: u64, len: u64, when_touched: bool) -> Result<()> {
         let staging = self.staging.base()..self.staging.base() + self.staging.len();
         let (region, firsts) = if staging.contains(&address) {
             (&self.staging, &self.staging_firsts)
         } else {
             (&self.frames, &self.frame_firsts)
         };
-        firsts.touch(region.base(), address - region.base(), len);
+        if !when_touched {
+            firsts.touch(region.base(), address - region.base(), len);
+        }
         match &self.locks {
+            _ if when_touched => sys::lock_when_touched(address, len).map_err(|cause| {
+                Error::io(format!("lock {} of host memory", Bytes::new(len)), cause)
+                    .remedy("raise RLIMIT_MEMLOCK (`ulimit -l`) or grant CAP_IPC_LOCK")
+            }),
             Locks::Kernel(lock) => lock(address, len).map_err(|cause| {
                 Error::io(format!("lock {}", Bytes::new(len)), cause).remedy(
                     "RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK",
@@ -238,13 +246,14 @@ impl Slab {
         sys::stand_back();
         loop {
             let mut progress = self.progress.lock();
+            let when_touched = progress.when_touched;
             let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
             let next = if stop { None } else { self.next_slice(&mut progress) };
             let Some((done, address, len)) = next else {
                 progress.locking = false;
                 return;
             };
-            match self.lock(address, len) {
+            match self.lock(address, len, when_touched) {
                 Ok(()) => {
                     *done += len;
                     self.locked.fetch_add(len, Ordering::Relaxed);
@@ -414,6 +423,32 @@ impl HostSlab {
         }
         self.start_locker();
         Ok(())
+    }
+
+    /// Gives the memory of these frames back to the system, and returns how much that was. They get memory again when they
+    /// are touched, and it is locked then if it was before. A driver that has locked the memory keeps it: nothing is given.
+    ///
+    /// Only for frames that the pager has set apart for it: it gives them to no move until it is told that this has ended.
+    pub(crate) fn give_back(&self, frames: &[HostFrameId]) -> Bytes {
+        let slab = &self.slab;
+        if matches!(&slab.locks, Locks::Device(device) if !device.host_addressable()) {
+            return Bytes::ZERO;
+        }
+        // The locker must not bring back what goes.
+        let mut progress = slab.progress.lock();
+        progress.when_touched = true;
+        let count = slab.frame_count.load(Ordering::Relaxed);
+        let mut given = 0;
+        for frame in frames.iter().filter(|frame| frame.get() < count) {
+            let (address, len) = (slab.frames.base() + slab.bytes(frame.get()), slab.page_size.bytes());
+            let had = sys::resident(address, len).unwrap_or(0);
+            // SAFETY: the frame is committed, in our region, and in the hands of nobody but the caller (above).
+            match unsafe { sys::empty(address, len) } {
+                Ok(()) => given += had,
+                Err(cause) => tracing::warn!(%cause, ?frame, "give memory of the host tier back"),
+            }
+        }
+        Bytes::new(given)
     }
 
     /// Gives the memory of all frames from `count` on back to the system.

@@ -207,6 +207,43 @@ pub(super) unsafe fn populate(address: u64, len: u64) -> io::Result<()> {
     }
 }
 
+/// How many bytes of a range of memory of its own the system has given.
+pub(super) fn resident(address: u64, len: u64) -> io::Result<u64> {
+    let page = system_page_bytes();
+    let mut pages = vec![0_u8; size(len.div_ceil(page))?];
+    // SAFETY: the kernel writes a byte for each page of the range, for which there is room, and changes nothing behind it.
+    check(unsafe { libc::mincore(pointer(address), size(len)?, pages.as_mut_ptr()) })?;
+    Ok(pages.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
+}
+
+/// Gives the memory of a committed range back, and leaves it accessible: it reads as zeros, and gets memory again when it is
+/// touched. If it was locked, so is what it gets.
+///
+/// # Safety
+/// The range lies in a [`Region`] of the caller's, and nobody uses what is behind it.
+pub(super) unsafe fn empty(address: u64, len: u64) -> io::Result<()> {
+    let (at, bytes) = (pointer(address), size(len)?);
+    // SAFETY: the caller owns the range, and nobody uses it.
+    let emptied = check(unsafe { libc::madvise(at, bytes, libc::MADV_DONTNEED_LOCKED) });
+    if emptied.as_ref().err().and_then(io::Error::raw_os_error) != Some(libc::EINVAL) {
+        return emptied;
+    }
+    // Before Linux 5.18 what is locked has to be unlocked first.
+    // SAFETY: unlocking changes no content.
+    check(unsafe { libc::munlock(at, bytes) })?;
+    // SAFETY: as for the first call.
+    check(unsafe { libc::madvise(at, bytes, libc::MADV_DONTNEED) })?;
+    // It was not locked, perhaps, or may not be; then it goes on unlocked.
+    let _ = lock_when_touched(address, len);
+    Ok(())
+}
+
+/// Locks what a committed range has, and what it gets from now on; brings nothing in.
+pub(super) fn lock_when_touched(address: u64, len: u64) -> io::Result<()> {
+    // SAFETY: locking changes no content, and an unmapped range is refused.
+    check(unsafe { libc::mlock2(pointer(address), size(len)?, libc::MLOCK_ONFAULT as libc::c_uint) })
+}
+
 /// Locks a committed range in memory.
 pub(super) fn lock(address: u64, len: u64) -> io::Result<()> {
     // SAFETY: locking changes no content, and an unmapped range is refused.

@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use super::moves::MoveRecord;
 use super::state::State;
-use super::{Pager, Place, Priority};
+use super::{Pager, Place, Priority, Tails};
 use crate::ids::{PageId, PageIndex, RequestId, SegmentId};
 
 macro_rules! ensure {
@@ -87,11 +87,15 @@ impl Pager {
         let policy: BTreeSet<PageId> = tracked.iter().copied().collect();
         ensure!(policy.len() == tracked.len(), "the policy tracks a page twice");
         let mut expected = BTreeSet::new();
+        let mut tails = Tails::default();
         for page in self.page_ids() {
             let entry = self.segments[page.segment.index()].entries[page.index.index()];
             let word = self.word(page).load();
             let moves = touching.get(&page).unwrap_or(&none);
             let filling = self.filling.get(&page);
+            let tail = self.segments[page.segment.index()].tail_of(page.index);
+            tails.device += tail * u64::from(entry.frame().is_some());
+            tails.host += tail * u64::from(entry.host().is_some());
             if let Some(frame) = entry.frame() {
                 ensure!(owned.insert(frame), "{frame:?} has two pages");
                 ensure!(self.frames.is_owned(frame), "{frame:?} of {page:?} is not owned");
@@ -153,7 +157,9 @@ impl Pager {
             );
         }
         ensure!(owned.len() as u32 == self.frames.in_use(), "frames in use {}", self.frames.in_use());
+        self.host.check(hosted.len() as u32)?;
         ensure!(hosted.len() as u32 == self.host.in_use(), "host frames in use {} not {hosted:?}", self.host.in_use());
+        ensure!(tails == self.tails, "the tails of resident pages have {tails:?}, not {:?}", self.tails);
         ensure!(policy == expected, "the policy tracks {policy:?}, resident are {expected:?}");
         Ok(victims)
     }

@@ -15,6 +15,8 @@ pub(super) struct DeviceFrames {
     in_use: u32,
     /// Last freed, first reused: its memory is warm.
     free: VecDeque<FrameId>,
+    /// So many of the free ones, those that are reused last, are known to have no memory.
+    bare: u32,
     retired: Vec<FrameId>,
     /// Frames whose memory is being given back. They cannot be reused before that is done: the memory of a frame's next
     /// page must not be the one that goes.
@@ -30,6 +32,7 @@ impl DeviceFrames {
             owned: vec![false; count as usize],
             in_use: 0,
             free: (0..count).rev().map(FrameId).collect(),
+            bare: 0,
             retired: Vec::new(),
             discarding: BTreeSet::new(),
             retiring: 0,
@@ -39,6 +42,19 @@ impl DeviceFrames {
 
     pub(super) fn free_count(&self) -> u32 {
         self.free.len() as u32
+    }
+    /// Of the free ones, those that are known to have no memory.
+    pub(super) fn bare_count(&self) -> u32 {
+        self.bare
+    }
+    /// None that is free has memory yet.
+    pub(super) fn all_bare(&mut self) {
+        self.bare = self.free_count();
+    }
+    fn pop(&mut self) -> Option<FrameId> {
+        let frame = self.free.pop_back()?;
+        self.bare = self.bare.min(self.free_count());
+        Some(frame)
     }
     /// Frames that exist and are not retired.
     pub(super) fn active(&self) -> u32 {
@@ -52,7 +68,7 @@ impl DeviceFrames {
         self.in_use
     }
     pub(super) fn take(&mut self) -> Option<FrameId> {
-        let frame = self.free.pop_back()?;
+        let frame = self.pop()?;
         self.owned[frame.index()] = true;
         self.in_use += 1;
         Some(frame)
@@ -65,9 +81,13 @@ impl DeviceFrames {
     }
     /// A free frame whose memory is to go back to the system.
     pub(super) fn discard(&mut self) -> Option<FrameId> {
-        let frame = self.free.pop_back()?;
+        let frame = self.pop()?;
         self.discarding.insert(frame);
         Some(frame)
+    }
+    /// A free frame that may have memory, which is to go back to the system.
+    pub(super) fn discard_warm(&mut self) -> Option<FrameId> {
+        if self.free_count() > self.bare { self.discard() } else { None }
     }
     /// Lets one of the frames whose memory is being given back leave the budget.
     pub(super) fn retire(&mut self) -> bool {
@@ -84,6 +104,7 @@ impl DeviceFrames {
             self.retired.push(frame);
         } else {
             self.free.push_front(frame);
+            self.bare += 1;
         }
     }
     pub(super) fn is_owned(&self, frame: FrameId) -> bool {
@@ -97,7 +118,8 @@ impl DeviceFrames {
         seen.sort_unstable();
         let all: Vec<FrameId> = (0..self.owned.len() as u32).map(FrameId).collect();
         let counts = self.in_use as usize == self.owned.iter().filter(|owned| **owned).count()
-            && self.retiring as usize <= self.discarding.len();
+            && self.retiring as usize <= self.discarding.len()
+            && self.bare as usize <= self.free.len();
         if seen == all && counts { Ok(()) } else { Err(format!("frames are not in one place each: {self:?}")) }
     }
     /// Brings frames back until the target is met; returns how many frames must exist in all.
@@ -107,11 +129,13 @@ impl DeviceFrames {
                 self.retiring -= 1;
                 continue;
             }
-            let frame = self.retired.pop().unwrap_or_else(|| {
+            if let Some(frame) = self.retired.pop() {
+                self.free.push_front(frame);
+                self.bare += 1;
+            } else {
                 self.owned.push(false);
-                FrameId(self.owned.len() as u32 - 1)
-            });
-            self.free.push_front(frame);
+                self.free.insert(self.bare as usize, FrameId(self.owned.len() as u32 - 1));
+            }
         }
         self.owned.len() as u32
     }
@@ -120,7 +144,12 @@ impl DeviceFrames {
 /// Frames of the host tier, and the order in which their pages leave it.
 #[derive(Debug)]
 pub(super) struct HostFrames {
+    /// Last freed, first reused.
     free: Vec<HostFrameId>,
+    /// So many of the free ones, those that are reused last, are known to have no memory.
+    bare: u32,
+    /// Frames whose memory is being given back.
+    discarding: BTreeSet<HostFrameId>,
     total: u32,
     /// Pages with a valid host copy, least recently demoted first to go.
     order: Order,
@@ -128,7 +157,8 @@ pub(super) struct HostFrames {
 
 impl HostFrames {
     pub(super) fn new(count: u32) -> Self {
-        Self { free: (0..count).rev().map(HostFrameId).collect(), total: count, order: Order::new() }
+        let free = (0..count).rev().map(HostFrameId).collect();
+        Self { free, bare: 0, discarding: BTreeSet::new(), total: count, order: Order::new() }
     }
     pub(super) fn add_segment(&mut self, segment: SegmentId, pages: u32) {
         if self.total > 0 {
@@ -142,10 +172,38 @@ impl HostFrames {
         self.total
     }
     pub(super) fn in_use(&self) -> u32 {
-        self.total - self.free.len() as u32
+        self.total - (self.free.len() + self.discarding.len()) as u32
+    }
+    pub(super) fn bare_count(&self) -> u32 {
+        self.bare
+    }
+    pub(super) fn has_free(&self) -> bool {
+        !self.free.is_empty()
     }
     pub(super) fn take(&mut self) -> Option<HostFrameId> {
-        self.free.pop()
+        let frame = self.free.pop()?;
+        self.bare = self.bare.min(self.free.len() as u32);
+        Some(frame)
+    }
+    /// A free frame that may have memory, which is to go back to the system.
+    pub(super) fn discard_warm(&mut self) -> Option<HostFrameId> {
+        let frame = if self.free.len() as u32 > self.bare { self.take() } else { None }?;
+        self.discarding.insert(frame);
+        Some(frame)
+    }
+    /// These have no memory any more.
+    pub(super) fn discarded(&mut self, frames: &[HostFrameId]) {
+        let bare = frames.iter().copied().filter(|frame| self.discarding.remove(frame)).collect::<Vec<_>>();
+        self.bare += bare.len() as u32;
+        self.free.splice(0..0, bare);
+    }
+    /// Each frame is free, being given back, or a page's, of which there are so many.
+    pub(super) fn check(&self, held: u32) -> Result<(), String> {
+        let mut apart: Vec<HostFrameId> = self.free.iter().chain(&self.discarding).copied().collect();
+        apart.sort_unstable();
+        apart.dedup();
+        let conserved = apart.len() as u32 + held == self.total && self.bare as usize <= self.free.len();
+        if conserved { Ok(()) } else { Err(format!("{held} host frames held: {self:?}")) }
     }
     pub(super) fn give(&mut self, frame: HostFrameId) {
         self.free.push(frame);

@@ -65,8 +65,8 @@ use slab::Slab;
 
 use crate::error::{Error, ErrorKind};
 use crate::ids::{
-    FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId, StagingId,
-    Tier,
+    Bytes, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
+    StagingId, Tier,
 };
 
 use access::Part;
@@ -318,6 +318,27 @@ pub struct PagerStats {
     pub latched_hits: u64,
 }
 
+/// Frames of a tier, now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct FrameStats {
+    /// Frames that pages have.
+    pub used: u64,
+    /// Frames of the budget that no page has.
+    pub free: u64,
+    /// Of the free ones, those that are known to have no memory: it was [given back](crate::Runtime::trim), or never taken.
+    pub bare: u64,
+    /// What is wasted in used frames: a segment's last page may be short, and its frame is whole.
+    pub tails: Bytes,
+}
+
+/// Bytes of resident pages that do not exist, by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Tails {
+    device: u64,
+    host: u64,
+}
+
 /// Where a page is, for snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageView {
@@ -413,6 +434,7 @@ pub struct Pager {
     /// Requests that stand in lines.
     standing: usize,
     stats: PagerStats,
+    tails: Tails,
     trace: Trace,
     /// Uses that nobody has taken yet, if they are wanted.
     uses: Option<PageUses>,
@@ -434,6 +456,14 @@ struct Fill {
     lent: bool,
     /// Why the move failed, of a page that is still lent.
     failed: Option<Error>,
+}
+
+fn count_tail(sum: &mut u64, tail: u64, had: bool, has: bool) {
+    match (had, has) {
+        (false, true) => *sum += tail,
+        (true, false) => *sum -= tail,
+        _ => {}
+    }
 }
 
 impl Pager {
@@ -483,6 +513,7 @@ impl Pager {
             passes: PASSES_MAX,
             standing: 0,
             stats: PagerStats::default(),
+            tails: Tails::default(),
             trace: Trace::default(),
             uses: None,
         }
@@ -646,6 +677,52 @@ impl Pager {
     /// Frames of the host tier: in use, and existing.
     pub fn host_frames(&self) -> (u32, u32) {
         (self.host.in_use(), self.host.total())
+    }
+
+    /// Frames of the device tier and of the host tier.
+    pub fn frames(&self) -> (FrameStats, FrameStats) {
+        let stats = |(used, total): (u32, u32), bare: u32, tails: u64| FrameStats {
+            used: used.into(),
+            free: total.saturating_sub(used).into(),
+            bare: bare.into(),
+            tails: Bytes::new(tails),
+        };
+        (
+            stats(self.device_frames(), self.frames.bare_count(), self.tails.device),
+            stats(self.host_frames(), self.host.bare_count(), self.tails.host),
+        )
+    }
+
+    /// The frames that are free have no memory yet: the device takes it when a page first comes.
+    pub fn frames_are_bare(&mut self) {
+        self.frames.all_bare();
+    }
+
+    /// Says how many bytes of a new segment's last page do not exist.
+    pub fn set_tail(&mut self, segment: SegmentId, bytes: u64) {
+        if let Some(table) = self.segments.get_mut(segment.index()) {
+            invariant!(
+                table.entries.last().is_none_or(|entry| entry.frame().is_none() && entry.host().is_none()),
+                "a tail that was counted otherwise"
+            );
+            table.tail = bytes;
+        }
+    }
+
+    fn place_frame(&mut self, page: PageId, frame: Option<FrameId>) {
+        let tail = self.segments[page.segment.index()].tail_of(page.index);
+        let entry = self.entry(page);
+        let had = entry.frame().is_some();
+        entry.set_frame(frame);
+        count_tail(&mut self.tails.device, tail, had, frame.is_some());
+    }
+
+    fn place_host(&mut self, page: PageId, host: Option<HostFrameId>) {
+        let tail = self.segments[page.segment.index()].tail_of(page.index);
+        let entry = self.entry(page);
+        let had = entry.host().is_some();
+        entry.set_host(host);
+        count_tail(&mut self.tails.host, tail, had, host.is_some());
     }
 
     /// The pages of which only the device tier has valid bytes, by segment, in order.

@@ -102,8 +102,8 @@ impl Pager {
     /// Starts the fill of an admitted page that now has its frame.
     pub(super) fn start_fill(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         let priority = self.filling.get(&page).map_or(Priority::Prefetch, |fill| fill.priority);
+        self.place_frame(page, Some(frame));
         let entry = self.entry(page);
-        entry.set_frame(Some(frame));
         let from = match (entry.valid_host(), entry.on_disk()) {
             (Some(host), _) => Place::Host(host),
             (None, true) => Place::Disk,
@@ -372,7 +372,7 @@ impl Pager {
 
     /// A frame goes back from a page that was not filled.
     fn unfilled(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
-        self.entry(page).set_frame(None);
+        self.place_frame(page, None);
         self.frames.give(frame);
         fx.protect.push(frame);
     }
@@ -412,8 +412,8 @@ impl Pager {
         if entry.host_busy() {
             entry.set_host_stale(true);
         } else if let Some(host) = entry.host() {
-            entry.set_host(None);
             entry.set_host_dirty(false);
+            self.place_host(page, None);
             self.host.left(page);
             self.host.give(host);
         }
@@ -442,8 +442,8 @@ impl Pager {
         let stale = entry.host_stale();
         entry.set_host_stale(false);
         if result.is_err() || stale {
-            entry.set_host(None);
             entry.set_host_dirty(false);
+            self.place_host(page, None);
             self.host.give(host);
         } else {
             entry.set_host_dirty(was_dirty);
@@ -569,7 +569,7 @@ impl Pager {
     pub(super) fn vacate(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.stats.evictions += 1;
         self.changed(page);
-        self.entry(page).set_frame(None);
+        self.place_frame(page, None);
         self.frames.give(frame);
         fx.protect.push(frame);
     }
@@ -579,8 +579,8 @@ impl Pager {
         entry.set_host_busy(false);
         if entry.host_stale() {
             entry.set_host_stale(false);
-            entry.set_host(None);
             entry.set_host_dirty(false);
+            self.place_host(page, None);
             self.host.give(host);
             return;
         }

@@ -111,8 +111,8 @@ impl Pager {
         let copied = want != Want::Memory && self.entry(page).host().is_none();
         let host = if copied { self.host_room(page) } else { None };
         if let Some(host) = host {
+            self.place_host(page, Some(host));
             let entry = self.entry(page);
-            entry.set_host(Some(host));
             entry.set_host_busy(true);
             entry.set_copying_out(true);
             self.word(page).hold();
@@ -148,10 +148,7 @@ impl Pager {
         }
         let Self { host, segments, policy, .. } = self;
         let victim = host.victim(|candidate| {
-            let table = &segments[candidate.segment.index()];
-            let entry = &table.entries[candidate.index.index()];
-            let kept = entry.host_dirty() && !table.is_outdated(candidate.index);
-            !entry.host_busy() && !kept && policy.host_victim(candidate, page)
+            segments[candidate.segment.index()].may_leave_host(candidate.index) && policy.host_victim(candidate, page)
         })?;
         self.drop_host_copy(victim);
         self.host.take()
@@ -159,7 +156,7 @@ impl Pager {
 
     /// Writes the host tier's oldest dirty copies to disk while nobody waits, so that it can take more.
     fn clean_host(&mut self, fx: &mut Effects) {
-        if self.host.total() == 0 || self.host.total() - self.host.in_use() > 0 {
+        if self.host.total() == 0 || self.host.has_free() {
             return;
         }
         let candidate = self.host.victim(|candidate| {
@@ -242,17 +239,51 @@ impl Pager {
         count
     }
 
-    /// Gives the memory of up to `count` frames back to the system, evicting clean pages nobody uses; dirty ones are
-    /// passed over, and none is copied to the host tier. The budget stays. Returns how many frames' memory goes.
+    /// Gives the memory of up to `count` device frames back to the system: of free ones that may have some, and then of
+    /// those of clean pages nobody uses, which it evicts; dirty ones are passed over, and none is copied to the host tier. The
+    /// budget stays. Returns how many frames' memory goes.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
+        self.trim_frames(count, true, fx)
+    }
+
+    /// [`trim`](Self::trim) that evicts nothing.
+    pub fn trim_free(&mut self, count: u32, fx: &mut Effects) -> u32 {
+        self.trim_frames(count, false, fx)
+    }
+
+    /// Host frames whose memory goes back to the system, up to `count`: free ones that may have some, and then those of copies
+    /// that are elsewhere too, which it drops. Answered by [`host_discarded`](Self::host_discarded).
+    pub fn trim_host(&mut self, count: u32) -> Vec<HostFrameId> {
+        let mut given = Vec::new();
+        while given.len() < count as usize && !self.closing {
+            if let Some(frame) = self.host.discard_warm() {
+                given.push(frame);
+                continue;
+            }
+            let Self { host, segments, .. } = self;
+            let may = |page: PageId| segments[page.segment.index()].may_leave_host(page.index);
+            let Some(victim) = host.victim(may) else { break };
+            self.drop_host_copy(victim);
+        }
+        given
+    }
+
+    /// The memory of these host frames is back with the system.
+    pub fn host_discarded(&mut self, frames: &[HostFrameId], fx: &mut Effects) {
+        self.host.discarded(frames);
+        self.pump(fx);
+    }
+
+    fn trim_frames(&mut self, count: u32, evicting: bool, fx: &mut Effects) -> u32 {
         let mut given = 0;
         while given < count && !self.closing {
-            if self.frames.free_count() <= self.awaiting.len() as u32 + self.purses + self.coming + self.floor
-                && !self.reclaim(Want::Memory, fx)
-            {
+            let promised = self.awaiting.len() as u32 + self.purses + self.coming + self.floor;
+            let spare = self.frames.free_count() > promised && self.frames.free_count() > self.frames.bare_count();
+            let may = spare || evicting && self.reclaim(Want::Memory, fx);
+            if !may {
                 break;
             }
-            let Some(frame) = self.frames.discard() else { break };
+            let Some(frame) = self.frames.discard_warm() else { break };
             if self.leaving() > 0 {
                 // A budget that shrinks has waited for it: it must not come back.
                 self.frames.retire();

@@ -83,6 +83,8 @@ pub(super) struct SegmentTable {
     pub(super) in_flight: u32,
     /// Runs of live requests that are of this segment.
     pub(super) requests: u32,
+    /// Bytes of the last page that do not exist.
+    pub(super) tail: u64,
     /// Nobody refers to the segment any more; it goes when nothing is in flight.
     pub(super) dying: bool,
 }
@@ -97,8 +99,14 @@ impl SegmentTable {
             entries: vec![entry; pages as usize],
             in_flight: 0,
             requests: 0,
+            tail: 0,
             dying: false,
         }
+    }
+
+    /// Bytes of a page that do not exist.
+    pub(super) fn tail_of(&self, index: PageIndex) -> u64 {
+        if index.index() + 1 == self.entries.len() { self.tail } else { 0 }
     }
 
     /// Whether the segment lives and has this page, and nothing of it is resident or on its way.
@@ -111,6 +119,13 @@ impl SegmentTable {
     pub(super) fn is_outdated(&self, index: PageIndex) -> bool {
         let word = self.words[index.index()].load();
         word.state == State::Dirty && !word.exclusive
+    }
+
+    /// Whether the host tier's copy of a page can go at once, and no bytes with it.
+    pub(super) fn may_leave_host(&self, index: PageIndex) -> bool {
+        let entry = &self.entries[index.index()];
+        let kept = entry.host_dirty() && !self.is_outdated(index);
+        !entry.host_busy() && !kept
     }
 
     /// Where a page is.

@@ -45,7 +45,7 @@ use crate::ids::FileId;
 pub struct StoreOptions {
     backend: IoBackend,
     depth: QueueDepth,
-    hook: Option<Arc<dyn CallHook>>,
+    pub(crate) hook: Option<Arc<dyn CallHook>>,
     pub(crate) close_limit: Duration,
 }
 

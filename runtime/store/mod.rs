@@ -54,7 +54,7 @@ use crate::ids::FileId;
 
 pub use self::engine::StoreOptions;
 pub use self::file::{DirectIo, FileIdentity};
-pub use self::operation::{CallHook, Injected, IoCall};
+pub use self::operation::{CallHook, Injected, IoCall, RoomCall, RoomKind};
 pub use self::own::OwnRead;
 pub(crate) use self::place::scratch_on_a_disk;
 pub use self::probe::{
@@ -62,7 +62,7 @@ pub use self::probe::{
 };
 pub use self::queue::QueueDepth;
 pub(crate) use self::queue::{Lane, Limits, Queue};
-pub use self::scratch::{ScratchFile, SlotIndex, SlotRun};
+pub use self::scratch::{ScratchAllocation, ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
 pub use crate::pager::Priority;
 

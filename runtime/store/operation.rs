@@ -29,6 +29,26 @@ pub struct IoCall {
     pub len: u32,
 }
 
+/// Which way room of the scratch file goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RoomKind {
+    /// From the file system to the file.
+    Take,
+    /// Back to the file system.
+    GiveBack,
+}
+
+/// One call into the kernel about room of the scratch file: a slice of what a tensor takes or gives back.
+#[derive(Clone, Copy, Debug)]
+pub struct RoomCall {
+    /// Which way.
+    pub kind: RoomKind,
+    /// First byte in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
 /// What a [`CallHook`] makes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Injected {
@@ -46,6 +66,13 @@ pub enum Injected {
 pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
+
+    /// Called just before a slice of the scratch file's room is taken or given back, on the thread that allocates a tensor
+    /// or lets the last handle of one go. What waits here holds up other allocations, and no read and no write.
+    /// [`Injected::Short`] means nothing here.
+    fn before_room(&self, _call: &RoomCall) -> Injected {
+        Injected::Nothing
+    }
 
     /// Whether it may block for long, as it will to play a drive that does not answer. Then it runs on the store's threads
     /// alone: callers that wait for pages do not carry out reads themselves, for they could not leave them.

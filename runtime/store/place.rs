@@ -6,7 +6,7 @@ use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::scratch::ScratchFile;
+use super::scratch::{ScratchFile, ScratchOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PageSize;
 
@@ -30,17 +30,21 @@ fn folders(variable: impl Fn(&str) -> Option<PathBuf>, model: Option<&Path>) -> 
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] if there is none; it names all of them, and why not.
-pub(crate) fn scratch_on_a_disk(page_size: PageSize, model: Option<&Path>) -> Result<ScratchFile> {
+pub(crate) fn scratch_on_a_disk(
+    page_size: PageSize,
+    model: Option<&Path>,
+    options: &ScratchOptions,
+) -> Result<ScratchFile> {
     let variable = |name: &str| env::var_os(name).map(PathBuf::from);
-    first_on_a_disk(folders(variable, model), page_size)
+    first_on_a_disk(folders(variable, model), page_size, options)
 }
 
-fn first_on_a_disk(folders: Vec<PathBuf>, page_size: PageSize) -> Result<ScratchFile> {
+fn first_on_a_disk(folders: Vec<PathBuf>, page_size: PageSize, options: &ScratchOptions) -> Result<ScratchFile> {
     let mut refusals = Vec::new();
     for folder in folders {
         // A cache folder need not be there yet. What is wrong with it, the next call says.
         let _there = fs::create_dir_all(&folder);
-        match ScratchFile::create(&folder, page_size, false) {
+        match ScratchFile::create_with(&folder, page_size, options.clone()) {
             Ok(file) if file.is_in_memory() => refusals.push(format!("{} is in memory", folder.display())),
             Ok(file) => {
                 tracing::debug!(folder = %folder.display(), "scratch file");
@@ -87,9 +91,10 @@ mod tests {
             return eprintln!("SKIPPED: {} is in memory here", disk.path().display());
         }
         let missing = disk.path().join("made/when/needed");
-        let file = first_on_a_disk(vec![memory.into(), missing.clone()], page).unwrap();
+        let file = first_on_a_disk(vec![memory.into(), missing.clone()], page, &ScratchOptions::default()).unwrap();
         assert_eq!(file.path(), missing);
-        let error = first_on_a_disk(vec![memory.into(), "/proc/none".into()], page).unwrap_err();
+        let error =
+            first_on_a_disk(vec![memory.into(), "/proc/none".into()], page, &ScratchOptions::default()).unwrap_err();
         let text = error.to_string();
         assert!(error.kind() == ErrorKind::Unsupported && error.advice().is_some(), "{text}");
         assert!(text.contains("/dev/shm is in memory") && text.contains("/proc/none"), "{text}");

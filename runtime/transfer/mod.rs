@@ -782,7 +782,7 @@ impl Engine {
                 }
             }
             for io in released {
-                self.release(&io);
+                self.release(io);
             }
             let discarded: Vec<_> = fx.discard.drain(..).collect();
             for frame in &discarded {
@@ -813,6 +813,69 @@ impl Engine {
         }
     }
 
+    /// Gives memory back to the system, up to `bytes` and to the end of a page; returns how much it was. First what no page
+    /// has, then copies of the host tier that are elsewhere too, then clean pages of the device tier. The host tier's memory
+    /// counts where the device's is memory of the same kind.
+    pub(crate) fn trim(&self, bytes: Bytes) -> Bytes {
+        let mut given = self.trim_device(bytes, false);
+        if self.device.gpu().is_none() {
+            given = given + self.trim_host(bytes.saturating_sub(given));
+        }
+        given + self.trim_device(bytes.saturating_sub(given), true)
+    }
+
+    fn pages_of(&self, bytes: Bytes) -> u32 {
+        u32::try_from(bytes.get().div_ceil(self.page_bytes)).unwrap_or(u32::MAX)
+    }
+
+    fn trim_device(&self, bytes: Bytes, evicting: bool) -> Bytes {
+        let mut given = Bytes::ZERO;
+        // Frames that turn out to have no memory are not asked for again; others may get some meanwhile, without end.
+        let mut left = self.look(|pager| pager.device_frames().1).unwrap_or(0);
+        while given < bytes && left > 0 {
+            let count = self.pages_of(bytes.saturating_sub(given)).min(left);
+            // Set apart for this call: until the pager hears that they are discarded it gives them to no page.
+            let frames = self.with(|pager, fx| {
+                if evicting {
+                    pager.trim(count, fx)
+                } else {
+                    pager.trim_free(count, fx)
+                };
+                std::mem::take(&mut fx.discard)
+            });
+            let frames = frames.unwrap_or_default();
+            if frames.is_empty() {
+                break;
+            }
+            for frame in &frames {
+                let memory = self.device.frame_memory(*frame).unwrap_or_default();
+                match self.device.discard(*frame) {
+                    Ok(()) => given = given + memory,
+                    Err(error) => tracing::warn!(%error, ?frame, "give a frame's memory back"),
+                }
+            }
+            left -= (frames.len() as u32).min(left);
+            self.with(|pager, fx| frames.iter().for_each(|frame| pager.discarded(*frame, fx)));
+        }
+        given
+    }
+
+    fn trim_host(&self, bytes: Bytes) -> Bytes {
+        let mut given = Bytes::ZERO;
+        let mut left = self.look(|pager| pager.host_frames().1).unwrap_or(0);
+        while given < bytes && left > 0 {
+            let count = self.pages_of(bytes.saturating_sub(given)).min(left);
+            let frames = self.with(|pager, _| pager.trim_host(count)).unwrap_or_default();
+            if frames.is_empty() {
+                break;
+            }
+            given = given + self.slab.give_back(&frames);
+            left -= (frames.len() as u32).min(left);
+            self.with(|pager, fx| pager.host_discarded(&frames, fx));
+        }
+        given
+    }
+
     /// The policy of the caller's, if it has panicked.
     pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
         self.fate.as_ref()?.get()
@@ -836,12 +899,23 @@ impl Engine {
         self.segments.write().get_mut(id.index()).and_then(Option::take)
     }
 
-    fn release(&self, io: &SegmentIo) {
+    /// Gives back what a segment had. No operation of its pages is in flight, nor will one be: the pager lets a segment go
+    /// only when no move names one of its pages, and a move ends when the store or the device has reported its operation.
+    /// So its slots of the scratch file can be given back.
+    fn release(&self, io: Arc<SegmentIo>) {
         if let Source::File { file, .. } = &io.source {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
             tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
+        }
+        if is_inside() && matches!(io.source, Source::Scratch { .. }) {
+            // To give room back takes long, and others wait for what this thread has to report.
+            let apart = std::thread::Builder::new().name("outcore-room".into()).spawn(move || drop(io));
+            if let Err(cause) = apart {
+                // Then it was done on this thread.
+                tracing::debug!(%cause, "no thread to give room of the scratch file back");
+            }
         }
     }
 
@@ -1225,10 +1299,10 @@ impl Engine {
                 Ok(Next::Write)
             }
             Stage::Writing => {
-                if let Source::Scratch { scratch, slots, .. } = &io.source {
+                if let Source::Scratch { slots, .. } = &io.source {
                     // The page is WritingBack, or its host copy busy: its bytes are those that were written.
                     let buffer = self.io_buffer(planned, address)?;
-                    scratch.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
+                    slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
                 }
                 Ok(Next::Nothing)
             }
@@ -1260,9 +1334,7 @@ impl Engine {
                         .remedy("the disk or the memory is failing, or the file was changed behind its time stamp")
                 })
             }
-            Source::Scratch { scratch, slots, .. } => {
-                scratch.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes))
-            }
+            Source::Scratch { slots, .. } => slots.verify(slot(slots, page.index)?, buffer.checksum(self.page_bytes)),
         }
     }
 

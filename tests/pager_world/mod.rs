@@ -187,6 +187,8 @@ impl World {
         // Every class comes, whatever a runtime would say of such a segment.
         let class = SegmentClass::ALL[self.words.len() % SegmentClass::ALL.len()];
         let (segment, words) = self.pager.add_segment(backing, class, pages);
+        // Segments of an odd number of pages end in a short one.
+        self.pager.set_tail(segment, u64::from(pages % 2) * 100);
         self.words.insert(segment, words);
         for index in 0..pages {
             let page = page(segment, index);
