@@ -46,6 +46,7 @@ UNSAFE_ALLOWED = {
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
     "benches/fault.rs": "moves and reads raw pages, beside which faults are measured",
+    "benches/frame_moves.rs": "moves raw memory in both ways that are compared",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }
