@@ -154,6 +154,8 @@ pub struct Stats {
     /// Host-tier memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
     pub host: (Bytes, Bytes),
+    /// Page tables that the kernel keeps for device memory, beside the budget. Of a GPU, none.
+    pub page_tables: Bytes,
     /// The scratch file of read-write tensors, once there is one, and not while it grows.
     pub scratch: Option<ScratchStats>,
     /// Spans that a kept timeline had no room for.
@@ -407,7 +409,8 @@ impl Runtime {
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
-    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it.
+    /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
+    /// [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more of them.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
     }
@@ -775,6 +778,7 @@ impl Runtime {
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
+            page_tables: if in_a_child { Bytes::ZERO } else { engine.device.page_tables() },
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),

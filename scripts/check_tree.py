@@ -43,6 +43,7 @@ UNSAFE_ALLOWED = {
     "tests/pager_cost.rs": "counts what is allocated",
     "tests/fork.rs": "forks, and ends children",
     "tests/memory.rs": "asks the kernel what the page cache holds",
+    "tests/mappings.rs": "takes mappings until few are left",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
     "benches/fault.rs": "moves and reads raw pages, beside which faults are measured",
