@@ -941,6 +941,50 @@ mod tests {
         unsafe { libc::munmap(theirs, PAGE as usize) };
     }
 
+    /// After any cycle the tables that are counted are those of the slots in which frames are, and what is handed out is
+    /// disjoint.
+    #[test]
+    fn tables_are_counted_as_frames_come_and_go() {
+        const FRAMES: u32 = 24;
+        let device = device(FRAMES);
+        let mut random = crate::random::Random(5);
+        let mut below = |n: u64| random.next() % n;
+        let mut segments: Vec<(DeviceAddress, u32)> = Vec::new();
+        for step in 0..3000 {
+            match below(20) {
+                0 | 1 => {
+                    let pages = 1 + below(200) as u32;
+                    segments.push((device.reserve(pages).unwrap(), pages));
+                }
+                2 if !segments.is_empty() => {
+                    let (base, pages) = segments.swap_remove(below(segments.len() as u64) as usize);
+                    device.release(base, pages).unwrap();
+                }
+                3 => device.discard(FrameId::new(below(FRAMES.into()) as u32)).unwrap(),
+                _ if segments.is_empty() => {}
+                _ => {
+                    let (base, pages) = segments[below(segments.len() as u64) as usize];
+                    let page = base.offset(below(pages.into()) * PAGE);
+                    device.map(FrameId::new(below(FRAMES.into()) as u32), page).unwrap();
+                }
+            }
+            let layout = device.core.layout.lock();
+            let mut spans: Vec<_> =
+                layout.handed.iter().map(|(at, pages)| (*at, at + u64::from(*pages) * PAGE)).collect();
+            spans.sort_unstable();
+            assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0), "step {step}: {spans:x?}");
+            let page = sys::system_page_bytes();
+            let (slot, upper) = (page * page / 8, page * page / 8 * page / 8);
+            let mut tables = std::collections::BTreeSet::new();
+            for at in layout.frames.iter().filter_map(|frame| frame.at) {
+                let space = layout.spaces.range(..=at).next_back().map(|(base, _)| *base);
+                tables.extend([(space, slot, at / slot), (space, upper, at / upper)]);
+            }
+            let counted = device.page_tables().get() / Tables::table_bytes();
+            assert_eq!(counted, tables.len() as u64, "step {step}");
+        }
+    }
+
     #[test]
     fn segments_share_an_arena_and_give_it_back() {
         let device = device(4);

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::sys::{self, Region};
@@ -30,6 +30,9 @@ const RECENT: Duration = Duration::from_millis(250);
 
 /// What all claims of this process add up to.
 static CLAIMED: AtomicU64 = AtomicU64::new(0);
+
+/// That the limit cannot be checked was said.
+static UNCHECKED: AtomicBool = AtomicBool::new(false);
 
 /// Ranges of outcore's, which are told from others' in `/proc/self/maps`. One that finds no room here counts as others',
 /// which errs on the safe side.
@@ -168,7 +171,9 @@ impl Claim {
                 Err(now.told(what, count, &larger(now.limit)))
             }
             Err(error) => {
-                tracing::warn!(%error, "cannot check the limit on mappings");
+                if !UNCHECKED.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(%error, "cannot check the limit on mappings");
+                }
                 Ok(claim)
             }
         }
