@@ -248,12 +248,15 @@ impl Core {
         let len = self.page_bytes();
         let state = layout.frame(frame)?;
         let (Some(from), accessible) = (state.at, state.accessible) else { return Ok(()) };
+        self.take_hole_back(layout, to)?;
         // SAFETY: the core owns both ranges (invariant 1); callers keep operations away from what is behind a page, and
         // nobody knows a home. `to` holds nothing.
         if let Err(cause) = unsafe { sys::relocate(from, to, len) } {
             let error = self.refused(what(), cause);
             // Now that mappings have been given up there is one for it.
-            if let Err(cause) = sys::refill(to, len) {
+            if let Err(cause) = sys::refill(to, len)
+                && cause.raw_os_error() != Some(libc::EEXIST)
+            {
                 tracing::error!(%cause, "a failed move has cost a page's address");
                 layout.holes.push(to);
             }
@@ -274,6 +277,8 @@ impl Core {
         if unsafe { sys::vacate(around.start, around.end - around.start) }.is_ok() {
             return;
         }
+        // Short of memory for its own, the kernel may leave nothing there at all.
+        let _ = sys::refill(around.start, around.end - around.start);
         // To protect the whole of a mapping takes none more.
         // SAFETY: as above.
         if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
@@ -311,13 +316,13 @@ impl Core {
         if from != Some(address) {
             self.ballast.lock().hold(|| format!("map {frame:?}"))?;
             self.close_stray(layout);
-            self.take_hole_back(layout, address)?;
             if let Some(other) = layout.occupant(slot) {
                 self.send_home(layout, other)?;
             }
             match from {
                 Some(_) => self.carry(layout, frame, address, || format!("map {frame:?}"))?,
                 None => {
+                    self.take_hole_back(layout, address)?;
                     // SAFETY: the core owns the range (invariant 1), and nothing is there.
                     unsafe { sys::commit(address, len, self.huge) }
                         .map_err(|e| self.refused(format!("map {frame:?}"), e))?;
@@ -337,6 +342,7 @@ impl Core {
     /// Invariant 5.
     fn take_hole_back(&self, layout: &mut Layout, address: u64) -> Result<()> {
         let Some(at) = layout.holes.iter().position(|hole| *hole == address) else { return Ok(()) };
+        // Whatever is there now is not the core's.
         sys::refill(address, self.page_bytes())
             .map_err(|e| self.refused("take a page's address back that an earlier failure has cost".to_owned(), e))?;
         layout.holes.swap_remove(at);
@@ -930,6 +936,7 @@ mod tests {
             assert_eq!(at, pointer(hole).cast());
             at
         };
+        assert_eq!(device.map(FrameId::new(1), hole).unwrap_err().kind(), ErrorKind::Io);
         // Whole slots are made inaccessible, but for the hole.
         device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
         device.discard(FrameId::new(0)).unwrap();

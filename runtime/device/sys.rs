@@ -185,20 +185,17 @@ pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// After a [move](relocate) that failed: the kernel may have unmapped the target before. Takes the hole back, unless it is
-/// still ours.
+/// After a [move](relocate) that failed, the kernel may have unmapped the target before: reserves a range again of which
+/// nothing is mapped.
 ///
 /// # Errors
-/// If there is a hole and it could not be taken back. Anybody's memory may be there by then.
+/// EEXIST if something is: the caller's own reservation, if there was no hole, or else anybody's memory. What else the kernel
+/// says.
 pub(super) fn refill(address: u64, len: u64) -> io::Result<()> {
     let reserve = RESERVE_FLAGS | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: NOREPLACE changes nothing that is mapped.
     let got = unsafe { libc::mmap(pointer(address), size(len)?, libc::PROT_NONE, reserve, -1, 0) };
-    match io::Error::last_os_error() {
-        _ if got != libc::MAP_FAILED => Ok(()),
-        cause if cause.raw_os_error() == Some(libc::EEXIST) => Ok(()),
-        cause => Err(cause),
-    }
+    if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Whether this kernel can move a mapping and keep its place reserved.
