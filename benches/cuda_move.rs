@@ -27,7 +27,7 @@ use std::thread;
 use control::Fake;
 use outcore::device::{
     Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, HostSlab,
-    HostSlabConfig, StreamId, StreamKind, StreamOp, Token,
+    HostSlabConfig, SlabRegion, StreamId, StreamKind, StreamOp, Token,
 };
 use outcore::{Bytes, DeviceChoice, FrameId, Lookahead, PageSize, PolicyKind, Runtime, StagingId, Tensor};
 use serde_json::json;
@@ -133,7 +133,9 @@ impl Moves {
         let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
         let slab = HostSlabConfig { page_size, frames: 0, frames_max: 0, staging: window as u32, lock: false };
         let slab = HostSlab::new(slab).unwrap();
-        slab.regions().into_iter().for_each(|region| device.lock_host(region).unwrap());
+        if let Some(base) = slab.staging(StagingId::new(0)) {
+            device.lock_host(SlabRegion { base, len: Bytes::new(window * page_size.bytes()) }).unwrap();
+        }
         let base = device.reserve(PAGES).unwrap();
         let streams = [StreamKind::Fill, StreamKind::WriteBack].map(|kind| device.create_stream(kind).unwrap());
         let moves = Self { device, sink, slab, base, streams, window, submitted: 0, page: 0 };

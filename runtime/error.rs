@@ -30,6 +30,8 @@ pub enum ErrorKind {
     WouldDeadlock,
     /// The operating system or the device would not give memory or address space.
     OutOfMemory,
+    /// The process would come to more mappings of memory than the kernel allows it.
+    TooManyMappings,
     /// Reading or writing failed.
     Io,
     /// Reading or writing took longer than the runtime was told to wait for it.

@@ -162,6 +162,8 @@ pub struct Stats {
     pub device_frames: FrameStats,
     /// Frames of the host tier.
     pub host_frames: FrameStats,
+    /// Page tables that the kernel keeps for device memory, beside the budget. Of a GPU, none.
+    pub page_tables: Bytes,
     /// The scratch file of read-write tensors, once there is one.
     pub scratch: Option<ScratchStats>,
     /// What of this machine's memory the runtime may take.
@@ -454,7 +456,8 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
     /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if its [budget](RuntimeBuilder::scratch_budget) does not allow it;
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much.
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much;
+    /// [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more of them.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
     }
@@ -874,6 +877,7 @@ impl Runtime {
             device_frames,
             host_frames,
             memory: self.memory(self.scratch_in_memory()),
+            page_tables: if in_a_child { Bytes::ZERO } else { engine.device.page_tables() },
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),

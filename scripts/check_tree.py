@@ -43,9 +43,11 @@ UNSAFE_ALLOWED = {
     "tests/pager_cost.rs": "counts what is allocated",
     "tests/fork.rs": "forks, and ends children",
     "tests/memory.rs": "asks the kernel what the page cache holds",
+    "tests/mappings.rs": "takes mappings until few are left",
     "tests/strict.rs": "reads evicted addresses, to see the fault",
     "benches/gpu-check/src/cuda.rs": "calls the CUDA driver's and cuBLAS's raw functions",
     "benches/fault.rs": "moves and reads raw pages, beside which faults are measured",
+    "benches/frame_moves.rs": "moves raw memory in both ways that are compared",
     "benches/host_map.rs": "maps and touches raw device addresses",
     "benches/store_latency.rs": "owns the raw buffers the store reads into",
 }

@@ -912,7 +912,7 @@ fn child_every_move_fails() {
         let mut refused = 0;
         for request in &mut requests {
             if let Err(error) = block_on(request) {
-                assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+                assert_eq!(error.kind(), ErrorKind::TooManyMappings, "{error}");
                 assert!(error.to_string().contains("page ") && error.advice().is_some(), "{error}");
                 refused += 1;
             }

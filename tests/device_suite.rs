@@ -885,7 +885,7 @@ fn too_many_mappings_are_refused_with_a_remedy() {
     };
     let config = HostDeviceConfig { frames, warm: false, ..HostDeviceConfig::default() };
     let error = HostDevice::new(config, Arc::new(Sink::default())).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(error.kind(), ErrorKind::TooManyMappings);
     let advice = error.advice().unwrap();
     assert!(advice.contains("vm.max_map_count=") && advice.contains("pages of"), "{error}");
 }

@@ -154,6 +154,9 @@ impl Device for Hooked {
         self.ask(DeviceCall::FreeMemory)?;
         self.device.free_memory()
     }
+    fn page_tables(&self) -> Bytes {
+        self.device.page_tables()
+    }
     fn frame_count(&self) -> u32 {
         self.device.frame_count()
     }

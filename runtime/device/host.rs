@@ -6,11 +6,14 @@
 //!
 //! # Invariants
 //!
-//! 1. A frame is in one place: nowhere (it has no memory), at its home in the pool, or behind one page of a
-//!    reservation; the reservation's `occupants` say the same thing from the other side.
-//! 2. Every address of the pools and reservations that no frame is behind is inaccessible.
-//! 3. Frames and the gaps between them are at most two mappings a frame, so [`HostDevice::new`] can check the kernel's
-//!    limit once.
+//! 1. A frame is in one place: nowhere (it has no memory), at its home in the pool, or behind one page of an arena; the
+//!    arena's `occupants` say the same thing from the other side.
+//! 2. Every address of the pools and arenas that no frame is behind is inaccessible. Where the kernel refused to make it so,
+//!    it is among the *strays*, which are tried again.
+//! 3. Frames and the gaps between them are at most two mappings a frame, which are [claimed](super::mappings) when frames
+//!    are made. Segments share arenas, so their number costs no mappings.
+//! 4. Page tables are left only for slots in which a frame is ([`super::tables`]).
+//! 5. Where a failed move has left a *hole*, nothing is mapped or unmapped: anybody's memory may be there.
 //!
 //! # Locking
 //!
@@ -19,9 +22,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Poll;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -29,22 +33,26 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::link::{Direction, LinkModel, LinkSchedule};
+use super::mappings::{self, Ballast, Claim};
+use super::ranges::FreeRanges;
 use super::stream::{Copier, STREAMS_MAX, Stream, closed, event_of, event_parts, report_apart};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
-use crate::machine;
 
 /// The warmer touches this many bytes at a time: 5 ms on a machine that brings memory in at 0.4 GB/s, and one huge
 /// page. It is the longest a `map` waits for the warmer.
 const WARM_SLICE_BYTES: u64 = 2 << 20;
-/// Mappings left to the rest of the process when the kernel's limit is checked.
-const MAPPINGS_FOR_OTHERS: u64 = 1024;
+/// Mappings that are not for frames when [`HostDevice::frames_allowed`] counts: the rest of the process's, those held back,
+/// and those of the regions of a runtime.
+const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + mappings::BALLAST + 16 * mappings::A_REGION;
+/// The first arena has as many bytes, and every later one as many as there are by then, up to the most.
+const ARENA_LEAST: u64 = 1 << 30;
+const ARENA_MOST: u64 = 64 << 30;
 /// A modelled copy spins for the last moment before its end, because a sleep ends up to this much late.
 const SPIN: Duration = Duration::from_micros(50);
-/// Marks a page of a reservation that no frame is behind.
-const NO_FRAME: u32 = u32::MAX;
 
 /// What a host device is made of.
 #[derive(Clone, Debug)]
@@ -80,25 +88,50 @@ struct Frame {
     used: bool,
 }
 
+/// A region: a pool of homes, or an arena, of which parts are handed out.
 #[derive(Debug)]
-struct Reservation {
+struct Space {
     region: Region,
+    tables: Tables,
+    /// The frame behind each page of an arena: its number and one; 0 where there is none, so that what is never used takes
+    /// no memory. Of a pool, nothing.
     occupants: Vec<u32>,
 }
 
-/// A page of a reservation.
+impl Space {
+    fn new(region: Region, occupants: usize) -> Self {
+        Self { tables: Tables::new(&region), region, occupants: vec![0; occupants] }
+    }
+
+    fn range(&self) -> Range<u64> {
+        self.region.base()..self.region.base() + self.region.len()
+    }
+}
+
+/// A page of an arena.
 #[derive(Clone, Copy)]
 struct Slot {
-    base: u64,
+    arena: u64,
     page: usize,
 }
 
 #[derive(Debug, Default)]
 struct Layout {
     frames: Vec<Frame>,
-    /// Keeps the frames' homes.
-    pools: Vec<Region>,
-    reservations: BTreeMap<u64, Reservation>,
+    /// Pools and arenas, by their first address.
+    spaces: BTreeMap<u64, Space>,
+    /// The arenas' bytes.
+    arena_bytes: u64,
+    /// Of the arenas, what nobody has.
+    free: FreeRanges,
+    /// Of the arenas, what was handed out: how many pages from where.
+    handed: BTreeMap<u64, u32>,
+    /// Claims of the frames' mappings.
+    claims: Vec<Claim>,
+    /// Places that frames have left and that could not be made inaccessible.
+    strays: Vec<u64>,
+    /// Invariant 5.
+    holes: Vec<u64>,
 }
 
 impl Layout {
@@ -112,34 +145,65 @@ impl Layout {
         })
     }
 
+    fn space(&mut self, address: u64) -> Option<&mut Space> {
+        let (_, space) = self.spaces.range_mut(..=address).next_back()?;
+        space.range().contains(&address).then_some(space)
+    }
+
+    /// The page at an address that was handed out.
     fn slot(&self, address: u64, page: PageSize) -> Option<Slot> {
-        let (&base, reservation) = self.reservations.range(..=address).next_back()?;
-        let offset = address - base;
-        (offset < reservation.region.len()).then(|| Slot { base, page: page.page_of(offset) as usize })
+        let (&base, &pages) = self.handed.range(..=address).next_back()?;
+        if page.page_of(address - base) >= u64::from(pages) {
+            return None;
+        }
+        let (&arena, _) = self.spaces.range(..=address).next_back()?;
+        Some(Slot { arena, page: page.page_of(address - arena) as usize })
     }
 
     fn occupant(&self, slot: Slot) -> Option<FrameId> {
-        let occupant = *self.reservations.get(&slot.base)?.occupants.get(slot.page)?;
-        (occupant != NO_FRAME).then_some(FrameId::new(occupant))
+        let occupant = *self.spaces.get(&slot.arena)?.occupants.get(slot.page)?;
+        occupant.checked_sub(1).map(FrameId::new)
     }
 
-    fn occupy(&mut self, slot: Slot, frame: Option<FrameId>) {
-        let page = self.reservations.get_mut(&slot.base).and_then(|r| r.occupants.get_mut(slot.page));
-        if let Some(page) = page {
-            *page = frame.map_or(NO_FRAME, FrameId::get);
+    fn occupy(&mut self, at: u64, frame: Option<FrameId>, page: PageSize) {
+        let Some(space) = self.space(at) else { return };
+        let index = page.page_of(at - space.region.base()) as usize;
+        if let Some(place) = space.occupants.get_mut(index) {
+            *place = frame.map_or(0, |frame| frame.get() + 1);
         }
     }
 
     /// Notes that `frame` is now at `to`, and that nothing is where it was.
-    fn placed(&mut self, frame: FrameId, to: Option<u64>, accessible: bool, page: PageSize) {
+    fn placed(&mut self, frame: FrameId, to: Option<u64>, accessible: bool, page: PageSize, tables: &AtomicU64) {
         let Some(state) = self.frames.get_mut(frame.index()) else { return };
         let from = std::mem::replace(&mut state.at, to);
         state.accessible = accessible;
-        if let Some(slot) = from.and_then(|at| self.slot(at, page)) {
-            self.occupy(slot, None);
+        let len = page.bytes();
+        if let Some(from) = from {
+            let fewer = self.space(from).map_or(0, |space| space.tables.leave(from, len));
+            tables.fetch_sub(fewer, Ordering::Relaxed);
+            self.occupy(from, None, page);
         }
-        if let Some(slot) = to.and_then(|at| self.slot(at, page)) {
-            self.occupy(slot, Some(frame));
+        if let Some(to) = to {
+            let more = self.space(to).map_or(0, |space| space.tables.enter(to, len));
+            tables.fetch_add(more, Ordering::Relaxed);
+            self.occupy(to, Some(frame), page);
+        }
+    }
+
+    /// What can be made inaccessible together with a place that a frame has left: as much as brings page tables back.
+    fn around(&mut self, at: u64, len: u64) -> Range<u64> {
+        let around = self.space(at).map_or(at..at + len, |space| space.tables.around(at, len));
+        if self.holes.iter().any(|hole| around.contains(hole)) { at..at + len } else { around }
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        for hole in std::mem::take(&mut self.holes) {
+            let Some(base) = self.space(hole).map(|space| space.region.base()) else { continue };
+            // It stays for good, because to unmap it would unmap the hole (invariant 5).
+            std::mem::forget(self.spaces.remove(&base));
         }
     }
 }
@@ -149,6 +213,10 @@ struct Core {
     page_size: PageSize,
     huge: bool,
     layout: Mutex<Layout>,
+    /// Page tables, of the frames where they are.
+    tables: AtomicU64,
+    /// Taken with `layout`, or alone.
+    ballast: Mutex<Ballast>,
     /// Signalled when the warmer lets go of a frame.
     warmed: Condvar,
     /// Tells the warmer to stop.
@@ -162,12 +230,81 @@ impl Core {
         self.page_size.bytes()
     }
 
+    /// What the kernel's refusal means. Where mappings have run out, others get those that were held back.
     fn refused(&self, what: String, cause: std::io::Error) -> Error {
+        if let Some(error) = mappings::shortage(&what, &cause) {
+            self.ballast.lock().give_up();
+            return error.caused_by(cause);
+        }
         let error = Error::io(what, cause);
         if error.kind() != ErrorKind::OutOfMemory {
             return error;
         }
-        error.remedy("give the device fewer or larger pages, raise vm.max_map_count, or free memory")
+        error.remedy("give the device fewer pages, or free memory")
+    }
+
+    /// Moves a frame's memory. On failure it is where it was.
+    fn carry(&self, layout: &mut Layout, frame: FrameId, to: u64, what: impl Fn() -> String) -> Result<()> {
+        let len = self.page_bytes();
+        let state = layout.frame(frame)?;
+        let (Some(from), accessible) = (state.at, state.accessible) else { return Ok(()) };
+        self.take_hole_back(layout, to)?;
+        // SAFETY: the core owns both ranges (invariant 1); callers keep operations away from what is behind a page, and
+        // nobody knows a home. `to` holds nothing.
+        if let Err(cause) = unsafe { sys::relocate(from, to, len) } {
+            let error = self.refused(what(), cause);
+            // Now that mappings have been given up there is one for it.
+            if let Err(cause) = sys::refill(to, len)
+                && cause.raw_os_error() != Some(libc::EEXIST)
+            {
+                tracing::error!(%cause, "a failed move has cost a page's address");
+                layout.holes.push(to);
+            }
+            return Err(error);
+        }
+        layout.placed(frame, Some(to), accessible, self.page_size, &self.tables);
+        self.close_off(layout, from);
+        Ok(())
+    }
+
+    /// Makes a place that a frame has left inaccessible.
+    fn close_off(&self, layout: &mut Layout, at: u64) {
+        let len = self.page_bytes();
+        let around = layout.around(at, len);
+        // A fresh mapping rather than mprotect: the mapping left behind carries the moved one's offset and could never
+        // merge with its neighbours; and page tables go with their mappings only.
+        // SAFETY: the core owns the range, and no frame is in it.
+        if unsafe { sys::vacate(around.start, around.end - around.start) }.is_ok() {
+            return;
+        }
+        // Short of memory for its own, the kernel may leave nothing there at all.
+        let _ = sys::refill(around.start, around.end - around.start);
+        // To protect the whole of a mapping takes none more.
+        // SAFETY: as above.
+        if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
+            tracing::warn!(%cause, "a page that holds nothing stays accessible for now");
+        }
+        layout.strays.push(at);
+    }
+
+    /// Tries again what could not be made inaccessible.
+    fn close_stray(&self, layout: &mut Layout) {
+        let Some(at) = layout.strays.pop() else { return };
+        let page = self.page_size;
+        let taken = layout.space(at).is_none_or(|space| {
+            let index = page.page_of(at - space.region.base()) as usize;
+            space.occupants.get(index).is_some_and(|frame| *frame != 0)
+        });
+        let at_home = layout.frames.iter().any(|frame| frame.home == at && frame.at == Some(at));
+        if !taken && !at_home {
+            self.close_off(layout, at);
+        }
+    }
+
+    /// Takes a frame that nobody uses from behind a page. It keeps its memory, unless that is refused.
+    fn send_home(&self, layout: &mut Layout, frame: FrameId) -> Result<()> {
+        let home = layout.frame(frame)?.home;
+        self.carry(layout, frame, home, || format!("move {frame:?} out of the way"))
     }
 
     /// Contract rule 1; `frame` is not being warmed.
@@ -175,25 +312,23 @@ impl Core {
         let (page, len) = (self.page_size, self.page_bytes());
         let state = layout.frame(frame)?;
         state.used = true;
-        let (from, accessible) = (state.at, state.accessible);
+        let from = state.at;
         if from != Some(address) {
+            self.ballast.lock().hold(|| format!("map {frame:?}"))?;
+            self.close_stray(layout);
             if let Some(other) = layout.occupant(slot) {
-                let home = layout.frame(other)?.home;
-                // SAFETY: the core owns both ranges (invariant 1); the caller of `map` keeps operations away from
-                // `address`, and nobody knows a home.
-                unsafe { sys::relocate(address, home, len) }
-                    .map_err(|e| self.refused(format!("move {other:?} out of the way"), e))?;
-                let accessible = layout.frame(other)?.accessible;
-                layout.placed(other, Some(home), accessible, page);
+                self.send_home(layout, other)?;
             }
             match from {
-                // SAFETY: as above, for the frame's place and `address`, which nothing is behind now.
-                Some(from) => unsafe { sys::relocate(from, address, len) },
-                // SAFETY: as above.
-                None => unsafe { sys::commit(address, len, self.huge) },
+                Some(_) => self.carry(layout, frame, address, || format!("map {frame:?}"))?,
+                None => {
+                    self.take_hole_back(layout, address)?;
+                    // SAFETY: the core owns the range (invariant 1), and nothing is there.
+                    unsafe { sys::commit(address, len, self.huge) }
+                        .map_err(|e| self.refused(format!("map {frame:?}"), e))?;
+                    layout.placed(frame, Some(address), true, page, &self.tables);
+                }
             }
-            .map_err(|e| self.refused(format!("map {frame:?}"), e))?;
-            layout.placed(frame, Some(address), accessible || from.is_none(), page);
         }
         if !layout.frame(frame)?.accessible {
             // SAFETY: the frame is behind `address`, which the core owns.
@@ -202,6 +337,57 @@ impl Core {
             layout.frame(frame)?.accessible = true;
         }
         Ok(())
+    }
+
+    /// Invariant 5.
+    fn take_hole_back(&self, layout: &mut Layout, address: u64) -> Result<()> {
+        let Some(at) = layout.holes.iter().position(|hole| *hole == address) else { return Ok(()) };
+        // Whatever is there now is not the core's.
+        sys::refill(address, self.page_bytes())
+            .map_err(|e| self.refused("take a page's address back that an earlier failure has cost".to_owned(), e))?;
+        layout.holes.swap_remove(at);
+        Ok(())
+    }
+
+    /// A range of `len` bytes of an arena, a new one if need be.
+    fn hand_out(&self, layout: &mut Layout, len: u64) -> Result<u64> {
+        if let Some(base) = layout.free.take(len) {
+            return Ok(base);
+        }
+        let align = self.page_bytes().max(HUGE_PAGE_BYTES);
+        let usual = layout.arena_bytes.clamp(ARENA_LEAST, ARENA_MOST).next_multiple_of(align);
+        let region = match Region::reserve(usual.max(len), align, "segments") {
+            // Addresses may be short as well.
+            Err(error) if error.kind() == ErrorKind::OutOfMemory && usual > len => {
+                Region::reserve(len, align, "a segment")?
+            }
+            other => other?,
+        };
+        let arena = region.base()..region.base() + region.len();
+        let pages = usize::try_from(region.len() / self.page_bytes()).unwrap_or(usize::MAX);
+        layout.arena_bytes += region.len();
+        layout.spaces.insert(arena.start, Space::new(region, pages));
+        layout.free.give(arena.start + len, arena.end - arena.start - len, &arena);
+        Ok(arena.start)
+    }
+
+    /// Takes back what was handed out; no frame is behind it. An arena that is all free goes, unless it is one of the usual
+    /// size and the only one that is empty.
+    fn take_back(layout: &mut Layout, base: u64, len: u64) {
+        let Some(arena) = layout.space(base).map(|space| space.range()) else { return };
+        let free = layout.free.give(base, len, &arena);
+        let holed = layout.holes.iter().any(|hole| arena.contains(hole));
+        if free != arena || holed || (arena.end - arena.start == ARENA_LEAST && layout.handed.is_empty()) {
+            return;
+        }
+        let occupied = layout.frames.iter().any(|frame| frame.at.is_some_and(|at| arena.contains(&at)));
+        if occupied {
+            return;
+        }
+        layout.free.remove(arena.start);
+        layout.strays.retain(|at| !arena.contains(at));
+        layout.arena_bytes -= arena.end - arena.start;
+        layout.spaces.remove(&arena.start);
     }
 
     /// Refuses a range that is not wholly mapped: better an error than a fault in somebody else's process.
@@ -248,8 +434,7 @@ impl Core {
             // SAFETY: homes are the core's, and the frame has no memory yet, so nothing is there.
             let mut outcome = unsafe { sys::commit(home, self.page_bytes(), self.huge) };
             if outcome.is_ok() {
-                frame.at = Some(home);
-                frame.accessible = true;
+                layout.placed(FrameId::new(next as u32), Some(home), true, self.page_size, &self.tables);
             }
             let mut offset = 0;
             while outcome.is_ok() && offset < self.page_bytes() {
@@ -376,8 +561,8 @@ impl HostDevice {
     /// A device that reports completions to `sink`.
     ///
     /// # Errors
-    /// - [`ErrorKind::InvalidArgument`] if a page is smaller than the kernel's, or the frames need more mappings than
-    ///   `vm.max_map_count` allows.
+    /// - [`ErrorKind::InvalidArgument`] if a page is smaller than the kernel's.
+    /// - [`ErrorKind::TooManyMappings`] if the frames can come to more mappings than `vm.max_map_count` leaves this process.
     /// - [`ErrorKind::Unsupported`] if the kernel cannot move mappings (before Linux 5.7).
     /// - [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
     pub fn new(config: HostDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
@@ -393,6 +578,8 @@ impl HostDevice {
             page_size,
             huge: page_size.bytes() >= HUGE_PAGE_BYTES,
             layout: Mutex::default(),
+            tables: AtomicU64::new(0),
+            ballast: Mutex::new(Ballast::new()?),
             warmed: Condvar::new(),
             stopping: AtomicBool::new(false),
             link: config.link.map(|model| (Mutex::new(LinkSchedule::new(model)), Instant::now())),
@@ -443,23 +630,16 @@ impl Streams {
     }
 }
 
-/// Refuses a number of frames that could need more mappings than the kernel allows.
-fn check_mappings(frames: u32, page: PageSize, limit: u64) -> Result<()> {
-    let needed = 2 * u64::from(frames) + MAPPINGS_FOR_OTHERS;
-    if needed <= limit {
-        return Ok(());
-    }
-    let message = format!(
-        "{frames} frames of {} may need {needed} mappings, but the kernel allows {limit} (vm.max_map_count)",
-        Bytes::new(page.bytes())
-    );
-    let memory = Bytes::new(u64::from(frames).saturating_mul(page.bytes()));
-    let fitting = HostDevice::frames_allowed(limit);
-    let larger = memory.get().div_ceil(fitting.max(1)).checked_next_power_of_two();
-    let pages = larger.and_then(|bytes| PageSize::new(Bytes::new(bytes)).ok());
-    let or_pages = pages.map(|p| format!(", or use pages of {}", Bytes::new(p.bytes()))).unwrap_or_default();
-    Err(Error::new(ErrorKind::InvalidArgument, message)
-        .remedy(format!("run `sysctl -w vm.max_map_count={}`{or_pages}", needed.next_power_of_two())))
+/// Claims the mappings that so many frames more can come to, of `all` there will be.
+fn claim_mappings(more: u64, all: u32, page: PageSize) -> Result<Claim> {
+    let what = format!("{all} frames of {}", Bytes::new(page.bytes()));
+    Claim::of(2 * more, &what, |limit| {
+        let memory = u64::from(all).saturating_mul(page.bytes());
+        let fitting = HostDevice::frames_allowed(limit).max(1);
+        let larger = memory.div_ceil(fitting).checked_next_power_of_two().map(|bytes| bytes.max(2 * page.bytes()));
+        let pages = larger.and_then(|bytes| PageSize::new(Bytes::new(bytes)).ok());
+        pages.map_or_else(String::new, |pages| format!(", or use pages of {}", Bytes::new(pages.bytes())))
+    })
 }
 
 impl Device for HostDevice {
@@ -484,39 +664,48 @@ impl Device for HostDevice {
             return Err(Error::new(ErrorKind::InvalidArgument, "cannot reserve a segment of 0 pages"));
         }
         let len = u64::from(pages) * self.core.page_bytes();
-        let region = Region::reserve(len, self.core.page_bytes().max(HUGE_PAGE_BYTES), "a segment")?;
-        let base = region.base();
-        let reservation = Reservation { region, occupants: vec![NO_FRAME; pages as usize] };
-        self.core.layout.lock().reservations.insert(base, reservation);
+        let mut layout = self.core.layout.lock();
+        self.core.ballast.lock().hold(|| "a segment".to_owned())?;
+        let base = self.core.hand_out(&mut layout, len)?;
+        layout.handed.insert(base, pages);
         Ok(DeviceAddress(base))
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
-        let mut layout = self.core.layout.lock();
-        let reservation = layout
-            .reservations
-            .remove(&base.get())
-            .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, "the range to release was never reserved"))?;
+        let (core, base) = (&self.core, base.get());
+        let mut layout = core.layout.lock();
         let refuse = |message: String| Err(Error::new(ErrorKind::InvalidArgument, message));
-        let reserved = reservation.occupants.len();
-        if reserved != pages as usize {
-            layout.reservations.insert(base.get(), reservation);
+        let Some(&reserved) = layout.handed.get(&base) else {
+            return refuse("the range to release was never reserved".to_owned());
+        };
+        if reserved != pages {
             return refuse(format!("a range of {reserved} pages cannot be released as one of {pages}"));
         }
         // Free frames may still be behind the range: they keep their memory, at home.
-        let occupants: Vec<FrameId> =
-            reservation.occupants.iter().filter(|id| **id != NO_FRAME).map(|id| FrameId::new(*id)).collect();
-        layout.reservations.insert(base.get(), reservation);
+        let occupants: Vec<FrameId> = layout.slot(base, core.page_size).map_or_else(Vec::new, |slot| {
+            let space = layout.spaces.get(&slot.arena);
+            let pages = space.and_then(|space| space.occupants.get(slot.page..slot.page + pages as usize));
+            pages.unwrap_or_default().iter().filter_map(|id| id.checked_sub(1)).map(FrameId::new).collect()
+        });
         for frame in occupants {
-            let state = layout.frame(frame)?;
-            let (Some(at), home, accessible) = (state.at, state.home, state.accessible) else { continue };
-            // SAFETY: the frame is at `at`, which nobody uses any more, as the caller says; nobody knows a home.
-            unsafe { sys::relocate(at, home, self.core.page_bytes()) }
-                .map_err(|e| self.core.refused(format!("move {frame:?} home"), e))?;
-            layout.placed(frame, Some(home), accessible, self.core.page_size);
+            let Some(at) = layout.frame(frame)?.at else { continue };
+            if core.send_home(&mut layout, frame).is_ok() {
+                continue;
+            }
+            // No room for it at home: its memory goes. If even that is refused it stays, until it is mapped elsewhere.
+            // SAFETY: the frame is at `at`, which nobody uses any more, as the caller says.
+            match unsafe { sys::vacate(at, core.page_bytes()) } {
+                Ok(()) => layout.placed(frame, None, false, core.page_size, &core.tables),
+                Err(cause) => tracing::warn!(%cause, ?frame, "a free frame stays behind a range that was released"),
+            }
         }
-        layout.reservations.remove(&base.get());
+        layout.handed.remove(&base);
+        Core::take_back(&mut layout, base, u64::from(pages) * core.page_bytes());
         Ok(())
+    }
+
+    fn page_tables(&self) -> Bytes {
+        Bytes::new(self.core.tables.load(Ordering::Relaxed) * Tables::table_bytes())
     }
 
     fn frame_count(&self) -> u32 {
@@ -531,16 +720,14 @@ impl Device for HostDevice {
             if new == 0 {
                 return Ok(());
             }
-            match machine::max_map_count() {
-                Ok(limit) => check_mappings(count, page, limit)?,
-                Err(error) => tracing::warn!(%error, "cannot check the limit on mappings"),
-            }
+            let claim = claim_mappings(new, count, page)?;
             let align = page.bytes().max(HUGE_PAGE_BYTES);
             let pool = Region::reserve(new * page.bytes(), align, "the frames of the host device")?;
             let homes = (0..new).map(|i| pool.base() + i * page.bytes());
             let fresh = |home| Frame { home, at: None, accessible: false, warming: false, used: false };
             layout.frames.extend(homes.map(fresh));
-            layout.pools.push(pool);
+            layout.spaces.insert(pool.base(), Space::new(pool, 0));
+            layout.claims.push(claim);
         }
         if self.warm {
             self.start_warmer();
@@ -598,10 +785,15 @@ impl Device for HostDevice {
         while layout.frame(frame)?.warming {
             core.warmed.wait(&mut layout);
         }
-        if let Some(at) = layout.frame(frame)?.at {
-            // SAFETY: the frame is at `at`; the caller says that nobody uses it any more.
-            unsafe { sys::vacate(at, core.page_bytes()) }.map_err(|e| core.refused(format!("discard {frame:?}"), e))?;
-            layout.placed(frame, None, false, core.page_size);
+        let state = layout.frame(frame)?;
+        if let (Some(at), accessible) = (state.at, state.accessible) {
+            layout.placed(frame, None, false, core.page_size, &core.tables);
+            let around = layout.around(at, core.page_bytes());
+            // SAFETY: the frame is at `at`, and nothing else about it; the caller says that nobody uses it any more.
+            if let Err(cause) = unsafe { sys::vacate(around.start, around.end - around.start) } {
+                layout.placed(frame, Some(at), accessible, core.page_size, &core.tables);
+                return Err(core.refused(format!("discard {frame:?}"), cause));
+            }
         }
         Ok(())
     }
@@ -682,5 +874,160 @@ impl Drop for HostDevice {
         if let Err(error) = self.close() {
             tracing::error!(%error, "the host device ended with a failure");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Completion;
+
+    #[derive(Debug)]
+    struct Ignore;
+
+    impl Completions for Ignore {
+        fn completed(&self, _done: &mut Vec<Completion>) {}
+    }
+
+    const PAGE: u64 = 64 << 10;
+
+    fn device(frames: u32) -> HostDevice {
+        let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
+        let config = HostDeviceConfig { page_size, frames, link: None, warm: false };
+        HostDevice::new(config, Arc::new(Ignore)).unwrap()
+    }
+
+    /// Permissions of the mapping about an address, as the kernel says.
+    fn access(address: u64) -> Option<String> {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().find_map(|line| {
+            let (range, rest) = line.split_once(' ')?;
+            let (start, end) = range.split_once('-')?;
+            let bound = |text| u64::from_str_radix(text, 16).ok();
+            (bound(start)?..bound(end)?).contains(&address).then(|| rest[..3].to_owned())
+        })
+    }
+
+    /// A move that ends half way, with the frame at its new page and the old one still accessible, is finished by the next.
+    #[test]
+    fn a_place_that_stayed_accessible_is_closed_by_the_next_move() {
+        let device = device(2);
+        let base = device.reserve(4).unwrap();
+        let at = |page: u64| base.offset(page * PAGE);
+        device.map(FrameId::new(0), at(0)).unwrap();
+        {
+            let mut layout = device.core.layout.lock();
+            // SAFETY: nobody uses the pages of this test's device.
+            unsafe { sys::relocate(at(0).get(), at(1).get(), PAGE) }.unwrap();
+            layout.placed(FrameId::new(0), Some(at(1).get()), true, device.core.page_size, &device.core.tables);
+            layout.strays.push(at(0).get());
+        }
+        assert_eq!(access(at(0).get()).as_deref(), Some("rw-"));
+        device.map(FrameId::new(1), at(3)).unwrap();
+        assert_eq!(access(at(0).get()).as_deref(), Some("---"));
+        // One that is in use again is left alone.
+        device.core.layout.lock().strays.push(at(3).get());
+        device.map(FrameId::new(0), at(2)).unwrap();
+        assert_eq!(access(at(3).get()).as_deref(), Some("rw-"));
+        device.release(base, 4).unwrap();
+    }
+
+    /// A failed move can cost a page's address: what somebody else has there is neither replaced nor unmapped.
+    #[test]
+    fn a_page_whose_address_was_lost_is_refused_until_it_is_back() {
+        let device = device(2);
+        let base = device.reserve(4).unwrap();
+        let hole = base.offset(2 * PAGE);
+        device.map(FrameId::new(0), base).unwrap();
+        let theirs = {
+            let mut layout = device.core.layout.lock();
+            layout.holes.push(hole.get());
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            // SAFETY: the page is this test's, and holds nothing.
+            let at = unsafe { libc::mmap(pointer(hole).cast(), PAGE as usize, libc::PROT_READ, flags, -1, 0) };
+            assert_eq!(at, pointer(hole).cast());
+            at
+        };
+        assert_eq!(device.map(FrameId::new(1), hole).unwrap_err().kind(), ErrorKind::Io);
+        // Whole slots are made inaccessible, but for the hole.
+        device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
+        device.discard(FrameId::new(0)).unwrap();
+        assert_eq!(access(hole.get()).as_deref(), Some("r--"));
+        device.release(base, 4).unwrap();
+        drop(device);
+        assert_eq!(access(hole.get()).as_deref(), Some("r--"));
+        // SAFETY: the mapping was made above, and the device is gone.
+        unsafe { libc::munmap(theirs, PAGE as usize) };
+    }
+
+    /// After any cycle the tables that are counted are those of the slots in which frames are, and what is handed out is
+    /// disjoint.
+    #[test]
+    fn tables_are_counted_as_frames_come_and_go() {
+        const FRAMES: u32 = 24;
+        let device = device(FRAMES);
+        let mut random = crate::random::Random(5);
+        let mut below = |n: u64| random.next() % n;
+        let mut segments: Vec<(DeviceAddress, u32)> = Vec::new();
+        for step in 0..3000 {
+            match below(20) {
+                0 | 1 => {
+                    let pages = 1 + below(200) as u32;
+                    segments.push((device.reserve(pages).unwrap(), pages));
+                }
+                2 if !segments.is_empty() => {
+                    let (base, pages) = segments.swap_remove(below(segments.len() as u64) as usize);
+                    device.release(base, pages).unwrap();
+                }
+                3 => device.discard(FrameId::new(below(FRAMES.into()) as u32)).unwrap(),
+                _ if segments.is_empty() => {}
+                _ => {
+                    let (base, pages) = segments[below(segments.len() as u64) as usize];
+                    let page = base.offset(below(pages.into()) * PAGE);
+                    device.map(FrameId::new(below(FRAMES.into()) as u32), page).unwrap();
+                }
+            }
+            let layout = device.core.layout.lock();
+            let mut spans: Vec<_> =
+                layout.handed.iter().map(|(at, pages)| (*at, at + u64::from(*pages) * PAGE)).collect();
+            spans.sort_unstable();
+            assert!(spans.windows(2).all(|pair| pair[0].1 <= pair[1].0), "step {step}: {spans:x?}");
+            let page = sys::system_page_bytes();
+            let (slot, upper) = (page * page / 8, page * page / 8 * page / 8);
+            let mut tables = std::collections::BTreeSet::new();
+            for at in layout.frames.iter().filter_map(|frame| frame.at) {
+                let space = layout.spaces.range(..=at).next_back().map(|(base, _)| *base);
+                tables.extend([(space, slot, at / slot), (space, upper, at / upper)]);
+            }
+            let counted = device.page_tables().get() / Tables::table_bytes();
+            assert_eq!(counted, tables.len() as u64, "step {step}");
+        }
+    }
+
+    #[test]
+    fn segments_share_an_arena_and_give_it_back() {
+        let device = device(4);
+        let bases: Vec<DeviceAddress> = (0..100).map(|_| device.reserve(3).unwrap()).collect();
+        assert_eq!(device.core.layout.lock().spaces.len(), 2, "the pool and one arena");
+        for (n, base) in bases.iter().enumerate() {
+            device.map(FrameId::new(n as u32 % 4), base.offset(2 * PAGE)).unwrap();
+        }
+        let beyond = device.map(FrameId::new(0), bases[99].offset(3 * PAGE));
+        assert_eq!(beyond.unwrap_err().kind(), ErrorKind::InvalidArgument);
+        let large = device.reserve((8_u64 << 30 >> 16) as u32).unwrap();
+        device.map(FrameId::new(1), large).unwrap();
+        assert_eq!(device.core.layout.lock().spaces.len(), 3);
+        device.release(large, (8_u64 << 30 >> 16) as u32).unwrap();
+        assert_eq!(device.core.layout.lock().spaces.len(), 2);
+        for base in bases {
+            device.release(base, 3).unwrap();
+        }
+        let layout = device.core.layout.lock();
+        assert!(
+            layout.handed.is_empty() && layout.frames.iter().all(|frame| frame.at.is_none_or(|at| at == frame.home))
+        );
+        drop(layout);
+        // What the pool has: a table for its only slot, and one above it.
+        assert_eq!(device.page_tables().get(), 2 * Tables::table_bytes());
     }
 }

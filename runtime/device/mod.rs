@@ -39,12 +39,15 @@ mod cuda;
 mod hooked;
 mod host;
 mod link;
+mod mappings;
 mod process;
+mod ranges;
 mod select;
 mod sim;
 mod slab;
 mod stream;
 mod sys;
+mod tables;
 
 use std::ffi::c_void;
 use std::fmt;
@@ -283,6 +286,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn free_memory(&self) -> Result<Bytes> {
         let memory = MemoryLimit::detect()?;
         Ok(memory.limit.saturating_sub(memory.usage))
+    }
+    /// Bytes of page tables that the kernel keeps for the device's addresses, of this process's memory. Counted as frames come
+    /// and go, and not looked up. By default none.
+    fn page_tables(&self) -> Bytes {
+        Bytes::ZERO
     }
     /// How many frames exist: ids `0..count`. On the host device creating frames commits no memory, mapping
     /// and filling them does; on a GPU the memory is taken when they are created.

@@ -11,6 +11,7 @@ use std::ffi::c_void;
 use std::io;
 use std::ptr;
 
+use super::mappings::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
@@ -43,18 +44,29 @@ pub(super) fn system_page_bytes() -> u64 {
 pub(super) struct Region {
     base: u64,
     len: u64,
+    /// Its share of the process's mappings.
+    #[allow(dead_code, reason = "held")]
+    claim: Option<Claim>,
 }
 
 impl Region {
     /// Reserves `len` bytes of inaccessible address space at a multiple of `align`, for `what`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TooManyMappings`] if the process has too many; [`ErrorKind::OutOfMemory`] if the kernel gives no
+    /// addresses.
     pub(super) fn reserve(len: u64, align: u64, what: &str) -> Result<Self> {
         if len == 0 {
-            return Ok(Self { base: align, len: 0 });
+            return Ok(Self { base: align, len: 0, claim: None });
         }
+        let named = format!("{} of addresses for {what}", Bytes::new(len));
+        let claim = Claim::of_region(&named)?;
         let refuse = |cause: io::Error| {
-            Error::new(ErrorKind::OutOfMemory, format!("cannot reserve {} of addresses for {what}", Bytes::new(len)))
-                .remedy("raise the address-space limit (ulimit -v), or use fewer or smaller segments")
-                .caused_by(cause)
+            mappings::shortage(&named, &cause).unwrap_or_else(|| {
+                Error::new(ErrorKind::OutOfMemory, format!("cannot reserve {named}"))
+                    .remedy("raise the address-space limit (ulimit -v), or use fewer or smaller segments")
+                    .caused_by(cause)
+            })
         };
         let too_large = || refuse(io::Error::from_raw_os_error(libc::ENOMEM));
         let padded = len.checked_add(align).ok_or_else(too_large)?;
@@ -65,22 +77,14 @@ impl Region {
             return Err(refuse(io::Error::last_os_error()));
         }
         let start = start.expose_provenance() as u64;
-        let mut whole = Self { base: start, len: padded };
-        let base = start.checked_next_multiple_of(align).ok_or_else(too_large)?;
-        whole.trim_front(base - start);
-        whole.trim_back(padded - (base - start) - len);
-        Ok(whole)
-    }
-
-    fn trim_front(&mut self, bytes: u64) {
-        drop(Self { base: self.base, len: bytes });
-        self.base += bytes;
-        self.len -= bytes;
-    }
-
-    fn trim_back(&mut self, bytes: u64) {
-        self.len -= bytes;
-        drop(Self { base: self.base + self.len, len: bytes });
+        // It is not near the end of what there is: the kernel has given all of it.
+        let base = start.checked_next_multiple_of(align).unwrap_or(start);
+        // SAFETY: the two ends are of the mapping just made.
+        unsafe { unmap(start, base - start) };
+        // SAFETY: as above.
+        unsafe { unmap(base + len, padded - (base - start) - len) };
+        mappings::register(base, len);
+        Ok(Self { base, len, claim: Some(claim) })
     }
 
     pub(super) fn base(&self) -> u64 {
@@ -94,15 +98,24 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if self.len == 0 {
-            return;
-        }
+        mappings::unregister(self.base);
         // SAFETY: the region owns this range (invariant 1), and its owner drops it only when nothing points inside.
-        let result = unsafe { libc::munmap(pointer(self.base), self.len as usize) };
-        if result != 0 {
-            let cause = io::Error::last_os_error();
-            tracing::error!(bytes = self.len, %cause, "cannot give an address range back");
-        }
+        unsafe { unmap(self.base, self.len) };
+    }
+}
+
+/// Gives a range of addresses back.
+///
+/// # Safety
+/// The range is the caller's, and nothing points inside.
+unsafe fn unmap(base: u64, len: u64) {
+    if len == 0 {
+        return;
+    }
+    // SAFETY: the caller's promise.
+    if unsafe { libc::munmap(pointer(base), len as usize) } != 0 {
+        let cause = io::Error::last_os_error();
+        tracing::error!(bytes = len, %cause, "cannot give an address range back");
     }
 }
 
@@ -147,7 +160,18 @@ pub(super) unsafe fn set_access(address: u64, len: u64, accessible: bool) -> io:
     check(unsafe { libc::mprotect(pointer(address), size(len)?, prot) })
 }
 
-/// Moves the memory behind `from` to `to`, replacing what was there, and leaves `from` inaccessible.
+/// Makes a range that was never committed readable: zeros, which take no memory.
+///
+/// # Safety
+/// The range lies in a [`Region`] of the caller's.
+pub(super) unsafe fn set_readable(address: u64, len: u64) -> io::Result<()> {
+    // SAFETY: the caller owns the range.
+    check(unsafe { libc::mprotect(pointer(address), size(len)?, libc::PROT_READ) })
+}
+
+/// Moves the memory behind `from` to `to`, replacing what was there. On success `from` holds nothing any more and is still
+/// accessible: the caller [vacates](vacate) it. On failure nothing has moved; whether `to` is still the caller's says
+/// [`refill`].
 ///
 /// # Safety
 /// Both ranges lie in [`Region`]s of the caller's, `from` was committed as one unit, and nobody uses either.
@@ -158,18 +182,20 @@ pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     // SAFETY: the caller owns both ranges and nobody uses them.
     let got = unsafe { libc::mremap(pointer(from), len_size, len_size, flags, pointer(to)) };
-    if got == libc::MAP_FAILED {
-        let cause = io::Error::last_os_error();
-        // The kernel may have unmapped the target before it failed; take the hole back unless it is still ours.
-        let reserve = RESERVE_FLAGS | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: NOREPLACE changes nothing that is mapped.
-        let _ = unsafe { libc::mmap(pointer(to), len_size, libc::PROT_NONE, reserve, -1, 0) };
-        return Err(cause);
-    }
-    // A fresh mapping rather than mprotect: the mapping left behind carries the moved one's offset and could never
-    // merge with its neighbours.
-    // SAFETY: as for the move; the source holds nothing any more.
-    unsafe { vacate(from, len) }
+    if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// After a [move](relocate) that failed, the kernel may have unmapped the target before: reserves a range again of which
+/// nothing is mapped.
+///
+/// # Errors
+/// EEXIST if something is: the caller's own reservation, if there was no hole, or else anybody's memory. What else the kernel
+/// says.
+pub(super) fn refill(address: u64, len: u64) -> io::Result<()> {
+    let reserve = RESERVE_FLAGS | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: NOREPLACE changes nothing that is mapped.
+    let got = unsafe { libc::mmap(pointer(address), size(len)?, libc::PROT_NONE, reserve, -1, 0) };
+    if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Whether this kernel can move a mapping and keep its place reserved.

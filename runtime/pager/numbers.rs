@@ -1,44 +1,58 @@
 //! One number for every page of every segment, so that what is kept per page can be an array.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::ids::{PageId, PageIndex, SegmentId};
 
 /// A segment's pages.
 #[derive(Clone, Copy, Debug)]
 struct Range {
-    first: u32,
     pages: u32,
     segment: SegmentId,
 }
 
-impl Range {
-    fn end(self) -> u32 {
-        self.first + self.pages
-    }
-}
-
 /// Which numbers belong to which segment: each has as many in a row as it has pages. Numbers of a segment that is gone
-/// are given out again.
-#[derive(Clone, Debug, Default)]
+/// are given out again. A step takes time that grows with the logarithm of the number of segments.
+#[derive(Clone, Debug)]
 pub(super) struct PageNumbers {
     /// By segment: where its numbers begin, and how many it has; none if it is not known.
     of_segment: Vec<(u32, u32)>,
-    /// In order of numbers.
-    ranges: Vec<Range>,
+    /// By their first number.
+    ranges: BTreeMap<u32, Range>,
+    /// What is between the ranges and behind them, no two of which touch: by first number, and by length and first number.
+    gaps: BTreeMap<u32, u32>,
+    by_len: BTreeSet<(u32, u32)>,
+}
+
+impl Default for PageNumbers {
+    fn default() -> Self {
+        let mut numbers =
+            Self { of_segment: Vec::new(), ranges: BTreeMap::new(), gaps: BTreeMap::new(), by_len: BTreeSet::new() };
+        numbers.insert_gap(0, Self::LIMIT);
+        numbers
+    }
 }
 
 impl PageNumbers {
     /// Numbers end here: users may use larger ones for marks of their own.
     pub(super) const LIMIT: u32 = u32::MAX - 15;
 
-    fn gap(&self, pages: u32) -> Option<(usize, u32)> {
-        let mut free = 0;
-        for (at, range) in self.ranges.iter().enumerate() {
-            if range.first - free >= pages {
-                return Some((at, free));
-            }
-            free = range.end();
+    fn insert_gap(&mut self, first: u32, len: u32) {
+        if len > 0 {
+            self.gaps.insert(first, len);
+            self.by_len.insert((len, first));
         }
-        (Self::LIMIT - free >= pages).then_some((self.ranges.len(), free))
+    }
+
+    fn remove_gap(&mut self, first: u32) -> u32 {
+        let len = self.gaps.remove(&first).unwrap_or(0);
+        self.by_len.remove(&(len, first));
+        len
+    }
+
+    /// Of the shortest gaps that hold so many, the first: so numbers stay small, and arrays by number short.
+    fn gap(&self, pages: u32) -> Option<u32> {
+        self.by_len.range((pages, 0)..).next().map(|(_, first)| *first)
     }
 
     /// Whether so many pages can be numbered.
@@ -49,8 +63,13 @@ impl PageNumbers {
     /// Numbers a segment's pages. Where there are not enough numbers left they get none.
     pub(super) fn add(&mut self, segment: SegmentId, pages: u32) {
         self.remove(segment);
-        let Some((at, first)) = self.gap(pages) else { return };
-        self.ranges.insert(at, Range { first, pages, segment });
+        if pages == 0 {
+            return;
+        }
+        let Some(first) = self.gap(pages) else { return };
+        let len = self.remove_gap(first);
+        self.insert_gap(first + pages, len - pages);
+        self.ranges.insert(first, Range { pages, segment });
         if self.of_segment.len() <= segment.index() {
             self.of_segment.resize(segment.index() + 1, (0, 0));
         }
@@ -59,10 +78,21 @@ impl PageNumbers {
 
     /// The segment is gone.
     pub(super) fn remove(&mut self, segment: SegmentId) {
-        if let Some(known) = self.of_segment.get_mut(segment.index()) {
-            *known = (0, 0);
-            self.ranges.retain(|range| range.segment != segment);
+        let Some(known) = self.of_segment.get_mut(segment.index()) else { return };
+        let (mut first, mut len) = std::mem::take(known);
+        if len == 0 {
+            return;
         }
+        self.ranges.remove(&first);
+        if let Some((&before, &gap)) = self.gaps.range(..first).next_back()
+            && before + gap == first
+        {
+            self.remove_gap(before);
+            first = before;
+            len += gap;
+        }
+        len += self.remove_gap(first + len);
+        self.insert_gap(first, len);
     }
 
     /// The numbers of a segment's pages.
@@ -73,7 +103,7 @@ impl PageNumbers {
 
     /// All numbers given out are smaller.
     pub(super) fn end(&self) -> usize {
-        self.ranges.last().map_or(0, |range| range.end() as usize)
+        self.ranges.last_key_value().map_or(0, |(first, range)| (first + range.pages) as usize)
     }
 
     /// The page's number, if its segment is known and has it.
@@ -84,9 +114,10 @@ impl PageNumbers {
 
     /// The page with this number, which has been given out.
     pub(super) fn page(&self, number: u32) -> PageId {
-        let after = self.ranges.partition_point(|range| range.first <= number);
-        let range = self.ranges[after - 1];
-        PageId { segment: range.segment, index: PageIndex(number - range.first) }
+        let found = self.ranges.range(..=number).next_back();
+        invariant!(found.is_some(), "page number {number} was never given out");
+        let (first, segment) = found.map_or((0, SegmentId(0)), |(first, range)| (*first, range.segment));
+        PageId { segment, index: PageIndex(number - first) }
     }
 }
 

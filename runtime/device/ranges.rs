@@ -1,0 +1,107 @@
+//! Free ranges of addresses: handed out where they fit best, and joined again. Any step takes time that grows with the
+//! logarithm of their number.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// Ranges that nobody has, no two of which touch within one arena.
+#[derive(Debug, Default)]
+pub(super) struct FreeRanges {
+    by_start: BTreeMap<u64, u64>,
+    /// The same, by length and start.
+    by_len: BTreeSet<(u64, u64)>,
+}
+
+impl FreeRanges {
+    fn insert(&mut self, start: u64, len: u64) {
+        if len > 0 {
+            self.by_start.insert(start, len);
+            self.by_len.insert((len, start));
+        }
+    }
+
+    /// Takes out the range that starts there, if there is one.
+    pub(super) fn remove(&mut self, start: u64) -> Option<u64> {
+        let len = self.by_start.remove(&start)?;
+        self.by_len.remove(&(len, start));
+        Some(len)
+    }
+
+    /// The start of a range of `len`, which is then no longer free: of the smallest that hold it, the first.
+    pub(super) fn take(&mut self, len: u64) -> Option<u64> {
+        let &(found, start) = self.by_len.range((len, 0)..).next()?;
+        self.remove(start);
+        self.insert(start + len, found - len);
+        Some(start)
+    }
+
+    /// A range of `arena` is free again, and one with what is free beside it there. Returns all of it.
+    pub(super) fn give(&mut self, start: u64, len: u64, arena: &Range<u64>) -> Range<u64> {
+        let (mut first, mut end) = (start, start + len);
+        let before = self.by_start.range(..first).next_back().map(|(start, len)| (*start, start + len));
+        if let Some((before, before_end)) = before
+            && before_end == first
+            && before >= arena.start
+        {
+            self.remove(before);
+            first = before;
+        }
+        if end < arena.end
+            && let Some(len) = self.remove(end)
+        {
+            end += len;
+        }
+        self.insert(first, end - first);
+        first..end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn neighbours_of_two_arenas_stay_apart() {
+        let mut free = FreeRanges::default();
+        assert_eq!(free.give(100, 10, &(100..110)), 100..110);
+        assert_eq!(free.give(110, 10, &(110..120)), 110..120);
+        assert_eq!(free.take(11), None);
+        assert_eq!((free.take(10), free.take(10)), (Some(100), Some(110)));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        /// What is handed out never overlaps, and all of it together is one range again at the end.
+        #[test]
+        fn what_is_handed_out_is_disjoint(steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..200)) {
+            let arena = 1000..2000;
+            let mut free = FreeRanges::default();
+            free.give(1000, 1000, &arena);
+            let mut held: Vec<(u64, u64)> = Vec::new();
+            for (keep, len, which) in steps {
+                if keep || held.is_empty() {
+                    held.extend(free.take(len).map(|start| (start, len)));
+                } else {
+                    let (start, len) = held.swap_remove(which.index(held.len()));
+                    free.give(start, len, &arena);
+                }
+                let mut spans = held.clone();
+                spans.extend(free.by_start.iter().map(|(start, len)| (*start, *len)));
+                spans.sort_unstable();
+                let mut at = arena.start;
+                for (start, len) in spans {
+                    prop_assert_eq!(start, at);
+                    at += len;
+                }
+                prop_assert_eq!(at, arena.end);
+                prop_assert_eq!(free.by_start.len(), free.by_len.len());
+            }
+            for (start, len) in held {
+                free.give(start, len, &arena);
+            }
+            prop_assert_eq!(free.by_start, BTreeMap::from([(1000, 1000)]));
+        }
+    }
+}

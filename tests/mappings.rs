@@ -1,0 +1,359 @@
+//! The promise: the kernel's limit on mappings is counted with, and ends in errors that name it; small tensors cost no
+//! mappings, however many there are; page tables go with the pages they were for.
+//!
+//! Each scene runs in a process of its own, whose mappings are its own.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::Instant;
+
+use outcore::device::HostDevice;
+use outcore::{Bytes, DType, Error, ErrorKind, PageSize, Result, Runtime, Tensor};
+
+const SCENE: &str = "OUTCORE_CHILD_SCENE";
+const SMALL: Bytes = Bytes::kib(4);
+
+/// Runs a test of this program again, alone, in a process of its own.
+fn alone(test: &str, scene: impl FnOnce()) {
+    if std::env::var_os(SCENE).is_some_and(|name| name == test) {
+        scene();
+        println!("the scene ended");
+        return;
+    }
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture", "--include-ignored"])
+        .env(SCENE, test)
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    println!("{text}");
+    assert!(child.status.success() && text.contains("the scene ended"), "{:?}: {text}", child.status);
+}
+
+fn limit() -> u64 {
+    fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap()
+}
+
+/// Where the limit is far, it takes too long to reach.
+fn limit_is_near(test: &str) -> bool {
+    let near = limit() <= 1 << 17;
+    if !near {
+        eprintln!("SKIPPED {test}: vm.max_map_count is {}", limit());
+    }
+    near
+}
+
+fn mappings() -> u64 {
+    fs::read_to_string("/proc/self/maps").unwrap().lines().count() as u64
+}
+
+/// A field of /proc/self/status, in bytes.
+fn status(field: &str) -> u64 {
+    let text = fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+fn open(page: Bytes, budget: Bytes) -> Result<Runtime> {
+    Runtime::builder()
+        .page_size(PageSize::new(page)?)
+        .device_budget(budget)
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .open()
+}
+
+fn set(rt: &Runtime, tensor: &Tensor, byte: u8) -> Result<()> {
+    rt.pin_mut(tensor).wait()?.bytes_mut().fill(byte);
+    Ok(())
+}
+
+fn holds(rt: &Runtime, tensor: &Tensor, byte: u8) -> Result<bool> {
+    Ok(rt.pin(tensor).wait()?.bytes().iter().all(|found| *found == byte))
+}
+
+/// As many mappings of this test's as leave the process `left`.
+struct Others(Vec<(usize, usize)>);
+
+impl Others {
+    fn leaving(left: u64) -> Self {
+        let mut others = Self(Vec::new());
+        // What is read to count them may take memory, and so mappings, itself.
+        for _ in 0..4 {
+            let more = limit().saturating_sub(mappings() + left);
+            others.add(more as usize);
+        }
+        others
+    }
+
+    /// Pages of which each has another protection than its neighbours.
+    fn add(&mut self, count: usize) {
+        if count == 0 {
+            return;
+        }
+        let len = count * 4096;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping of this test's own.
+        let at = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
+        assert_ne!(at, libc::MAP_FAILED);
+        for page in (1..count).step_by(2) {
+            // SAFETY: inside the mapping just made.
+            let done = unsafe { libc::mprotect(at.byte_add(page * 4096), 4096, libc::PROT_READ) };
+            if done != 0 {
+                break;
+            }
+        }
+        self.0.push((at as usize, len));
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        for (at, len) in self.0.drain(..) {
+            // SAFETY: the mapping is this test's.
+            unsafe { libc::munmap(at as *mut libc::c_void, len) };
+        }
+    }
+}
+
+/// An error for want of mappings says how many there are, how many there may be, and what to do.
+fn check_named(error: &Error) {
+    assert_eq!(error.kind(), ErrorKind::TooManyMappings, "{error}");
+    let advice = error.advice().unwrap_or_default();
+    assert!(error.to_string().contains(&limit().to_string()), "{error}");
+    assert!(advice.contains("sysctl -w vm.max_map_count="), "{error}");
+}
+
+/// All frames that the limit allows, and 4,000 tensors of one page: every fault was refused, and threads could not start.
+#[test]
+fn regression_small_tensors_take_no_mappings_from_frames() {
+    const TEST: &str = "regression_small_tensors_take_no_mappings_from_frames";
+    if !limit_is_near(TEST) {
+        return;
+    }
+    alone(TEST, || {
+        let frames = HostDevice::frames_allowed(limit()) - 200;
+        let start = Instant::now();
+        let rt = open(SMALL, Bytes::new(frames * SMALL.get())).unwrap();
+        let small: Vec<Tensor> = (0..4000).map(|_| rt.alloc(DType::U8, &[SMALL.get()]).unwrap()).collect();
+        // Scattered over a range twice as large, so that frames have gaps between them.
+        let large = rt.alloc(DType::U8, &[2 * frames, SMALL.get()]).unwrap();
+        for row in 0..frames {
+            set(&rt, &large.rows(2 * row..2 * row + 1).unwrap(), row as u8).unwrap();
+        }
+        println!("{} mappings of {} with {frames} frames in use, {:?}", mappings(), limit(), start.elapsed());
+        for (n, tensor) in small.iter().enumerate() {
+            set(&rt, tensor, n as u8).unwrap();
+        }
+        for (n, tensor) in small.iter().enumerate() {
+            assert!(holds(&rt, tensor, n as u8).unwrap());
+        }
+        println!("small ones: {:?}", start.elapsed());
+        for row in (0..frames).step_by(7) {
+            assert!(holds(&rt, &large.rows(2 * row..2 * row + 1).unwrap(), row as u8).unwrap());
+        }
+        let threads: Vec<_> = (0..32).map(|_| thread::Builder::new().spawn(|| ()).unwrap()).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        drop((small, large));
+        rt.close().unwrap();
+    });
+}
+
+fn small_tensors(count: u64) {
+    let frames = 4096;
+    let before = status("VmRSS:");
+    let rt = open(SMALL, Bytes::new(frames * SMALL.get())).unwrap();
+    let start = Instant::now();
+    let tensors: Vec<Tensor> = (0..count).map(|_| rt.alloc(DType::U8, &[SMALL.get()]).unwrap()).collect();
+    let per_tensor = (status("VmRSS:") - before).saturating_sub(frames * SMALL.get()) / count;
+    println!("{count} tensors: {:?} to make, {per_tensor} bytes each, {} mappings", start.elapsed(), mappings());
+    // Twice as many as there are frames.
+    let some = || (0..count).step_by((count / (2 * frames)).max(1) as usize);
+    for n in some() {
+        set(&rt, &tensors[n as usize], n as u8).unwrap();
+    }
+    for n in some() {
+        assert!(holds(&rt, &tensors[n as usize], n as u8).unwrap(), "tensor {n}");
+    }
+    let mut addresses: Vec<u64> = tensors.iter().map(Tensor::address).collect();
+    addresses.sort_unstable();
+    assert!(addresses.windows(2).all(|pair| pair[1] - pair[0] >= SMALL.get()), "two tensors share an address");
+    println!("used after {:?}, {} mappings, {}", start.elapsed(), mappings(), rt.stats().page_tables);
+    assert!(mappings() < 2 * frames + 512, "{} mappings", mappings());
+    drop(tensors);
+    println!("dropped after {:?}", start.elapsed());
+    assert!(per_tensor < 1200, "a tensor takes {per_tensor} bytes");
+    rt.close().unwrap();
+    println!("closed after {:?}", start.elapsed());
+}
+
+#[test]
+fn a_hundred_thousand_small_tensors() {
+    alone("a_hundred_thousand_small_tensors", || small_tensors(100_000));
+}
+
+#[test]
+#[ignore = "a minute and 4 GB of disk: make soak"]
+fn a_million_small_tensors() {
+    alone("a_million_small_tensors", || small_tensors(1_000_000));
+}
+
+/// Addresses of tensors that are gone are used again, and arenas that nobody uses are given back.
+#[test]
+fn addresses_are_used_again() {
+    alone("addresses_are_used_again", || {
+        let rt = open(Bytes::kib(64), Bytes::mib(4)).unwrap();
+        let kept: Vec<Tensor> = (0..64).map(|_| rt.alloc(DType::U8, &[64 << 10]).unwrap()).collect();
+        kept.iter().for_each(|tensor| set(&rt, tensor, 3).unwrap());
+        let before = mappings();
+        for round in 0..200_u64 {
+            let pages = 1 + round * 7 % 50;
+            let tensor = rt.alloc(DType::U8, &[pages, 64 << 10]).unwrap();
+            set(&rt, &tensor, round as u8).unwrap();
+            assert!(holds(&rt, &tensor, round as u8).unwrap());
+        }
+        let large = rt.alloc(DType::U8, &[3 << 30]);
+        drop(large.unwrap());
+        assert!(kept.iter().all(|tensor| holds(&rt, tensor, 3).unwrap()));
+        assert!(mappings() < before + 256, "{before} mappings became {}", mappings());
+        drop(kept);
+        rt.close().unwrap();
+    });
+}
+
+/// 120 mappings left, before the runtime is opened and after: errors that say so, and no abort.
+#[test]
+fn regression_few_mappings_left_are_errors() {
+    const TEST: &str = "regression_few_mappings_left_are_errors";
+    if !limit_is_near(TEST) {
+        return;
+    }
+    alone(TEST, || {
+        let others = Others::leaving(120);
+        check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
+        drop(others);
+
+        let rt = open(SMALL, Bytes::mib(8)).unwrap();
+        // Every second page, so that no two frames are neighbours.
+        let rows = rt.alloc(DType::U8, &[3000, SMALL.get()]).unwrap();
+        let tensors: Vec<Tensor> = (0..1500).map(|row| rows.rows(2 * row..2 * row + 1).unwrap()).collect();
+        set(&rt, &tensors[0], 1).unwrap();
+        let others = Others::leaving(120);
+        println!("{} mappings of {}", mappings(), limit());
+        let results: Vec<Result<()>> = thread::scope(|scope| {
+            let parts: Vec<_> = tensors[1..]
+                .chunks(500)
+                .map(|part| {
+                    let rt = &rt;
+                    scope.spawn(move || part.iter().map(|tensor| set(rt, tensor, 1)).collect::<Vec<_>>())
+                })
+                .collect();
+            parts.into_iter().flat_map(|part| part.join().unwrap()).collect()
+        });
+        let refused: Vec<&Error> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+        assert!(refused.len() > 500, "{} of {} refused", refused.len(), results.len());
+        println!("{} of {} refused; the first: {}", refused.len(), results.len(), refused[0]);
+        refused.iter().for_each(|error| check_named(error));
+        // Threads start, memory comes, and what is there is there.
+        thread::Builder::new().spawn(|| vec![1_u8; 1 << 20].len()).unwrap().join().unwrap();
+        assert!(holds(&rt, &tensors[0], 1).unwrap());
+        check_named(&rt.alloc(DType::U8, &[2 << 30]).unwrap_err());
+        check_named(&open(SMALL, Bytes::mib(4)).unwrap_err());
+        drop(others);
+        // Whether there is room again is looked for a few times a second.
+        let unused = rows.rows(1..2).unwrap();
+        while let Err(error) = set(&rt, &unused, 2) {
+            check_named(&error);
+            thread::yield_now();
+        }
+        for tensor in &tensors {
+            set(&rt, tensor, 2).unwrap();
+        }
+        assert!(tensors.iter().all(|tensor| holds(&rt, tensor, 2).unwrap()));
+        drop((rows, unused, tensors));
+        rt.close().unwrap();
+    });
+}
+
+/// Seventy thousand small tensors with hardly any mappings left aborted the process, after an error with the wrong remedy.
+#[test]
+fn regression_seventy_thousand_small_tensors_beside_little_room() {
+    const TEST: &str = "regression_seventy_thousand_small_tensors_beside_little_room";
+    if !limit_is_near(TEST) {
+        return;
+    }
+    alone(TEST, || {
+        let rt = open(SMALL, Bytes::mib(1)).unwrap();
+        let first = rt.alloc(DType::U8, &[SMALL.get()]).unwrap();
+        let others = Others::leaving(2000);
+        let tensors: Vec<Tensor> = (0..70_000).map(|_| rt.alloc(DType::U8, &[SMALL.get()]).unwrap()).collect();
+        for tensor in tensors.iter().step_by(100) {
+            set(&rt, tensor, 9).unwrap();
+        }
+        assert!(tensors.iter().step_by(100).all(|tensor| holds(&rt, tensor, 9).unwrap()));
+        drop((others, first, tensors));
+        rt.close().unwrap();
+    });
+}
+
+/// A file of `rows` rows of 64 KiB, a page each, of which none has a block on disk.
+fn sparse_model(dir: &Path, rows: u64) -> std::path::PathBuf {
+    let (path, row) = (dir.join("sparse.safetensors"), 64_u64 << 10);
+    let header = format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[{rows},{row}],\"data_offsets\":[0,{}]}}}}", rows * row);
+    let header = format!("{header:<width$}", width = row as usize - 8);
+    let mut file = File::create(&path).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len((rows + 1) * row).unwrap();
+    path
+}
+
+/// One page of 64 KiB of every 2 MiB of a model: page tables stay within what a process may take beside its budget.
+fn walk(size: u64) {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let rows = size / (64 << 10);
+    let path = sparse_model(dir.path(), rows);
+    let (budget, held) = (Bytes::mib(64), |field: &str| status(field) + status("VmPTE:"));
+    let before = held("VmRSS:");
+    let rt = open(Bytes::kib(64), budget).unwrap();
+    let tensor = rt.open_model(&path).unwrap().tensor("w").unwrap();
+    let start = Instant::now();
+    for row in (0..rows).step_by(32) {
+        assert!(holds(&rt, &tensor.rows(row..row + 1).unwrap(), 0).unwrap());
+    }
+    let grown = held("VmHWM:") - before;
+    let allowed = budget.get() + 64 * rows + (32 << 20);
+    let tables = rt.stats().page_tables;
+    println!(
+        "{} walked in {:?}: grown by {}, {} allowed; tables {}, of which the device counts {tables}",
+        Bytes::new(size),
+        start.elapsed(),
+        Bytes::new(grown),
+        Bytes::new(allowed),
+        Bytes::new(status("VmPTE:"))
+    );
+    assert!(grown <= allowed, "the process grew by {grown} bytes, {allowed} are allowed");
+    // A table of 4 KiB for each frame that is somewhere, one for each 2 MiB of the pool, and those above them.
+    let most = 4096 * (budget.get() / (64 << 10) + budget.get() / (2 << 20) + size / (1 << 30) + 8);
+    assert!(tables > Bytes::ZERO && tables.get() <= most, "{tables}");
+    assert!(tables.get() <= status("VmPTE:") + (1 << 20), "{tables} are counted, there are {}", status("VmPTE:"));
+    drop(tensor);
+    assert!(rt.stats().page_tables.get() <= 4096 * (budget.get() / (2 << 20) + 8), "{}", rt.stats().page_tables);
+    rt.close().unwrap();
+}
+
+#[test]
+fn page_tables_of_a_sparse_walk_are_given_back() {
+    alone("page_tables_of_a_sparse_walk_are_given_back", || walk(64 << 30));
+}
+
+#[test]
+#[ignore = "minutes: make soak"]
+fn page_tables_of_a_walk_of_a_tebibyte_are_given_back() {
+    alone("page_tables_of_a_walk_of_a_tebibyte_are_given_back", || walk(1 << 40));
+}
