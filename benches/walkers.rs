@@ -6,7 +6,8 @@
 //! to somebody else. The best possible brings every missing page in at its use, so it is what these compare with.
 //!
 //! Parameters: `--clients` (8), `--models` (1), `--pages` of a model (256), `--page` in KiB (2048), `--budget` in percent of the model (50),
-//! `--seconds` a round (4), `--rounds` (5), `--compute` in microseconds a page (0), `--ways`, a part of the names of the ways to
+//! `--seconds` a round (4), `--rounds` (5), `--compute` in microseconds a page, on the
+//! average, by a device that takes no processor (0), `--ways`, a part of the names of the ways to
 //! run (all), `--lookahead` in pages (chosen by the runtime).
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
@@ -79,7 +80,7 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
     let (seconds, measured) = std::thread::scope(|scope| {
         for (client, walker) in walkers.iter().enumerate() {
             let (mut at, tensors) = (random.next() as usize % count, &orders[client % orders.len()]);
-            let runtime = &runtime;
+            let (runtime, mut random) = (&runtime, Random::new(random.next()));
             let (ended, used, barrier) = (&ended, &used, &barrier);
             scope.spawn(move || {
                 barrier.wait();
@@ -90,9 +91,8 @@ fn round(settings: &Settings, files: &[Made], way: Way, random: &mut Random) -> 
                         None => runtime.pin(tensor).wait().unwrap(),
                     };
                     black_box(guard.bytes()[0]);
-                    let start = Instant::now();
-                    while start.elapsed() < settings.compute {
-                        std::hint::spin_loop();
+                    if settings.compute > Duration::ZERO {
+                        std::thread::sleep(settings.compute.mul_f64(0.5 + random.next() as f64 / u64::MAX as f64));
                     }
                     used.fetch_add(1, Ordering::Relaxed);
                     at = (at + 1) % count;

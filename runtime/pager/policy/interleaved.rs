@@ -203,9 +203,9 @@ fn walkers_find_nearly_what_the_optimum_finds() {
 #[test]
 #[ignore = "takes a minute; prints a table for people"]
 fn prints_what_walkers_find() {
-    println!("512 pages of lookahead 8");
+    println!("models of twice the size, 8 pages ahead");
     replay(2, 16, 5, |_| 8);
-    println!("as the runtime chooses its lookahead");
+    println!("the same, as the runtime chooses its lookahead");
     replay(2, 16, 5, |frames| (frames / 16).max((frames / 8).min(8)));
 }
 
