@@ -268,6 +268,21 @@ id!(
     /// What one task holds and may still ask for.
     ScopeId, u64, "scope"
 );
+id!(
+    /// One pass in progress over the pages of a plan.
+    WalkerId, u32, "walker"
+);
+
+impl WalkerId {
+    /// The walker of all uses that are made without one.
+    pub const DEFAULT: Self = Self(0);
+}
+
+impl Default for WalkerId {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
 
 /// What a segment's tensors are for: policies may treat classes differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -75,14 +75,14 @@ pub use dtype::DType;
 pub use error::{Error, ErrorKind, Result};
 pub use ids::{
     Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
-    SegmentClass, SegmentId, StagingId, Tier,
+    SegmentClass, SegmentId, StagingId, Tier, WalkerId,
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::policy::opt::Optimum;
 pub use pager::{FrameStats, PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor};
 pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
-    ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Write,
+    ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Walker, Write,
 };
 pub use runtime::{MemoryStats, Model, Runtime, ScratchStats, SegmentView, Stats};
 pub use store::{IoBackend, ScratchAllocation};

@@ -25,7 +25,7 @@ use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
-use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
+use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
 use crate::store::{FileUse, IoBackend, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk};
 use crate::tensor::Tensor;
@@ -608,25 +608,25 @@ impl Runtime {
     /// [`waiting`](Self::waiting) says who waits for what.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor), None)
+        PinRequest::new(HostPin::new(tensor))
     }
 
     /// Pins a read-write tensor's pages for writing: nobody else has them meanwhile. Waits as [`pin`](Self::pin) does.
     #[inline]
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor), None)
+        PinRequest::new(HostPin::new(tensor))
     }
 
     /// Pins several tensors' pages for reading, as a unit: all or none, so that two callers that need sets can never
     /// hold half each.
     pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors), None)
+        PinRequest::new(HostPins::new(tensors))
     }
 
     /// Pins several read-write tensors' pages for writing, as a unit. No two of them may share a byte; to share a page is
     /// fine.
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors), None)
+        PinRequest::new(HostPins::new(tensors))
     }
 
     /// Requests that wait, what for, and who holds it: what to look at when nothing goes on. Printed, it is a line for each.
@@ -638,6 +638,14 @@ impl Runtime {
     /// What a task that holds guards and asks for more pins in: see [`Scope`](crate::Scope).
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::new(self.shared.clone())
+    }
+
+    /// Begins a pass over a model, where there are several at a time: see [`Walker`].
+    ///
+    /// # Errors
+    /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
+    pub fn walker(&self) -> Result<Walker> {
+        Walker::begin(&self.shared)
     }
 
     /// Pins several tensors' pages for reading on the device, as a unit, wherever that is: the guard gives device
@@ -659,7 +667,7 @@ impl Runtime {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors), None)
+        PinRequest::new(DevicePins::new(tensors))
     }
 
     /// Pins several tensors' pages for reading by work on `stream`, as a unit, without waiting until they are there: it is
@@ -689,12 +697,12 @@ impl Runtime {
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream), None)
+        PinRequest::new(DevicePinsOn::new(tensors, stream))
     }
 
     /// [`pin_device`](Self::pin_device) for writing, of read-write tensors. No two of them may share a byte.
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors), None)
+        PinRequest::new(DevicePins::new(tensors))
     }
 
     /// Splits tensors into sets that each fit in `pages` pages, in order. A tensor larger than that is split into row
@@ -750,7 +758,8 @@ impl Runtime {
     }
 
     /// Declares the order in which tensors will be used, repeated for ever if `cyclic`; an empty order withdraws the
-    /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out.
+    /// plan. A policy that follows no plans ignores it; tensors of other runtimes are left out. It is the order of what is
+    /// pinned without a [`Walker`]; each of these has [its own](Walker::plan).
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
         let runs = self.runs_of_ours(order);
         self.engine().with(|pager, fx| pager.declare_plan(&runs, cyclic, fx));

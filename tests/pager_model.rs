@@ -8,7 +8,7 @@ mod pager_world;
 mod replay;
 
 use outcore::pager::{Backing, PageRun, PolicyKind, ScopePriority};
-use outcore::{Error, ErrorKind, ScopeId, SegmentId};
+use outcore::{Error, ErrorKind, ScopeId, SegmentId, WalkerId};
 use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -159,7 +159,14 @@ impl Run {
     }
 
     fn rarely(&mut self, random: &mut Random) {
-        match random.below(12) {
+        match random.below(16) {
+            12 if self.world.pager.walkers() < 4 => self.world.walker = self.world.pager.begin_walker(),
+            13 => {
+                let walker = self.world.walker;
+                self.world.with(|pager, fx| pager.end_walker(walker, fx));
+            }
+            // One of those that are, or were, or the default one.
+            14..16 => self.world.walker = WalkerId::new(random.below(self.world.walker.get() as usize + 2) as u32),
             3..6 if self.world.scopes.len() < self.shape.scopes => {
                 if random.below(2) == 0 {
                     self.world.growing_scope();
@@ -176,7 +183,8 @@ impl Run {
             0 => {
                 let order = self.runs(random, self.shape.pages);
                 let cyclic = random.below(2) == 0;
-                self.world.with(|pager, fx| pager.declare_plan(&order, cyclic, fx));
+                let walker = self.world.walker;
+                self.world.with(|pager, fx| pager.declare_plan_of(walker, &order, cyclic, fx));
             }
             1 if self.spare.is_none() => {
                 let segment = self.world.segment(Backing::File, 3);

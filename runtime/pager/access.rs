@@ -1,21 +1,24 @@
 //! The order of use, carried from the lock-free hit path to the policy.
 //!
 //! Each thread that pins has a ring of its own, which it alone writes and the pager, under its latch, alone reads: a hit
-//! is recorded with plain stores. Uses of one page that follow each other are one entry with a count. What is lost is the
-//! order between threads, as far as nothing else tells it; each thread's own is kept, and every use is there.
+//! is recorded with plain stores. Uses of one page that follow each other are one entry with a count. An entry that is no use
+//! says whose uses follow. What is lost is the order between threads, as far as nothing else tells it; each thread's own is
+//! kept, and every use is there.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use crate::ids::{PageId, PageIndex, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
 use crate::sync::Alone;
 
 const FIRST_USE: u64 = 1 << 63;
 const WRITE: u64 = 1 << 62;
 /// Segments are counted in 30 bits here.
 const SEGMENT: u32 = (1 << 30) - 1;
+/// In place of the segment: the entry is no use, and its lower half names the walker whose uses follow. It counts none.
+const WALKER: u64 = SEGMENT as u64;
 
 /// One use of a page. One number, which functions pass in a register: read back from memory field by field it would wait
 /// for its own stores, for longer than a pin takes.
@@ -173,10 +176,32 @@ pub struct Recorder {
     tail: u32,
     flushed: u32,
     base: u32,
+    /// Whose uses these are.
+    walker: WalkerId,
 }
 
 impl Recorder {
-    /// Adds a use.
+    /// Adds a use of this walker.
+    #[inline(always)]
+    pub fn record_of(&mut self, walker: WalkerId, access: Access) -> Recorded {
+        if walker != self.walker { self.record_of_another(walker, access) } else { self.record(access) }
+    }
+
+    #[inline(never)]
+    fn record_of_another(&mut self, walker: WalkerId, access: Access) -> Recorded {
+        let named = if self.tail.wrapping_sub(self.flushed) == FRONT { self.flush() } else { Recorded::Ok };
+        if named == Recorded::Full {
+            return named;
+        }
+        (self.last, self.count) = (WALKER << 32 | u64::from(walker.0), 0);
+        self.ring.front(self.tail).set(self.last, 0);
+        self.tail = self.tail.wrapping_add(1);
+        self.ring.written.tail.store(self.tail, Ordering::Release);
+        self.walker = walker;
+        named.max(self.record(access))
+    }
+
+    /// Adds a use, of the walker of the last one.
     #[inline]
     pub fn record(&mut self, Access(packed): Access) -> Recorded {
         let mut recorded = Recorded::Ok;
@@ -247,6 +272,8 @@ struct Reader {
     told: u32,
     /// Uses that were told in all.
     uses: u64,
+    /// Whose uses come next.
+    walker: WalkerId,
 }
 
 /// What is told of the uses so far.
@@ -288,9 +315,10 @@ impl AccessLog {
         // Beyond 64 threads some share a bit.
         let bit = 1u64 << (!used).trailing_zeros().min(63);
         let ring = Arc::new(Ring::new(bit));
-        readers.push(Reader { ring: ring.clone(), told: 0, uses: 0 });
+        readers.push(Reader { ring: ring.clone(), told: 0, uses: 0, walker: WalkerId::DEFAULT });
         let dirty = self.dirty.clone();
-        Recorder { ring, dirty, last: 0, count: 0, uses: 0, tail: 0, flushed: 0, base: 0 }
+        let walker = WalkerId::DEFAULT;
+        Recorder { ring, dirty, last: 0, count: 0, uses: 0, tail: 0, flushed: 0, base: 0, walker }
     }
 
     /// Has the next reader look at every ring. A writer that finds its mark does not set it again, and the reader that is just
@@ -315,8 +343,9 @@ impl AccessLog {
         self.len() == 0
     }
 
-    /// Tells the uses so far, each with how often it was made in a row, and forgets them. Whether there are more.
-    pub(super) fn drain(&self, part: Part, mut tell: impl FnMut(Access, u32)) -> bool {
+    /// Tells the uses so far, each with whose it is and how often it was made in a row, and forgets them. Whether there are
+    /// more.
+    pub(super) fn drain(&self, part: Part, mut tell: impl FnMut(WalkerId, Access, u32)) -> bool {
         let all = part == Part::All;
         if !all && self.dirty.load(Ordering::Relaxed) == 0 {
             return false;
@@ -345,7 +374,7 @@ impl AccessLog {
 
 impl Reader {
     /// Tells what is new in the ring, of so many slots. Whether that was all.
-    fn read(&mut self, most: u32, tell: &mut impl FnMut(Access, u32)) -> bool {
+    fn read(&mut self, most: u32, tell: &mut impl FnMut(WalkerId, Access, u32)) -> bool {
         let written = &self.ring.written;
         let tail = written.tail.load(Ordering::Acquire);
         // Looked at once: what the writer writes all the time is not taken from its cache for every slot.
@@ -356,8 +385,10 @@ impl Reader {
         while head != end {
             let in_front = head.wrapping_sub(flushed) <= FRONT;
             let (access, count) = if in_front { self.ring.read_front(head) } else { self.ring.back(head, base).get() };
-            if count > self.told {
-                tell(Access(access), count - self.told);
+            if access >> 32 == WALKER {
+                self.walker = WalkerId(access as u32);
+            } else if count > self.told {
+                tell(self.walker, Access(access), count - self.told);
                 self.uses += u64::from(count - self.told);
             }
             if head.wrapping_add(1) == tail {
@@ -453,9 +484,9 @@ mod tests {
     }
 
     fn drain(log: &AccessLog, told: &mut Vec<u32>) {
-        log.drain(Part::All, |used, count| {
+        log.drain(Part::All, |walker, used, count| {
             let page = used.page().index.0;
-            assert_eq!(used, access(page));
+            assert_eq!((walker, used), (WalkerId::DEFAULT, access(page)));
             told.extend((0..count).map(|_| page));
         });
     }
@@ -477,6 +508,39 @@ mod tests {
                 drain(&log, &mut told);
                 assert_eq!(told.len(), uses.len());
                 assert!(log.is_empty());
+            }
+            assert_eq!(told, uses);
+        }
+    }
+
+    /// However often the walker changes, and whenever the log is read: also when the newest entry names a walker.
+    #[test]
+    fn every_use_is_told_with_its_walker() {
+        let mut random = Random(11);
+        for between in [1, 3, FRONT, 3 * FRONT, 3 * BACK / 2] {
+            let log = AccessLog::new();
+            let mut recorder = log.recorder();
+            let (mut uses, mut told) = (Vec::new(), Vec::new());
+            let read = |told: &mut Vec<(u32, u32)>| {
+                log.drain(Part::All, |walker, used, count| {
+                    told.extend((0..count).map(|_| (walker.0, used.page().index.0)));
+                });
+            };
+            let mut walker = 0;
+            while uses.len() < 4 * between as usize + 1000 {
+                for _ in 0..=random.below(between) {
+                    if random.below(3) == 0 {
+                        walker = random.below(4);
+                    }
+                    let used = (walker, random.below(3));
+                    uses.push(used);
+                    if recorder.record_of(WalkerId(used.0), access(used.1)) == Recorded::Full {
+                        read(&mut told);
+                        assert_ne!(recorder.record_of(WalkerId(used.0), access(used.1)), Recorded::Full);
+                    }
+                }
+                read(&mut told);
+                assert!(log.is_empty(), "an entry that names a walker is no use");
             }
             assert_eq!(told, uses);
         }
@@ -559,12 +623,12 @@ mod tests {
                 recorded += 1;
             }
             if n % 3 == 1 {
-                log.drain(Part::All, |_, count| told += count);
+                log.drain(Part::All, |_, _, count| told += count);
             }
             drop(recorder);
             assert!(log.rings() <= 3, "{} rings after {n} recorders", log.rings());
         }
-        log.drain(Part::All, |_, count| told += count);
+        log.drain(Part::All, |_, _, count| told += count);
         assert_eq!((recorded, log.rings()), (told, 0), "what was not told when they ended was told later");
     }
 }

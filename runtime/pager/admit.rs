@@ -13,7 +13,7 @@ use super::scope::pages_of;
 use super::state::{Claim, State, TryPin};
 use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId};
+use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
 
 /// What pins are wanted for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -35,6 +35,8 @@ pub struct Terms {
     pub purpose: Purpose,
     /// The scope it belongs to; a scope of its own without one.
     pub scope: Option<ScopeId>,
+    /// Whose uses these are.
+    pub walker: WalkerId,
     /// When it is served, if it has no scope.
     pub priority: ScopePriority,
     /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on.
@@ -251,6 +253,7 @@ impl Pager {
         }
         self.claim(terms.scope, runs, terms.purpose)?;
         let writes = terms.purpose == Purpose::Write;
+        self.tells_of(terms.walker);
         let mut cause = WaitCause::None;
         for page in runs.iter().flat_map(|run| run.pages()) {
             let snapshot = self.word(page).load();

@@ -56,7 +56,7 @@ mod table;
 mod tests;
 mod waiting;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ use slab::Slab;
 use crate::error::{Error, ErrorKind};
 use crate::ids::{
     Bytes, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
-    StagingId, Tier,
+    StagingId, Tier, WalkerId,
 };
 
 use access::Part;
@@ -418,6 +418,11 @@ pub struct Pager {
     prefetching: u32,
     /// The page used last, as long as nothing else the policy hears of has happened to any page.
     staying: Option<PageId>,
+    /// Walkers that have begun and not ended, but for the default one.
+    walkers: HashSet<WalkerId>,
+    next_walker: u32,
+    /// Whose uses and plans the policy was told that it hears of.
+    walker: WalkerId,
     /// Segments whose pages can be dirty; while there is none, no victim is.
     writable: u32,
     /// How often [`pump`](Self::pump) has run: the only time a pager knows.
@@ -503,6 +508,9 @@ impl Pager {
             hints: VecDeque::new(),
             prefetching: 0,
             staying: None,
+            walkers: HashSet::new(),
+            next_walker: 0,
+            walker: WalkerId::DEFAULT,
             writable: 0,
             events: 0,
             put_off: HashMap::new(),
@@ -552,12 +560,60 @@ impl Pager {
         }
     }
 
-    /// Declares the order of use; `cyclic` if it repeats. An empty order withdraws the plan.
+    /// Declares the order of use of the default walker; `cyclic` if it repeats. An empty order withdraws the plan.
     pub fn declare_plan(&mut self, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
+        self.declare_plan_of(WalkerId::DEFAULT, order, cyclic, fx);
+    }
+
+    /// Declares the order of use of a walker. One that has ended declares nothing.
+    pub fn declare_plan_of(&mut self, walker: WalkerId, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
+        if !self.is_walking(walker) {
+            return;
+        }
         let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
         self.staying = None;
+        self.tells_of(walker);
         self.policy.declare(&pages, cyclic);
         self.pump(fx);
+    }
+
+    /// Begins a pass over pages, of which there may be several at a time, each in an order of its own.
+    pub fn begin_walker(&mut self) -> WalkerId {
+        self.next_walker = self.next_walker.wrapping_add(1).max(1);
+        let walker = WalkerId(self.next_walker);
+        self.walkers.insert(walker);
+        walker
+    }
+
+    /// A walker has ended. Uses of it that are told of later are the default walker's.
+    pub fn end_walker(&mut self, walker: WalkerId, fx: &mut Effects) {
+        if self.walkers.remove(&walker) {
+            self.tells_of(WalkerId::DEFAULT);
+            self.policy.walker_ended(walker);
+            self.pump(fx);
+        }
+    }
+
+    /// Walkers that have begun and not ended, but for the default one.
+    pub fn walkers(&self) -> usize {
+        self.walkers.len()
+    }
+
+    fn is_walking(&self, walker: WalkerId) -> bool {
+        walker == WalkerId::DEFAULT || self.walkers.contains(&walker)
+    }
+
+    /// The policy hears of this walker from now on.
+    fn tells_of(&mut self, walker: WalkerId) {
+        if walker == self.walker {
+            return;
+        }
+        let walker = if self.is_walking(walker) { walker } else { WalkerId::DEFAULT };
+        if walker != self.walker {
+            self.walker = walker;
+            self.staying = None;
+            self.policy.walker(walker);
+        }
     }
 
     /// Tells that these pages, which are a prefix chain, are about to be used: see [`Policy::chain`].
@@ -585,7 +641,8 @@ impl Pager {
     }
 
     fn take_in(&mut self, log: &AccessLog, part: Part) -> bool {
-        log.drain(part, |used, count| {
+        log.drain(part, |walker, used, count| {
+            self.tells_of(walker);
             self.used(used.page(), used.is_first(), used.is_write(), count);
         })
     }

@@ -24,6 +24,7 @@ mod device;
 mod host;
 mod request;
 mod scope;
+mod walker;
 
 use std::fmt;
 use std::sync::Arc;
@@ -39,6 +40,7 @@ pub use device::{DeviceBytes, DevicePin, DevicePinMut, DevicePins, DevicePinsOn,
 pub use host::{HostPin, HostPins, PinGuard, PinGuardMut, PinSet, PinSetMut};
 pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
+pub use walker::Walker;
 
 pub(crate) use scope::Member;
 

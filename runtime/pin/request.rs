@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
 use crate::device::EventId;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{PageId, RequestId, Tier};
+use crate::ids::{PageId, RequestId, Tier, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Granted, PageRun, Purpose};
 use crate::segment::Segment;
@@ -74,6 +74,7 @@ pub trait Target: super::sealed::Sealed + Unpin {
 pub struct PinRequest<'a, T: Target> {
     target: T,
     scope: Option<&'a Arc<Member>>,
+    walker: WalkerId,
     progress: Progress,
 }
 
@@ -85,8 +86,18 @@ impl<T: Target> fmt::Debug for PinRequest<'_, T> {
 }
 
 impl<'a, T: Target> PinRequest<'a, T> {
-    pub(crate) fn new(target: T, scope: Option<&'a Arc<Member>>) -> Self {
-        Self { target, scope, progress: Progress::Start }
+    #[inline]
+    pub(crate) fn new(target: T) -> Self {
+        Self::of_walker(target, WalkerId::DEFAULT)
+    }
+
+    #[inline]
+    pub(crate) fn of_walker(target: T, walker: WalkerId) -> Self {
+        Self { target, scope: None, walker, progress: Progress::Start }
+    }
+
+    pub(crate) fn of_scope(target: T, scope: &'a Arc<Member>) -> Self {
+        Self { target, scope: Some(scope), walker: scope.walker_id(), progress: Progress::Start }
     }
 
     #[inline]
@@ -114,8 +125,11 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let segment = &tensor.segment;
         let engine = &segment.shared.engine;
         let pinned = match (self.scope, segment.words_of(run)) {
-            (None, [word]) => engine.try_pin_page(PageId { segment: run.segment, index: run.first }, word, T::PURPOSE),
-            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE),
+            (None, [word]) => {
+                let page = PageId { segment: run.segment, index: run.first };
+                engine.try_pin_page(page, word, T::PURPOSE, self.walker)
+            }
+            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, self.walker),
             (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
@@ -134,7 +148,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
         let engine = &segment.shared.engine;
         let pinned = match self.scope {
-            None => engine.try_pin(&words, T::PURPOSE),
+            None => engine.try_pin(&words, T::PURPOSE, self.walker),
             Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&runs, self.hold(0)))
@@ -169,7 +183,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope));
+        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope), self.walker);
         let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
         match received? {
             Received::Ready(Granted { after, spent, .. }) => {

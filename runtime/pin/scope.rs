@@ -6,10 +6,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use super::walker::Walking;
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, Write};
 use crate::compute::ComputeStream;
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, RequestId, ScopeId};
+use crate::ids::{Bytes, RequestId, ScopeId, WalkerId};
 use crate::pager::pin::Words;
 use crate::pager::{Holdings, Purpose, ScopePriority, ScopeTerms};
 use crate::runtime::Shared;
@@ -24,9 +25,15 @@ pub(crate) struct Member {
     pub(crate) id: ScopeId,
     pub(crate) holdings: Arc<Holdings>,
     pub(super) shared: Arc<Shared>,
+    /// Whose uses its pins are; the default walker's without one.
+    walker: Option<Arc<Walking>>,
 }
 
 impl Member {
+    pub(super) fn walker_id(&self) -> WalkerId {
+        self.walker.as_ref().map_or(WalkerId::DEFAULT, |walker| walker.id)
+    }
+
     /// Whether the segment is of the scope's runtime.
     #[inline]
     pub(super) fn is_of(&self, segment: &Segment) -> bool {
@@ -48,7 +55,7 @@ impl Member {
         if !self.holdings.claim(asked) {
             return false;
         }
-        if !engine.try_pin(words, purpose) {
+        if !engine.try_pin(words, purpose, self.walker_id()) {
             self.holdings.unclaim(asked);
             return false;
         }
@@ -67,11 +74,16 @@ pub struct ScopeBuilder {
     shared: Arc<Shared>,
     label: String,
     priority: ScopePriority,
+    walker: Option<Arc<Walking>>,
 }
 
 impl ScopeBuilder {
     pub(crate) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, label: String::new(), priority: ScopePriority::default() }
+        Self { shared, label: String::new(), priority: ScopePriority::default(), walker: None }
+    }
+
+    pub(super) fn of_walker(walker: &Arc<Walking>) -> Self {
+        Self { walker: Some(walker.clone()), ..Self::new(walker.shared.clone()) }
     }
 
     /// A name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
@@ -85,12 +97,12 @@ impl ScopeBuilder {
     }
 
     fn start(self, at_most: Option<u32>) -> Result<Scope> {
-        let Self { shared, label, priority } = self;
+        let Self { shared, label, priority, walker } = self;
         let terms = ScopeTerms { label, priority, at_most };
         shared.engine.at_home()?;
         let (id, holdings) =
             shared.engine.with(|pager, _| pager.open_scope(terms)).ok_or_else(crate::pager::closing)?;
-        Ok(Scope { member: Arc::new(Member { id, holdings, shared }) })
+        Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
     }
 
     /// Opens a scope that grows: it pins what it needs when it needs it. Where it and others would wait for each other for
@@ -262,32 +274,32 @@ impl Scope {
 
     /// As [`Runtime::pin`](crate::Runtime::pin).
     pub fn pin<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::new(HostPin::new(tensor), Some(&self.member))
+        PinRequest::of_scope(HostPin::new(tensor), &self.member)
     }
 
     /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
     pub fn pin_mut<'a>(&'a self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::new(HostPin::new(tensor), Some(&self.member))
+        PinRequest::of_scope(HostPin::new(tensor), &self.member)
     }
 
     /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
     pub fn pin_set<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::new(HostPins::new(tensors), Some(&self.member))
+        PinRequest::of_scope(HostPins::new(tensors), &self.member)
     }
 
     /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
     pub fn pin_set_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::new(HostPins::new(tensors), Some(&self.member))
+        PinRequest::of_scope(HostPins::new(tensors), &self.member)
     }
 
     /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
     pub fn pin_device<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::new(DevicePins::new(tensors), Some(&self.member))
+        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
     }
 
     /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
     pub fn pin_device_mut<'a>(&'a self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::new(DevicePins::new(tensors), Some(&self.member))
+        PinRequest::of_scope(DevicePins::new(tensors), &self.member)
     }
 
     /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
@@ -296,7 +308,7 @@ impl Scope {
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::new(DevicePinsOn::new(tensors, stream), Some(&self.member))
+        PinRequest::of_scope(DevicePinsOn::new(tensors, stream), &self.member)
     }
 }
 

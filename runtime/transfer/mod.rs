@@ -39,7 +39,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
-use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier};
+use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier, WalkerId};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
 use crate::pager::pin::{self, Pinned, Words};
 use crate::pager::policy::guarded::{Fate, Panicked};
@@ -574,29 +574,29 @@ impl Engine {
     //
     // Without closures, which are not always inlined: what passes through memory on its way costs more than the pin.
     #[inline(always)]
-    pub(crate) fn try_pin_page(&self, page: PageId, word: &PageWord, purpose: Purpose) -> bool {
+    pub(crate) fn try_pin_page(&self, page: PageId, word: &PageWord, purpose: Purpose, walker: WalkerId) -> bool {
         if !self.process.is_here() {
             return false;
         }
         let Some(used) = pin::page(&self.gate, page, word, purpose) else { return false };
         let mut named = recording::take(self.name, &self.log);
-        let recorded = named.recorder.record(used);
+        let recorded = named.recorder.record_of(walker, used);
         recording::give_back(named);
         if recorded != Recorded::Ok || used.is_first() {
-            self.pinned_page_slowly(used, recorded);
+            self.pinned_page_slowly(walker, used, recorded);
         }
         true
     }
 
     #[cold]
-    fn pinned_page_slowly(&self, used: Access, recorded: Recorded) {
+    fn pinned_page_slowly(&self, walker: WalkerId, used: Access, recorded: Recorded) {
         let mut crowded = false;
         match recorded {
             Recorded::Ok => {}
             Recorded::High => crowded = true,
             Recorded::Full => {
                 let mut named = recording::take(self.name, &self.log);
-                self.record_late(&mut named.recorder, used);
+                self.record_late(&mut named.recorder, walker, used);
                 recording::give_back(named);
             }
         }
@@ -604,17 +604,17 @@ impl Engine {
     }
 
     /// Pins resident pages without the latch: all of them, or none.
-    pub(crate) fn try_pin(&self, words: &[Words<'_>], purpose: Purpose) -> bool {
+    pub(crate) fn try_pin(&self, words: &[Words<'_>], purpose: Purpose, walker: WalkerId) -> bool {
         if !self.process.is_here() {
             return false;
         }
         let mut crowded = false;
         let mut named = recording::take(self.name, &self.log);
         let recorder = &mut named.recorder;
-        let pinned = pin::pin(&self.gate, words, purpose, |access| match recorder.record(access) {
+        let pinned = pin::pin(&self.gate, words, purpose, |access| match recorder.record_of(walker, access) {
             Recorded::Ok => {}
             Recorded::High => crowded = true,
-            Recorded::Full => self.record_late(recorder, access),
+            Recorded::Full => self.record_late(recorder, walker, access),
         });
         recording::give_back(named);
         match pinned {
@@ -636,10 +636,10 @@ impl Engine {
 
     /// Has the pager see what a full ring holds, and records a use.
     #[cold]
-    fn record_late(&self, recorder: &mut Recorder, access: Access) {
+    fn record_late(&self, recorder: &mut Recorder, walker: WalkerId, access: Access) {
         // No effects come of it, and so nobody's code runs here.
         self.latch.lock().pager.record_all(&self.log);
-        let _ = recorder.record(access);
+        let _ = recorder.record_of(walker, access);
     }
 
     /// Pages filled ahead have been used, or uses have to be told soon.
@@ -654,8 +654,14 @@ impl Engine {
     }
 
     /// Submits a request, of a scope if it has one.
-    pub(crate) fn submit(&self, runs: &[PageRun], purpose: Purpose, scope: Option<&Member>) -> Result<Received> {
-        let terms = Terms { purpose, scope: scope.map(|scope| scope.id), ..Terms::default() };
+    pub(crate) fn submit(
+        &self,
+        runs: &[PageRun],
+        purpose: Purpose,
+        scope: Option<&Member>,
+        walker: WalkerId,
+    ) -> Result<Received> {
+        let terms = Terms { purpose, scope: scope.map(|scope| scope.id), walker, ..Terms::default() };
         self.at_home()?;
         let mut fx = Effects::default();
         let mut latched = self.latch.lock();

@@ -14,6 +14,7 @@ use outcore::pager::{
 };
 use outcore::{
     Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
+    WalkerId,
 };
 
 /// What a page-sized piece of memory holds.
@@ -119,6 +120,8 @@ pub struct World {
     pub scope: Option<ScopeId>,
     /// Whether requests from now on can never be refused.
     pub never_refused: bool,
+    /// Whose uses pins are from now on.
+    pub walker: WalkerId,
     /// The most that any request was passed by, and the most that is allowed.
     pub most_passed: u32,
     pub passes: u32,
@@ -171,6 +174,7 @@ impl World {
             reserved: Vec::new(),
             scope: None,
             never_refused: false,
+            walker: WalkerId::DEFAULT,
             most_passed: 0,
             passes: outcore::pager::PASSES_MAX,
             checked: true,
@@ -486,11 +490,11 @@ impl World {
                 (*run, &self.words[&run.segment][first..first + run.count as usize])
             };
             let words: Vec<_> = runs.iter().map(of).collect();
-            let (recorder, log, pager) = (&mut self.recorder, &self.log, &mut self.pager);
+            let (recorder, log, pager, walker) = (&mut self.recorder, &self.log, &mut self.pager, self.walker);
             let pinned = pin::pin(&self.gate, &words, purpose.into(), |access| {
-                if recorder.record(access) == Recorded::Full {
+                if recorder.record_of(walker, access) == Recorded::Full {
                     pager.record(log);
-                    let _ = recorder.record(access);
+                    let _ = recorder.record_of(walker, access);
                 }
             });
             match pinned {
@@ -519,7 +523,8 @@ impl World {
         }
         let mut fx = Effects::default();
         self.pager.record(&self.log);
-        let terms = Terms { purpose: purpose.into(), scope, never_refused: self.never_refused, ..Terms::default() };
+        let (never_refused, walker) = (self.never_refused, self.walker);
+        let terms = Terms { purpose: purpose.into(), scope, never_refused, walker, ..Terms::default() };
         match self.pager.submit(runs, terms, &mut fx) {
             Ok(Submitted::Ready(Granted { after, spent, .. })) => {
                 if new {

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::{LruPolicy, Policy, Take, Want};
 use crate::error::{Error, ErrorKind, caught};
-use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use crate::pager::bits::Bits;
 
 /// A policy that panicked.
@@ -189,6 +189,12 @@ impl Policy for Guarded {
             // Whoever waits for this frame may wait for nothing else.
             None => self.tell(|lru| lru.victim(want, take)),
         }
+    }
+    fn walker(&mut self, walker: WalkerId) {
+        self.tell(|policy| policy.walker(walker));
+    }
+    fn walker_ended(&mut self, walker: WalkerId) {
+        self.tell(|policy| policy.walker_ended(walker));
     }
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
         self.tell(|policy| policy.declare(order, cyclic));

@@ -3,6 +3,7 @@
 //! A policy holds no bytes and no page state; it keeps an order. It is told of every use, in order, and of every page
 //! that enters and leaves the device tier, and is asked for victims. Policies are deterministic.
 
+mod active;
 mod arc;
 pub(crate) mod bare;
 mod classes;
@@ -10,6 +11,8 @@ mod clock;
 mod cycle;
 mod fifo;
 pub(crate) mod guarded;
+#[cfg(test)]
+mod interleaved;
 mod kv;
 mod lfu;
 mod line;
@@ -33,7 +36,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, closest};
-use crate::ids::{PageId, SegmentClass, SegmentId};
+use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
@@ -114,7 +117,12 @@ pub trait Policy: Send + fmt::Debug {
     fn forget(&mut self, _segment: SegmentId) {}
     /// Offers victims in order until one is taken.
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId>;
-    /// The order of use from here on; repeated for ever if `cyclic`. Empty withdraws it.
+    /// What is told from now on, of uses and of their order, is of this walker: one pass over pages among several, each of
+    /// which has an order of its own. Before the first call it is of [`WalkerId::DEFAULT`].
+    fn walker(&mut self, _walker: WalkerId) {}
+    /// A walker has ended. What is told from now on is of another one, which is named before.
+    fn walker_ended(&mut self, _walker: WalkerId) {}
+    /// The order of use from here on, of the [walker](Self::walker); repeated for ever if `cyclic`. Empty withdraws it.
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
     /// Whether a plan, declared or recognised, is being followed.
     fn has_plan(&self) -> bool {

@@ -1,4 +1,8 @@
-//! Following a plan: the order in which pages will be used, declared or recognised.
+//! Following plans: the orders in which pages will be used, declared or recognised.
+//!
+//! A plan is followed by walkers: passes in progress, each at its own place. Uses that no walker was named for are the
+//! default walker's. Walkers that declare the same order, or are seen to use pages in an order that is known, follow one
+//! plan.
 //!
 //! # Which pages stay
 //!
@@ -9,41 +13,56 @@
 //! pages for good, chosen so that the streamed pages lie evenly among them. Each pass then moves `n - (m - s)` pages,
 //! and every stall can hide behind resident compute. Pages used more than once a cycle are kept first.
 //!
+//! Behind each walker there is a gap: the pages it has used and that the next walker behind it has still to use. To keep all
+//! pages of a gap takes as many frames as the gap is long, and saves the next walker all of its fills. So gaps are kept
+//! whole, the shortest in time first, as long as frames last; in the first that does not fit (the *marginal* one) a part of the
+//! pages is kept, evenly spread as above; what is used later than that is not kept. One walker alone has one gap, the whole
+//! cycle. Walkers that are close together have one long gap behind the last of them, and short ones between them.
+//!
 //! # Which page goes
 //!
-//! In this order: pages the plan does not name, least recently used first; streamed pages, farthest next use first;
-//! kept pages, farthest next use first. A fill ahead of use never takes a page that is used sooner than what it fills,
-//! and never a kept page for a streamed one.
+//! In this order: pages that no followed plan names, least recently used first; pages that are used later than those of the
+//! marginal gap; streamed pages of the marginal gap; kept ones; and the rest; of each, those with the farthest next use by any
+//! walker first; last of all, a page that two tensors share of which a walker has used the first. A fill ahead of use never takes a page that is used sooner than what it fills, and never a kept page for a
+//! streamed one.
 //!
 //! Where nothing is filled ahead and there is no host tier, no page is kept: all go by farthest next use.
 //!
 //! # When the order changes
 //!
-//! Each use is compared with the expected one. Small skips move the cursor; strays are ignored; a new position that
-//! holds for a few uses is taken over. When most uses are unexpected the plan is suspended: pages leave in LRU order and
-//! nothing is filled ahead, until either a few uses in a row follow the plan again, or the recorder has recognised a new
-//! cycle, which takes its place.
+//! Each use is compared with the one that is expected of its walker. Small skips move its place; strays are ignored; a new
+//! position that holds for a few uses is taken over. When most uses are unexpected the walker is suspended, and its place
+//! counts for nothing, until either a few uses in a row follow the plan again, or it is seen to follow another plan, or its
+//! recorder has recognised a new cycle. While no walker follows any plan, pages leave in LRU order and nothing is filled ahead.
+//!
+//! A walker's speed is the share of all uses that are its own, of late. One that makes none stands still, and counts for
+//! nothing until it goes on.
 
+use slab::Slab;
+use smallvec::SmallVec;
+
+use super::active::{Active, Keep, NEVER, Place, RESYNC_RUN, Stopped, Stretch};
 use super::cycle::CycleRecorder;
 use super::{Policy, Take, Want};
-use crate::ids::{PageId, SegmentId};
-use crate::pager::bits::Bits;
-use crate::pager::numbers::PageNumbers;
+use crate::ids::{PageId, SegmentId, WalkerId};
 use crate::pager::order::Order;
 
-/// Consecutive uses at a new position after which the cursor moves there.
-const RESYNC_RUN: u32 = 3;
-/// Confidence goes up or down by one a use: 64 unexpected uses in a row suspend a plan.
-const CONFIDENCE_MAX: i32 = 64;
 /// Cycles of a plan that nobody declared which are remembered; twice as many each time that one ends, up to so many.
 const DOUBT: u64 = 4;
 const DOUBT_MAX: u64 = 1 << 10;
 /// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
 const STREAM_SLACK: u32 = 2;
-/// Pages that could not be taken which are tried again at each search.
-const RETURNING: usize = 4;
+/// Plans kept that nobody follows any more: the next pass over a model need not be learned anew.
+const LEFT: usize = 4;
+/// Uses after which speeds are looked at: an eighth of all planned pages, within these bounds.
+const EPOCH_MIN: u64 = 64;
+const EPOCH_MAX: u64 = 1 << 16;
+/// The speed of a walker that makes every use.
+const FULL_SPEED: u64 = 1 << 16;
+/// The weight of a walker of full speed: so fine are speeds told apart.
+const FULL_WEIGHT: u64 = 1 << 4;
 
-/// Follows the order in which pages will be used, declared or recognised; falls back to least recently used.
+/// Follows the orders in which pages will be used, declared or recognised; falls back to least recently used.
 #[derive(Debug)]
 pub struct PlanPolicy {
     frames: u32,
@@ -52,427 +71,84 @@ pub struct PlanPolicy {
     unit: u32,
     /// Every resident page, in order of use.
     recency: Order,
+    plans: Slab<Active>,
+    walkers: Vec<Walk>,
+    /// The one that uses belong to now.
+    current: usize,
+    /// Uses since speeds were looked at; only counted where there are several walkers.
+    uses: u64,
+    epoch: u64,
+    /// Plans that were left so far.
+    left: u64,
+}
+
+/// A walker, whether it follows a plan or not.
+#[derive(Debug)]
+struct Walk {
+    id: WalkerId,
+    plan: Option<usize>,
     recorder: CycleRecorder,
-    plan: Option<Active>,
     /// How many cycles of a recognised plan have to be followed before uses are no longer remembered. Until then it may be
     /// a part of a longer cycle which repeats within it.
     doubt: u64,
+    /// Of a walker that follows none: the plan and the position of its last use, and how many before it came in that order.
+    lead: Option<(usize, usize, u32)>,
+    /// Of late, its share of all uses, of [`FULL_SPEED`].
+    speed: u64,
+    /// Uses since speeds were looked at.
+    uses: u64,
 }
 
-/// A plan being followed. Pages go by their numbers; times are uses since it was taken up.
-///
-/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits.
-#[derive(Debug)]
-struct Active {
-    /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
-    order: Vec<u32>,
-    /// By page: its one position in `order`; or, with [`REPEATED`], where in `repeats` they are; or [`UNPLANNED`].
-    at: Vec<u32>,
-    /// For each page with several positions, how many, then the positions in order.
-    repeats: Vec<u32>,
-    /// Pages named.
-    planned: u32,
-    cyclic: bool,
-    keep: Vec<Keep>,
-    /// The next expected use.
-    cursor: u64,
-    /// `cursor` modulo the length of the order.
-    place: usize,
-    /// Everything from the cursor up to here is resident or on its way.
-    scan: u64,
-    last_used: Option<u32>,
-    stray: Option<(u64, u32)>,
-    confidence: i32,
-    suspended: bool,
-    /// Expected uses since it was recognised or resumed.
-    followed: u64,
-    /// Filled ahead, not used yet; by page.
-    ahead: Bits,
-    /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
-    /// no cycle, is at the last position it had. So positions from the one before the cursor downwards, round the end
-    /// to the cursor, are in order of next use, farthest first.
-    streamed: Bits,
-    kept: Bits,
-    /// Resident pages of either class that were offered and could not be taken, most likely because they are pinned:
-    /// were they offered every time, every search would begin with all of them. A few come back at each search, and all
-    /// that are left before one that somebody waits for is given up.
-    held: Bits,
-    /// Where the next of them come back from.
-    returning: usize,
+impl Walk {
+    fn new(id: WalkerId) -> Self {
+        let recorder = CycleRecorder::default();
+        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0 }
+    }
 }
 
+/// Where the gaps behind walkers are divided, by the distance of the pages at their ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-enum Keep {
-    Device,
-    Host,
-    Streamed,
+struct Bounds {
+    /// Gaps up to here are kept whole.
+    whole: u64,
+    /// The marginal gap ends here; [`NEVER`] if none is longer.
+    marginal: u64,
+    /// The plan the marginal gap is in, and how many of its pages are to be kept.
+    keeps: Option<(usize, usize)>,
 }
 
-const UNPLANNED: u32 = u32::MAX;
-const REPEATED: u32 = 1 << 31;
-/// Later than every use.
-const NEVER: u64 = u64::MAX - 1;
-
-impl Active {
-    /// `None` if the order is longer than its numbers reach.
-    fn new(pages: impl Iterator<Item = u32>, cyclic: bool, numbers: usize) -> Option<Self> {
-        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
-        for number in pages {
-            if order.last() != Some(&number) {
-                order.push(number);
-            }
-        }
-        if cyclic && order.len() > 1 && order.first() == order.last() {
-            order.pop();
-        }
-        order.shrink_to_fit();
-        if order.len() >= (REPEATED / 2) as usize {
-            return None;
-        }
-        let mut at = vec![UNPLANNED; numbers];
-        let mut planned = 0;
-        let mut again = Vec::new();
-        for (position, number) in order.iter().enumerate() {
-            let known = &mut at[*number as usize];
-            match *known {
-                UNPLANNED => {
-                    planned += 1;
-                    *known = position as u32;
-                }
-                first => {
-                    if first & REPEATED == 0 {
-                        again.push((*number, first));
-                        *known = first | REPEATED;
-                    }
-                    again.push((*number, position as u32));
-                }
-            }
-        }
-        again.sort_unstable();
-        let mut repeats = Vec::with_capacity(again.len() * 3 / 2);
-        for positions in again.chunk_by(|a, b| a.0 == b.0) {
-            at[positions[0].0 as usize] = REPEATED | repeats.len() as u32;
-            repeats.push(positions.len() as u32);
-            repeats.extend(positions.iter().map(|(_, position)| *position));
-        }
-        Some(Self {
-            keep: vec![Keep::Streamed; numbers],
-            streamed: Bits::new(order.len()),
-            kept: Bits::new(order.len()),
-            held: Bits::new(order.len()),
-            returning: 0,
-            order,
-            at,
-            repeats,
-            planned,
-            cyclic,
-            cursor: 0,
-            place: 0,
-            scan: 0,
-            last_used: None,
-            stray: None,
-            confidence: CONFIDENCE_MAX,
-            suspended: false,
-            followed: 0,
-            ahead: Bits::new(numbers),
-        })
-    }
-
-    fn len(&self) -> u64 {
-        self.order.len() as u64
-    }
-
-    /// Whether the plan names the page. It may be a page of a segment that is younger than the plan.
-    fn names(&self, number: u32) -> bool {
-        self.at.get(number as usize).is_some_and(|at| *at != UNPLANNED)
-    }
-
-    fn keep(&self, number: u32) -> Option<Keep> {
-        self.names(number).then(|| self.keep[number as usize])
-    }
-
-    /// The positions of a page the plan names.
-    fn positions(&self, number: u32) -> &[u32] {
-        let at = &self.at[number as usize];
-        if at & REPEATED == 0 {
-            return std::slice::from_ref(at);
-        }
-        let from = (at & !REPEATED) as usize;
-        &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
-    }
-
-    /// The position of a page's next use at or after the cursor; its last one if there is none.
-    fn next_position(&self, number: u32) -> u32 {
-        let at = self.place as u32;
-        let positions = self.positions(number);
-        let later = positions.partition_point(|position| *position < at);
-        let none = if self.cyclic { 0 } else { positions.len() - 1 };
-        positions[if later < positions.len() { later } else { none }]
-    }
-
-    /// The time of the first use at or after the cursor that has this position.
-    fn time_of(&self, position: u32) -> u64 {
-        let pass = self.cursor - self.place as u64;
-        match position {
-            later if later as usize >= self.place => pass + u64::from(later),
-            earlier if self.cyclic => pass + self.len() + u64::from(earlier),
-            _ => NEVER,
-        }
-    }
-
-    fn next_use(&self, number: u32) -> u64 {
-        self.time_of(self.next_position(number))
-    }
-
-    /// Whether the plan has anything left to say.
-    fn exhausted(&self) -> bool {
-        !self.cyclic && self.cursor >= self.len()
-    }
-
-    /// The page is resident.
-    fn file(&mut self, number: u32) {
-        let position = self.next_position(number) as usize;
-        if self.held.contains(position) {
-            // It was told of before.
-            return;
-        }
-        match self.keep[number as usize] {
-            Keep::Device => self.kept.insert(position),
-            _ => self.streamed.insert(position),
-        }
-    }
-
-    /// The page is not resident any more. When it would have been used, if it was.
-    fn unfile(&mut self, number: u32) -> Option<u64> {
-        let position = self.next_position(number);
-        self.unfile_at(position as usize).then(|| self.time_of(position))
-    }
-
-    /// Whether there was a page at this position.
-    fn unfile_at(&mut self, position: usize) -> bool {
-        self.streamed.remove(position) || self.kept.remove(position) || self.held.remove(position)
-    }
-
-    fn resident(&self) -> usize {
-        self.streamed.len() + self.kept.len() + self.held.len()
-    }
-
-    /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
-    /// those used most often first.
-    fn divide(&mut self, device: usize, host: usize) {
-        let resident: Vec<u32> = (0..self.order.len())
-            .filter(|at| self.streamed.contains(*at) || self.kept.contains(*at) || self.held.contains(*at))
-            .map(|position| self.order[position])
-            .collect();
-        self.streamed.clear();
-        self.kept.clear();
-        self.held.clear();
-        self.keep.fill(Keep::Streamed);
-        let often = self.at.iter().filter(|at| **at != UNPLANNED && **at & REPEATED != 0).count();
-        let once = self.planned as usize - often;
-        let of_often = often.min(device);
-        self.choose(Keep::Device, often, of_often, |plan, number| plan.at[number as usize] & REPEATED != 0);
-        let of_once = once.min(device - of_often);
-        self.choose(Keep::Device, once, of_once, |plan, number| plan.at[number as usize] & REPEATED == 0);
-        let rest = self.planned as usize - of_often - of_once;
-        self.choose(Keep::Host, rest, host, |plan, number| plan.keep[number as usize] == Keep::Streamed);
-        for number in resident {
-            self.file(number);
-        }
-    }
-
-    /// Keeps `count` of the `of` pages that are `among` in order of first use.
-    fn choose(&mut self, keep: Keep, of: usize, count: usize, among: impl Fn(&Self, u32) -> bool) {
-        let mut places = spread(of, count).peekable();
-        let mut place = 0;
-        for position in 0..self.order.len() {
-            if places.peek().is_none() {
-                break;
-            }
-            let number = self.order[position];
-            if self.positions(number)[0] as usize != position || !among(self, number) {
-                continue;
-            }
-            if places.next_if_eq(&place).is_some() {
-                self.keep[number as usize] = keep;
-            }
-            place += 1;
-        }
-    }
-
-    /// A use was expected, or not.
-    fn judge(&mut self, expected: bool) {
-        self.confidence = (self.confidence + if expected { 1 } else { -1 }).clamp(0, CONFIDENCE_MAX);
-        self.followed = self.followed.saturating_add(expected.into());
-        if self.confidence == 0 {
-            self.suspended = true;
-        } else if self.suspended && self.confidence >= RESYNC_RUN as i32 {
-            self.resume();
-        }
-    }
-
-    fn resume(&mut self) {
-        self.suspended = false;
-        self.followed = 0;
-        self.confidence = CONFIDENCE_MAX / 2;
-    }
-
-    /// Takes in a use of a page the plan names.
-    fn advance(&mut self, number: u32) {
-        let n = self.len();
-        if self.last_used == Some(number) {
-            return;
-        }
-        let repeated = self.at[number as usize] & REPEATED != 0;
-        if !repeated && self.order[self.place] == number && !self.exhausted() {
-            // Almost every use is this one. Its page's next use is at this position again.
-            self.go_to(self.cursor + 1);
-            self.judge(true);
-            self.last_used = Some(number);
-            self.ahead.remove(number as usize);
-            return;
-        }
-        let near = (n / 8).max(8);
-        let position = self.next_use(number);
-        let distance = position - self.cursor;
-        if distance <= near && position < NEVER {
-            self.step_to(position);
-            self.judge(distance == 0);
-        } else {
-            self.judge(false);
-            let run = match self.stray {
-                Some((at, run)) if at + 1 == position || (self.cyclic && (at + 1) % n == position % n) => run + 1,
-                _ => 1,
-            };
-            self.stray = Some((position, run));
-            if run >= RESYNC_RUN && position < NEVER {
-                self.step_to(position);
-                if self.suspended {
-                    self.resume();
-                }
-            }
-        }
-        self.last_used = Some(number);
-        self.ahead.remove(number as usize);
-    }
-
-    /// The use at time `now` has happened.
-    fn step_to(&mut self, now: u64) {
-        let n = self.len();
-        let (from, to) = (self.place, (now % n) as usize);
-        self.go_to(now + 1);
-        // What is at a position that has passed, used or skipped, goes where its next use is.
-        if from <= to {
-            self.refile(from, to);
-        } else {
-            self.refile(from, self.order.len() - 1);
-            self.refile(0, to);
-        }
-    }
-
-    /// The next use is expected at this time.
-    fn go_to(&mut self, cursor: u64) {
-        let steps = cursor - self.cursor;
-        self.place = if steps == 1 { self.place + 1 } else { (cursor % self.len()) as usize };
-        if self.place == self.order.len() {
-            self.place = 0;
-        }
-        self.cursor = cursor;
-        self.scan = self.scan.max(cursor);
-        self.stray = None;
-    }
-
-    fn refile(&mut self, from: usize, to: usize) {
-        let mut position = from;
-        loop {
-            let classes = [&self.streamed, &self.kept, &self.held];
-            let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
-            let Some(passed) = next.filter(|passed| *passed <= to) else { return };
-            let number = self.order[passed];
-            self.ahead.remove(number as usize);
-            if self.at[number as usize] & REPEATED != 0 {
-                self.unfile_at(passed);
-                if !self.exhausted() {
-                    self.file(number);
-                }
-            }
-            position = passed + 1;
-        }
-    }
-
-    /// Pages by farthest next use, of one class, down to but not including `floor`. The positions of those that could
-    /// not be taken go to `skipped`.
-    fn offer(
-        &self,
-        class: &Bits,
-        numbers: &PageNumbers,
-        floor: Option<u64>,
-        skipped: &mut Vec<usize>,
-        take: &mut dyn FnMut(PageId) -> Take,
-    ) -> Result<Option<PageId>, Stopped> {
-        for (mut end, start) in [(self.place, 0), (self.order.len(), self.place)] {
-            while let Some(position) = class.last_below(end).filter(|position| *position >= start) {
-                if floor.is_some_and(|floor| self.time_of(position as u32) <= floor) {
-                    return Ok(None);
-                }
-                let page = numbers.page(self.order[position]);
-                match take(page) {
-                    Take::Yes => return Ok(Some(page)),
-                    Take::Skip => skipped.push(position),
-                    Take::Stop => return Err(Stopped),
-                }
-                end = position;
-            }
-        }
-        Ok(None)
-    }
-
-    /// Offers what a frame may be taken from: streamed pages, then kept ones if it is `for_kept`, and in the end those
-    /// that could not be taken before, if it `must` be found.
-    fn victim(
-        &mut self,
-        numbers: &PageNumbers,
-        floor: Option<u64>,
-        for_kept: bool,
-        must: bool,
-        take: &mut dyn FnMut(PageId) -> Take,
-    ) -> (Result<Option<PageId>, Stopped>, Vec<usize>) {
-        for _ in 0..RETURNING.min(self.held.len()) {
-            let Some(position) = self.held.first_from(self.returning).or_else(|| self.held.first_from(0)) else {
-                break;
-            };
-            self.held.remove(position);
-            self.file(self.order[position]);
-            self.returning = position + 1;
-        }
-        let mut skipped = Vec::new();
-        let mut found = self.offer(&self.streamed, numbers, floor, &mut skipped, take);
-        if for_kept && matches!(found, Ok(None)) {
-            found = self.offer(&self.kept, numbers, floor, &mut skipped, take);
-        }
-        if must && matches!(found, Ok(None)) {
-            found = self.offer(&self.held, numbers, floor, &mut Vec::new(), take);
-        }
-        (found, skipped)
-    }
-
-    /// The pages at these positions could not be taken.
-    fn hold(&mut self, positions: Vec<usize>) {
-        for position in positions {
-            if self.streamed.remove(position) || self.kept.remove(position) {
-                self.held.insert(position);
-            }
-        }
-    }
+/// A page that may go.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    plan: usize,
+    stretch: Stretch,
+    position: usize,
+    distance: u64,
 }
 
-struct Stopped;
+/// A search for a page that may go, by where all walkers are.
+#[derive(Debug)]
+struct Search {
+    bounds: Bounds,
+    /// Pages that are used so soon, or sooner, do not go.
+    floor: Option<u64>,
+    for_kept: bool,
+    /// Positions of pages that could not be taken, and their plans.
+    skipped: SmallVec<[(usize, usize); 8]>,
+    /// Positions at which pages are not used next: by now they are used sooner at another one, or by another plan.
+    misplaced: SmallVec<[(usize, usize); 8]>,
+}
 
-/// `count` of `n` places, evenly spread; all of them if `count >= n`.
-fn spread(n: usize, count: usize) -> impl Iterator<Item = usize> {
-    let count = count.min(n);
-    (0..count).map(move |i| (2 * i + 1) * n / (2 * count))
+impl Bounds {
+    /// The one of the highest rank goes first; of one rank, that of the greatest distance.
+    fn rank(&self, candidate: &Candidate) -> u8 {
+        match candidate.distance {
+            later if later > self.marginal => 3,
+            soon if soon <= self.whole => 0,
+            _ if candidate.stretch.kept => 1,
+            _ => 2,
+        }
+    }
 }
 
 /// The most pages of one unit that are streamed, when `frames` of `pages` are resident and the streamed lie evenly among
@@ -509,46 +185,435 @@ impl PlanPolicy {
             lookahead: 0,
             unit: 1,
             recency: Order::new(),
-            recorder: CycleRecorder::default(),
-            plan: None,
-            doubt: DOUBT,
+            plans: Slab::new(),
+            walkers: vec![Walk::new(WalkerId::DEFAULT)],
+            current: 0,
+            uses: 0,
+            epoch: EPOCH_MIN,
+            left: 0,
         }
     }
 
-    fn divide(&mut self) {
-        let frames = self.frames;
-        let host = self.host_frames as usize;
-        if let Some(plan) = &mut self.plan {
-            // Where nothing is filled ahead, and no tier holds what others lack, Belady's rule alone is best.
-            let on_demand = self.lookahead == 0 && host == 0;
-            let device = if on_demand { 0 } else { stay(frames, plan.planned, self.lookahead, self.unit) };
-            plan.divide(device as usize, host);
+    /// The only place that is known of any walker, if there is one only: its plan, and which of its places.
+    fn alone(&self) -> Option<(usize, usize)> {
+        let mut known = self.plans.iter().flat_map(|(plan, active)| {
+            let places = active.places.iter().enumerate().filter(|(_, place)| place.is_known());
+            places.map(move |(at, _)| (plan, at))
+        });
+        let first = known.next()?;
+        known.next().is_none().then_some(first)
+    }
+
+    /// Whether pages are kept at all: where nothing is filled ahead, and no tier holds what others lack, Belady's rule alone
+    /// is best.
+    fn on_demand(&self) -> bool {
+        self.lookahead == 0 && self.host_frames == 0
+    }
+
+    /// Chooses the pages of a plan that stay.
+    fn divide(&mut self, plan: usize, keeps: usize) {
+        let all: u64 = self.plans.iter().map(|(_, active)| u64::from(active.planned)).sum();
+        let active = &mut self.plans[plan];
+        let host = u64::from(self.host_frames) * u64::from(active.planned) / all.max(1);
+        active.divide(keeps, host as usize);
+    }
+
+    /// Chooses the pages that stay, after sizes have changed or plans have come and gone.
+    fn divide_all(&mut self) {
+        let alone = self.alone();
+        for plan in self.plans.iter().map(|(plan, _)| plan).collect::<Vec<_>>() {
+            let planned = self.plans[plan].planned;
+            let known = alone.is_none_or(|(alone, _)| alone == plan);
+            let keeps =
+                if self.on_demand() || !known { 0 } else { stay(self.frames, planned, self.lookahead, self.unit) };
+            self.divide(plan, keeps as usize);
+        }
+        if alone.is_none() {
+            self.follow_gaps(0);
         }
     }
 
-    fn follow(&mut self, order: impl Iterator<Item = u32>, cyclic: bool) {
-        self.plan = Active::new(order, cyclic, self.recency.numbers().end()).filter(|plan| plan.len() > 0);
-        if let Some(plan) = &mut self.plan {
-            for number in self.recency.present_numbers() {
-                if plan.names(number) {
-                    plan.file(number);
+    /// Chooses the pages that stay in the marginal gap, if that would make a difference of more than so many.
+    fn follow_gaps(&mut self, slack: usize) {
+        if let Some((plan, keeps)) = self.bounds().keeps
+            && keeps.abs_diff(self.plans[plan].keeping) > slack
+        {
+            self.divide(plan, keeps);
+        }
+    }
+
+    /// Which gaps behind walkers can be kept.
+    fn bounds(&self) -> Bounds {
+        // Its distance, how many pages it has, and its plan.
+        let mut gaps: SmallVec<[(u64, usize, usize); 16]> = SmallVec::new();
+        let mut planned = 0;
+        for (plan, active) in &self.plans {
+            let standing = active.standing();
+            planned += if standing.is_empty() { 0 } else { active.planned };
+            let n = active.order.len();
+            for (nth, place) in standing.iter().enumerate() {
+                let (before, turned) = match nth.checked_sub(1) {
+                    Some(nth) => (standing[nth], 0),
+                    None => (standing[standing.len() - 1], n),
+                };
+                if nth == 0 && !active.cyclic {
+                    gaps.push((NEVER, n, plan));
+                    continue;
                 }
+                let last = (place + n - 1) % n;
+                gaps.push((active.distance_at(last as u32), place + turned - before, plan));
             }
         }
-        self.divide();
+        gaps.sort_unstable();
+        let mut left = self.frames as usize;
+        if !self.on_demand() {
+            let unit = streamed_of_unit(self.unit, self.frames, planned) * gaps.len() as u32;
+            left = left.saturating_sub((self.lookahead + unit + STREAM_SLACK) as usize);
+        }
+        let mut whole = 0;
+        for (nth, (distance, pages, plan)) in gaps.iter().enumerate() {
+            if *pages > left {
+                let keeps = self.plans[*plan].planned as usize * left / pages;
+                let marginal = if nth + 1 == gaps.len() { NEVER } else { *distance };
+                let keeps = if self.on_demand() { 0 } else { keeps };
+                return Bounds { whole, marginal, keeps: Some((*plan, keeps)) };
+            }
+            left -= pages;
+            whole = *distance;
+        }
+        Bounds { whole: NEVER, marginal: NEVER, keeps: None }
     }
 
-    /// A page that the plan names, by its number.
-    fn planned(&self, page: PageId) -> Option<(&Active, u32)> {
+    /// The current walker follows this order from here on, or a part of it that comes `after` its beginning.
+    fn follow(&mut self, order: impl Iterator<Item = u32>, cyclic: bool, declared: bool) {
+        self.leave(self.current, declared);
+        let Some(new) = Active::new(order, cyclic) else { return };
+        let known = self.plans.iter().find_map(|(plan, active)| Some((plan, new.begins_in(active)?)));
+        let (plan, start) = known.unwrap_or_else(|| {
+            let plan = self.plans.insert(new);
+            let active = &mut self.plans[plan];
+            for number in self.recency.present_numbers() {
+                if active.names(number) {
+                    active.file(number);
+                }
+            }
+            (plan, 0)
+        });
+        self.plans[plan].declared |= declared;
+        self.join(plan, start);
+    }
+
+    /// The current walker is at this position of a plan.
+    fn join(&mut self, plan: usize, position: usize) {
+        let active = &mut self.plans[plan];
+        let mut place = Place::new(self.walkers[self.current].id, 1);
+        if active.declared {
+            place.followed = u64::MAX;
+        }
+        active.places.push(place);
+        active.go_to(active.places.len() - 1, position as u64);
+        // Afterwards, because a plan that nobody follows may have to go.
+        self.leave(self.current, false);
+        let walk = &mut self.walkers[self.current];
+        (walk.plan, walk.lead) = (Some(plan), None);
+        self.set_off();
+        self.weigh();
+        self.forget_left();
+        self.divide_all();
+    }
+
+    /// A walker no longer follows its plan. One that nobody follows is kept for the next who does, unless it is `gone` for good.
+    fn leave(&mut self, walker: usize, gone: bool) {
+        let walk = &mut self.walkers[walker];
+        let Some(plan) = walk.plan.take() else { return };
+        walk.recorder.clear();
+        let active = &mut self.plans[plan];
+        active.places.retain(|place| place.walker != walk.id);
+        active.settle();
+        if active.places.is_empty() {
+            self.left += 1;
+            active.left = self.left;
+            if gone || !active.cyclic {
+                self.remove_plan(plan);
+            }
+        }
+        self.weigh();
+        self.forget_left();
+        self.divide_all();
+    }
+
+    fn forget_left(&mut self) {
+        let left = self.plans.iter().filter(|(_, active)| active.places.is_empty());
+        let (count, oldest) = (left.clone().count(), left.min_by_key(|(_, active)| active.left));
+        if let Some((oldest, _)) = oldest.filter(|_| count > LEFT) {
+            self.remove_plan(oldest);
+        }
+    }
+
+    fn remove_plan(&mut self, plan: usize) {
+        self.plans.remove(plan);
+        for walk in &mut self.walkers {
+            walk.plan = walk.plan.filter(|own| *own != plan);
+            walk.lead = walk.lead.filter(|lead| lead.0 != plan);
+        }
+    }
+
+    /// The current walker, which stood still, is taken to go as fast as the others.
+    fn set_off(&mut self) {
+        let moving = self.walkers.iter().filter(|walk| walk.speed > 0).count() as u64;
+        let walk = &mut self.walkers[self.current];
+        if walk.speed == 0 {
+            walk.speed = FULL_SPEED / (moving + 1);
+        }
+    }
+
+    /// Of each walker that follows a plan, its weight.
+    #[cfg(test)]
+    pub(super) fn weights(&self) -> Vec<(WalkerId, u64)> {
+        let places = self.plans.iter().flat_map(|(_, active)| active.places.iter());
+        places.filter(|place| !place.suspended).map(|place| (place.walker, place.weight)).collect()
+    }
+
+    /// What a step of each walker is worth, by its speed.
+    fn weigh(&mut self) {
+        for walk in &self.walkers {
+            let Some(active) = walk.plan.and_then(|plan| self.plans.get_mut(plan)) else { continue };
+            let Some(at) = active.place_of(walk.id) else { continue };
+            let place = &mut active.places[at];
+            let was_known = place.is_known();
+            place.weight = (FULL_SPEED * FULL_WEIGHT).checked_div(walk.speed).unwrap_or(0);
+            if place.is_known() != was_known {
+                active.settle();
+            }
+        }
+    }
+
+    /// Counts a use of the current walker, where there are several.
+    fn count(&mut self) {
+        if self.walkers.len() == 1 {
+            return;
+        }
+        let walk = &mut self.walkers[self.current];
+        walk.uses += 1;
+        self.uses += 1;
+        if walk.speed == 0 {
+            self.set_off();
+            self.weigh();
+        }
+        if self.uses < self.epoch {
+            return;
+        }
+        for walk in &mut self.walkers {
+            let share = walk.uses * FULL_SPEED / self.uses;
+            walk.speed = (3 * walk.speed + share) / 4;
+            walk.uses = 0;
+        }
+        self.uses = 0;
+        let planned: u64 =
+            self.plans.iter().filter(|(_, active)| active.is_followed()).map(|(_, active)| active.len()).sum();
+        self.epoch = (planned / 8).clamp(EPOCH_MIN, EPOCH_MAX);
+        self.weigh();
+        self.follow_gaps(planned as usize / 16);
+    }
+
+    /// Whether the current walker, which follows no plan, is seen to follow one: then it is in it.
+    fn finds_a_plan(&mut self, number: u32) -> bool {
+        let walk = &mut self.walkers[self.current];
+        let next = walk.lead.filter(|(plan, position, _)| {
+            let active = &self.plans[*plan];
+            let next = position + 1;
+            let next = if next == active.order.len() && active.cyclic { 0 } else { next };
+            active.order.get(next) == Some(&number)
+        });
+        if let Some((plan, position, run)) = next {
+            let position = (position + 1) % self.plans[plan].order.len();
+            if run + 1 < RESYNC_RUN {
+                walk.lead = Some((plan, position, run + 1));
+                return false;
+            }
+            self.join(plan, position + 1);
+            return true;
+        }
+        let own = walk.plan;
+        let named = self.plans.iter().find(|(plan, active)| Some(*plan) != own && active.names(number));
+        walk.lead = named.map(|(plan, active)| (plan, active.positions(number)[0] as usize, 1));
+        false
+    }
+
+    /// The first plan that is followed and names the page.
+    fn planned(&self, number: u32) -> Option<&Active> {
+        let mut plans = self.plans.iter().map(|(_, active)| active);
+        plans.find(|active| active.names(number) && active.is_followed())
+    }
+
+    /// In how many uses, of all walkers, one of them uses the page; and in which plan.
+    fn distance(&self, number: u32) -> Option<(u64, usize)> {
+        let named = self.plans.iter().filter(|(_, active)| active.names(number) && active.is_followed());
+        named.map(|(plan, active)| (active.distance(number), plan)).min()
+    }
+
+    fn keep(&self, page: PageId) -> Option<Keep> {
         let number = self.recency.numbers().number(page)?;
-        self.plan.as_ref().filter(|plan| plan.names(number)).map(|plan| (plan, number))
+        self.planned(number).and_then(|active| active.keep(number))
     }
 
-    fn drop_plan(&mut self) {
-        self.plan = None;
-        self.recorder.clear();
+    /// Offers pages that no followed plan names.
+    fn victim_outside(&self, must: bool, take: &mut dyn FnMut(PageId) -> Take) -> Result<Option<PageId>, Stopped> {
+        let followed = || self.plans.iter().map(|(_, active)| active).filter(|active| active.is_followed());
+        let resident: usize = followed().map(Active::resident).sum();
+        // Pages that two plans name are counted twice: then one has to look.
+        let overlap = followed().count() > 1 && self.recency.len() <= resident;
+        if self.recency.len() <= resident && !overlap {
+            return Ok(None);
+        }
+        let numbers = self.recency.numbers();
+        let mut looks = if overlap && !must { OVERLAP_LOOKS } else { usize::MAX };
+        let mut stopped = false;
+        let found = self.recency.offer(&mut |page| {
+            // Pages outside the plans are few; skipping the others costs one look each.
+            if numbers.number(page).is_some_and(|number| self.planned(number).is_some()) {
+                looks -= 1;
+                return if looks == 0 { Take::Stop } else { Take::Skip };
+            }
+            let taken = take(page);
+            stopped |= taken == Take::Stop;
+            taken
+        });
+        if stopped { Err(Stopped) } else { Ok(found) }
+    }
+
+    /// Offers pages by where all walkers are.
+    fn victim_of_all(&mut self, want: Want, must: bool, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        let bounds = self.bounds();
+        let number = match want {
+            Want::Planned(page) => Some(self.recency.numbers().number(page)),
+            _ => None,
+        };
+        // What is to be filled, by its distance, and whether it may take a kept page's frame.
+        let (floor, for_kept) = match number {
+            None => (None, want != Want::Hint),
+            Some(number) => match number.and_then(|number| Some((number, self.distance(number)?))) {
+                None => return None,
+                Some((number, (distance, plan))) => {
+                    let kept = self.plans[plan].keep(number) == Some(Keep::Device);
+                    (Some(distance), kept || distance <= bounds.whole)
+                }
+            },
+        };
+        let followed: SmallVec<[usize; 8]> =
+            self.plans.iter().filter(|(_, active)| active.is_followed()).map(|(plan, _)| plan).collect();
+        for plan in &followed {
+            self.plans[*plan].bring_back();
+        }
+        let mut search = Search { bounds, floor, for_kept, skipped: SmallVec::new(), misplaced: SmallVec::new() };
+        let mut found = self.search(&followed, &mut search, take);
+        if must && matches!(found, Ok(None)) && !search.misplaced.is_empty() {
+            // They have their right place now.
+            found = self.search(&followed, &mut search, take);
+        }
+        if must && matches!(found, Ok(None)) {
+            found = self.victim_held(&followed, take);
+        }
+        if want != Want::Memory {
+            for (plan, position) in search.skipped {
+                self.plans[plan].hold([position]);
+            }
+        }
+        found.ok().flatten()
+    }
+
+    /// Offers the pages of all stretches between walkers, merged.
+    fn search(
+        &mut self,
+        followed: &[usize],
+        search: &mut Search,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Result<Option<PageId>, Stopped> {
+        let Search { bounds, floor, for_kept, skipped, misplaced } = search;
+        let plans = &self.plans;
+        let mut candidates: SmallVec<[Candidate; 32]> = SmallVec::new();
+        let next = |plan: usize, mut stretch: Stretch| {
+            let (position, distance) = plans[plan].next_of(&mut stretch)?;
+            let candidate = Candidate { plan, stretch, position, distance };
+            let worth = floor.is_none_or(|floor| distance > floor);
+            let allowed = *for_kept || !stretch.kept || bounds.rank(&candidate) != 1;
+            (worth && allowed).then_some(candidate)
+        };
+        for plan in followed {
+            candidates.extend(plans[*plan].stretches().filter_map(|stretch| next(*plan, stretch)));
+        }
+        misplaced.clear();
+        let mut found = Ok(None);
+        loop {
+            let by = |(_, candidate): &(usize, &Candidate)| (bounds.rank(candidate), candidate.distance);
+            let Some((at, candidate)) = candidates.iter().enumerate().max_by_key(by) else { break };
+            let candidate = *candidate;
+            match next(candidate.plan, candidate.stretch) {
+                Some(next) => candidates[at] = next,
+                None => {
+                    candidates.swap_remove(at);
+                }
+            }
+            let place = (candidate.plan, candidate.position);
+            let number = plans[candidate.plan].order[candidate.position];
+            if self.distance(number) != Some((candidate.distance, candidate.plan)) {
+                misplaced.push(place);
+                continue;
+            }
+            if skipped.contains(&place) {
+                continue;
+            }
+            let page = self.recency.numbers().page(number);
+            match take(page) {
+                Take::Yes => found = Ok(Some(page)),
+                Take::Skip => {
+                    skipped.push(place);
+                    continue;
+                }
+                Take::Stop => found = Err(Stopped),
+            }
+            break;
+        }
+        for (plan, position) in misplaced {
+            let active = &mut self.plans[*plan];
+            active.refile_page(active.order[*position]);
+        }
+        found
+    }
+
+    /// Offers, in no order, the pages that no search has offered: those that could not be taken at earlier ones, and those that
+    /// their walkers are about to use once more.
+    fn victim_held(&self, plans: &[usize], take: &mut dyn FnMut(PageId) -> Take) -> Result<Option<PageId>, Stopped> {
+        let mut staying: SmallVec<[u32; 8]> = plans.iter().flat_map(|plan| self.plans[*plan].staying()).collect();
+        staying.sort_unstable();
+        staying.dedup();
+        for number in staying {
+            let page = self.recency.numbers().page(number);
+            match take(page) {
+                Take::Yes => return Ok(Some(page)),
+                Take::Skip => {}
+                Take::Stop => return Err(Stopped),
+            }
+        }
+        for plan in plans {
+            let active = &self.plans[*plan];
+            let mut next = active.held.first_from(0);
+            while let Some(position) = next {
+                let page = self.recency.numbers().page(active.order[position]);
+                match take(page) {
+                    Take::Yes => return Ok(Some(page)),
+                    Take::Skip => {}
+                    Take::Stop => return Err(Stopped),
+                }
+                next = active.held.first_from(position + 1);
+            }
+        }
+        Ok(None)
     }
 }
+
+/// Pages of plans that are looked at for one outside, where plans have pages in common.
+const OVERLAP_LOOKS: usize = 64;
 
 impl Default for PlanPolicy {
     fn default() -> Self {
@@ -563,7 +628,7 @@ impl Policy for PlanPolicy {
 
     fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
         (self.frames, self.host_frames, self.lookahead) = (frames, host_frames, lookahead);
-        self.divide();
+        self.divide_all();
     }
 
     fn unit(&mut self, pages: u32) {
@@ -571,7 +636,7 @@ impl Policy for PlanPolicy {
         let pages = pages.min((self.frames / 4).max(1));
         if pages > self.unit {
             self.unit = pages;
-            self.divide();
+            self.divide_all();
         }
     }
 
@@ -579,155 +644,180 @@ impl Policy for PlanPolicy {
         self.recency.add_segment(segment, pages);
     }
 
+    fn walker(&mut self, walker: WalkerId) {
+        let known = self.walkers.iter().position(|walk| walk.id == walker);
+        self.current = known.unwrap_or(self.walkers.len());
+        if known.is_none() {
+            self.walkers.push(Walk::new(walker));
+        }
+    }
+
+    fn walker_ended(&mut self, walker: WalkerId) {
+        let Some(at) = self.walkers.iter().position(|walk| walk.id == walker) else { return };
+        self.leave(at, false);
+        if walker != WalkerId::DEFAULT {
+            self.walkers.remove(at);
+            self.current = 0;
+        }
+        if self.walkers.len() == 1 {
+            // Nobody is left to compare it with.
+            self.walkers[0].speed = FULL_SPEED;
+            self.weigh();
+            self.divide_all();
+        }
+    }
+
     fn accessed(&mut self, page: PageId) {
         let Some(number) = self.recency.numbers().number(page) else { return };
         self.recency.touch(page);
-        if let Some(plan) = &mut self.plan {
-            let followed = !plan.suspended;
-            if plan.names(number) {
-                plan.advance(number);
+        self.count();
+        let walk = &mut self.walkers[self.current];
+        if let Some(plan) = walk.plan
+            && let Some(at) = self.plans[plan].place_of(walk.id)
+        {
+            let active = &mut self.plans[plan];
+            let followed = !active.places[at].suspended;
+            if active.names(number) {
+                active.advance(at, number);
             } else {
-                plan.judge(false);
+                active.places[at].judge(false);
             }
-            if followed && plan.suspended {
-                self.doubt = (2 * self.doubt).min(DOUBT_MAX);
+            let suspended = active.places[at].suspended;
+            if followed && suspended {
+                walk.doubt = (2 * walk.doubt).min(DOUBT_MAX);
             }
-            if plan.exhausted() {
-                self.drop_plan();
-            } else if !plan.suspended {
-                let doubted = plan.followed < plan.len().saturating_mul(self.doubt);
-                if doubted && CycleRecorder::may_be_a_part(plan.len()) {
-                    self.recorder.push_believed(number);
-                } else if !self.recorder.is_empty() {
-                    self.recorder.clear();
+            if followed == suspended && active.places.len() > 1 {
+                active.settle();
+            }
+            if active.exhausted(at) {
+                self.leave(self.current, true);
+            } else if !suspended {
+                let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
+                if doubted && CycleRecorder::may_be_a_part(active.len()) {
+                    walk.recorder.push_believed(number);
+                } else if !walk.recorder.is_empty() {
+                    walk.recorder.clear();
                 }
                 return;
             }
         }
-        if let Some(order) = self.recorder.push(number) {
-            self.follow(order.into_iter(), true);
+        if self.finds_a_plan(number) {
+            return;
+        }
+        if let Some(order) = self.walkers[self.current].recorder.push(number) {
+            self.follow(order.into_iter(), true, false);
         }
     }
 
     fn inserted(&mut self, page: PageId) {
         self.recency.insert(page);
-        if let Some(plan) = &mut self.plan
-            && let Some(number) = self.recency.numbers().number(page)
-            && plan.names(number)
-        {
-            plan.file(number);
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        for (_, active) in &mut self.plans {
+            if active.names(number) {
+                active.file(number);
+            }
         }
     }
 
     fn removed(&mut self, page: PageId) {
         self.recency.remove(page);
-        if let Some(plan) = &mut self.plan
-            && let Some(number) = self.recency.numbers().number(page)
-            && plan.names(number)
-        {
-            let next = plan.unfile(number);
-            plan.ahead.remove(number as usize);
-            if let Some(next) = next.filter(|next| *next < plan.scan) {
-                // All from the cursor up to here is resident but this page.
-                plan.scan = next.max(plan.cursor);
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        for (_, active) in &mut self.plans {
+            if active.names(number) {
+                active.removed(number);
             }
         }
     }
 
     fn forget(&mut self, segment: SegmentId) {
         let numbers = self.recency.numbers().of_segment(segment);
-        self.recorder.forget(numbers.clone());
-        if self.plan.as_ref().is_some_and(|plan| numbers.into_iter().any(|number| plan.names(number as u32))) {
-            self.drop_plan();
+        for walk in &mut self.walkers {
+            walk.recorder.forget(numbers.clone());
+        }
+        let named = |active: &Active| numbers.clone().any(|number| active.names(number as u32));
+        let gone: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
+        for plan in &gone {
+            self.remove_plan(*plan);
         }
         self.recency.remove_segment(segment);
+        if !gone.is_empty() {
+            self.divide_all();
+        }
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         if !self.has_plan() {
             return self.recency.offer_for(want, take);
         }
+        // What nobody waits for is not worth a look at everything.
+        let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
+        match self.victim_outside(must, take) {
+            Ok(None) => {}
+            found => return found.ok().flatten(),
+        }
+        let Some((plan, at)) = self.alone() else { return self.victim_of_all(want, must, take) };
+        let active = &mut self.plans[plan];
+        let numbers = self.recency.numbers();
         let (floor, for_kept) = match want {
-            Want::Planned(page) => match self.planned(page) {
-                Some((plan, number)) => (Some(plan.next_use(number)), plan.keep(number) == Some(Keep::Device)),
+            Want::Planned(page) => match numbers.number(page).filter(|number| active.names(*number)) {
+                Some(number) => (Some(active.next_use(at, number)), active.keep(number) == Some(Keep::Device)),
                 None => (Some(0), false),
             },
             Want::Hint => (None, false),
             _ => (None, true),
         };
-        let plan = self.plan.as_mut()?;
-        let numbers = self.recency.numbers();
-        // Pages outside the plan are few; skipping the others costs one look each.
-        let outside = self.recency.len() > plan.resident();
-        if outside {
-            let mut stopped = false;
-            let found = self.recency.offer(&mut |page| {
-                if numbers.number(page).is_some_and(|number| plan.names(number)) {
-                    return Take::Skip;
-                }
-                let taken = take(page);
-                stopped |= taken == Take::Stop;
-                taken
-            });
-            if found.is_some() || stopped {
-                return found;
-            }
-        }
-        // What nobody waits for is not worth a look at everything.
-        let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
-        let (found, skipped) = plan.victim(numbers, floor, for_kept, must, take);
+        let (found, skipped) = active.victim(at, numbers, floor, for_kept, must, take);
         if want != Want::Memory {
-            plan.hold(skipped);
+            active.hold(skipped);
         }
         found.ok().flatten()
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
-        self.drop_plan();
-        self.doubt = DOUBT;
-        if !order.is_empty() {
-            let numbers = self.recency.numbers().clone();
-            self.follow(order.iter().filter_map(|page| numbers.number(*page)), cyclic);
-            if let Some(plan) = &mut self.plan {
-                plan.followed = u64::MAX;
-            }
+        let walk = &mut self.walkers[self.current];
+        walk.recorder.clear();
+        walk.doubt = DOUBT;
+        if order.is_empty() {
+            self.leave(self.current, true);
+            return;
         }
+        let numbers = self.recency.numbers().clone();
+        self.follow(order.iter().filter_map(|page| numbers.number(*page)), cyclic, true);
     }
 
     fn has_plan(&self) -> bool {
-        self.plan.as_ref().is_some_and(|plan| !plan.suspended)
+        self.plans.iter().any(|(_, active)| active.is_followed())
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
-        let lookahead = self.lookahead as usize;
-        let plan = self.plan.as_mut().filter(|plan| !plan.suspended)?;
-        let n = plan.len();
-        let end = if plan.cyclic { plan.cursor + n } else { n };
-        while plan.ahead.len() < lookahead && plan.scan < end {
-            let page = self.recency.numbers().page(plan.order[(plan.scan % n) as usize]);
-            if !present(page) {
-                return Some(page);
-            }
-            plan.scan += 1;
+        let ahead: usize = self.plans.iter().map(|(_, active)| active.ahead.len()).sum();
+        if ahead >= self.lookahead as usize {
+            return None;
         }
-        None
+        let numbers = self.recency.numbers();
+        let mut next: Option<(u64, u32)> = None;
+        for (_, active) in &mut self.plans {
+            for at in 0..active.places.len() {
+                if active.places[at].is_known() {
+                    let missing = active.next_missing(at, |number| present(numbers.page(number)));
+                    next = next.into_iter().chain(missing).min_by_key(|(distance, _)| *distance);
+                }
+            }
+        }
+        next.map(|(_, number)| numbers.page(number))
     }
 
     fn filling(&mut self, page: PageId) {
-        if let Some(plan) = &mut self.plan
-            && let Some(number) = self.recency.numbers().number(page)
-            && plan.names(number)
-        {
-            plan.ahead.insert(number as usize);
-            if plan.order[(plan.scan % plan.len()) as usize] == number {
-                // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
-                plan.scan += 1;
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        for (_, active) in &mut self.plans {
+            if active.names(number) {
+                active.filling(number);
             }
         }
     }
 
     fn worth_host(&self, page: PageId) -> bool {
-        self.planned(page).is_none_or(|(plan, number)| plan.keep(number) != Some(Keep::Streamed))
+        self.keep(page) != Some(Keep::Streamed)
     }
 
     fn tracked(&self) -> Vec<PageId> {
@@ -735,13 +825,13 @@ impl Policy for PlanPolicy {
     }
 
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
-        let class = |page: PageId| self.planned(page).and_then(|(plan, number)| plan.keep(number));
-        class(candidate) != Some(Keep::Host) || class(incoming).is_none()
+        self.keep(candidate) != Some(Keep::Host) || self.keep(incoming).is_none()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::active::RETURNING;
     use super::*;
     use crate::ids::PageIndex;
     use std::collections::HashSet;
@@ -756,9 +846,14 @@ mod tests {
         policy
     }
 
+    /// The plan the only walker follows, unless it is suspended.
+    fn own(policy: &PlanPolicy) -> Option<&Active> {
+        policy.plans.iter().map(|(_, active)| active).find(|active| active.is_followed())
+    }
+
     #[test]
     fn places_are_spread_evenly() {
-        let spread = |n, count| super::spread(n, count).collect::<Vec<usize>>();
+        let spread = |n, count| super::super::active::spread(n, count).collect::<Vec<usize>>();
         assert_eq!(spread(10, 5), [1, 3, 5, 7, 9]);
         assert_eq!(spread(4, 9), [0, 1, 2, 3]);
         assert_eq!(spread(7, 0), [0usize; 0]);
@@ -880,11 +975,11 @@ mod tests {
                 policy.accessed(page(*n));
                 // Each time that the part is believed it is believed later.
                 if at >= if repeats < 4 { 2 } else { 4 } * pass.len() {
-                    let plan = policy.plan.as_ref().filter(|plan| !plan.suspended).expect("the pass is followed");
+                    let plan = own(&policy).expect("the pass is followed");
                     assert_eq!(plan.order.len(), pass.len(), "at use {at}");
                 }
             }
-            assert!(policy.recorder.is_empty(), "what is believed needs no record");
+            assert!(policy.walkers[0].recorder.is_empty(), "what is believed needs no record");
             policy.declare(&[], false);
         }
     }
@@ -977,8 +1072,8 @@ mod tests {
                     }
                     _ => policy.accessed(page(n)),
                 }
-                let Some(plan) = policy.plan.as_ref().filter(|plan| !plan.suspended) else { break };
-                let cursor = plan.cursor as usize;
+                let Some(plan) = own(&policy) else { break };
+                let cursor = plan.places[0].cursor as usize;
                 let next = |n: u32| {
                     let uses = (cursor..cursor + order.len()).filter(|at| cyclic || *at < order.len());
                     uses.into_iter().find(|at| order[at % order.len()] == n).unwrap_or(usize::MAX)
@@ -989,10 +1084,10 @@ mod tests {
                     Take::Skip
                 });
                 assert_eq!(offered.iter().copied().collect::<HashSet<_>>(), resident, "{order:?}");
-                let plan = policy.plan.as_ref().unwrap();
+                let plan = own(&policy).unwrap();
                 let key = |n: &u32| (plan.keep(*n) == Some(Keep::Device), std::cmp::Reverse(next(*n)));
                 assert!(offered.is_sorted_by_key(key), "{order:?} at {cursor}: {offered:?}");
-                assert!(resident.iter().all(|n| plan.next_use(*n) == (next(*n) as u64).min(NEVER)));
+                assert!(resident.iter().all(|n| plan.next_use(0, *n) == (next(*n) as u64).min(NEVER)));
             }
         }
     }

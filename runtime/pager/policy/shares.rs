@@ -15,7 +15,7 @@
 
 use super::bare::BareCache;
 use super::{Policy, PolicyKind, Take, Want};
-use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use crate::pager::numbers::{PageNumbers, fit};
 
 const CLASSES: usize = SegmentClass::ALL.len();
@@ -38,8 +38,8 @@ const EPOCH_MIN: u32 = 1024;
 #[derive(Debug)]
 struct Part {
     policy: Box<dyn Policy>,
-    /// `policy` is one that follows declared orders, and was given one.
-    planned: bool,
+    /// Walkers that have declared an order; as long as there is one, `policy` is one that follows them.
+    planners: Vec<WalkerId>,
     /// Its plan found no frame for the page it named, and nothing of it has changed since.
     refused: bool,
     resident: u32,
@@ -57,6 +57,12 @@ impl Part {
     /// Hits that the larger of the small caches has beyond the smaller's.
     fn worth(&self) -> u64 {
         self.small.as_ref().map_or(0, |[less, more]| more.hits.saturating_sub(less.hits))
+    }
+}
+
+impl Part {
+    fn planned(&self) -> bool {
+        !self.planners.is_empty()
     }
 }
 
@@ -89,6 +95,8 @@ pub(super) struct SharesPolicy {
     /// The class of the page that was wanted last and did not come yet, as far as can be told.
     coming: Option<usize>,
     sampled: Vec<PageId>,
+    /// Whose uses and plans these are.
+    walker: WalkerId,
 }
 
 /// What suits a class, where no order was declared.
@@ -105,7 +113,7 @@ impl Default for SharesPolicy {
     fn default() -> Self {
         let part = |class| Part {
             policy: policy_of(class).build(),
-            planned: false,
+            planners: Vec::new(),
             refused: false,
             resident: 0,
             share: 0,
@@ -125,6 +133,7 @@ impl Default for SharesPolicy {
             uses: 0,
             coming: None,
             sampled: Vec::new(),
+            walker: WalkerId::DEFAULT,
         }
     }
 }
@@ -168,11 +177,11 @@ impl SharesPolicy {
     /// Tells a class's policies how much there is for them.
     fn resized(&mut self, class: usize) {
         let (frames, host, lookahead) = self.sizes;
-        let plans = self.parts.iter().filter(|part| part.planned).count().max(1) as u32;
+        let plans = self.parts.iter().filter(|part| part.planned()).count().max(1) as u32;
         let small = self.small(class);
         let part = &mut self.parts[class];
         // A plan reserves host frames for pages of its own.
-        let host = if part.planned { host / plans } else { host };
+        let host = if part.planned() { host / plans } else { host };
         part.policy.resize(if self.divided { part.share.max(1) } else { frames }, host, lookahead);
         for (small, frames) in part.small.iter_mut().flatten().zip(small) {
             // They have policies of this crate, which offer every page there is.
@@ -212,7 +221,7 @@ impl SharesPolicy {
     }
 
     fn miniature(&self, class: usize, frames: u32) -> Miniature {
-        let kind = match self.parts[class].planned {
+        let kind = match self.parts[class].planned() {
             // As a plan does, it keeps part of what is swept, and needs not be told the order.
             true => PolicyKind::Lirs,
             false => policy_of(SegmentClass::ALL[class]),
@@ -296,6 +305,7 @@ impl SharesPolicy {
         let part = &mut self.parts[class];
         let pages = part.policy.tracked();
         part.policy = kind.build();
+        part.policy.walker(self.walker);
         part.small = None;
         self.resized(class);
         for (number, known) in self.segments.iter().enumerate() {
@@ -304,6 +314,21 @@ impl SharesPolicy {
             }
         }
         pages.into_iter().for_each(|page| self.parts[class].policy.inserted(page));
+    }
+
+    /// A walker has a plan of pages of this class, or has none any more. The class's policy follows plans as long as somebody
+    /// has one.
+    fn plans(&mut self, class: usize, walker: WalkerId, has_one: bool) {
+        let planners = &mut self.parts[class].planners;
+        let before = planners.is_empty();
+        planners.retain(|planner| *planner != walker);
+        if has_one {
+            planners.push(walker);
+        }
+        let after = planners.is_empty();
+        if before != after {
+            self.swap(class, if after { policy_of(SegmentClass::ALL[class]) } else { PolicyKind::Plan });
+        }
     }
 
     /// How far a class is beyond its share, a page that comes counted.
@@ -488,14 +513,24 @@ impl Policy for SharesPolicy {
         None
     }
 
+    fn walker(&mut self, walker: WalkerId) {
+        self.walker = walker;
+        self.parts.iter_mut().for_each(|part| part.policy.walker(walker));
+    }
+
+    fn walker_ended(&mut self, walker: WalkerId) {
+        for class in 0..CLASSES {
+            self.parts[class].policy.walker_ended(walker);
+            self.plans(class, walker, false);
+        }
+        self.settle();
+    }
+
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
+        let walker = self.walker;
         for class in 0..CLASSES {
             let own: Vec<PageId> = order.iter().copied().filter(|page| self.class_of(page.segment) == class).collect();
-            let planned = !own.is_empty();
-            if planned != self.parts[class].planned {
-                self.parts[class].planned = planned;
-                self.swap(class, if planned { PolicyKind::Plan } else { policy_of(SegmentClass::ALL[class]) });
-            }
+            self.plans(class, walker, !own.is_empty());
             self.parts[class].refused = false;
             self.parts[class].policy.declare(&own, cyclic);
         }
@@ -525,7 +560,7 @@ impl Policy for SharesPolicy {
             return self.parts[of].policy.host_victim(candidate, incoming);
         }
         // Each plan has host frames of its own.
-        !(self.parts[of].planned && self.parts[to].planned && self.parts[of].policy.worth_host(candidate))
+        !(self.parts[of].planned() && self.parts[to].planned() && self.parts[of].policy.worth_host(candidate))
     }
 
     fn tracked(&self) -> Vec<PageId> {
@@ -757,7 +792,9 @@ mod tests {
         let before: BTreeSet<PageId> = policy.tracked().into_iter().collect();
         let order: Vec<PageId> = (0..8).map(|n| page(WEIGHTS, n)).collect();
         policy.declare(&order, true);
-        assert!(policy.has_plan() && policy.parts[0].planned && !policy.parts[SegmentClass::Other as usize].planned);
+        assert!(
+            policy.has_plan() && policy.parts[0].planned() && !policy.parts[SegmentClass::Other as usize].planned()
+        );
         assert_eq!(policy.tracked().into_iter().collect::<BTreeSet<_>>(), before);
         let next = policy.next_fill(&|page| before.contains(&page)).unwrap();
         assert_eq!(next.segment, WEIGHTS);
@@ -770,7 +807,7 @@ mod tests {
         });
         assert!(!offered.contains(&TABLE), "{offered:?}");
         policy.declare(&[], false);
-        assert!(!policy.has_plan() && !policy.parts[0].planned);
+        assert!(!policy.has_plan() && !policy.parts[0].planned());
         assert_eq!(policy.tracked().into_iter().collect::<BTreeSet<_>>(), before);
     }
 }

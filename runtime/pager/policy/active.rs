@@ -1,0 +1,723 @@
+//! A plan that is followed: the order of its pages, which of them are resident, and where its walkers are in it.
+//!
+//! # When a page is used next
+//!
+//! A page at position `p` of the order is wanted by each walker that has still to come there. A walker that is `d` uses
+//! before it and makes one use in `w` of all will be there after `d * w` uses: that is the page's *distance* for this
+//! walker, and the least of them is the page's. Distances are counted in uses, never by a clock, and those of different
+//! plans compare.
+//!
+//! Between the places of two neighbouring walkers distances grow with the position. So the resident pages of each such
+//! stretch, from its end downwards, are in order of next use, farthest first, and whoever looks for the farthest of all
+//! merges as many sorted lists as there are walkers.
+
+use smallvec::SmallVec;
+
+use super::Take;
+use crate::ids::{PageId, WalkerId};
+use crate::pager::bits::Bits;
+use crate::pager::numbers::PageNumbers;
+
+/// Consecutive uses at a new position after which a walker's place moves there.
+pub(super) const RESYNC_RUN: u32 = 3;
+/// Confidence goes up or down by one a use: 64 unexpected uses in a row suspend a walker.
+const CONFIDENCE_MAX: i32 = 64;
+/// Pages that could not be taken which are tried again at each search.
+pub(super) const RETURNING: usize = 4;
+
+/// A plan being followed. Pages go by their numbers; times are uses of one walker since it took the plan up.
+///
+/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits. What is kept
+/// by page reaches from the first to the last one that is named.
+#[derive(Debug)]
+pub(super) struct Active {
+    /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
+    pub(super) order: Vec<u32>,
+    /// The smallest number named. What is kept by page is counted from here.
+    base: u32,
+    /// By page: its one position in `order`; or, with [`REPEATED`], where in `repeats` they are; or [`UNPLANNED`].
+    at: Vec<u32>,
+    /// For each page with several positions, how many, then the positions in order.
+    repeats: Vec<u32>,
+    /// Pages named.
+    pub(super) planned: u32,
+    pub(super) cyclic: bool,
+    /// Whether it was declared, and not recognised.
+    pub(super) declared: bool,
+    keep: Vec<Keep>,
+    /// How many pages were to be kept when they were last chosen.
+    pub(super) keeping: usize,
+    /// Of each walker that follows it, where it is.
+    pub(super) places: Vec<Place>,
+    /// Since when nobody follows it, counted in plans that were left.
+    pub(super) left: u64,
+    /// Filled ahead, not used yet; by page.
+    pub(super) ahead: Bits,
+    /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
+    /// no cycle, is at the last position it had. So positions from the one before a walker's place downwards, to the
+    /// place of the walker behind it, are in order of next use, farthest first.
+    streamed: Bits,
+    kept: Bits,
+    /// Resident pages of either class that were offered and could not be taken, most likely because they are pinned:
+    /// were they offered every time, every search would begin with all of them. A few come back at each search, and all
+    /// that are left before one that somebody waits for is given up.
+    pub(super) held: Bits,
+    /// Where the next of them come back from.
+    returning: usize,
+    /// Positions whose page is used twice in a row: its bytes belong to two tensors that are used one after the other.
+    twice: Bits,
+}
+
+/// Where one walker is.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) walker: WalkerId,
+    /// The next expected use.
+    pub(super) cursor: u64,
+    /// `cursor` modulo the length of the order.
+    pub(super) place: usize,
+    /// Everything from the cursor up to here is resident or on its way.
+    pub(super) scan: u64,
+    last_used: Option<u32>,
+    /// The page used last is about to be used once more.
+    stays: bool,
+    stray: Option<(u64, u32)>,
+    confidence: i32,
+    pub(super) suspended: bool,
+    /// Expected uses since the plan was recognised or resumed.
+    pub(super) followed: u64,
+    /// In how many uses of all this walker makes one, in some unit; 0 if it stands still.
+    pub(super) weight: u64,
+}
+
+impl Place {
+    pub(super) fn new(walker: WalkerId, weight: u64) -> Self {
+        Self {
+            walker,
+            cursor: 0,
+            place: 0,
+            scan: 0,
+            last_used: None,
+            stays: false,
+            stray: None,
+            confidence: CONFIDENCE_MAX,
+            suspended: false,
+            followed: 0,
+            weight,
+        }
+    }
+
+    /// Whether it is known when this walker will use what.
+    pub(super) fn is_known(&self) -> bool {
+        !self.suspended && self.weight > 0
+    }
+
+    /// A use was expected, or not.
+    pub(super) fn judge(&mut self, expected: bool) {
+        self.confidence = (self.confidence + if expected { 1 } else { -1 }).clamp(0, CONFIDENCE_MAX);
+        self.followed = self.followed.saturating_add(expected.into());
+        if self.confidence == 0 {
+            self.suspended = true;
+        } else if self.suspended && self.confidence >= RESYNC_RUN as i32 {
+            self.resume();
+        }
+    }
+
+    fn resume(&mut self) {
+        self.suspended = false;
+        self.followed = 0;
+        self.confidence = CONFIDENCE_MAX / 2;
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Keep {
+    Device,
+    Host,
+    Streamed,
+}
+
+const UNPLANNED: u32 = u32::MAX;
+const REPEATED: u32 = 1 << 31;
+/// Later than every use.
+pub(super) const NEVER: u64 = u64::MAX - 1;
+
+/// Resident pages of one class between two walkers, from the end of the stretch downwards.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stretch {
+    pub(super) kept: bool,
+    start: usize,
+    /// Positions from here on have been looked at.
+    end: usize,
+}
+
+impl Active {
+    /// `None` if the order is empty, or longer than its numbers reach.
+    pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Option<Self> {
+        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
+        let mut again_at_once = Vec::new();
+        for number in pages {
+            if order.last() == Some(&number) {
+                again_at_once.push(order.len() - 1);
+            } else {
+                order.push(number);
+            }
+        }
+        if cyclic && order.len() > 1 && order.first() == order.last() {
+            order.pop();
+        }
+        order.shrink_to_fit();
+        if order.len() >= (REPEATED / 2) as usize {
+            return None;
+        }
+        let base = *order.iter().min()?;
+        let numbers = (order.iter().max()? - base) as usize + 1;
+        let mut at = vec![UNPLANNED; numbers];
+        let mut planned = 0;
+        let mut again = Vec::new();
+        for (position, number) in order.iter().enumerate() {
+            let known = &mut at[(*number - base) as usize];
+            match *known {
+                UNPLANNED => {
+                    planned += 1;
+                    *known = position as u32;
+                }
+                first => {
+                    if first & REPEATED == 0 {
+                        again.push((*number, first));
+                        *known = first | REPEATED;
+                    }
+                    again.push((*number, position as u32));
+                }
+            }
+        }
+        again.sort_unstable();
+        let mut repeats = Vec::with_capacity(again.len() * 3 / 2);
+        for positions in again.chunk_by(|a, b| a.0 == b.0) {
+            at[(positions[0].0 - base) as usize] = REPEATED | repeats.len() as u32;
+            repeats.push(positions.len() as u32);
+            repeats.extend(positions.iter().map(|(_, position)| *position));
+        }
+        let mut twice = Bits::new(order.len());
+        again_at_once
+            .into_iter()
+            .filter(|position| *position < order.len())
+            .for_each(|position| twice.insert(position));
+        Some(Self {
+            twice,
+            keep: vec![Keep::Streamed; numbers],
+            keeping: 0,
+            streamed: Bits::new(order.len()),
+            kept: Bits::new(order.len()),
+            held: Bits::new(order.len()),
+            returning: 0,
+            ahead: Bits::new(numbers),
+            order,
+            base,
+            at,
+            repeats,
+            planned,
+            cyclic,
+            declared: false,
+            places: Vec::new(),
+            left: 0,
+        })
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.order.len() as u64
+    }
+
+    fn entry(&self, number: u32) -> Option<u32> {
+        let at = self.at.get(number.wrapping_sub(self.base) as usize)?;
+        (*at != UNPLANNED).then_some(*at)
+    }
+
+    /// Whether the plan names the page. It may be a page of a segment that is younger than the plan.
+    pub(super) fn names(&self, number: u32) -> bool {
+        self.entry(number).is_some()
+    }
+
+    /// Where in what is kept by page a named page is.
+    pub(super) fn index(&self, number: u32) -> usize {
+        (number - self.base) as usize
+    }
+
+    pub(super) fn keep(&self, number: u32) -> Option<Keep> {
+        self.names(number).then(|| self.keep[self.index(number)])
+    }
+
+    fn is_repeated(&self, number: u32) -> bool {
+        self.at[self.index(number)] & REPEATED != 0
+    }
+
+    /// The positions of a page the plan names.
+    pub(super) fn positions(&self, number: u32) -> &[u32] {
+        let at = &self.at[self.index(number)];
+        if at & REPEATED == 0 {
+            return std::slice::from_ref(at);
+        }
+        let from = (at & !REPEATED) as usize;
+        &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
+    }
+
+    /// Where this order begins in `other`, if it is the same but for where it begins.
+    pub(super) fn begins_in(&self, other: &Self) -> Option<usize> {
+        if self.cyclic != other.cyclic || self.order.len() != other.order.len() {
+            return None;
+        }
+        let first = *self.order.first().filter(|first| other.names(**first))?;
+        let turned = |start: &usize| {
+            let (head, tail) = other.order.split_at(*start);
+            let (later, sooner) = self.order.split_at(tail.len());
+            (self.cyclic || *start == 0) && later == tail && sooner == head
+        };
+        other.positions(first).iter().map(|position| *position as usize).find(turned)
+    }
+
+    pub(super) fn place_of(&self, walker: WalkerId) -> Option<usize> {
+        self.places.iter().position(|place| place.walker == walker)
+    }
+
+    /// Whether it is known of any walker when it will use what.
+    pub(super) fn is_followed(&self) -> bool {
+        self.places.iter().any(Place::is_known)
+    }
+
+    /// For this walker, the position of a page's next use at or after its place; its last one if there is none.
+    fn next_position_of(&self, place: &Place, number: u32) -> u32 {
+        let at = place.place as u32;
+        let positions = self.positions(number);
+        let later = positions.partition_point(|position| *position < at);
+        let none = if self.cyclic { 0 } else { positions.len() - 1 };
+        positions[if later < positions.len() { later } else { none }]
+    }
+
+    /// For this walker, the time of the first use at or after its place that has this position.
+    fn time_of(&self, place: &Place, position: u32) -> u64 {
+        let pass = place.cursor - place.place as u64;
+        match position {
+            later if later as usize >= place.place => pass + u64::from(later),
+            earlier if self.cyclic => pass + self.len() + u64::from(earlier),
+            _ => NEVER,
+        }
+    }
+
+    pub(super) fn next_use(&self, at: usize, number: u32) -> u64 {
+        let place = &self.places[at];
+        self.time_of(place, self.next_position_of(place, number))
+    }
+
+    /// In how many uses, of all walkers, the first of them comes to this position.
+    pub(super) fn distance_at(&self, position: u32) -> u64 {
+        let mut least = NEVER;
+        for place in self.places.iter().filter(|place| place.is_known()) {
+            let position = position as usize;
+            let uses = match position.checked_sub(place.place) {
+                Some(uses) => uses,
+                None if self.cyclic => position + self.order.len() - place.place,
+                None => continue,
+            };
+            least = least.min(uses as u64 * place.weight);
+        }
+        least
+    }
+
+    /// In how many uses, of all walkers, one of them uses the page.
+    pub(super) fn distance(&self, number: u32) -> u64 {
+        self.positions(number).iter().map(|position| self.distance_at(*position)).min().unwrap_or(NEVER)
+    }
+
+    /// The position at which a resident page is filed: that of its next use by any walker.
+    fn next_position(&self, number: u32) -> u32 {
+        let positions = self.positions(number);
+        if let [only] = positions {
+            return *only;
+        }
+        match self.places.as_slice() {
+            [] => positions[0],
+            [alone] => self.next_position_of(alone, number),
+            _ => {
+                let next = positions.iter().min_by_key(|position| self.distance_at(**position));
+                next.copied().unwrap_or(positions[0])
+            }
+        }
+    }
+
+    /// Whether the plan has nothing left to say to this walker.
+    pub(super) fn exhausted(&self, at: usize) -> bool {
+        !self.cyclic && self.places[at].cursor >= self.len()
+    }
+
+    /// The page is resident.
+    pub(super) fn file(&mut self, number: u32) {
+        let is_held = |position: &u32| self.held.contains(*position as usize);
+        if self.positions(number).iter().any(is_held) {
+            // It was told of before.
+            return;
+        }
+        let position = self.next_position(number) as usize;
+        match self.keep[self.index(number)] {
+            Keep::Device => self.kept.insert(position),
+            _ => self.streamed.insert(position),
+        }
+    }
+
+    /// The page is not resident any more. Whether it was.
+    fn unfile(&mut self, number: u32) -> bool {
+        (0..self.positions(number).len()).fold(false, |found, nth| {
+            let position = self.positions(number)[nth] as usize;
+            self.unfile_at(position) || found
+        })
+    }
+
+    /// Whether there was a page at this position.
+    fn unfile_at(&mut self, position: usize) -> bool {
+        self.streamed.remove(position) || self.kept.remove(position) || self.held.remove(position)
+    }
+
+    /// Files a page anew: when it is used next has changed.
+    pub(super) fn refile_page(&mut self, number: u32) {
+        if self.unfile(number) {
+            self.file(number);
+        }
+    }
+
+    /// A page the plan names is not resident any more.
+    pub(super) fn removed(&mut self, number: u32) {
+        let was_resident = self.unfile(number);
+        let index = self.index(number);
+        self.ahead.remove(index);
+        if !was_resident {
+            return;
+        }
+        for at in 0..self.places.len() {
+            let next = self.next_use(at, number);
+            let place = &mut self.places[at];
+            if next < place.scan {
+                // All from the cursor up to here is resident but this page.
+                place.scan = next.max(place.cursor);
+            }
+        }
+    }
+
+    pub(super) fn resident(&self) -> usize {
+        self.streamed.len() + self.kept.len() + self.held.len()
+    }
+
+    /// Who is known to be where has changed: pages with several positions may have another next use.
+    pub(super) fn settle(&mut self) {
+        if self.repeats.is_empty() {
+            return;
+        }
+        for number in self.resident_numbers() {
+            if self.is_repeated(number) {
+                self.refile_page(number);
+            }
+        }
+    }
+
+    fn resident_numbers(&self) -> Vec<u32> {
+        (0..self.order.len())
+            .filter(|at| self.streamed.contains(*at) || self.kept.contains(*at) || self.held.contains(*at))
+            .map(|position| self.order[position])
+            .collect()
+    }
+
+    /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
+    /// those used most often first.
+    pub(super) fn divide(&mut self, device: usize, host: usize) {
+        let resident = self.resident_numbers();
+        self.keeping = device;
+        self.streamed.clear();
+        self.kept.clear();
+        self.held.clear();
+        self.keep.fill(Keep::Streamed);
+        let often = self.at.iter().filter(|at| **at != UNPLANNED && **at & REPEATED != 0).count();
+        let once = self.planned as usize - often;
+        let of_often = often.min(device);
+        self.choose(Keep::Device, often, of_often, |plan, number| plan.is_repeated(number));
+        let of_once = once.min(device - of_often);
+        self.choose(Keep::Device, once, of_once, |plan, number| !plan.is_repeated(number));
+        let rest = self.planned as usize - of_often - of_once;
+        self.choose(Keep::Host, rest, host, |plan, number| plan.keep[plan.index(number)] == Keep::Streamed);
+        for number in resident {
+            self.file(number);
+        }
+    }
+
+    /// Keeps `count` of the `of` pages that are `among` in order of first use.
+    fn choose(&mut self, keep: Keep, of: usize, count: usize, among: impl Fn(&Self, u32) -> bool) {
+        let mut places = spread(of, count).peekable();
+        let mut place = 0;
+        for position in 0..self.order.len() {
+            if places.peek().is_none() {
+                break;
+            }
+            let number = self.order[position];
+            if self.positions(number)[0] as usize != position || !among(self, number) {
+                continue;
+            }
+            if places.next_if_eq(&place).is_some() {
+                let index = self.index(number);
+                self.keep[index] = keep;
+            }
+            place += 1;
+        }
+    }
+
+    /// Takes in a walker's use of a page the plan names.
+    pub(super) fn advance(&mut self, at: usize, number: u32) {
+        let n = self.len();
+        let index = self.index(number);
+        let repeated = self.at[index] & REPEATED != 0;
+        let place = &mut self.places[at];
+        if place.last_used == Some(number) {
+            // Heard of twice because others made uses in between.
+            place.stays = false;
+            let position = place.place.checked_sub(1).unwrap_or(self.order.len() - 1);
+            if self.order[position] == number {
+                self.twice.insert(position);
+            }
+            return;
+        }
+        if !repeated && self.order[place.place] == number && (self.cyclic || place.cursor < n) {
+            // Almost every use is this one. Its page's next use is at this position again.
+            place.judge(true);
+            place.last_used = Some(number);
+            place.stays = self.twice.contains(place.place);
+            self.ahead.remove(index);
+            self.go_to(at, self.places[at].cursor + 1);
+            return;
+        }
+        let near = (n / 8).max(8);
+        let cursor = place.cursor;
+        let position = self.next_use(at, number);
+        let distance = position - cursor;
+        if distance <= near && position < NEVER {
+            self.step_to(at, position);
+            self.places[at].judge(distance == 0);
+        } else {
+            let cyclic = self.cyclic;
+            let place = &mut self.places[at];
+            place.judge(false);
+            let run = match place.stray {
+                Some((at, run)) if at + 1 == position || (cyclic && (at + 1) % n == position % n) => run + 1,
+                _ => 1,
+            };
+            place.stray = Some((position, run));
+            if run >= RESYNC_RUN && position < NEVER {
+                self.step_to(at, position);
+                let place = &mut self.places[at];
+                if place.suspended {
+                    place.resume();
+                }
+            }
+        }
+        let place = &mut self.places[at];
+        (place.last_used, place.stays) = (Some(number), false);
+        self.ahead.remove(index);
+    }
+
+    /// A walker's use at time `now` has happened.
+    fn step_to(&mut self, at: usize, now: u64) {
+        let n = self.len();
+        let (from, to) = (self.places[at].place, (now % n) as usize);
+        self.go_to(at, now + 1);
+        // What is at a position that has passed, used or skipped, goes where its next use is.
+        if from <= to {
+            self.refile(at, from, to);
+        } else {
+            self.refile(at, from, self.order.len() - 1);
+            self.refile(at, 0, to);
+        }
+    }
+
+    /// A walker's next use is expected at this time.
+    pub(super) fn go_to(&mut self, at: usize, cursor: u64) {
+        let (n, end) = (self.len(), self.order.len());
+        let place = &mut self.places[at];
+        let one = cursor == place.cursor + 1;
+        place.place = if one { place.place + 1 } else { (cursor % n) as usize };
+        if place.place == end {
+            place.place = 0;
+        }
+        place.cursor = cursor;
+        place.scan = place.scan.max(cursor);
+        place.stray = None;
+    }
+
+    fn refile(&mut self, at: usize, from: usize, to: usize) {
+        let mut position = from;
+        loop {
+            let classes = [&self.streamed, &self.kept, &self.held];
+            let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
+            let Some(passed) = next.filter(|passed| *passed <= to) else { return };
+            let number = self.order[passed];
+            let index = self.index(number);
+            self.ahead.remove(index);
+            if self.is_repeated(number) {
+                self.unfile_at(passed);
+                if !self.exhausted(at) {
+                    self.file(number);
+                }
+            }
+            position = passed + 1;
+        }
+    }
+
+    /// For this walker, the first page at or after its place that is missing, and in how many uses of all it is wanted.
+    pub(super) fn next_missing(&mut self, at: usize, present: impl Fn(u32) -> bool) -> Option<(u64, u32)> {
+        let n = self.len();
+        let place = &mut self.places[at];
+        let end = if self.cyclic { place.cursor + n } else { n };
+        while place.scan < end {
+            let number = self.order[(place.scan % n) as usize];
+            if !present(number) {
+                return Some(((place.scan - place.cursor) * place.weight, number));
+            }
+            place.scan += 1;
+        }
+        None
+    }
+
+    /// A page the plan names is being filled ahead of use.
+    pub(super) fn filling(&mut self, number: u32) {
+        let (n, index) = (self.len(), self.index(number));
+        self.ahead.insert(index);
+        for place in &mut self.places {
+            if self.order[(place.scan % n) as usize] == number {
+                // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
+                place.scan += 1;
+            }
+        }
+    }
+
+    /// Pages by farthest next use, of one class, down to but not including `floor`, where one walker follows the plan. The
+    /// positions of those that could not be taken go to `skipped`.
+    fn offer(
+        &self,
+        at: usize,
+        class: &Bits,
+        numbers: &PageNumbers,
+        floor: Option<u64>,
+        skipped: &mut Vec<usize>,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Result<Option<PageId>, Stopped> {
+        let place = &self.places[at];
+        for (mut end, start) in [(place.place, 0), (self.order.len(), place.place)] {
+            while let Some(position) = class.last_below(end).filter(|position| *position >= start) {
+                if floor.is_some_and(|floor| self.time_of(place, position as u32) <= floor) {
+                    return Ok(None);
+                }
+                let page = numbers.page(self.order[position]);
+                match take(page) {
+                    Take::Yes => return Ok(Some(page)),
+                    Take::Skip => skipped.push(position),
+                    Take::Stop => return Err(Stopped),
+                }
+                end = position;
+            }
+        }
+        Ok(None)
+    }
+
+    /// A few of the pages that could not be taken may be offered again.
+    pub(super) fn bring_back(&mut self) {
+        for _ in 0..RETURNING.min(self.held.len()) {
+            let Some(position) = self.held.first_from(self.returning).or_else(|| self.held.first_from(0)) else {
+                break;
+            };
+            self.held.remove(position);
+            self.file(self.order[position]);
+            self.returning = position + 1;
+        }
+    }
+
+    /// Offers what a frame may be taken from, where one walker follows the plan: streamed pages, then kept ones if it is
+    /// `for_kept`, and in the end those that could not be taken before, if it `must` be found.
+    pub(super) fn victim(
+        &mut self,
+        at: usize,
+        numbers: &PageNumbers,
+        floor: Option<u64>,
+        for_kept: bool,
+        must: bool,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> (Result<Option<PageId>, Stopped>, Vec<usize>) {
+        self.bring_back();
+        let mut skipped = Vec::new();
+        let mut found = self.offer(at, &self.streamed, numbers, floor, &mut skipped, take);
+        if for_kept && matches!(found, Ok(None)) {
+            found = self.offer(at, &self.kept, numbers, floor, &mut skipped, take);
+        }
+        if must && matches!(found, Ok(None)) {
+            found = self.offer(at, &self.held, numbers, floor, &mut Vec::new(), take);
+        }
+        (found, skipped)
+    }
+
+    /// The pages at these positions could not be taken.
+    pub(super) fn hold(&mut self, positions: impl IntoIterator<Item = usize>) {
+        for position in positions {
+            if self.streamed.remove(position) || self.kept.remove(position) {
+                self.held.insert(position);
+            }
+        }
+    }
+
+    /// The places of the walkers that are known to be somewhere, in order, each once.
+    pub(super) fn standing(&self) -> SmallVec<[usize; 8]> {
+        let known = self.places.iter().filter(|place| place.is_known());
+        let mut places: SmallVec<[usize; 8]> = known.map(|place| place.place).collect();
+        places.sort_unstable();
+        places.dedup();
+        places
+    }
+
+    /// The stretches between walkers, of both classes.
+    pub(super) fn stretches(&self) -> impl Iterator<Item = Stretch> {
+        let places = self.standing();
+        (0..=places.len()).flat_map(move |nth| {
+            let start = nth.checked_sub(1).map_or(0, |before| places[before]);
+            let end = places.get(nth).copied().unwrap_or(self.order.len());
+            [false, true].map(|kept| Stretch { kept, start, end })
+        })
+    }
+
+    /// The next page of a stretch, the one used last of those that are left: its position, and its distance by it.
+    pub(super) fn next_of(&self, stretch: &mut Stretch) -> Option<(usize, u64)> {
+        let class = if stretch.kept { &self.kept } else { &self.streamed };
+        loop {
+            let position = class.last_below(stretch.end).filter(|position| *position >= stretch.start)?;
+            stretch.end = position;
+            let stays =
+                |place: &Place| place.stays && place.is_known() && place.last_used == Some(self.order[position]);
+            if !self.places.iter().any(stays) {
+                return Some((position, self.distance_at(position as u32)));
+            }
+        }
+    }
+
+    /// The resident pages that stay because their walkers are about to use them once more.
+    pub(super) fn staying(&self) -> impl Iterator<Item = u32> {
+        let known = self.places.iter().filter(|place| place.stays && place.is_known());
+        let resident = |number: &u32| {
+            let filed = |position: &u32| {
+                let position = *position as usize;
+                self.streamed.contains(position) || self.kept.contains(position)
+            };
+            self.positions(*number).iter().any(filed)
+        };
+        known.filter_map(|place| place.last_used).filter(resident)
+    }
+}
+
+pub(super) struct Stopped;
+
+/// `count` of `n` places, evenly spread; all of them if `count >= n`.
+pub(super) fn spread(n: usize, count: usize) -> impl Iterator<Item = usize> {
+    let count = count.min(n);
+    (0..count).map(move |i| (2 * i + 1) * n / (2 * count))
+}

@@ -1,0 +1,139 @@
+//! Walkers: passes in progress.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
+use crate::compute::ComputeStream;
+use crate::error::Result;
+use crate::ids::WalkerId;
+use crate::runtime::Shared;
+use crate::tensor::Tensor;
+
+/// A walker that has begun; it ends with the last one who has it.
+#[derive(Debug)]
+pub(crate) struct Walking {
+    pub(super) id: WalkerId,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Drop for Walking {
+    fn drop(&mut self) {
+        self.shared.engine.with(|pager, fx| pager.end_walker(self.id, fx));
+    }
+}
+
+/// One pass in progress over a model, or one pass after the other: what a client of a server is, or one of two models that
+/// answer together. Several may walk over one model at a time, each at its own place.
+///
+/// A program with one pass at a time needs none: what is pinned without a walker is the use of the runtime's own, the
+/// default one. With several passes, interleaved uses have no order that could be followed. Those of each walker do: it
+/// [declares](Self::plan) it, or it is recognised, or the walker is seen to follow an order that another one has told. Then
+/// pages stay until the last walker that is near has used them, fills are shared by those that are close together, and a
+/// page that goes is the one that no walker will use for longest. Policies that follow no plans, which are all but
+/// [`plan`](crate::PolicyKind::Plan) and [`shares`](crate::PolicyKind::Shares), do not tell walkers apart.
+///
+/// Clones are one walker. It ends when the last of them, and of the [scopes](Self::scope) opened from it, is dropped; its
+/// guards may outlive it.
+///
+/// ```
+/// use outcore::{Bytes, DType, PageSize, Runtime, Tensor};
+///
+/// let runtime = Runtime::builder().page_size(PageSize::new(Bytes::kib(64))?).device_budget(Bytes::mib(1)).open()?;
+/// // Tensors of twice the budget, and two clients that go over them, at different places.
+/// let layers: Vec<Tensor> = (0..32).map(|_| runtime.alloc(DType::U8, &[64 << 10])).collect::<Result<_, _>>()?;
+/// let (one, other) = (runtime.walker()?, runtime.walker()?);
+/// one.plan(&layers, true);
+/// other.plan(&layers, true);
+/// for step in 0..3 * layers.len() {
+///     let ahead = one.pin(&layers[(step + 4) % layers.len()]).wait()?;
+///     // The one that comes later finds what the first has left it.
+///     let behind = other.pin(&layers[step % layers.len()]).wait()?;
+///     assert_eq!(ahead.len() + behind.len(), 128 << 10);
+/// }
+/// assert!(runtime.stats().hit_ratio() > 0.4);
+/// # drop((one, other, layers));
+/// # runtime.close()?;
+/// # Ok::<(), outcore::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Walker {
+    walking: Arc<Walking>,
+}
+
+impl Walker {
+    pub(crate) fn begin(shared: &Arc<Shared>) -> Result<Self> {
+        shared.engine.at_home()?;
+        let id = shared.engine.with(|pager, _| pager.begin_walker()).ok_or_else(crate::pager::closing)?;
+        Ok(Self { walking: Arc::new(Walking { id, shared: shared.clone() }) })
+    }
+
+    /// Its number.
+    pub fn id(&self) -> WalkerId {
+        self.walking.id
+    }
+
+    /// Declares the order in which this walker will use tensors, from here on, repeated for ever if `cyclic`; an empty order
+    /// withdraws it. Walkers that declare the same order follow one plan, which takes memory once. Tensors of other runtimes
+    /// are left out.
+    ///
+    /// A walker that begins in the middle may declare the order from its beginning: after a few uses its place is known.
+    pub fn plan(&self, order: &[Tensor], cyclic: bool) {
+        let Walking { id, shared } = &*self.walking;
+        let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, shared));
+        let runs: Vec<_> = ours.map(Tensor::run).collect();
+        shared.engine.with(|pager, fx| pager.declare_plan_of(*id, &runs, cyclic, fx));
+    }
+
+    /// Opens a [scope](crate::Scope), whose pins are uses of this walker.
+    pub fn scope(&self) -> ScopeBuilder {
+        ScopeBuilder::of_walker(&self.walking)
+    }
+
+    /// As [`Runtime::pin`](crate::Runtime::pin).
+    #[inline]
+    pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
+        PinRequest::of_walker(HostPin::new(tensor), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
+    #[inline]
+    pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
+        PinRequest::of_walker(HostPin::new(tensor), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
+    pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
+        PinRequest::of_walker(HostPins::new(tensors), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
+    pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
+        PinRequest::of_walker(HostPins::new(tensors), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
+    pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
+        PinRequest::of_walker(DevicePins::new(tensors), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
+    pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
+        PinRequest::of_walker(DevicePins::new(tensors), self.walking.id)
+    }
+
+    /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
+    pub fn pin_device_on<'a>(
+        &self,
+        tensors: &'a [Tensor],
+        stream: &'a ComputeStream,
+    ) -> PinRequest<'a, DevicePinsOn<'a>> {
+        PinRequest::of_walker(DevicePinsOn::new(tensors, stream), self.walking.id)
+    }
+}
+
+impl fmt::Debug for Walker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Walker({:?})", self.walking.id)
+    }
+}

@@ -1,0 +1,208 @@
+//! The promise: passes that go on at the same time, each a walker, have their bytes, and share what is resident nearly as well
+//! as could be.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+mod common;
+
+use std::sync::Barrier;
+
+use common::Synthetic;
+use outcore::{Bytes, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker};
+
+const PAGE: usize = 64 << 10;
+
+fn builder(pages: usize) -> RuntimeBuilder {
+    let page = PageSize::new(Bytes::new(PAGE as u64)).unwrap();
+    Runtime::builder().page_size(page).device_budget(Bytes::new((pages * PAGE) as u64))
+}
+
+/// A model of so many tensors of a page each, `t1` and so on, of which each has a page of its own, or shares its two with its
+/// neighbours; behind a small one.
+fn model(tensors: usize, apart: bool) -> Synthetic {
+    let mut lengths = vec![PAGE; tensors + 1];
+    lengths[0] = 10_000;
+    for _ in 0..9 {
+        let file = common::synthetic(&lengths);
+        let beyond = file.bytes.len() % PAGE;
+        if (beyond == 0) == apart {
+            return file;
+        }
+        // The header's length may change with the numbers in it.
+        lengths[0] = 10_000 + (lengths[0] + 2 * PAGE - beyond - 10_000) % PAGE;
+    }
+    panic!("no length of the first tensor aligns the others");
+}
+
+fn tensors(model: &Model, count: usize) -> Vec<Tensor> {
+    (1..=count).map(|n| model.tensor(&format!("t{n}")).unwrap()).collect()
+}
+
+fn expected<'a>(file: &'a Synthetic, model: &Model, n: usize) -> &'a [u8] {
+    let tensor = model.header().tensor(&format!("t{}", n + 1)).unwrap();
+    &file.bytes[tensor.offset as usize..][..tensor.len as usize]
+}
+
+/// How the uses of a replay are told apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Told {
+    /// Not at all; the order is declared.
+    OnePlan,
+    Walkers,
+    /// The same, and nobody declares an order.
+    Learned,
+    /// Each walker pins in a scope of its own.
+    Scopes,
+}
+
+/// Passes at these phases, a step of each in turn, over models of so many tensors: uses that needed no fill of their own, of
+/// all, and the best possible.
+fn replay(told: Told, files: &[Synthetic], count: usize, phases: &[usize], passes: usize) -> (f64, f64) {
+    let runtime = builder(files.len() * count / 2).lookahead(Lookahead::Off).open().unwrap();
+    let models: Vec<Model> = files.iter().map(|file| runtime.open_model(&file.path).unwrap()).collect();
+    let orders: Vec<Vec<Tensor>> = models.iter().map(|model| tensors(model, count)).collect();
+    if told == Told::OnePlan {
+        runtime.plan(&orders.concat(), true);
+    }
+    let walkers: Vec<Walker> = phases.iter().map(|_| runtime.walker().unwrap()).collect();
+    if matches!(told, Told::Walkers | Told::Scopes) {
+        walkers.iter().enumerate().for_each(|(at, walker)| walker.plan(&orders[at % files.len()], true));
+    }
+    let scopes: Vec<_> = walkers.iter().map(|walker| walker.scope().open().unwrap()).collect();
+    for step in 0..passes * count {
+        for (at, phase) in phases.iter().enumerate() {
+            let of = at % files.len();
+            let n = (phase + step) % count;
+            let tensor = &orders[of][n];
+            let guard = match told {
+                Told::OnePlan => runtime.pin(tensor).wait(),
+                Told::Scopes => scopes[at].pin(tensor).wait(),
+                _ => walkers[at].pin(tensor).wait(),
+            };
+            assert!(guard.unwrap().bytes() == expected(&files[of], &models[of], n), "{told:?}: t{n} differs");
+        }
+    }
+    let found = runtime.optimum();
+    assert!(!found.truncated);
+    drop((scopes, walkers, orders, models));
+    runtime.close().unwrap();
+    (found.actual_ratio(), found.ratio())
+}
+
+#[test]
+fn walkers_share_what_is_resident_nearly_as_well_as_could_be() {
+    let file = [model(120, true)];
+    let phases = [0, 22, 40, 61, 83, 99];
+    let (one_plan, _) = replay(Told::OnePlan, &file, 120, &phases, 8);
+    for told in [Told::Walkers, Told::Scopes, Told::Learned] {
+        let (hits, best) = replay(told, &file, 120, &phases, 8);
+        // A pass and a quarter of eight are what it takes to learn. In turn, as here, uses of all have an order, which the one
+        // plan finds.
+        let (goal, gain) = if told == Told::Learned { (0.8, 1.0) } else { (0.97, 1.1) };
+        assert!(hits >= goal * best, "{told:?}: {hits} of {best}");
+        assert!(hits >= gain * one_plan, "{told:?}: {hits}, and with one plan {one_plan}");
+    }
+}
+
+/// A page that two tensors share is used once more at the next step, whatever others do in between.
+#[test]
+fn a_page_of_two_tensors_stays_until_both_were_used() {
+    let file = [model(120, false)];
+    for told in [Told::Walkers, Told::Learned] {
+        let (hits, best) = replay(told, &file, 120, &[0, 7, 30, 33, 61, 90], 8);
+        let goal = if told == Told::Learned { 0.9 } else { 0.95 };
+        assert!(hits >= goal * best, "{told:?}: {hits} of {best}");
+    }
+}
+
+#[test]
+fn walkers_of_two_models_share_one_pool() {
+    let files = [model(100, true), model(100, true)];
+    let phases = [0, 40, 50, 48, 90, 10];
+    let (hits, best) = replay(Told::Walkers, &files, 100, &phases, 8);
+    assert!(hits >= 0.95 * best, "{hits} of {best}");
+}
+
+/// Threads that go as they like, with fills ahead of use, walkers that come and go, and pins of no walker between them.
+#[test]
+fn every_walker_on_its_thread_has_its_bytes() {
+    const COUNT: usize = 96;
+    let file = model(COUNT, false);
+    for policy in [PolicyKind::Plan, PolicyKind::Shares, PolicyKind::Lru] {
+        let runtime = builder(COUNT / 2).policy(policy).open().unwrap();
+        let model = runtime.open_model(&file.path).unwrap();
+        let order = tensors(&model, COUNT);
+        runtime.plan(&order, true);
+        let together = Barrier::new(8);
+        std::thread::scope(|threads| {
+            for thread in 0..8usize {
+                let (runtime, model, order, file, together) = (&runtime, &model, &order, &file, &together);
+                threads.spawn(move || {
+                    together.wait();
+                    for pass in 0..4 {
+                        let walker = runtime.walker().unwrap();
+                        match (thread + pass) % 3 {
+                            0 => walker.plan(order, true),
+                            1 => walker.plan(&order[COUNT / 3..], false),
+                            _ => {}
+                        }
+                        for step in 0..COUNT {
+                            let n = (thread * 17 + step) % COUNT;
+                            let guard =
+                                if thread == 7 { runtime.pin(&order[n]).wait() } else { walker.pin(&order[n]).wait() };
+                            assert!(guard.unwrap().bytes() == expected(file, model, n), "{policy}: t{n} differs");
+                        }
+                    }
+                });
+            }
+        });
+        let stats = runtime.stats();
+        // A tensor that lies across a page boundary is two uses.
+        assert!(stats.pager.uses >= (8 * 4 * COUNT) as u64, "{stats:?}");
+        assert!(stats.traffic.peak_device <= stats.device.1, "{stats:?}");
+        drop((order, model));
+        runtime.close().unwrap();
+    }
+}
+
+/// What a walker has declared goes with it; what the runtime's own has stays.
+#[test]
+fn a_plan_is_followed_as_long_as_somebody_is_in_it() {
+    let file = model(40, true);
+    let runtime = builder(20).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let order = tensors(&model, 40);
+    let walker = runtime.walker().unwrap();
+    let same = walker.clone();
+    walker.plan(&order, true);
+    drop(walker);
+    assert!(runtime.is_planned(), "a clone is the same walker");
+    drop(same);
+    assert!(!runtime.is_planned());
+    runtime.plan(&order, true);
+    for _ in 0..1000 {
+        let walker = runtime.walker().unwrap();
+        walker.plan(&order, true);
+        drop(walker.pin(&order[0]).wait().unwrap());
+    }
+    assert!(runtime.is_planned());
+    runtime.plan(&[], false);
+    assert!(!runtime.is_planned());
+    drop((order, model));
+    runtime.close().unwrap();
+}
+
+/// A guard, and a scope, may outlive the handle of the walker that has pinned it.
+#[test]
+fn guards_and_scopes_outlive_their_walker() {
+    let file = model(4, false);
+    let runtime = builder(8).open().unwrap();
+    let model = runtime.open_model(&file.path).unwrap();
+    let order = tensors(&model, 4);
+    let walker = runtime.walker().unwrap();
+    let (guard, scope) = (walker.pin(&order[1]).wait().unwrap(), walker.scope().open().unwrap());
+    drop(walker);
+    assert!(guard.bytes() == expected(&file, &model, 1));
+    assert!(scope.pin(&order[2]).wait().unwrap().bytes() == expected(&file, &model, 2));
+    drop((guard, scope, order, model));
+    runtime.close().unwrap();
+}
