@@ -9,6 +9,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -22,10 +23,12 @@ pub(super) const LEFT: u64 = 1024;
 const LEFT_AT_LEAST: u64 = 512;
 /// Mappings that a ballast holds.
 pub(super) const BALLAST: u64 = 256;
+/// Mappings that must be there beside a ballast before it is taken up again.
+const SPARE: u64 = LEFT_AT_LEAST / 2;
 /// Mappings that a region can take, whatever is in it: itself, its two ends, and the table about it.
 pub(super) const A_REGION: u64 = 4;
 
-/// For so long a refusal is repeated without counting again.
+/// For so long refusals give the same count.
 const RECENT: Duration = Duration::from_millis(250);
 
 /// What all claims of this process add up to.
@@ -204,9 +207,13 @@ pub(super) fn shortage(what: &str, cause: &io::Error) -> Option<Error> {
 /// next frame.
 #[derive(Debug)]
 pub(super) struct Ballast {
-    held: Option<(Region, Claim)>,
-    /// What there was when it could not be taken up again. To count takes long where there are many.
-    seen: Option<(Instant, Count)>,
+    /// Each second page can be read where mappings are held, so that each page is one; no page can where they are not.
+    region: Region,
+    #[allow(dead_code, reason = "held")]
+    claim: Claim,
+    held: bool,
+    /// What was counted for the last refusal. To count takes long where there are many.
+    counted: Option<(Instant, Count)>,
 }
 
 impl Ballast {
@@ -215,14 +222,30 @@ impl Ballast {
     pub(super) fn new() -> Result<Self> {
         let claim = Claim::of(BALLAST, "a host device", |_| String::new())?;
         let page = sys::system_page_bytes();
-        let region = Region::reserve(BALLAST * page, page, "mappings held back")?;
-        for at in (0..BALLAST).step_by(2) {
+        let region = Region::reserve((BALLAST + SPARE) * page, page, "mappings held back")?;
+        let ballast = Self { region, claim, held: true, counted: None };
+        ballast.take(0..BALLAST).map_err(|cause| Error::io("hold mappings back", cause))?;
+        Ok(ballast)
+    }
+
+    /// Makes a mapping of each of these pages.
+    fn take(&self, pages: Range<u64>) -> io::Result<()> {
+        let page = sys::system_page_bytes();
+        pages.step_by(2).try_for_each(|at| {
             // SAFETY: the region is ours, nothing is in it, and nobody knows its addresses. What can be read there are zeros
             // that take no memory.
-            unsafe { sys::set_readable(region.base() + at * page, page) }
-                .map_err(|cause| Error::io("hold mappings back", cause))?;
+            unsafe { sys::set_readable(self.region.base() + at * page, page) }
+        })
+    }
+
+    /// Makes one mapping of all of these.
+    fn leave(&self, pages: Range<u64>) {
+        let page = sys::system_page_bytes();
+        let (at, len) = (self.region.base() + pages.start * page, (pages.end - pages.start) * page);
+        // SAFETY: as in `take`.
+        if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
+            tracing::debug!(%cause, "give up mappings held back");
         }
-        Ok(Self { held: Some((region, claim)), seen: None })
     }
 
     /// Whether it is still held; taken up again if it had been given up and there is room for it now.
@@ -231,28 +254,35 @@ impl Ballast {
     /// [`ErrorKind::TooManyMappings`] as long as there is not.
     #[inline]
     pub(super) fn hold(&mut self, what: impl FnOnce() -> String) -> Result<()> {
-        if self.held.is_some() { Ok(()) } else { self.take_up(&what()) }
+        if self.held { Ok(()) } else { self.take_up(&what()) }
     }
 
+    /// The kernel is asked, and not the last count: room that has come back is there at once.
     fn take_up(&mut self, what: &str) -> Result<()> {
         const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
-        let recent = self.seen.filter(|(at, _)| at.elapsed() < RECENT);
-        let now = recent.map_or_else(Count::now, |(_, count)| Ok(count));
-        if let Ok(now) = now
-            && now.left() < BALLAST + LEFT_AT_LEAST / 2
-        {
-            if recent.is_none() {
-                self.seen = Some((Instant::now(), now));
-            }
-            return Err(now.told(what, 2, ADVICE));
+        if self.take(0..BALLAST + SPARE).is_ok() {
+            self.leave(BALLAST..BALLAST + SPARE);
+            self.held = true;
+            return Ok(());
         }
-        *self = Self::new()?;
-        Ok(())
+        self.leave(0..BALLAST + SPARE);
+        let recent = self.counted.filter(|(at, _)| at.elapsed() < RECENT);
+        self.counted = recent.or_else(|| Some((Instant::now(), Count::now().ok()?)));
+        Err(match self.counted {
+            Some((_, count)) => count.told(what, 2, ADVICE),
+            None => Error::new(
+                ErrorKind::TooManyMappings,
+                format!("{what}: the kernel gives this process no more mappings"),
+            )
+            .remedy(format!("raise vm.max_map_count{ADVICE}")),
+        })
     }
 
     /// Gives the mappings to whoever needs them.
     pub(super) fn give_up(&mut self) {
-        self.held = None;
+        if std::mem::take(&mut self.held) {
+            self.leave(0..BALLAST);
+        }
     }
 }
 
