@@ -803,7 +803,14 @@ impl Pager {
             }
         }
         let needed = missing.len() as u32 + frames;
-        let spent = self.scope(terms.scope).map_or(0, |scope| scope.purse).min(missing.len() as u32);
+        let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.purse, scope.declared));
+        let spent = purse.min(missing.len() as u32);
+        if blocked.is_none() && declared > 0 && needed > spent {
+            // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
+            // frame. Pins that end behind a stream would else add up to more than it declared.
+            let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
+            blocked = Some((Blocked::Frames(needed - spent), cause));
+        }
         let floor = if terms.never_refused { 0 } else { self.floor };
         // What is paid from the purse is there, whatever a smaller budget waits for.
         while blocked.is_none()

@@ -338,7 +338,7 @@ impl Pager {
 
     /// Whether a request of this scope grows it.
     pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
-        self.scope(id).is_some_and(|scope| scope.purse + scope.coming + scope.owed > 0 || !scope.holdings.is_empty())
+        self.scope(id).is_some_and(|scope| scope.declared > 0 || !scope.holdings.is_empty())
     }
 
     /// The scope a request was granted to has it.

@@ -128,10 +128,20 @@ impl Pins {
     }
 
     fn end(&self) {
-        let Some(any) = self.parts.first() else { return };
+        self.leave_scope();
+        self.unpin();
+    }
+
+    /// The task holds these no more. They end by themselves: now, or when a stream has come so far.
+    fn leave_scope(&self) {
         if let Some(scope) = &self.hold.scope {
             scope.holdings.remove(&self.runs(), self.exclusive);
         }
+    }
+
+    /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
+    fn unpin(&self) {
+        let Some(any) = self.parts.first() else { return };
         let mut wanted = false;
         for Part { segment, run } in &self.parts {
             wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
