@@ -116,6 +116,45 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
     });
 }
 
+/// The pages of a granted request of a scope that was forgotten stayed the scope's, after their tensor: a later tensor with
+/// the same number was taken for one that it had pinned, and what it had reserved and spent was lost.
+#[test]
+fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor() {
+    watched("a forgotten request of a scope", || {
+        let runtime = open(4);
+        let other = tensor(&runtime, 4);
+        for reserved in [true, false] {
+            let scope = match reserved {
+                true => runtime.scope().reserve(Bytes::new(2 * PAGE)).wait().unwrap(),
+                false => runtime.scope().open().unwrap(),
+            };
+            let forgotten = tensor(&runtime, 2);
+            let first = row(&forgotten, 0);
+            let blocks = runtime.pin_mut(&first).wait().unwrap();
+            let mut writes = Box::new(scope.pin_mut(&forgotten));
+            assert!(poll(&mut writes, Waker::noop()).is_pending());
+            drop(blocks);
+            drop(first);
+            // The pages are there, one of them in a frame that was reserved, and nobody takes them.
+            while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
+                progress();
+                thread::yield_now();
+            }
+            std::mem::forget(writes);
+            assert_eq!(scope.held(), Bytes::new(2 * PAGE));
+            drop(forgotten);
+            assert_eq!(scope.held(), Bytes::new(0));
+            let later = tensor(&runtime, 2);
+            drop(scope.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            // All that it reserved: the frames are its again.
+            drop(scope.pin(&other.rows(0..2).unwrap()).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+        }
+        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
+        drop(runtime.pin_mut(&other).wait().unwrap());
+        check_at_rest(runtime, vec![other], "a forgotten request of a scope");
+    });
+}
+
 /// Eight tasks with eight pins each, in scopes, in the room of eight pages: those who would wait for each other for ever
 /// are told, let go and try again, and everybody comes to the end.
 #[test]

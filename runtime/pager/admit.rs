@@ -511,7 +511,7 @@ impl Pager {
     fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
         let Request { terms, spent, cause, .. } = self.requests[key];
         let runs = std::mem::take(&mut self.requests[key].runs);
-        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write);
+        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write, spent);
         // The scope's now, until its pins end.
         self.requests[key].claimed = 0;
         self.requests[key].runs = runs;

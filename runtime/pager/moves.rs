@@ -606,6 +606,10 @@ impl Pager {
         self.cancel_all_of(segment, fx);
         if let Some(table) = self.segments.get_mut(segment.index()) {
             table.dying = true;
+            // Guards and requests keep their segment, so nobody has these any more.
+            if table.words.iter().any(|word| word.load().pins > 0) {
+                self.forget_pins_of(segment);
+            }
         }
         self.hints.retain(|page| page.segment != segment);
         self.reap_segment(segment, fx);

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::{Effects, PageRun, Pager, Purpose};
 use crate::error::{Error, ErrorKind};
-use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Which scopes and pins are served first.
@@ -83,6 +83,15 @@ impl Holdings {
             held.pages += run.count;
         }
         held.waiting > 0
+    }
+
+    /// A segment goes that has pins nobody can end, because their guards or requests were forgotten: they are not held.
+    fn forget(&self, segment: SegmentId) {
+        let mut held = self.held.lock();
+        let before = held.pages;
+        held.runs.retain(|(run, _)| run.segment != segment);
+        held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
+        self.unclaim(before - held.pages);
     }
 
     /// Takes them away again. Called before the pins end, so that what is listed here is pinned.
@@ -156,6 +165,8 @@ pub(super) struct Scope {
     pub(super) owed: u32,
     /// All frames that were set aside for it, spent or not.
     pub(super) declared: u32,
+    /// What it has spent of them on pins that have been granted, by the first run of these.
+    paid: Vec<(PageRun, u32)>,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
@@ -216,6 +227,7 @@ impl Pager {
             coming,
             owed,
             declared,
+            paid: Vec::new(),
             reserving,
             holdings: holdings.clone(),
             waiting,
@@ -282,10 +294,30 @@ impl Pager {
         None
     }
 
-    /// A guard of a scope with a purse has ended, for which it had spent so many frames.
-    pub fn unspent(&mut self, id: ScopeId, frames: u32, fx: &mut Effects) {
-        self.owe(Some(id), frames);
+    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames.
+    pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
+        let paid = runs.first().map(|first| (*first, frames));
+        if let Some(scope) = self.scope_mut(Some(id))
+            && let Some(at) = scope.paid.iter().position(|other| Some(*other) == paid)
+        {
+            scope.paid.swap_remove(at);
+            self.owe(Some(id), frames);
+        }
         self.pump(fx);
+    }
+
+    /// A segment goes, and some of its pages have pins that nobody can end. No scope holds them any more, and what was spent
+    /// for them is owed: a later segment may have the same number.
+    pub(super) fn forget_pins_of(&mut self, segment: SegmentId) {
+        for (_, scope) in &mut self.scopes {
+            scope.holdings.forget(segment);
+            let (gone, paid) = scope.paid.drain(..).partition(|(run, _)| run.segment == segment);
+            scope.paid = paid;
+            let gone: Vec<(PageRun, u32)> = gone;
+            let frames: u32 = gone.iter().map(|(_, frames)| frames).sum();
+            scope.owed += frames;
+            self.owed += frames;
+        }
     }
 
     pub(super) fn owe(&mut self, id: Option<ScopeId>, frames: u32) {
@@ -341,9 +373,12 @@ impl Pager {
         self.scope(id).is_some_and(|scope| scope.declared > 0 || !scope.holdings.is_empty())
     }
 
-    /// The scope a request was granted to has it.
-    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool) {
-        let Some(scope) = self.scope(id) else { return };
+    /// The scope a request was granted to has it, and has spent so many frames for it.
+    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool, spent: u32) {
+        let Some(scope) = self.scope_mut(id) else { return };
+        if let Some(first) = runs.first().filter(|_| spent > 0) {
+            scope.paid.push((*first, spent));
+        }
         if scope.holdings.add(runs, exclusive)
             && let Some(id) = id
         {

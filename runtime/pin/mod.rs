@@ -97,7 +97,7 @@ fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
 fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
     any.shared.engine.with(|pager, fx| {
         if let Some(scope) = hold.scope.as_ref().filter(|_| hold.spent > 0) {
-            pager.unspent(scope.id, hold.spent, fx);
+            pager.unspent(scope.id, runs, hold.spent, fx);
         }
         if wanted {
             pager.released(runs, fx);
