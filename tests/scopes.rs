@@ -444,6 +444,68 @@ fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrink
     });
 }
 
+/// A scope's second request waited for its first one, which had been granted meanwhile, without end and without a word. One
+/// after the other, the second was refused at once.
+#[test]
+fn regression_a_scope_whose_requests_wait_for_each_other_is_told() {
+    watched("one scope's own requests", || {
+        let runtime = open(4);
+        let a = tensor(&runtime, 1);
+        for written in [true, false] {
+            let scope = runtime.scope().label("both").open().unwrap();
+            let holds = runtime.pin_mut(&a).wait().unwrap();
+            let (mut writes, mut reads) = (scope.pin_mut(&a), scope.pin(&a));
+            if written {
+                assert!(poll(&mut writes, Waker::noop()).is_pending());
+                assert!(poll(&mut reads, Waker::noop()).is_pending());
+            } else {
+                assert!(poll(&mut reads, Waker::noop()).is_pending());
+                assert!(poll(&mut writes, Waker::noop()).is_pending());
+            }
+            drop(holds);
+            let error = if written {
+                let guard = block_on(&mut writes).unwrap();
+                let error = block_on(&mut reads).unwrap_err();
+                drop(guard);
+                error
+            } else {
+                let guard = block_on(&mut reads).unwrap();
+                let error = block_on(&mut writes).unwrap_err();
+                drop(guard);
+                error
+            };
+            assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
+            let what = if written { "which it has pinned to write itself" } else { "which it has pinned itself" };
+            let told = error.to_string();
+            assert!(told.contains(what) && told.contains("\"both\"") && !told.contains("each other"), "{error}");
+            assert!(error.advice().unwrap().contains("a scope of its own"), "{error}");
+        }
+        check_at_rest(runtime, vec![a], "one scope's own requests");
+    });
+}
+
+/// A scope that asks for more than the budget has beside what it holds was told that scopes wait for each other.
+#[test]
+fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
+    watched("a scope alone", || {
+        let runtime = open(4);
+        let (a, b) = (tensor(&runtime, 2), tensor(&runtime, 3));
+        let scope = runtime.scope().label("alone").open().unwrap();
+        let holds = scope.pin(&a).wait().unwrap();
+        let error = scope.pin(&b).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
+        let told = error.to_string();
+        for part in ["holds 2 pages (128.0 KiB) itself", "3 pages (192.0 KiB) more", "a budget of 4 pages"] {
+            assert!(told.contains(part), "{part}: {error}");
+        }
+        assert!(!told.contains("each other"), "{error}");
+        drop(holds);
+        drop(scope.pin(&b).wait().unwrap());
+        drop(scope);
+        check_at_rest(runtime, vec![a, b], "a scope alone");
+    });
+}
+
 /// Scopes in each other's way by pages they write, not by frames.
 #[test]
 fn scopes_that_wait_for_each_others_pages_are_told() {

@@ -668,6 +668,10 @@ impl Pager {
                 break;
             }
         }
+        // Who is in its own way is told of it: nobody else can do anything about that.
+        if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
+            return Some(told);
+        }
         // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
         // youngest. One that gives up helps if it holds what no other one does.
         let all = HeldByAll { pages: &holders, set_aside, frames: u64::from(self.frames.target) };
@@ -721,16 +725,47 @@ impl Pager {
         for page in runs.iter().flat_map(|run| run.pages()) {
             match all.pages.get(&page) {
                 None => wanted += 1,
-                Some((count, locked)) => {
-                    let others = *count > u32::from(node.held.contains_key(&page));
-                    if others && (purpose == Purpose::Write || *locked) {
-                        return false;
-                    }
-                }
+                // Whoever has it: the scope itself as well.
+                Some((_, locked)) if purpose == Purpose::Write || *locked => return false,
+                Some(_) => {}
             }
         }
         let others = all.set_aside - node.set_aside();
         all.pages.len() as u64 + wanted + others <= all.frames
+    }
+
+    /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
+    fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
+        let budget = u64::from(self.frames.target);
+        let most = budget.max(u64::from(node.scope.declared));
+        let told =
+            node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
+                let (_, runs, purpose, reserves) = self.asks(request)?;
+                let pages = || runs.iter().flat_map(|run| run.pages());
+                let writes = purpose == Purpose::Write;
+                let what = if writes { "write" } else { "read" };
+                if let Some(page) = pages().find(|page| node.held.get(page).is_some_and(|locked| writes || *locked)) {
+                    let has = if node.held[&page] {
+                        "which it has pinned to write itself"
+                    } else {
+                        "which it has pinned itself"
+                    };
+                    let (index, segment) = (page.index.0, page.segment);
+                    return Some((request, format!("asks to {what} page {index} of {segment:?}, {has}")));
+                }
+                let held = node.held.len() as u64;
+                let more = pages().filter(|page| !node.held.contains_key(page)).count() as u64 + u64::from(reserves);
+                (held + more + u64::from(self.floor_for(request)) > most).then(|| {
+                    let (held, more, budget) =
+                        (self.pages_in_words(held), self.pages_in_words(more), self.pages_in_words(budget));
+                    (request, format!("holds {held} itself and asks for {more} more, of a budget of {budget}"))
+                })
+            });
+        let (request, what) = told?;
+        let message = format!("{} {what}: it would wait for itself", self.scope_name(Some(node.id)));
+        let error = Error::new(ErrorKind::WouldDeadlock, message)
+            .remedy("let guards go first, and open a scope of its own for each thread or task");
+        Some((request, error))
     }
 
     /// "3 pages (6.0 MiB)".
