@@ -77,7 +77,7 @@ pub use pin::Gate;
 pub use policy::{Policy, PolicyKind};
 pub use scope::{Holdings, ScopePriority, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
-pub use waiting::{Holder, Waiter, WaitsFor};
+pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 
 use admit::Request;
 pub(crate) use admit::closing;

@@ -121,7 +121,7 @@ impl Holdings {
         self.held.lock().runs.is_empty()
     }
 
-    fn runs(&self) -> Vec<(PageRun, bool)> {
+    pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
         self.held.lock().runs.clone()
     }
 
@@ -159,7 +159,7 @@ pub struct ScopeTerms {
 /// A scope that is open.
 #[derive(Debug)]
 pub(super) struct Scope {
-    label: String,
+    label: Arc<str>,
     pub(super) priority: ScopePriority,
     /// Frames set aside for it and not spent.
     pub(super) purse: u32,
@@ -181,10 +181,14 @@ pub(super) struct Scope {
 }
 
 impl Scope {
-    pub(super) fn label(&self) -> &str {
+    pub(super) fn label(&self) -> &Arc<str> {
         &self.label
     }
 }
+
+    pub(super) fn holdings(&self) -> &Arc<Holdings> {
+        &self.holdings
+    }
 
 /// Scopes that hold pins and wait.
 #[derive(Debug, Default)]
@@ -211,9 +215,8 @@ impl Pager {
         self.scope_key(id?).map(|key| &mut self.scopes[key])
     }
 
-    /// What each open scope has pinned.
-    pub(super) fn all_holdings(&self) -> impl Iterator<Item = (ScopeId, Vec<(PageRun, bool)>)> {
-        self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope.holdings.runs()))
+    pub(super) fn open_scopes(&self) -> impl Iterator<Item = (ScopeId, &Scope)> {
+        self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope))
     }
 
     /// Opens a scope, and gives what its pins are kept in. One that says how much it needs has to ask for it before it pins:
@@ -225,7 +228,7 @@ impl Pager {
         let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
         let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
         let scope = Scope {
-            label,
+            label: label.into(),
             priority,
             purse,
             coming,

@@ -131,3 +131,26 @@ fn regression_who_was_promised_the_frame_of_a_condemned_victim_gets_another() {
         assert_eq!((words[0].load().state, words[1].load().state), (State::Poisoned, State::Empty));
     }
 }
+
+/// Who holds what was looked for, page by page and under the latch, also where everybody waited for the disk.
+#[test]
+fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let reads = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
+    assert!(!pager.waits_for_others(reads));
+    let seen = pager.who_waits(9);
+    // A smaller budget, and a request for which there is no frame.
+    settle(&mut pager, &mut fx);
+    assert_eq!(words[0].load().pins, 1);
+    pager.set_frames(1, &mut fx);
+    let frames = ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
+    assert!(pager.waits_for_others(frames));
+    // What was seen is told without the pager.
+    let (waiters, total) = seen.told();
+    assert_eq!((waiters.len(), total, waiters[0].waits_for), (1, 1, WaitsFor::Moves));
+    assert!(waiters[0].holders.is_empty());
+    let (waiters, _) = pager.waiting(9);
+    assert_eq!(waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 1 });
+    assert_eq!(waiters[0].holders, [Holder { scope: None, pages: 1, writes: false }]);
+}

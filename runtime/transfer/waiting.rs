@@ -130,8 +130,9 @@ impl Engine {
     /// Who waits for what.
     pub(crate) fn waiting(&self) -> Waiting {
         let now = Instant::now();
-        let seen = self.with(|pager, _| pager.waiting(MOST));
-        let Some((waiters, total)) = seen else { return Waiting::default() };
+        // Every page is looked at, and so not under the latch.
+        let Some(seen) = self.look(|pager| pager.who_waits(MOST)) else { return Waiting::default() };
+        let (waiters, total) = seen.told();
         let since: Vec<Option<Instant>> = {
             let latched = self.latch.lock();
             waiters.iter().map(|waiter| latched.tickets.get(&waiter.id).map(|ticket| ticket.since())).collect()
