@@ -255,6 +255,39 @@ fn a_long_wait_is_in_the_statistics() {
     });
 }
 
+/// A budget that waited for guards to end was not among those who wait.
+#[test]
+fn regression_a_budget_that_waits_for_guards_can_be_seen() {
+    watched("a budget that waits", || {
+        let runtime = open(4);
+        let table = tensor(&runtime, 4);
+        let scope = runtime.scope().label("holder").open().unwrap();
+        let guard = scope.pin(&table).wait().unwrap();
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(2 * PAGE)));
+            while runtime.stats().long_waits.is_empty() {
+                progress();
+                thread::yield_now();
+            }
+            let waiting = runtime.waiting();
+            assert_eq!((waiting.total, runtime.stats().waiting), (1, 1), "{waiting}");
+            assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 2, budget: 2 });
+            let [holder] = &waiting.waiters[0].holders[..] else { panic!("{waiting}") };
+            assert_eq!((holder.scope.as_ref().unwrap().label.as_str(), holder.pages), ("holder", 4));
+            for text in [waiting.to_string(), runtime.stats().long_waits.to_string()] {
+                assert!(text.contains("a smaller budget has waited"), "{text}");
+                assert!(text.contains("to give back 2 frames (128.0 KiB)"), "{text}");
+                assert!(text.contains("\"holder\" (4 pages)"), "{text}");
+            }
+            drop(guard);
+            shrinks.join().unwrap().unwrap();
+        });
+        assert_eq!((runtime.waiting().total, runtime.stats().waiting), (0, 0));
+        drop(scope);
+        check_at_rest(runtime, vec![table], "a budget that waits");
+    });
+}
+
 /// A request for nearly all frames was not served for as long as small ones came.
 #[test]
 fn regression_a_large_request_is_passed_a_bounded_number_of_times() {

@@ -981,7 +981,7 @@ impl Pager {
 
     /// How many requests wait for what others hold.
     pub fn waiting_count(&self) -> usize {
-        self.standing
+        self.standing + self.shrinking.len()
     }
 
     /// Moves take too long: those of `waiting` that wait for one of them end with `error`. The moves go on, and what they

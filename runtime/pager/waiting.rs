@@ -46,6 +46,13 @@ pub enum WaitsFor {
     },
     /// A page that others have pinned, or wait for and came before.
     Page(PageId),
+    /// It wants nothing: a budget that was made smaller gives frames back as guards and scopes end.
+    Budget {
+        /// How many are still to be given back.
+        over: u32,
+        /// Frames of the budget.
+        budget: u32,
+    },
 }
 
 /// Who has pages pinned.
@@ -54,7 +61,8 @@ pub enum WaitsFor {
 pub struct Holder {
     /// The scope and its label; of pins outside of scopes nothing is known.
     pub scope: Option<(ScopeId, String)>,
-    /// How many pages, of those that are in the way, it has pinned.
+    /// How many pages, of those that are in the way, it has pinned, and how many frames it has set aside beside these, if
+    /// a budget waits for them.
     pub pages: u64,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
@@ -75,23 +83,37 @@ struct ScopeSeen {
     id: ScopeId,
     label: Arc<str>,
     holdings: Arc<Holdings>,
+    set_aside: u32,
 }
 
 impl Pager {
-    /// Requests that wait, in the order they are served, at most `most`, and how many there are in all.
+    /// Requests that wait, in the order they are served, at most `most` and those who wait for a smaller budget, and how many
+    /// there are in all.
     pub fn who_waits(&self, most: usize) -> WhoWaits {
         let mut ids: Vec<(Turn, RequestId)> = self
             .request_stages()
             .filter(|(_, stage, ..)| *stage != Stage::Shrinking as u8)
             .filter_map(|(id, ..)| self.request_stand(id).map(|(turn, ..)| (turn, id)))
             .collect();
-        let total = ids.len();
+        let total = ids.len() + self.shrinking.len();
         if ids.len() > most {
             ids.select_nth_unstable(most);
             ids.truncate(most);
         }
         ids.sort_unstable();
-        let waiters: Vec<Waiter> = ids.into_iter().filter_map(|(turn, id)| self.waiter(turn, id)).collect();
+        let asking = ids.into_iter().filter_map(|(turn, id)| self.waiter(turn, id));
+        let over = self.frames.existing().saturating_sub(self.frames.target);
+        let shrinking = self.shrinking.iter().map(|id| Waiter {
+            id: *id,
+            scope: None,
+            holds: false,
+            first: None,
+            pages: 0,
+            purpose: Purpose::Read,
+            waits_for: WaitsFor::Budget { over, budget: self.frames.target },
+            holders: Vec::new(),
+        });
+        let waiters: Vec<Waiter> = asking.chain(shrinking).collect();
         // Moves have no holders.
         let (mut words, mut scopes) = (Vec::new(), Vec::new());
         if waiters.iter().any(|waiter| waiter.waits_for != WaitsFor::Moves) {
@@ -108,7 +130,8 @@ impl Pager {
 
     /// Whether a request waits for anything but moves.
     pub fn waits_for_others(&self, id: RequestId) -> bool {
-        self.request_stand(id).is_some_and(|(_, frames, pages)| frames.is_some() || !pages.is_empty())
+        let stands = self.request_stand(id).is_some_and(|(_, frames, pages)| frames.is_some() || !pages.is_empty());
+        stands || self.shrinking.contains(&id)
     }
 
     fn waiter(&self, turn: Turn, id: RequestId) -> Option<Waiter> {
@@ -138,6 +161,7 @@ impl Pager {
             id,
             label: scope.label().clone(),
             holdings: scope.holdings().clone(),
+            set_aside: scope.purse + scope.coming,
         })
     }
 }
@@ -153,11 +177,12 @@ impl WhoWaits {
             waiter.holders = match waiter.waits_for {
                 WaitsFor::Moves => Vec::new(),
                 WaitsFor::Page(page) => {
-                    self.holders(&held, self.word(page).map(|word| (page, word)).into_iter())
+                    self.holders(&held, self.word(page).map(|word| (page, word)).into_iter(), false)
                 }
                 WaitsFor::Frames { .. } => {
-                    of_frames.get_or_insert_with(|| self.holders(&held, self.all_words())).clone()
+                    of_frames.get_or_insert_with(|| self.holders(&held, self.all_words(), false)).clone()
                 }
+                WaitsFor::Budget { .. } => self.holders(&held, self.all_words(), true),
             };
         }
         (waiters, self.total)
@@ -191,6 +216,7 @@ impl WhoWaits {
         &self,
         held: &HashMap<PageId, Vec<(usize, bool)>>,
         pages: impl Iterator<Item = (PageId, &'a PageWord)>,
+        with_purses: bool,
     ) -> Vec<Holder> {
         let mut holders: HashMap<Option<usize>, (u64, bool)> = HashMap::new();
         for (page, word) in pages {
@@ -211,6 +237,9 @@ impl WhoWaits {
                 let holder = holders.entry(None).or_default();
                 *holder = (holder.0 + 1, holder.1 || word.exclusive);
             }
+        }
+        for (number, scope) in self.scopes.iter().enumerate().filter(|(_, scope)| with_purses && scope.set_aside > 0) {
+            holders.entry(Some(number)).or_default().0 += u64::from(scope.set_aside);
         }
         let named = |number: usize| (self.scopes[number].id, self.scopes[number].label.to_string());
         let holder = |(number, (pages, writes)): (Option<usize>, _)| Holder { scope: number.map(named), pages, writes };
