@@ -230,6 +230,7 @@ impl Pager {
     fn remove_request(&mut self, key: usize) -> Request {
         let id = self.request_id(key);
         let request = self.requests.remove(key);
+        invariant!(request.stand == Stand::Nowhere, "{id:?} is over, and stands in {:?}", request.stand);
         for run in &request.runs {
             if let Some(table) = self.segments.get_mut(run.segment.index()) {
                 table.requests -= 1;
@@ -449,6 +450,12 @@ impl Pager {
     /// A fill this request waited for is done; the request holds its pin. `taken` if it was said to be taken up before.
     pub(super) fn page_ready(&mut self, id: RequestId, taken: bool, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
+        let Request { stage, remaining, untaken, .. } = self.requests[key];
+        invariant!(
+            stage == Stage::Filling && remaining > 0,
+            "{id:?} in {stage:?} waits for {remaining} fills, and one has ended"
+        );
+        invariant!(taken || untaken > 0, "{id:?} has heard of all fills that were taken up, and of one more");
         self.requests[key].remaining -= 1;
         if !taken {
             self.requests[key].untaken -= 1;
@@ -475,11 +482,15 @@ impl Pager {
         let awaited = |page: &PageId| self.filling.get(page).is_some_and(|fill| fill.waiters.contains(&id));
         let lent: Vec<PageId> = self.requests[key].pages().filter(awaited).collect();
         for (count, page) in lent.iter().enumerate() {
-            if self.word(*page).lend().is_err() {
-                // As many pins as a word counts. It waits for the ends of its fills, as others do.
-                lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
-                return;
+            let edge = self.word(*page).lend();
+            if edge == Ok(Claim::Won) {
+                continue;
             }
+            lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
+            // With as many pins as a word counts it waits for the ends of its fills, as others do. A page that is given up
+            // ends those who wait for its fill, and this is one of them.
+            self.took(*page, edge.map(drop), fx);
+            return;
         }
         let mut after = None;
         for page in lent {
@@ -516,6 +527,13 @@ impl Pager {
 
     fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
         let Request { terms, spent, cause, .. } = self.requests[key];
+        if cfg!(debug_assertions) {
+            let is_pinned = |page: &PageId| self.word(*page).load().pins > 0;
+            invariant!(
+                self.requests[key].pages().all(|page| is_pinned(&page)),
+                "{id:?} is granted without all its pins"
+            );
+        }
         let runs = std::mem::take(&mut self.requests[key].runs);
         self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write, spent);
         // The scope's now, until its pins end.
@@ -802,12 +820,17 @@ impl Pager {
                 }
                 State::Evicting if !writes && self.can_rescue() => {
                     let rescued = self.word(page).rescue();
-                    if self.took(page, rescued, fx) {
-                        self.transit -= 1;
-                        self.entered(page);
-                        self.appeared(page);
-                        pinned.push(page);
+                    // Its frame does not come, whatever it is now.
+                    self.transit -= 1;
+                    if !self.took(page, rescued, fx) {
+                        self.undo(&pinned, writes);
+                        let error = self.lost_error(page);
+                        self.end(id, error, fx);
+                        return Ok(());
                     }
+                    self.entered(page);
+                    self.appeared(page);
+                    pinned.push(page);
                 }
                 State::Evicting => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
                 // The copy of a victim that was rescued still reads the frame.
@@ -890,7 +913,11 @@ impl Pager {
             self.raise(page, Priority::Demand, fx);
         }
         for page in missing {
-            self.admit_fill(page, Some(id), writes, Priority::Demand, fx);
+            if !self.admit_fill(page, Some(id), writes, Priority::Demand, fx) {
+                let error = self.lost_error(page);
+                self.end(id, error, fx);
+                return Ok(());
+            }
         }
         if frames > 0 {
             self.ends_waiting(terms.scope, id);

@@ -73,7 +73,8 @@ impl Holdings {
     /// So many pages that were claimed are not pinned, or not any more.
     pub fn unclaim(&self, pages: u32) {
         if self.at_most.is_some() {
-            self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
+            let claimed = self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
+            invariant!(claimed >= u64::from(pages), "{pages} pages are given up, of {claimed} that were claimed");
         }
     }
 
@@ -184,11 +185,11 @@ impl Scope {
     pub(super) fn label(&self) -> &Arc<str> {
         &self.label
     }
-}
 
     pub(super) fn holdings(&self) -> &Arc<Holdings> {
         &self.holdings
     }
+}
 
 /// Scopes that hold pins and wait.
 #[derive(Debug, Default)]
