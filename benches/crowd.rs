@@ -1,5 +1,6 @@
 //! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
-//! the process until everybody was served, with a waker a task.
+//! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
+//! same for all, and grows.
 //!
 //! Parameters: `--frames` (16), `--most` (100000).
 
@@ -34,17 +35,29 @@ impl Wake for Task {
     }
 }
 
+/// What each task does.
+#[derive(Clone, Copy, PartialEq)]
+enum Does {
+    Reads,
+    Writes,
+    Grows,
+}
+
 /// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
-fn crowd(runtime: &Runtime, rows: &[Tensor], count: usize, write: bool) -> (f64, f64) {
+fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does: Does) -> (f64, f64) {
     let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
     let mut random = Random::new(count as u64);
     let mut tasks: Vec<Option<Pinning<'_>>> = (0..count)
         .map(|_| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
-            let pinning: Pinning<'_> = if write {
-                Box::pin(async move { runtime.pin_mut(row).await.map(drop) })
-            } else {
-                Box::pin(async move { runtime.pin(row).await.map(drop) })
+            let pinning: Pinning<'_> = match does {
+                Does::Writes => Box::pin(async move { runtime.pin_mut(row).await.map(drop) }),
+                Does::Reads => Box::pin(async move { runtime.pin(row).await.map(drop) }),
+                Does::Grows => Box::pin(async move {
+                    let scope = runtime.scope().open()?;
+                    let _holds = scope.pin(shared).await?;
+                    scope.pin(row).await.map(drop)
+                }),
             };
             Some(pinning)
         })
@@ -54,7 +67,8 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], count: usize, write: bool) -> (f64,
     let wakers: Vec<Waker> = (0..count).map(task).collect();
     // Nobody gets a page before everybody waits.
     let frames = rows.len() / 4;
-    let holds = runtime.pin_set(&rows[..frames]).wait().unwrap();
+    let held: Vec<Tensor> = rows[..frames - 1].iter().chain([shared]).cloned().collect();
+    let holds = runtime.pin_set(&held).wait().unwrap();
     let mut holds = Some(holds);
     let (cpu, start) = (cpu_seconds(), Instant::now());
     let mut next: Vec<usize> = (0..count).collect();
@@ -84,18 +98,19 @@ fn main() {
     let page = PageSize::new(Bytes::kib(64)).unwrap();
     let budget = Bytes::new(frames * page.bytes());
     let runtime = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).open().unwrap();
-    let table = runtime.alloc(DType::U8, &[4 * frames, page.bytes()]).unwrap();
+    let table = runtime.alloc(DType::U8, &[4 * frames + 1, page.bytes()]).unwrap();
     let rows: Vec<Tensor> = (0..4 * frames).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    let shared = table.rows(4 * frames..4 * frames + 1).unwrap();
     println!("tasks that wait for {frames} frames, CPU s (clock s); {hardware}");
     let mut results = Vec::new();
     for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
-        for write in [false, true] {
-            let (cpu, clock) = crowd(&runtime, &rows, count, write);
-            println!("  {count:6} {:6} {cpu:.2} ({clock:.2})", if write { "writes" } else { "reads" });
-            results.push(json!({ "tasks": count, "write": write, "cpu_s": cpu, "clock_s": clock }));
+        for (does, what) in [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows")] {
+            let (cpu, clock) = crowd(&runtime, &rows, &shared, count, does);
+            println!("  {count:6} {what:6} {cpu:.2} ({clock:.2})");
+            results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu, "clock_s": clock }));
         }
     }
-    drop((rows, table));
+    drop((rows, shared, table));
     runtime.close().unwrap();
     support::json_line(
         "crowd",

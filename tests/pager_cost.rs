@@ -6,10 +6,13 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::time::Instant;
 
 use outcore::pager::policy::{Policy, Take, Want};
-use outcore::pager::{Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, Unpin};
+use outcore::pager::{
+    Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, ScopeTerms, Submitted, Terms, TryPin, Unpin,
+};
 use outcore::{PageId, PageIndex, SegmentClass, SegmentId};
 
 thread_local! {
@@ -310,4 +313,76 @@ fn measure(policy: PolicyKind, plan: bool, held: bool, frames: u32) {
     let ns = start.elapsed().as_nanos() / u128::from(count);
     let name = format!("{policy}{}", if plan { ", declared" } else { "" });
     println!("| {name} | {frames} | {pages} | {held} | {ns} |");
+}
+
+/// Calls of the allocator, a scope, until each of `count` scopes that hold one page together has had one more, of four
+/// times as many as there are frames. `through_a_writer` if that is one that a scope which waits has locked.
+fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
+    let mut pager = Pager::new(config(16, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 67);
+    touch(&mut pager, &words, segment, 0);
+    let mut fx = Effects::default();
+    let writes = through_a_writer.then(|| {
+        touch(&mut pager, &words, segment, 65);
+        touch(&mut pager, &words, segment, 66);
+        // The last page is held outside of scopes.
+        assert_eq!(words[66].try_pin(), TryPin::Hit);
+        assert!(matches!(words[65].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        let _ = holdings.add(&[run(segment, 65)], true);
+        let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, 66)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+        (scope, holdings)
+    });
+    let before = CALLS.with(Cell::get);
+    let scopes: Vec<_> = (0..count)
+        .map(|_| {
+            let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+            assert_eq!(words[0].try_pin(), TryPin::Hit);
+            let _ = holdings.add(&[run(segment, 0)], false);
+            (scope, holdings)
+        })
+        .collect();
+    let mut waits = HashMap::new();
+    for (number, (scope, _)) in scopes.iter().enumerate() {
+        let page = if through_a_writer { 65 } else { 1 + number as u32 % 64 };
+        let terms = Terms { scope: Some(*scope), ..Terms::default() };
+        match pager.submit(&[run(segment, page)], terms, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, (number, page)),
+            Submitted::Ready(_) => panic!("it waits for a fill at least"),
+        };
+    }
+    if let Some((_, holdings)) = &writes {
+        holdings.remove(&[run(segment, 65)], true);
+        assert_eq!(words[65].unlock(), Unpin::Wanted);
+        pager.released(&[run(segment, 65)], &mut fx);
+    }
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), &mut fx);
+        }
+        let mut ended = Vec::new();
+        for (id, result) in std::mem::take(&mut fx.done) {
+            assert!(result.is_ok(), "nobody waits for ever: {result:?}");
+            ended.extend(waits.remove(&id));
+        }
+        assert!(!ended.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (number, page) in ended {
+            scopes[number].1.remove(&[run(segment, page)], false);
+            if words[page as usize].unpin() == Unpin::Wanted {
+                pager.released(&[run(segment, page)], &mut fx);
+            }
+        }
+    }
+    (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
+}
+
+/// Every completion tried every scope that waited and held something, and each that began to wait was looked for among all.
+#[test]
+fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
+    for through_a_writer in [false, true] {
+        let (few, many) = (calls_of_a_crowd(250, through_a_writer), calls_of_a_crowd(2000, through_a_writer));
+        println!("calls of the allocator for each of 250 scopes {few:.0}, of 2000 {many:.0}");
+        assert!(many < 1.5 * few, "each of 250 scopes made {few:.0} calls, and each of 2000 {many:.0}");
+    }
 }

@@ -116,6 +116,45 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
     });
 }
 
+/// The pages of a granted request of a scope that was forgotten stayed the scope's, after their tensor: a later tensor with
+/// the same number was taken for one that it had pinned, and what it had reserved and spent was lost.
+#[test]
+fn regression_a_request_of_a_scope_that_was_forgotten_concerns_no_later_tensor() {
+    watched("a forgotten request of a scope", || {
+        let runtime = open(4);
+        let other = tensor(&runtime, 4);
+        for reserved in [true, false] {
+            let scope = match reserved {
+                true => runtime.scope().reserve(Bytes::new(2 * PAGE)).wait().unwrap(),
+                false => runtime.scope().open().unwrap(),
+            };
+            let forgotten = tensor(&runtime, 2);
+            let first = row(&forgotten, 0);
+            let blocks = runtime.pin_mut(&first).wait().unwrap();
+            let mut writes = Box::new(scope.pin_mut(&forgotten));
+            assert!(poll(&mut writes, Waker::noop()).is_pending());
+            drop(blocks);
+            drop(first);
+            // The pages are there, one of them in a frame that was reserved, and nobody takes them.
+            while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
+                progress();
+                thread::yield_now();
+            }
+            std::mem::forget(writes);
+            assert_eq!(scope.held(), Bytes::new(2 * PAGE));
+            drop(forgotten);
+            assert_eq!(scope.held(), Bytes::new(0));
+            let later = tensor(&runtime, 2);
+            drop(scope.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+            // All that it reserved: the frames are its again.
+            drop(scope.pin(&other.rows(0..2).unwrap()).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
+        }
+        assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
+        drop(runtime.pin_mut(&other).wait().unwrap());
+        check_at_rest(runtime, vec![other], "a forgotten request of a scope");
+    });
+}
+
 /// Eight tasks with eight pins each, in scopes, in the room of eight pages: those who would wait for each other for ever
 /// are told, let go and try again, and everybody comes to the end.
 #[test]
@@ -213,6 +252,39 @@ fn a_long_wait_is_in_the_statistics() {
         drop(block_on(&mut waits).unwrap());
         drop((waits, scope));
         check_at_rest(runtime, vec![table, a, b], "a long wait");
+    });
+}
+
+/// A budget that waited for guards to end was not among those who wait.
+#[test]
+fn regression_a_budget_that_waits_for_guards_can_be_seen() {
+    watched("a budget that waits", || {
+        let runtime = open(4);
+        let table = tensor(&runtime, 4);
+        let scope = runtime.scope().label("holder").open().unwrap();
+        let guard = scope.pin(&table).wait().unwrap();
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(2 * PAGE)));
+            while runtime.stats().long_waits.is_empty() {
+                progress();
+                thread::yield_now();
+            }
+            let waiting = runtime.waiting();
+            assert_eq!((waiting.total, runtime.stats().waiting), (1, 1), "{waiting}");
+            assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 2, budget: 2 });
+            let [holder] = &waiting.waiters[0].holders[..] else { panic!("{waiting}") };
+            assert_eq!((holder.scope.as_ref().unwrap().label.as_str(), holder.pages), ("holder", 4));
+            for text in [waiting.to_string(), runtime.stats().long_waits.to_string()] {
+                assert!(text.contains("a smaller budget has waited"), "{text}");
+                assert!(text.contains("to give back 2 frames (128.0 KiB)"), "{text}");
+                assert!(text.contains("\"holder\" (4 pages)"), "{text}");
+            }
+            drop(guard);
+            shrinks.join().unwrap().unwrap();
+        });
+        assert_eq!((runtime.waiting().total, runtime.stats().waiting), (0, 0));
+        drop(scope);
+        check_at_rest(runtime, vec![table], "a budget that waits");
     });
 }
 
@@ -402,6 +474,68 @@ fn regression_a_scope_pins_at_once_what_it_reserved_also_where_the_budget_shrink
             shrinks.join().unwrap().unwrap();
         });
         check_at_rest(runtime, vec![table, five], "a set and a smaller budget");
+    });
+}
+
+/// A scope's second request waited for its first one, which had been granted meanwhile, without end and without a word. One
+/// after the other, the second was refused at once.
+#[test]
+fn regression_a_scope_whose_requests_wait_for_each_other_is_told() {
+    watched("one scope's own requests", || {
+        let runtime = open(4);
+        let a = tensor(&runtime, 1);
+        for written in [true, false] {
+            let scope = runtime.scope().label("both").open().unwrap();
+            let holds = runtime.pin_mut(&a).wait().unwrap();
+            let (mut writes, mut reads) = (scope.pin_mut(&a), scope.pin(&a));
+            if written {
+                assert!(poll(&mut writes, Waker::noop()).is_pending());
+                assert!(poll(&mut reads, Waker::noop()).is_pending());
+            } else {
+                assert!(poll(&mut reads, Waker::noop()).is_pending());
+                assert!(poll(&mut writes, Waker::noop()).is_pending());
+            }
+            drop(holds);
+            let error = if written {
+                let guard = block_on(&mut writes).unwrap();
+                let error = block_on(&mut reads).unwrap_err();
+                drop(guard);
+                error
+            } else {
+                let guard = block_on(&mut reads).unwrap();
+                let error = block_on(&mut writes).unwrap_err();
+                drop(guard);
+                error
+            };
+            assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
+            let what = if written { "which it has pinned to write itself" } else { "which it has pinned itself" };
+            let told = error.to_string();
+            assert!(told.contains(what) && told.contains("\"both\"") && !told.contains("each other"), "{error}");
+            assert!(error.advice().unwrap().contains("a scope of its own"), "{error}");
+        }
+        check_at_rest(runtime, vec![a], "one scope's own requests");
+    });
+}
+
+/// A scope that asks for more than the budget has beside what it holds was told that scopes wait for each other.
+#[test]
+fn regression_a_scope_that_holds_too_much_itself_is_told_so() {
+    watched("a scope alone", || {
+        let runtime = open(4);
+        let (a, b) = (tensor(&runtime, 2), tensor(&runtime, 3));
+        let scope = runtime.scope().label("alone").open().unwrap();
+        let holds = scope.pin(&a).wait().unwrap();
+        let error = scope.pin(&b).wait().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldDeadlock);
+        let told = error.to_string();
+        for part in ["holds 2 pages (128.0 KiB) itself", "3 pages (192.0 KiB) more", "a budget of 4 pages"] {
+            assert!(told.contains(part), "{part}: {error}");
+        }
+        assert!(!told.contains("each other"), "{error}");
+        drop(holds);
+        drop(scope.pin(&b).wait().unwrap());
+        drop(scope);
+        check_at_rest(runtime, vec![a, b], "a scope alone");
     });
 }
 

@@ -20,6 +20,8 @@ on_every_device! {
     streams_and_writers_share_pages
     requests_given_up_at_any_moment_leave_no_pin_behind
     closing_with_pins_of_streams_ends
+    regression_what_a_stream_still_uses_is_not_held_by_the_task
+    regression_scopes_that_stream_layers_are_told_nothing
     wrong_streams_are_refused
 }
 
@@ -165,6 +167,86 @@ fn closing_with_pins_of_streams_ends(devices: Devices) {
                 assert!(pages.iter().all(|page| page.device.pins == 0), "{setting:?}: {pages:?}");
             }
             drop((stream, tensors, model, after));
+            next_round(setting.on);
+        }
+    });
+}
+
+/// Pins whose guards were dropped counted as held by the task until the stream had passed: it was told that it would wait
+/// for itself.
+fn regression_what_a_stream_still_uses_is_not_held_by_the_task(devices: Devices) {
+    watched("regression_what_a_stream_still_uses_is_not_held_by_the_task", move || {
+        for on in devices.iter().copied() {
+            let page_size = outcore::PageSize::new(Bytes::new(PAGE)).unwrap();
+            let runtime = on.builder().page_size(page_size).device_budget(Bytes::new(2 * PAGE)).open().unwrap();
+            let tensors: Vec<Tensor> = (0..4).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
+            let stream = runtime.compute_stream().unwrap();
+            for (reserved, write) in [(false, false), (false, true), (true, false), (true, true)] {
+                let scope = match reserved {
+                    true => runtime.scope().label("layers").reserve(Bytes::new(2 * PAGE)).wait().unwrap(),
+                    false => runtime.scope().label("layers").open().unwrap(),
+                };
+                let (passes, passed) = std::sync::mpsc::channel::<()>();
+                let pin = scope.pin_device_on(&tensors[..2], &stream).wait().unwrap();
+                stream.call(move || passed.recv().unwrap());
+                match write {
+                    true => drop(pin),
+                    false => pin.unpin().unwrap(),
+                }
+                assert_eq!(scope.held(), Bytes::new(0));
+                // All frames of the budget are the stream's, and the scope waits for it, as others do.
+                let (mut reads, mut writes) =
+                    (scope.pin_device_on(&tensors[2..], &stream), scope.pin_device_mut(&tensors[..2]));
+                let waits = match write {
+                    true => harness::poll(&mut writes, Waker::noop()).is_pending(),
+                    false => harness::poll(&mut reads, Waker::noop()).is_pending(),
+                };
+                assert!(waits, "{on:?}: nobody but the stream can have passed");
+                passes.send(()).unwrap();
+                match write {
+                    true => drop(harness::block_on(&mut writes).unwrap()),
+                    false => drop(harness::block_on(&mut reads).unwrap()),
+                }
+                assert_eq!(runtime.stats().pager.deadlocks, 0);
+                drop((reads, writes));
+                stream.synchronize().unwrap();
+            }
+            // What was set aside is anybody's again.
+            drop(runtime.scope().reserve(Bytes::new(2 * PAGE)).wait().unwrap());
+            drop(stream);
+            check_at_rest(runtime, tensors, "what a stream still uses");
+        }
+    });
+}
+
+/// Scopes with one guard at a time, which a stream ends: more layers are on the streams than the budget holds.
+fn regression_scopes_that_stream_layers_are_told_nothing(devices: Devices) {
+    watched("regression_scopes_that_stream_layers_are_told_nothing", move || {
+        for setting in Setting::tiers(devices) {
+            let runtime = setting.builder(None).open().unwrap();
+            let tensors: Vec<Tensor> = (0..16).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
+            std::thread::scope(|threads| {
+                for thread in 0..3_usize {
+                    let (runtime, tensors) = (&runtime, &tensors);
+                    threads.spawn(move || {
+                        let scope = match thread {
+                            0 => runtime.scope().reserve(Bytes::new(2 * PAGE)).wait().unwrap(),
+                            _ => runtime.scope().open().unwrap(),
+                        };
+                        let stream = runtime.compute_stream().unwrap();
+                        for step in 0..60 {
+                            harness::progress();
+                            let at = (2 * step + 7 * thread) % 15;
+                            let pin = scope.pin_device_on(&tensors[at..at + 2], &stream).wait().unwrap();
+                            stream.call(std::thread::yield_now);
+                            drop(pin);
+                        }
+                        stream.synchronize().unwrap();
+                    });
+                }
+            });
+            assert_eq!(runtime.stats().pager.deadlocks, 0, "{setting:?}");
+            check_at_rest(runtime, tensors, &format!("{setting:?}"));
             next_round(setting.on);
         }
     });

@@ -7,7 +7,7 @@
 //! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
 //! readers who come one after the other do not keep it from all of them together.
 
-use super::line::{Class, Line, Turn};
+use super::line::{Class, Line, Source, Turn};
 use super::policy::Want;
 use super::scope::pages_of;
 use super::state::{Claim, State, TryPin};
@@ -63,9 +63,10 @@ pub(super) enum Stage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Stand {
     Nowhere,
-    /// In the line for frames, wanting so many, and the count it joined at.
+    /// In the line for frames, wanting so many of these, and the count it joined at.
     Frames {
         need: u32,
+        source: Source,
         joined: u64,
     },
     /// In the lines of these pages, with the counts it joined at. The first one is in its way.
@@ -75,7 +76,12 @@ enum Stand {
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocked {
-    Frames(u32),
+    /// So many frames are missing. At most `room` could be had by anybody that grows, and fewer by those who want pages
+    /// that would have to go for that.
+    Frames {
+        need: u32,
+        room: u32,
+    },
     Page(PageId),
 }
 
@@ -226,6 +232,7 @@ impl Pager {
     fn remove_request(&mut self, key: usize) -> Request {
         let id = self.request_id(key);
         let request = self.requests.remove(key);
+        invariant!(request.stand == Stand::Nowhere, "{id:?} is over, and stands in {:?}", request.stand);
         for run in &request.runs {
             if let Some(table) = self.segments.get_mut(run.segment.index()) {
                 table.requests -= 1;
@@ -446,6 +453,12 @@ impl Pager {
     /// A fill this request waited for is done; the request holds its pin. `taken` if it was said to be taken up before.
     pub(super) fn page_ready(&mut self, id: RequestId, taken: bool, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
+        let Request { stage, remaining, untaken, .. } = self.requests[key];
+        invariant!(
+            stage == Stage::Filling && remaining > 0,
+            "{id:?} in {stage:?} waits for {remaining} fills, and one has ended"
+        );
+        invariant!(taken || untaken > 0, "{id:?} has heard of all fills that were taken up, and of one more");
         self.requests[key].remaining -= 1;
         if !taken {
             self.requests[key].untaken -= 1;
@@ -472,11 +485,15 @@ impl Pager {
         let awaited = |page: &PageId| self.filling.get(page).is_some_and(|fill| fill.waiters.contains(&id));
         let lent: Vec<PageId> = self.requests[key].pages().filter(awaited).collect();
         for (count, page) in lent.iter().enumerate() {
-            if self.word(*page).lend().is_err() {
-                // As many pins as a word counts. It waits for the ends of its fills, as others do.
-                lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
-                return;
+            let edge = self.word(*page).lend();
+            if edge == Ok(Claim::Won) {
+                continue;
             }
+            lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
+            // With as many pins as a word counts it waits for the ends of its fills, as others do. A page that is given up
+            // ends those who wait for its fill, and this is one of them.
+            self.took(*page, edge.map(drop), fx);
+            return;
         }
         let mut after = None;
         for page in lent {
@@ -513,8 +530,15 @@ impl Pager {
 
     fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
         let Request { terms, spent, cause, .. } = self.requests[key];
+        if cfg!(debug_assertions) {
+            let is_pinned = |page: &PageId| self.word(*page).load().pins > 0;
+            invariant!(
+                self.requests[key].pages().all(|page| is_pinned(&page)),
+                "{id:?} is granted without all its pins"
+            );
+        }
         let runs = std::mem::take(&mut self.requests[key].runs);
-        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write);
+        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write, spent);
         // The scope's now, until its pins end.
         self.requests[key].claimed = 0;
         self.requests[key].runs = runs;
@@ -546,12 +570,12 @@ impl Pager {
 
     /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer.
     pub(super) fn appeared(&mut self, page: PageId) {
-        // Then new ones go in turn, and scopes that grow are tried each time.
-        if self.frame_line.line.barring().is_some() {
-            return;
-        }
         let Some(waiting) = self.absent.get(&page) else { return };
-        for id in waiting.clone() {
+        // New ones go in turn then.
+        let barred = self.frame_line.line.barring().is_some();
+        let waiting: Vec<RequestId> =
+            waiting.iter().take_while(|(new, _)| !(*new && barred)).map(|(_, id)| *id).collect();
+        for id in waiting {
             let Some(key) = self.request_key(id) else { continue };
             let turn = self.requests[key].turn;
             let Stand::Frames { need, .. } = &mut self.requests[key].stand else { continue };
@@ -608,22 +632,32 @@ impl Pager {
     }
 
     /// Tries those for whom frames may be enough. Whether one of them went on.
+    ///
+    /// Those that grow are tried in turn, past each other: none waits for those before it. One that fails says how many frames
+    /// there can be, and whoever wants more is not tried.
     fn serve_frames(&mut self, fx: &mut Effects) -> bool {
         if self.frame_line.line.is_empty() {
             return false;
         }
-        let mut tried: Vec<RequestId> = Vec::new();
-        for id in self.frame_line.candidates() {
-            if !tried.contains(&id) {
-                tried.push(id);
+        let (mut behind, mut most) = (None, u32::MAX);
+        while let Some((turn, id)) = self.frame_line.next_growing(behind, most) {
+            behind = Some(turn);
+            match self.fails_again(id, fx) {
+                Some(room) => most = most.min(room),
+                None => return true,
             }
         }
-        tried.into_iter().any(|id| {
-            let stood = self.request_stand(id).and_then(|(_, frames, _)| frames);
-            let blocked = self.attempt(id, fx);
-            // One that turned out to want another number hid others.
-            !matches!(blocked, Some(Blocked::Frames(need)) if Some(need) == stood)
-        })
+        self.frame_line.next_new().any(|id| self.fails_again(id, fx).is_none())
+    }
+
+    /// Tries one who waits for frames. If it wants as many as before and does not get them, how many there can be: one that
+    /// turned out to want another number hid others.
+    fn fails_again(&mut self, id: RequestId, fx: &mut Effects) -> Option<u32> {
+        let stood = self.request_stand(id).and_then(|(_, frames, _)| frames);
+        match self.attempt(id, fx) {
+            Some(Blocked::Frames { need, room }) if Some(need) == stood => Some(room),
+            _ => None,
+        }
     }
 
     /// Admits a request, or has it stand in the line of what is in its way, which is returned.
@@ -642,8 +676,13 @@ impl Pager {
 
     /// Has a request stand in line, if it does not already.
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
+        let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            (Stand::Frames { need, .. }, Blocked::Frames(now)) if *need == now => return,
+            (Stand::Frames { need, source: before, .. }, Blocked::Frames { need: now, .. })
+                if *need == now && *before == source =>
+            {
+                return;
+            }
             (Stand::Pages(pages), Blocked::Page(page))
                 if self.requests[key].writes() || pages.iter().any(|(other, _)| *other == page) =>
             {
@@ -655,14 +694,14 @@ impl Pager {
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
-            Blocked::Frames(need) => {
+            Blocked::Frames { need, .. } => {
                 for page in self.requests[key].pages() {
                     if self.word(page).load().state == State::Empty {
-                        self.absent.entry(page).or_default().insert(id);
+                        self.absent.entry(page).or_default().insert((source == Source::New, id));
                     }
                 }
                 self.gate.close();
-                Stand::Frames { need, joined: self.frame_line.join(turn, id, left, need) }
+                Stand::Frames { need, source, joined: self.frame_line.join(turn, id, left, need, source) }
             }
             Blocked::Page(page) => {
                 let pages: Vec<PageId> =
@@ -680,6 +719,17 @@ impl Pager {
         self.standing += 1;
     }
 
+    /// Which frames a request may get.
+    fn source_of(&self, key: usize) -> Source {
+        let Request { turn, terms, .. } = &self.requests[key];
+        match turn.class {
+            Class::Interactive | Class::Batch => Source::New,
+            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
+            Class::Growing if terms.never_refused => Source::Floor,
+            Class::Growing => Source::Growth,
+        }
+    }
+
     /// Has a request leave the lines it stands in.
     fn step_out(&mut self, id: RequestId, key: usize) {
         let turn = self.requests[key].turn;
@@ -688,11 +738,11 @@ impl Pager {
         self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
         match stand {
             Stand::Nowhere => {}
-            Stand::Frames { need, joined } => {
-                passed = self.frame_line.leave(turn, joined, need);
+            Stand::Frames { need, source, joined } => {
+                passed = self.frame_line.leave(turn, joined, need, source);
                 for page in self.requests[key].pages() {
                     if let Some(waiting) = self.absent.get_mut(&page) {
-                        waiting.remove(&id);
+                        waiting.remove(&(source == Source::New, id));
                         if waiting.is_empty() {
                             self.absent.remove(&page);
                         }
@@ -728,7 +778,7 @@ impl Pager {
         }
         if self.frame_line.line.bars(turn) {
             let missing = pages.iter().filter(|page| self.word(**page).load().state == State::Empty).count();
-            return Some(Blocked::Frames(missing as u32));
+            return Some(Blocked::Frames { need: missing as u32, room: u32::MAX });
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
@@ -773,12 +823,17 @@ impl Pager {
                 }
                 State::Evicting if !writes && self.can_rescue() => {
                     let rescued = self.word(page).rescue();
-                    if self.took(page, rescued, fx) {
-                        self.transit -= 1;
-                        self.entered(page);
-                        self.appeared(page);
-                        pinned.push(page);
+                    // Its frame does not come, whatever it is now.
+                    self.transit -= 1;
+                    if !self.took(page, rescued, fx) {
+                        self.undo(&pinned, writes);
+                        let error = self.lost_error(page);
+                        self.end(id, error, fx);
+                        return Ok(());
                     }
+                    self.entered(page);
+                    self.appeared(page);
+                    pinned.push(page);
                 }
                 State::Evicting => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
                 // The copy of a victim that was rescued still reads the frame.
@@ -806,7 +861,14 @@ impl Pager {
             }
         }
         let needed = missing.len() as u32 + frames;
-        let spent = self.scope(terms.scope).map_or(0, |scope| scope.purse).min(missing.len() as u32);
+        let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.purse, scope.declared));
+        let spent = purse.min(missing.len() as u32);
+        if blocked.is_none() && declared > 0 && needed > spent {
+            // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
+            // frame. Pins that end behind a stream would else add up to more than it declared.
+            let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
+            blocked = Some((Blocked::Frames { need: needed - spent, room: u32::MAX }, cause));
+        }
         let floor = if terms.never_refused { 0 } else { self.floor };
         // What is paid from the purse is there, whatever a smaller budget waits for.
         while blocked.is_none()
@@ -815,7 +877,10 @@ impl Pager {
         {
             if !self.reclaim(Want::Demand, fx) {
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
-                blocked = Some((Blocked::Frames(needed - spent), cause));
+                // What it would pin itself could go for others.
+                let own = pinned.iter().filter(|page| self.word(**page).load().pins == 1).count() as u32;
+                let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + floor);
+                blocked = Some((Blocked::Frames { need: needed - spent, room: there + own }, cause));
             }
         }
         if let Some(blocked) = blocked {
@@ -851,7 +916,11 @@ impl Pager {
             self.raise(page, Priority::Demand, fx);
         }
         for page in missing {
-            self.admit_fill(page, Some(id), writes, Priority::Demand, fx);
+            if !self.admit_fill(page, Some(id), writes, Priority::Demand, fx) {
+                let error = self.lost_error(page);
+                self.end(id, error, fx);
+                return Ok(());
+            }
         }
         if frames > 0 {
             self.ends_waiting(terms.scope, id);
@@ -889,7 +958,7 @@ impl Pager {
         self.requests[key].turn.class = Class::Growing;
         match stood {
             Stand::Nowhere => {}
-            Stand::Frames { need, .. } => self.stand(id, key, Blocked::Frames(need)),
+            Stand::Frames { need, .. } => self.stand(id, key, Blocked::Frames { need, room: u32::MAX }),
             Stand::Pages(pages) => {
                 if let Some((page, _)) = pages.first() {
                     self.stand(id, key, Blocked::Page(*page));
@@ -942,7 +1011,7 @@ impl Pager {
 
     /// How many requests wait for what others hold.
     pub fn waiting_count(&self) -> usize {
-        self.standing
+        self.standing + self.shrinking.len()
     }
 
     /// Moves take too long: those of `waiting` that wait for one of them end with `error`. The moves go on, and what they

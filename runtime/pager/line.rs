@@ -8,6 +8,7 @@
 //! line is.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 use crate::ids::RequestId;
 
@@ -57,7 +58,8 @@ impl Line {
     /// Joins; it may be passed `part` more times in this line. Returns the count to [leave](Self::leave) with.
     pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32) -> u64 {
         let limit = self.passes + u64::from(part);
-        self.turns.insert(turn, (id, limit));
+        let before = self.turns.insert(turn, (id, limit));
+        invariant!(before.is_none(), "{turn:?} joins a line twice");
         self.ages.insert(turn.age);
         self.limits.insert((limit, turn.age));
         self.bar();
@@ -66,11 +68,21 @@ impl Line {
 
     /// Leaves. Returns how often it was passed since it joined.
     pub(super) fn leave(&mut self, turn: Turn, joined: u64) -> u32 {
+        invariant!(self.turns.contains_key(&turn), "{turn:?} leaves a line that it does not stand in");
+        invariant!(joined <= self.passes, "{turn:?} joined at pass {joined} of {}", self.passes);
         if let Some((_, limit)) = self.turns.remove(&turn) {
             self.limits.remove(&(limit, turn.age));
         }
         self.ages.remove(&turn.age);
         self.barring.remove(&turn.age);
+        invariant!(
+            self.turns.len() == self.ages.len() && self.turns.len() == self.limits.len() + self.barring.len(),
+            "a line of {} has {} ages, {} limits and {} that must not be passed",
+            self.turns.len(),
+            self.ages.len(),
+            self.limits.len(),
+            self.barring.len()
+        );
         self.passed_since(joined)
     }
 
@@ -103,7 +115,7 @@ impl Line {
     pub(super) fn next(&self, behind: Option<Turn>) -> Option<(Turn, RequestId)> {
         let next = match behind {
             None => self.turns.first_key_value(),
-            Some(turn) => self.turns.range((std::ops::Bound::Excluded(turn), std::ops::Bound::Unbounded)).next(),
+            Some(turn) => self.turns.range((Bound::Excluded(turn), Bound::Unbounded)).next(),
         };
         next.map(|(turn, (id, _))| (*turn, *id))
     }
@@ -132,36 +144,97 @@ pub(super) struct FrameLine {
     pub(super) line: Line,
     /// New ones by how many frames they want.
     new: BTreeSet<(u32, Turn)>,
+    /// Those that grow, in turn, by how many frames they want.
+    growing: BTreeMap<u32, BTreeSet<Turn>>,
+    /// Those that have the floor as well.
+    with_floor: BTreeSet<Turn>,
+    /// How many wait for their scope's purse.
+    with_purse: usize,
+}
+
+/// Which frames a request waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    /// Any, in line with others.
+    New,
+    /// Any, past new ones.
+    Growth,
+    /// The floor's too.
+    Floor,
+    /// Those of its scope's purse: it is tried when one comes, and not with the line.
+    Purse,
 }
 
 impl FrameLine {
-    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, need: u32) -> u64 {
-        if turn.class != Class::Growing {
-            self.new.insert((need, turn));
-        }
+    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, need: u32, source: Source) -> u64 {
+        let new = match source {
+            Source::New => self.new.insert((need, turn)),
+            Source::Growth => self.growing.entry(need).or_default().insert(turn),
+            Source::Floor => self.with_floor.insert(turn),
+            Source::Purse => {
+                self.with_purse += 1;
+                true
+            }
+        };
+        invariant!(new, "{turn:?} joins the line for frames twice");
+        invariant!((source == Source::New) == (turn.class != Class::Growing), "{turn:?} waits for {source:?}");
         self.line.join(turn, id, part)
     }
 
-    pub(super) fn leave(&mut self, turn: Turn, joined: u64, need: u32) -> u32 {
-        self.new.remove(&(need, turn));
-        self.line.leave(turn, joined)
+    pub(super) fn leave(&mut self, turn: Turn, joined: u64, need: u32, source: Source) -> u32 {
+        let was = match source {
+            Source::New => self.new.remove(&(need, turn)),
+            Source::Growth => self.shrink(need, turn),
+            Source::Floor => self.with_floor.remove(&turn),
+            Source::Purse => {
+                let was = self.with_purse > 0;
+                self.with_purse -= usize::from(was);
+                was
+            }
+        };
+        invariant!(was, "{turn:?} leaves a line for frames that it does not stand in");
+        let passed = self.line.leave(turn, joined);
+        invariant!(
+            !self.line.is_empty() || self.new.is_empty() && self.growing.is_empty() && self.with_purse == 0,
+            "who waits for frames, by how many, outlives the line"
+        );
+        passed
+    }
+
+    fn shrink(&mut self, need: u32, turn: Turn) -> bool {
+        let Some(turns) = self.growing.get_mut(&need) else { return false };
+        let was = turns.remove(&turn);
+        if turns.is_empty() {
+            self.growing.remove(&need);
+        }
+        was
     }
 
     /// It wants another number of frames now.
     pub(super) fn wants(&mut self, turn: Turn, before: u32, need: u32) {
         if self.new.remove(&(before, turn)) {
             self.new.insert((need, turn));
+        } else if self.shrink(before, turn) {
+            self.growing.entry(need).or_default().insert(turn);
         }
     }
 
-    /// Who could go on if anybody can. Every one that grows: which of them can depends on what each holds, and none may wait
-    /// for those before it. Of new ones who must not be passed again, the first, and the one that wants the fewest frames.
-    pub(super) fn candidates(&self) -> impl Iterator<Item = RequestId> {
-        let growing =
-            self.line.turns.iter().take_while(|(turn, _)| turn.class == Class::Growing).map(|(_, (id, _))| *id);
+    /// The next that grows, behind `turn` and in turn, of those that want at most so many frames, or have the floor.
+    pub(super) fn next_growing(&self, behind: Option<Turn>, most: u32) -> Option<(Turn, RequestId)> {
+        let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let among = self.growing.range(..=most).map(|(_, turns)| turns).chain([&self.with_floor]);
+        let next = among.filter_map(|turns| turns.range(rest).next()).min()?;
+        self.line.get(*next).map(|id| (*next, id))
+    }
+
+    /// Of new ones who could go on if any of them can: who must not be passed again, the first, and the one that wants the
+    /// fewest frames.
+    pub(super) fn next_new(&self) -> impl Iterator<Item = RequestId> + use<> {
         let least = self.new.first().and_then(|(_, turn)| self.line.get(*turn));
         let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })).map(|(_, id)| id);
-        growing.chain([self.line.barring(), first, least].into_iter().flatten())
+        let first = first.filter(|first| self.line.barring() != Some(*first));
+        let least = least.filter(|least| self.line.barring() != Some(*least) && first != Some(*least));
+        [self.line.barring(), first, least].into_iter().flatten()
     }
 }
 

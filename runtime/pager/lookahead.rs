@@ -73,7 +73,7 @@ impl Pager {
                 return false;
             }
         }
-        self.admit_fill(page, None, false, Priority::Prefetch, fx);
+        let _ = self.admit_fill(page, None, false, Priority::Prefetch, fx);
         true
     }
 }

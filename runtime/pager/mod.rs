@@ -77,7 +77,7 @@ pub use pin::Gate;
 pub use policy::{Policy, PolicyKind};
 pub use scope::{Holdings, ScopePriority, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
-pub use waiting::{Holder, Waiter, WaitsFor};
+pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 
 use admit::Request;
 pub(crate) use admit::closing;
@@ -378,8 +378,8 @@ pub struct Pager {
     frame_line: FrameLine,
     /// Requests that wait for pages, by page; only lines in which somebody stands.
     page_lines: HashMap<PageId, Line>,
-    /// Absent pages, and who waits for frames for them.
-    absent: HashMap<PageId, BTreeSet<RequestId>>,
+    /// Absent pages, and who waits for frames for them: those that grow, then new ones.
+    absent: HashMap<PageId, BTreeSet<(bool, RequestId)>>,
     /// Pages to whose lines something has happened.
     moved: Vec<PageId>,
     /// Requests that wait for no frame any more.
@@ -394,8 +394,12 @@ pub struct Pager {
     purses: u32,
     /// Frames on their way to purses.
     coming: u32,
+    /// The scopes whose purses these are.
+    coming_to: BTreeSet<usize>,
     /// Frames that purses are owed.
     owed: u32,
+    /// The scopes whose purses these are.
+    owed_to: BTreeSet<usize>,
     /// What open scopes have declared, spent or not.
     declared: u32,
     /// Frames kept for requests that can never be refused.
@@ -495,7 +499,9 @@ impl Pager {
             grown: Vec::new(),
             purses: 0,
             coming: 0,
+            coming_to: BTreeSet::new(),
             owed: 0,
+            owed_to: BTreeSet::new(),
             declared: 0,
             floor: 0,
             shrinking: Vec::new(),

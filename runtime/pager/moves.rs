@@ -230,8 +230,8 @@ impl Pager {
         self.awaiting.insert(at, page);
     }
 
-    /// Begins the fill of an empty page: it has a frame now, or one on its way.
-    /// `locked` if whoever waits for it writes.
+    /// Begins the fill of an empty page: it has a frame now, or one on its way. `locked` if whoever waits for it writes.
+    /// Whether there is a fill to wait for: not of a page that had to be given up.
     pub(super) fn admit_fill(
         &mut self,
         page: PageId,
@@ -239,11 +239,11 @@ impl Pager {
         locked: bool,
         priority: Priority,
         fx: &mut Effects,
-    ) {
+    ) -> bool {
         // The caller saw Empty under this hold of the latch.
         let begun = self.word(page).begin_fill();
         if !self.took(page, begun, fx) {
-            return;
+            return false;
         }
         self.appeared(page);
         if priority > Priority::WriteBack {
@@ -256,6 +256,7 @@ impl Pager {
             Some(frame) => self.start_fill(page, frame, fx),
             None => self.enqueue_awaiting(page, priority),
         }
+        true
     }
 
     /// The device has taken up the copy of a fill: it cannot be refused any more, the bytes have been checked, and they are
@@ -307,12 +308,13 @@ impl Pager {
         let dirty = matches!(from, Place::Host(_)) && self.entry(page).host_dirty();
         if let Err(error) = result {
             self.policy.removed(page);
-            if self.word(page).fill_err() == Ok(Claim::Blocked) {
+            let ended = self.word(page).fill_err();
+            if ended == Ok(Claim::Blocked) {
                 let priority = Priority::Demand;
                 let spoiled = Fill { moving: None, priority, failed: Some(error.clone()), ..fill };
                 self.filling.insert(page, spoiled);
                 self.spoiled.push(page);
-            } else {
+            } else if self.took(page, ended.map(drop), fx) {
                 self.unfilled(page, frame, fx);
             }
             for waiter in waiters {
@@ -382,13 +384,19 @@ impl Pager {
         if self.spoiled.is_empty() {
             return;
         }
-        let (free, lent): (Vec<_>, Vec<_>) = std::mem::take(&mut self.spoiled)
-            .into_iter()
-            .partition(|page| self.word(*page).fill_err() != Ok(Claim::Blocked));
-        self.spoiled = lent;
-        for page in free {
+        let mut ended = Vec::new();
+        for page in std::mem::take(&mut self.spoiled) {
+            match self.word(page).fill_err() {
+                Ok(Claim::Blocked) => self.spoiled.push(page),
+                edge => ended.push((page, edge.map(drop))),
+            }
+        }
+        for (page, edge) in ended {
             self.filling.remove(&page);
-            if let Some(frame) = self.entry(page).frame() {
+            // The frame of a page of which nothing is known stays its own.
+            if self.took(page, edge, fx)
+                && let Some(frame) = self.entry(page).frame()
+            {
                 self.unfilled(page, frame, fx);
             }
             self.changed(page);
@@ -606,6 +614,10 @@ impl Pager {
         self.cancel_all_of(segment, fx);
         if let Some(table) = self.segments.get_mut(segment.index()) {
             table.dying = true;
+            // Guards and requests keep their segment, so nobody has these any more.
+            if table.words.iter().any(|word| word.load().pins > 0) {
+                self.forget_pins_of(segment);
+            }
         }
         self.hints.retain(|page| page.segment != segment);
         self.reap_segment(segment, fx);

@@ -77,6 +77,10 @@ pub fn page(gate: &Gate, page: PageId, word: &PageWord, purpose: Purpose) -> Opt
 
 /// Pins every page of `runs`, of which no two have one in common, or none.
 pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl FnMut(Access)) -> Pinned {
+    invariant!(
+        runs.iter().all(|(run, words)| run.count as usize == words.len()),
+        "a run has not as many words as pages"
+    );
     if let [(run, [word])] = runs {
         let Some(used) = page(gate, PageId { segment: run.segment, index: run.first }, word, purpose) else {
             return Pinned::None { wanted: false };

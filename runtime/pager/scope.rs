@@ -11,8 +11,12 @@
 //! or a purse, and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
 //! by locks of pages. Whoever remains waits for each other for ever: one of them gets
 //! [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends.
+//!
+//! Before a scope waits there is no circle, so a new one goes through this scope. It is looked at first: with what all of
+//! the others hold, are there frames for it, and for those whose pages it waits for, and for those whose pages these wait
+//! for? If that comes to an end everywhere, all go on in the other direction, and nobody else is looked at.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::sync::Arc;
 
@@ -20,7 +24,7 @@ use parking_lot::Mutex;
 
 use super::{Effects, PageRun, Pager, Purpose};
 use crate::error::{Error, ErrorKind};
-use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Which scopes and pins are served first.
@@ -69,7 +73,8 @@ impl Holdings {
     /// So many pages that were claimed are not pinned, or not any more.
     pub fn unclaim(&self, pages: u32) {
         if self.at_most.is_some() {
-            self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
+            let claimed = self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
+            invariant!(claimed >= u64::from(pages), "{pages} pages are given up, of {claimed} that were claimed");
         }
     }
 
@@ -83,6 +88,15 @@ impl Holdings {
             held.pages += run.count;
         }
         held.waiting > 0
+    }
+
+    /// A segment goes that has pins nobody can end, because their guards or requests were forgotten: they are not held.
+    fn forget(&self, segment: SegmentId) {
+        let mut held = self.held.lock();
+        let before = held.pages;
+        held.runs.retain(|(run, _)| run.segment != segment);
+        held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
+        self.unclaim(before - held.pages);
     }
 
     /// Takes them away again. Called before the pins end, so that what is listed here is pinned.
@@ -108,7 +122,7 @@ impl Holdings {
         self.held.lock().runs.is_empty()
     }
 
-    fn runs(&self) -> Vec<(PageRun, bool)> {
+    pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
         self.held.lock().runs.clone()
     }
 
@@ -146,7 +160,7 @@ pub struct ScopeTerms {
 /// A scope that is open.
 #[derive(Debug)]
 pub(super) struct Scope {
-    label: String,
+    label: Arc<str>,
     pub(super) priority: ScopePriority,
     /// Frames set aside for it and not spent.
     pub(super) purse: u32,
@@ -156,6 +170,8 @@ pub(super) struct Scope {
     pub(super) owed: u32,
     /// All frames that were set aside for it, spent or not.
     pub(super) declared: u32,
+    /// What it has spent of them on pins that have been granted, by the first run of these.
+    paid: Vec<(PageRun, u32)>,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
@@ -166,16 +182,20 @@ pub(super) struct Scope {
 }
 
 impl Scope {
-    pub(super) fn label(&self) -> &str {
+    pub(super) fn label(&self) -> &Arc<str> {
         &self.label
+    }
+
+    pub(super) fn holdings(&self) -> &Arc<Holdings> {
+        &self.holdings
     }
 }
 
 /// Scopes that hold pins and wait.
 #[derive(Debug, Default)]
 pub(super) struct Stuck {
-    /// By how many of them a page is held.
-    pages: HashMap<PageId, u32>,
+    /// Who of them holds a page. What they have let go of since they began to wait may still be here.
+    pages: HashMap<PageId, HashSet<usize>>,
 }
 
 impl Pager {
@@ -196,9 +216,8 @@ impl Pager {
         self.scope_key(id?).map(|key| &mut self.scopes[key])
     }
 
-    /// What each open scope has pinned.
-    pub(super) fn all_holdings(&self) -> impl Iterator<Item = (ScopeId, Vec<(PageRun, bool)>)> {
-        self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope.holdings.runs()))
+    pub(super) fn open_scopes(&self) -> impl Iterator<Item = (ScopeId, &Scope)> {
+        self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope))
     }
 
     /// Opens a scope, and gives what its pins are kept in. One that says how much it needs has to ask for it before it pins:
@@ -210,12 +229,13 @@ impl Pager {
         let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
         let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
         let scope = Scope {
-            label,
+            label: label.into(),
             priority,
             purse,
             coming,
             owed,
             declared,
+            paid: Vec::new(),
             reserving,
             holdings: holdings.clone(),
             waiting,
@@ -240,12 +260,17 @@ impl Pager {
         self.coming -= scope.coming;
         self.owed -= scope.owed;
         self.declared -= scope.declared;
+        self.coming_to.remove(&key);
+        self.owed_to.remove(&key);
+        invariant!(scope.counted.is_empty() && scope.waiting.is_empty(), "{id:?} has ended and waits");
         self.pump(fx);
     }
 
     /// So many frames, free or in transit, are to be this scope's.
     pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
-        if let Some(scope) = self.scope_mut(id) {
+        let Some(key) = id.and_then(|id| self.scope_key(id)) else { return };
+        self.coming_to.insert(key);
+        if let Some(scope) = self.scopes.get_mut(key) {
             scope.coming += frames;
             scope.declared += frames;
             scope.reserving = Some(request);
@@ -260,39 +285,76 @@ impl Pager {
         let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
         let declared = std::mem::take(&mut scope.declared);
         scope.reserving = None;
+        let waiting = scope.waiting.clone();
         self.purses -= purse;
         self.coming -= coming;
         self.declared -= declared;
+        if let Some(key) = id.and_then(|id| self.scope_key(id)) {
+            self.coming_to.remove(&key);
+        }
+        // They wait for frames in line now.
+        self.nearly.extend(waiting);
     }
 
     /// Puts free frames into the purses they are meant for. Returns the request that has all its frames now, if there is one.
     pub(super) fn take_aside(&mut self) -> Option<RequestId> {
         while self.coming > 0 && self.frames.free_count() > self.purses {
-            let (_, scope) = self.scopes.iter_mut().find(|(_, scope)| scope.coming > 0)?;
+            let key = *self.coming_to.first()?;
+            let scope = &mut self.scopes[key];
             (scope.coming, scope.purse) = (scope.coming - 1, scope.purse + 1);
             (self.coming, self.purses) = (self.coming - 1, self.purses + 1);
+            invariant!(
+                scope.purse + scope.coming + scope.owed <= scope.declared,
+                "a purse holds more than was declared"
+            );
             // Its own frames may be what it waits for.
             self.nearly.extend(&scope.waiting);
-            if scope.coming == 0
-                && let Some(request) = scope.reserving.take()
-            {
-                return Some(request);
+            if scope.coming == 0 {
+                self.coming_to.remove(&key);
+                if let Some(request) = scope.reserving.take() {
+                    return Some(request);
+                }
             }
         }
         None
     }
 
-    /// A guard of a scope with a purse has ended, for which it had spent so many frames.
-    pub fn unspent(&mut self, id: ScopeId, frames: u32, fx: &mut Effects) {
-        self.owe(Some(id), frames);
+    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames.
+    pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
+        let paid = runs.first().map(|first| (*first, frames));
+        if let Some(scope) = self.scope_mut(Some(id))
+            && let Some(at) = scope.paid.iter().position(|other| Some(*other) == paid)
+        {
+            scope.paid.swap_remove(at);
+            self.owe(Some(id), frames);
+        }
         self.pump(fx);
     }
 
-    pub(super) fn owe(&mut self, id: Option<ScopeId>, frames: u32) {
-        if let Some(scope) = self.scope_mut(id) {
+    /// A segment goes, and some of its pages have pins that nobody can end. No scope holds them any more, and what was spent
+    /// for them is owed: a later segment may have the same number.
+    pub(super) fn forget_pins_of(&mut self, segment: SegmentId) {
+        for (key, scope) in &mut self.scopes {
+            scope.holdings.forget(segment);
+            let (gone, paid) = scope.paid.drain(..).partition(|(run, _)| run.segment == segment);
+            scope.paid = paid;
+            let gone: Vec<(PageRun, u32)> = gone;
+            let frames: u32 = gone.iter().map(|(_, frames)| frames).sum();
+            if frames > 0 {
+                self.owed_to.insert(key);
+            }
             scope.owed += frames;
             self.owed += frames;
         }
+    }
+
+    pub(super) fn owe(&mut self, id: Option<ScopeId>, frames: u32) {
+        let Some(key) = id.and_then(|id| self.scope_key(id)).filter(|_| frames > 0) else { return };
+        let scope = &mut self.scopes[key];
+        scope.owed += frames;
+        invariant!(scope.purse + scope.coming + scope.owed <= scope.declared, "a scope is owed more than it declared");
+        self.owed += frames;
+        self.owed_to.insert(key);
     }
 
     /// Fills purses that are owed frames, before anybody else gets one, and before a smaller budget does.
@@ -303,8 +365,13 @@ impl Pager {
                     return;
                 }
             }
-            let Some((key, scope)) = self.scopes.iter_mut().find(|(_, scope)| scope.owed > 0) else { return };
+            let Some(key) = self.owed_to.first().copied() else { return };
+            let scope = &mut self.scopes[key];
             (scope.owed, scope.coming) = (scope.owed - 1, scope.coming + 1);
+            if scope.owed == 0 {
+                self.owed_to.remove(&key);
+            }
+            self.coming_to.insert(key);
             (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
             // Others have one frame fewer to hope for.
             self.look_again(self.scope_id(key));
@@ -338,12 +405,15 @@ impl Pager {
 
     /// Whether a request of this scope grows it.
     pub(super) fn grows(&self, id: Option<ScopeId>) -> bool {
-        self.scope(id).is_some_and(|scope| scope.purse + scope.coming + scope.owed > 0 || !scope.holdings.is_empty())
+        self.scope(id).is_some_and(|scope| scope.declared > 0 || !scope.holdings.is_empty())
     }
 
-    /// The scope a request was granted to has it.
-    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool) {
-        let Some(scope) = self.scope(id) else { return };
+    /// The scope a request was granted to has it, and has spent so many frames for it.
+    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool, spent: u32) {
+        let Some(scope) = self.scope_mut(id) else { return };
+        if let Some(first) = runs.first().filter(|_| spent > 0) {
+            scope.paid.push((*first, spent));
+        }
         if scope.holdings.add(runs, exclusive)
             && let Some(id) = id
         {
@@ -437,22 +507,24 @@ impl Pager {
     }
 
     /// A request waits no more.
-    pub(super) fn ends_waiting(&mut self, scope: Option<ScopeId>, request: RequestId) {
-        let Some(scope) = self.scope_mut(scope) else { return };
+    pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
+        let Some(scope) = self.scope_mut(id) else { return };
         let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
         scope.waiting.swap_remove(at);
         scope.holdings.waits(false);
-        if scope.waiting.is_empty() {
-            let counted = std::mem::take(&mut scope.counted);
-            self.uncount(&counted);
+        if scope.waiting.is_empty()
+            && let Some(key) = id.and_then(|id| self.scope_key(id))
+        {
+            self.uncount(key);
         }
     }
 
-    fn uncount(&mut self, runs: &[PageRun]) {
-        for page in runs.iter().flat_map(|run| run.pages()) {
-            if let Some(count) = self.stuck.pages.get_mut(&page) {
-                *count -= 1;
-                if *count == 0 {
+    /// A scope does not wait, or is to be counted again.
+    fn uncount(&mut self, key: usize) {
+        for page in std::mem::take(&mut self.scopes[key].counted).iter().flat_map(|run| run.pages()) {
+            if let Some(holders) = self.stuck.pages.get_mut(&page) {
+                holders.remove(&key);
+                if holders.is_empty() {
                     self.stuck.pages.remove(&page);
                 }
             }
@@ -465,31 +537,79 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Whether `request`, which has to wait, might close a circle: cheap, and never wrong in saying no.
+    /// Whether `request`, which has to wait, might close a circle: never wrong in saying no.
     fn might_deadlock(&mut self, request: RequestId) -> bool {
-        let Some((id, runs, purpose, need)) = self.asks(request) else { return false };
-        let runs = runs.to_vec();
+        let Some((id, ..)) = self.asks(request) else { return false };
         let Some(key) = id.and_then(|id| self.scope_key(id)) else { return false };
         // What the scope holds now, among what all that wait hold.
+        self.uncount(key);
         let now: Vec<PageRun> = self.scopes[key].holdings.runs().into_iter().map(|(run, _)| run).collect();
-        let before = std::mem::replace(&mut self.scopes[key].counted, now.clone());
-        self.uncount(&before);
         for page in now.iter().flat_map(|run| run.pages()) {
-            *self.stuck.pages.entry(page).or_default() += 1;
+            self.stuck.pages.entry(page).or_default().insert(key);
         }
-        if now.is_empty() && self.scopes[key].purse + self.scopes[key].coming == 0 {
-            return false;
+        let holds = !now.is_empty() || self.scopes[key].purse + self.scopes[key].coming > 0;
+        self.scopes[key].counted = now;
+        holds && !self.is_seen_to_go_on(key)
+    }
+
+    /// Whether this scope goes on: all do that are in its way, and all in theirs. It is followed as far as nobody comes twice,
+    /// and everybody would have frames while all that wait keep theirs; beyond that the answer is no.
+    fn is_seen_to_go_on(&self, start: usize) -> bool {
+        let Some(first) = self.in_the_way_of(start) else { return false };
+        // Of those who have been met, whether they go on.
+        let mut met: HashMap<usize, bool> = HashMap::from([(start, false)]);
+        let mut path = vec![(start, first)];
+        while let Some((at, others)) = path.last_mut() {
+            let Some(next) = others.pop() else {
+                met.insert(*at, true);
+                path.pop();
+                continue;
+            };
+            match met.get(&next) {
+                Some(true) => {}
+                Some(false) => return false,
+                None => {
+                    let Some(theirs) = self.in_the_way_of(next) else { return false };
+                    met.insert(next, false);
+                    path.push((next, theirs));
+                }
+            }
         }
-        let held = self.stuck.pages.len() as u64;
-        let fresh = runs.iter().flat_map(|run| run.pages()).filter(|page| !self.stuck.pages.contains_key(page)).count();
-        let purses = u64::from(self.purses + self.coming);
-        let crowded = held + (fresh as u64).max(u64::from(need)) + purses
-            > u64::from(self.frames.target - self.floor.min(self.frames.target));
-        let locked = runs.iter().flat_map(|run| run.pages()).any(|page| {
-            let by_others = self.stuck.pages.contains_key(&page);
-            by_others && (purpose == Purpose::Write || self.word(page).load().exclusive)
-        });
-        crowded || locked
+        true
+    }
+
+    /// The scopes that wait and hold pages that this one waits for; none if it might be short of frames as long as all of
+    /// them keep what they have, or is in its own way.
+    fn in_the_way_of(&self, key: usize) -> Option<Vec<usize>> {
+        let scope = &self.scopes[key];
+        let set_aside = self.purses + self.coming - scope.purse - scope.coming;
+        let held = self.stuck.pages.len() as u64 + u64::from(set_aside);
+        let mut others = Vec::new();
+        for request in &scope.waiting {
+            let Some((_, runs, purpose, reserves)) = self.asks(*request) else { continue };
+            let mut wanted = u64::from(reserves) + u64::from(self.floor_for(*request));
+            for page in runs.iter().flat_map(|run| run.pages()) {
+                match self.stuck.pages.get(&page) {
+                    None => wanted += 1,
+                    Some(holders) if purpose == Purpose::Write || self.word(page).load().exclusive => {
+                        if holders.contains(&key) {
+                            return None;
+                        }
+                        others.extend(holders);
+                    }
+                    Some(_) => {}
+                }
+            }
+            if held + wanted > u64::from(self.frames.target) {
+                return None;
+            }
+        }
+        Some(others)
+    }
+
+    /// Frames that a request leaves alone.
+    fn floor_for(&self, request: RequestId) -> u32 {
+        if self.never_refused(request) { 0 } else { self.floor }
     }
 
     /// Ends one of the requests that wait for each other for ever, and again until there are none. Whether there was one.
@@ -507,64 +627,34 @@ impl Pager {
 
     /// Who waits for each other, and which request is to end.
     fn find_deadlock(&self) -> Option<(RequestId, Error)> {
-        struct Node {
-            id: ScopeId,
-            held: Vec<(PageId, bool)>,
-        }
-        let mut nodes: Vec<Node> = Vec::new();
+        let mut nodes: Vec<Node<'_>> = Vec::new();
         // How many of the nodes hold a page, and whether one has it for itself.
         let mut holders: HashMap<PageId, (u32, bool)> = HashMap::new();
-        for (key, scope) in &self.scopes {
-            if scope.waiting.is_empty() {
+        for (key, scope) in self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty()) {
+            let runs = scope.holdings.runs();
+            let held: HashMap<PageId, bool> =
+                runs.iter().flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive))).collect();
+            if held.is_empty() && scope.purse + scope.coming == 0 {
                 continue;
             }
-            let pages: BTreeMap<PageId, bool> = scope
-                .holdings
-                .runs()
-                .iter()
-                .flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive)))
-                .collect();
-            if pages.is_empty() && scope.purse + scope.coming == 0 {
-                continue;
-            }
-            for (page, exclusive) in &pages {
+            for (page, exclusive) in &held {
                 let holder = holders.entry(*page).or_default();
                 *holder = (holder.0 + 1, holder.1 || *exclusive);
             }
-            nodes.push(Node { id: self.scope_id(key), held: pages.into_iter().collect() });
+            nodes.push(Node { id: self.scope_id(key), scope, held });
         }
-        let mut purses: u64 =
-            nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|s| u64::from(s.purse + s.coming)).sum();
+        let mut set_aside: u64 = nodes.iter().map(Node::set_aside).sum();
         loop {
             let before = nodes.len();
-            let declared: u32 =
-                nodes.iter().filter_map(|node| self.scope(Some(node.id))).map(|scope| scope.declared).sum();
+            let declared: u32 = nodes.iter().map(|node| node.scope.declared).sum();
             // What they declared is theirs, also where the budget has shrunk.
             let frames = u64::from(self.frames.target.max(declared));
             nodes.retain(|node| {
-                let Some(scope) = self.scope(Some(node.id)) else { return false };
-                let own: HashSet<PageId> = node.held.iter().map(|(page, _)| *page).collect();
-                let others =
-                    |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count > u32::from(own.contains(page)));
-                let goes_on = scope.waiting.iter().all(|request| {
-                    let Some((_, runs, purpose, reserves)) = self.asks(*request) else { return true };
-                    let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
-                    let free_of_locks = pages.iter().all(|page| {
-                        !others(page)
-                            || purpose != Purpose::Write && !holders.get(page).is_some_and(|(_, locked)| *locked)
-                    });
-                    let missing =
-                        pages.iter().filter(|page| !holders.contains_key(page)).count() as u64 + u64::from(reserves);
-                    let floor = if self.never_refused(*request) { 0 } else { self.floor };
-                    let wanted = holders.len() as u64
-                        + missing
-                        + (purses - u64::from(scope.purse + scope.coming))
-                        + u64::from(floor);
-                    free_of_locks && wanted <= frames
-                });
-                if goes_on {
-                    purses -= u64::from(scope.purse + scope.coming);
-                    for (page, _) in &node.held {
+                let all = HeldByAll { pages: &holders, set_aside, frames };
+                let stays = node.scope.waiting.iter().any(|request| !self.goes_on(node, *request, &all));
+                if !stays {
+                    set_aside -= node.set_aside();
+                    for page in node.held.keys() {
                         if let Some((count, _)) = holders.get_mut(page) {
                             *count -= 1;
                             if *count == 0 {
@@ -573,7 +663,7 @@ impl Pager {
                         }
                     }
                 }
-                !goes_on
+                stays
             });
             if nodes.is_empty() {
                 return None;
@@ -582,40 +672,45 @@ impl Pager {
                 break;
             }
         }
+        // Who is in its own way is told of it: nobody else can do anything about that.
+        if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
+            return Some(told);
+        }
         // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
-        // youngest.
+        // youngest. One that gives up helps if it holds what no other one does.
+        let all = HeldByAll { pages: &holders, set_aside, frames: u64::from(self.frames.target) };
         let victim = nodes
             .iter()
             .filter_map(|node| {
-                let scope = self.scope(Some(node.id))?;
-                let request = scope.waiting.iter().rev().copied().find(|request| !self.never_refused(*request))?;
-                Some(((scope.holdings.at_most.is_none(), scope.priority, scope.serial), node.id, request))
+                let Node { id, scope, held } = node;
+                let mut refusable = scope.waiting.iter().rev().copied().filter(|request| !self.never_refused(*request));
+                let any = refusable.clone().next()?;
+                let request = refusable.find(|request| !self.goes_on(node, *request, &all)).unwrap_or(any);
+                let alone = |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count == 1);
+                let helps = node.set_aside() > 0 || held.keys().any(alone);
+                Some(((helps, scope.holdings.at_most.is_none(), scope.priority, scope.serial), *id, request))
             })
             .max_by_key(|(cost, ..)| *cost);
         let (_, chosen, request) = victim?;
-        let size = |pages: u64| Bytes::new(pages * self.config.page_bytes);
         let mut message = String::new();
         for node in nodes.iter().take(NAMED) {
-            let asked: u64 = self.scope(Some(node.id)).map_or(0, |scope| {
-                scope.waiting.iter().filter_map(|id| self.asks(*id)).map(|(_, runs, ..)| pages_of(runs)).sum()
-            });
-            let held = node.held.len() as u64;
+            let asked: u64 =
+                node.scope.waiting.iter().filter_map(|id| self.asks(*id)).map(|(_, runs, ..)| pages_of(runs)).sum();
             let _ = write!(
                 message,
-                "{} holds {held} pages ({}) and asks for {asked} ({}); ",
+                "{} holds {} and asks for {}; ",
                 self.scope_name(Some(node.id)),
-                size(held),
-                size(asked)
+                self.pages_in_words(node.held.len() as u64),
+                self.pages_in_words(asked)
             );
         }
         if nodes.len() > NAMED {
             let _ = write!(message, "{} more scopes do likewise; ", nodes.len() - NAMED);
         }
-        let frames = u64::from(self.frames.target);
         let _ = write!(
             message,
-            "the budget is {frames} pages ({}): they wait for each other, and {} gives up",
-            size(frames),
+            "the budget is {}: they wait for each other, and {} gives up",
+            self.pages_in_words(u64::from(self.frames.target)),
             self.scope_name(Some(chosen))
         );
         Some((
@@ -626,6 +721,85 @@ impl Pager {
             ),
         ))
     }
+
+    /// Whether a request that waits could be admitted if nobody held anything but `all`.
+    fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
+        let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
+        let mut wanted = u64::from(reserves) + u64::from(self.floor_for(request));
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            match all.pages.get(&page) {
+                None => wanted += 1,
+                // Whoever has it: the scope itself as well.
+                Some((_, locked)) if purpose == Purpose::Write || *locked => return false,
+                Some(_) => {}
+            }
+        }
+        let others = all.set_aside - node.set_aside();
+        all.pages.len() as u64 + wanted + others <= all.frames
+    }
+
+    /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
+    fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
+        let budget = u64::from(self.frames.target);
+        let most = budget.max(u64::from(node.scope.declared));
+        let told =
+            node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
+                let (_, runs, purpose, reserves) = self.asks(request)?;
+                let pages = || runs.iter().flat_map(|run| run.pages());
+                let writes = purpose == Purpose::Write;
+                let what = if writes { "write" } else { "read" };
+                if let Some(page) = pages().find(|page| node.held.get(page).is_some_and(|locked| writes || *locked)) {
+                    let has = if node.held[&page] {
+                        "which it has pinned to write itself"
+                    } else {
+                        "which it has pinned itself"
+                    };
+                    let (index, segment) = (page.index.0, page.segment);
+                    return Some((request, format!("asks to {what} page {index} of {segment:?}, {has}")));
+                }
+                let held = node.held.len() as u64;
+                let more = pages().filter(|page| !node.held.contains_key(page)).count() as u64 + u64::from(reserves);
+                (held + more + u64::from(self.floor_for(request)) > most).then(|| {
+                    let (held, more, budget) =
+                        (self.pages_in_words(held), self.pages_in_words(more), self.pages_in_words(budget));
+                    (request, format!("holds {held} itself and asks for {more} more, of a budget of {budget}"))
+                })
+            });
+        let (request, what) = told?;
+        let message = format!("{} {what}: it would wait for itself", self.scope_name(Some(node.id)));
+        let error = Error::new(ErrorKind::WouldDeadlock, message)
+            .remedy("let guards go first, and open a scope of its own for each thread or task");
+        Some((request, error))
+    }
+
+    /// "3 pages (6.0 MiB)".
+    fn pages_in_words(&self, pages: u64) -> String {
+        let noun = if pages == 1 { "page" } else { "pages" };
+        format!("{pages} {noun} ({})", Bytes::new(pages * self.config.page_bytes))
+    }
+}
+
+/// A scope that holds, and waits.
+struct Node<'a> {
+    id: ScopeId,
+    scope: &'a Scope,
+    /// Its pages, and whether it has them for itself.
+    held: HashMap<PageId, bool>,
+}
+
+impl Node<'_> {
+    fn set_aside(&self) -> u64 {
+        u64::from(self.scope.purse + self.scope.coming)
+    }
+}
+
+/// What some scopes hold, all together.
+struct HeldByAll<'a> {
+    /// By how many of them, and whether one has the page for itself.
+    pages: &'a HashMap<PageId, (u32, bool)>,
+    set_aside: u64,
+    /// Of so many frames.
+    frames: u64,
 }
 
 /// Scopes named in one message.

@@ -393,9 +393,14 @@ impl PageWord {
         self.edge("begin_fill", |w| (state_of(w) == State::Empty).then(|| with_state(w, State::Filling)))
     }
 
-    /// Pins a page whose fill the device has taken up, for a stream that waits for it.
-    pub fn lend(&self) -> Result<(), Illegal> {
-        self.edge("lend", |w| (state_of(w) == State::Filling && pins_of(w) < PINS_MAX).then(|| w + PIN))
+    /// Pins a page whose fill the device has taken up, for a stream that waits for it, unless it has as many pins as are
+    /// counted.
+    pub fn lend(&self) -> Result<Claim, Illegal> {
+        self.update(|word| match state_of(word) {
+            State::Filling if pins_of(word) < PINS_MAX => (Some(word + PIN), Ok(Claim::Won)),
+            State::Filling => (None, Ok(Claim::Blocked)),
+            _ => (None, Err(Illegal { edge: "lend", from: Self::snapshot_of(word) })),
+        })
     }
 
     /// Filling to Clean or Dirty, with one pin for each waiter.
@@ -619,8 +624,8 @@ mod tests {
             let word = PageWord::default();
             word.begin_fill().unwrap();
             assert_eq!(word.try_pin(), TryPin::Busy);
-            word.lend().unwrap();
-            word.lend().unwrap();
+            assert_eq!(word.lend(), Ok(Claim::Won));
+            assert_eq!(word.lend(), Ok(Claim::Won));
             assert_eq!(word.begin_evict(), BeginEvict::Busy);
             assert_eq!(word.unpin(), Unpin::Done);
             if ended {
@@ -636,8 +641,8 @@ mod tests {
     fn a_fill_that_fails_waits_for_those_it_was_lent_to() {
         let word = PageWord::default();
         word.begin_fill().unwrap();
-        word.lend().unwrap();
-        word.lend().unwrap();
+        assert_eq!(word.lend(), Ok(Claim::Won));
+        assert_eq!(word.lend(), Ok(Claim::Won));
         assert_eq!(word.fill_err(), Ok(Claim::Blocked));
         assert_eq!(word.unpin(), Unpin::Wanted);
         assert_eq!(word.fill_err(), Ok(Claim::Blocked));
@@ -652,7 +657,7 @@ mod tests {
         type Edge = (&'static str, fn(&PageWord) -> Result<(), Illegal>, &'static [State]);
         let edges: [Edge; 9] = [
             ("begin_fill", PageWord::begin_fill, &[State::Empty]),
-            ("lend", PageWord::lend, &[State::Filling]),
+            ("lend", |w| w.lend().map(|claim| assert_eq!(claim, Claim::Won)), &[State::Filling]),
             ("fill_ok", |w| w.fill_ok(0, false), &[State::Filling]),
             ("fill_ok_lent", |w| w.fill_ok_lent(0, false), &[State::Filling]),
             ("fill_err", |w| w.fill_err().map(|claim| assert_eq!(claim, Claim::Won)), &[State::Filling]),
@@ -864,7 +869,7 @@ mod loom_tests {
             loom::model(move || {
                 let page = Arc::new(Page::default());
                 page.word.begin_fill().unwrap();
-                page.word.lend().unwrap();
+                assert_eq!(page.word.lend(), Ok(Claim::Won));
                 // Under the latch: whether the fill has failed and the frame is not given back yet.
                 let spoiled = |page: &Page, spoiled: &mut bool| {
                     if *spoiled && page.word.fill_err().unwrap() == Claim::Won {

@@ -8,8 +8,12 @@ use super::state::Claim;
 use super::*;
 
 fn pager(frames: u32) -> (Pager, SegmentId, PageWords) {
+    pager_with(frames, PolicyKind::Lru.build())
+}
+
+fn pager_with(frames: u32, policy: Box<dyn Policy>) -> (Pager, SegmentId, PageWords) {
     let config = PagerConfig { frames, host_frames: 0, staging: 1, direct_io: true, lookahead: 0, page_bytes: 4096 };
-    let mut pager = Pager::new(config, PolicyKind::Lru.build());
+    let mut pager = Pager::new(config, policy);
     let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Activations, 8);
     (pager, segment, words)
 }
@@ -130,4 +134,129 @@ fn regression_who_was_promised_the_frame_of_a_condemned_victim_gets_another() {
         assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
         assert_eq!((words[0].load().state, words[1].load().state), (State::Poisoned, State::Empty));
     }
+}
+
+/// A fill that could not be said to have failed was taken for one that had: the frame of a page of which nothing is known went
+/// to another.
+#[test]
+fn regression_the_frame_of_a_fill_that_cannot_fail_stays_where_it_is() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
+    let fill = fx.moves.pop().unwrap();
+    words[0].fill_ok(0, false).unwrap();
+    let failed = Err(Error::new(ErrorKind::Io, "injected"));
+    if goes_on(|| pager.complete(fill.id, failed, &mut fx)) {
+        assert!(matches!(how_it_ended(&fx, waits), Some(Err(_))));
+        assert_eq!((words[0].load().state, pager.device_frames().0), (State::Poisoned, 1));
+    }
+}
+
+/// The same of a page that was lent, when its pins have ended.
+#[test]
+fn regression_the_frame_of_a_lent_page_that_cannot_fail_stays_where_it_is() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 1)], Purpose::ReadOnStream, &mut fx);
+    let fill = fx.moves.pop().unwrap();
+    pager.taken(fill.id, FillPoint(1), &mut fx);
+    assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+    pager.complete(fill.id, Err(Error::new(ErrorKind::Io, "injected")), &mut fx);
+    assert_eq!(words[0].unpin(), Unpin::Wanted);
+    assert_eq!(words[0].fill_err(), Ok(Claim::Won));
+    if goes_on(|| pager.released(&[run(s, 0, 1)], &mut fx)) {
+        assert_eq!((words[0].load().state, pager.device_frames().0), (State::Poisoned, 1));
+    }
+}
+
+/// A page that cannot be lent was taken for one with as many pins as are counted, and its request waited on.
+#[test]
+fn regression_a_page_that_cannot_be_lent_ends_who_waits_for_it() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let waits = ask(&mut pager, &[run(s, 0, 2)], Purpose::ReadOnStream, &mut fx);
+    let fills = std::mem::take(&mut fx.moves);
+    pager.taken(fills[0].id, FillPoint(1), &mut fx);
+    let last = fills[1].page.index.index();
+    words[last].fill_ok(0, false).unwrap();
+    if goes_on(|| pager.taken(fills[1].id, FillPoint(2), &mut fx)) {
+        assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Internal)));
+        assert_eq!((words[last].load().state, words[1 - last].load().pins), (State::Poisoned, 0));
+    }
+}
+
+/// Fills a page behind the pager's back, while it looks for a frame for it.
+#[derive(Debug)]
+struct FillsBehind {
+    words: Arc<std::sync::OnceLock<PageWords>>,
+    order: Box<dyn Policy>,
+}
+
+impl Policy for FillsBehind {
+    fn name(&self) -> &'static str {
+        "lru"
+    }
+    fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
+        self.order.resize(frames, host_frames, lookahead);
+    }
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.order.segment(segment, pages);
+    }
+    fn accessed(&mut self, page: PageId) {
+        self.order.accessed(page);
+    }
+    fn inserted(&mut self, page: PageId) {
+        self.order.inserted(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.order.removed(page);
+    }
+    fn victim(&mut self, want: policy::Want, take: &mut dyn FnMut(PageId) -> policy::Take) -> Option<PageId> {
+        if let Some(words) = self.words.get() {
+            let _ = words[1].begin_fill();
+        }
+        self.order.victim(want, take)
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.order.tracked()
+    }
+}
+
+/// A request counted on a fill that could not be begun, and waited for it without end.
+#[test]
+fn regression_who_wants_a_page_that_cannot_be_filled_is_told() {
+    let shared = Arc::new(std::sync::OnceLock::new());
+    let (mut pager, s, words) =
+        pager_with(1, Box::new(FillsBehind { words: shared.clone(), order: PolicyKind::Lru.build() }));
+    touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+    shared.set(words.clone()).unwrap();
+    let mut fx = Effects::default();
+    let mut told = None;
+    if goes_on(|| told = pager.submit(&[run(s, 1, 1)], Purpose::Read, &mut fx).err()) {
+        assert_eq!(told.map(|error| error.kind()), Some(ErrorKind::Poisoned));
+        assert_eq!((words[1].load().state, pager.waiting(9).1), (State::Poisoned, 0));
+    }
+}
+
+/// Who holds what was looked for, page by page and under the latch, also where everybody waited for the disk.
+#[test]
+fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let reads = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
+    assert!(!pager.waits_for_others(reads));
+    let seen = pager.who_waits(9);
+    // A smaller budget, and a request for which there is no frame.
+    settle(&mut pager, &mut fx);
+    assert_eq!(words[0].load().pins, 1);
+    pager.set_frames(1, &mut fx);
+    let frames = ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
+    assert!(pager.waits_for_others(frames));
+    // What was seen is told without the pager.
+    let (waiters, total) = seen.told();
+    assert_eq!((waiters.len(), total, waiters[0].waits_for), (1, 1, WaitsFor::Moves));
+    assert!(waiters[0].holders.is_empty());
+    let (waiters, _) = pager.waiting(9);
+    assert_eq!(waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 1 });
+    assert_eq!(waiters[0].holders, [Holder { scope: None, pages: 1, writes: false }]);
 }

@@ -1,11 +1,12 @@
 //! Who waits for what, and who holds it: what a person reads who wants to know why nothing goes on.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::admit::Stage;
-use super::line::Class;
-use super::{Pager, Purpose, State};
-use crate::ids::{PageId, RequestId, ScopeId};
+use super::line::{Class, Turn};
+use super::{Holdings, PageWord, PageWords, Pager, Purpose, State};
+use crate::ids::{PageId, PageIndex, RequestId, ScopeId, SegmentId};
 
 /// A request that waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +46,13 @@ pub enum WaitsFor {
     },
     /// A page that others have pinned, or wait for and came before.
     Page(PageId),
+    /// It wants nothing: a budget that was made smaller gives frames back as guards and scopes end.
+    Budget {
+        /// How many are still to be given back.
+        over: u32,
+        /// Frames of the budget.
+        budget: u32,
+    },
 }
 
 /// Who has pages pinned.
@@ -53,64 +61,150 @@ pub enum WaitsFor {
 pub struct Holder {
     /// The scope and its label; of pins outside of scopes nothing is known.
     pub scope: Option<(ScopeId, String)>,
-    /// How many pages, of those that are in the way, it has pinned.
+    /// How many pages, of those that are in the way, it has pinned, and how many frames it has set aside beside these, if
+    /// a budget waits for them.
     pub pages: u64,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
 }
 
+/// Who waits, and where to look for who holds what they wait for. Made under the latch, in time that goes with how many wait and
+/// how many scopes there are; [told](Self::told) without it, by a look at every page.
+#[derive(Debug)]
+pub struct WhoWaits {
+    waiters: Vec<Waiter>,
+    total: usize,
+    words: Vec<(SegmentId, PageWords)>,
+    scopes: Vec<ScopeSeen>,
+}
+
+#[derive(Debug)]
+struct ScopeSeen {
+    id: ScopeId,
+    label: Arc<str>,
+    holdings: Arc<Holdings>,
+    set_aside: u32,
+}
+
 impl Pager {
-    /// Requests that wait, in the order they are served, at most `most`, and how many there are in all.
-    ///
-    /// It looks at every page that is resident, under the latch: for people, not for loops.
-    pub fn waiting(&self, most: usize) -> (Vec<Waiter>, usize) {
-        let mut ids: Vec<(super::line::Turn, RequestId)> = self
+    /// Requests that wait, in the order they are served, at most `most` and those who wait for a smaller budget, and how many
+    /// there are in all.
+    pub fn who_waits(&self, most: usize) -> WhoWaits {
+        let mut ids: Vec<(Turn, RequestId)> = self
             .request_stages()
             .filter(|(_, stage, ..)| *stage != Stage::Shrinking as u8)
             .filter_map(|(id, ..)| self.request_stand(id).map(|(turn, ..)| (turn, id)))
             .collect();
+        let total = ids.len() + self.shrinking.len();
+        if ids.len() > most {
+            ids.select_nth_unstable(most);
+            ids.truncate(most);
+        }
         ids.sort_unstable();
-        let total = ids.len();
-        ids.truncate(most);
+        let asking = ids.into_iter().filter_map(|(turn, id)| self.waiter(turn, id));
+        let over = self.frames.existing().saturating_sub(self.frames.target);
+        let shrinking = self.shrinking.iter().map(|id| Waiter {
+            id: *id,
+            scope: None,
+            holds: false,
+            first: None,
+            pages: 0,
+            purpose: Purpose::Read,
+            waits_for: WaitsFor::Budget { over, budget: self.frames.target },
+            holders: Vec::new(),
+        });
+        let waiters: Vec<Waiter> = asking.chain(shrinking).collect();
+        // Moves have no holders.
+        let (mut words, mut scopes) = (Vec::new(), Vec::new());
+        if waiters.iter().any(|waiter| waiter.waits_for != WaitsFor::Moves) {
+            words.extend(self.segments.iter().map(|(key, table)| (SegmentId(key as u32), table.words.clone())));
+            scopes.extend(self.scopes_seen());
+        }
+        WhoWaits { waiters, total, words, scopes }
+    }
+
+    /// [`who_waits`](Self::who_waits), and [who holds](WhoWaits::told) what they wait for.
+    pub fn waiting(&self, most: usize) -> (Vec<Waiter>, usize) {
+        self.who_waits(most).told()
+    }
+
+    /// Whether a request waits for anything but moves.
+    pub fn waits_for_others(&self, id: RequestId) -> bool {
+        let stands = self.request_stand(id).is_some_and(|(_, frames, pages)| frames.is_some() || !pages.is_empty());
+        stands || self.shrinking.contains(&id)
+    }
+
+    fn waiter(&self, turn: Turn, id: RequestId) -> Option<Waiter> {
+        let (_, frames, pages) = self.request_stand(id)?;
+        let runs = self.request_runs(id)?;
+        let (scope, purpose) = self.request_terms(id)?;
+        let waits_for = match (frames, pages.first()) {
+            (Some(wanted), _) => WaitsFor::Frames { wanted, budget: self.frames.target },
+            (None, Some(page)) => WaitsFor::Page(*page),
+            (None, None) => WaitsFor::Moves,
+        };
+        let label = || self.scope(scope).map(|scope| scope.label().to_string()).unwrap_or_default();
+        Some(Waiter {
+            id,
+            scope: scope.map(|scope| (scope, label())),
+            holds: turn.class == Class::Growing,
+            first: runs.first().and_then(|run| run.pages().next()),
+            pages: super::scope::pages_of(runs),
+            purpose,
+            waits_for,
+            holders: Vec::new(),
+        })
+    }
+
+    fn scopes_seen(&self) -> impl Iterator<Item = ScopeSeen> {
+        self.open_scopes().map(|(id, scope)| ScopeSeen {
+            id,
+            label: scope.label().clone(),
+            holdings: scope.holdings().clone(),
+            set_aside: scope.purse + scope.coming,
+        })
+    }
+}
+
+impl WhoWaits {
+    /// Requests that wait, and who holds what they wait for by now; and how many wait in all.
+    pub fn told(mut self) -> (Vec<Waiter>, usize) {
         let held = self.held_by_scopes();
         // Found once for everybody who waits for frames.
         let mut of_frames = None;
-        let waiters = ids.into_iter().filter_map(|(turn, id)| {
-            let (_, frames, pages) = self.request_stand(id)?;
-            let runs = self.request_runs(id)?;
-            let (scope, purpose) = self.request_terms(id)?;
-            let (waits_for, holders) = match (frames, pages.first()) {
-                (Some(wanted), _) => {
-                    let holders = of_frames.get_or_insert_with(|| self.holders(&held, self.policy.tracked())).clone();
-                    (WaitsFor::Frames { wanted, budget: self.frames.target }, holders)
+        let mut waiters = std::mem::take(&mut self.waiters);
+        for waiter in &mut waiters {
+            waiter.holders = match waiter.waits_for {
+                WaitsFor::Moves => Vec::new(),
+                WaitsFor::Page(page) => {
+                    self.holders(&held, self.word(page).map(|word| (page, word)).into_iter(), false)
                 }
-                (None, Some(page)) => (WaitsFor::Page(*page), self.holders(&held, vec![*page])),
-                (None, None) => (WaitsFor::Moves, Vec::new()),
+                WaitsFor::Frames { .. } => {
+                    of_frames.get_or_insert_with(|| self.holders(&held, self.all_words(), false)).clone()
+                }
+                WaitsFor::Budget { .. } => self.holders(&held, self.all_words(), true),
             };
-            Some(Waiter {
-                id,
-                scope: self.named(scope),
-                holds: turn.class == Class::Growing,
-                first: runs.first().and_then(|run| run.pages().next()),
-                pages: super::scope::pages_of(runs),
-                purpose,
-                waits_for,
-                holders,
-            })
-        });
-        (waiters.collect(), total)
+        }
+        (waiters, self.total)
     }
 
-    fn named(&self, id: Option<ScopeId>) -> Option<(ScopeId, String)> {
-        Some((id?, self.scope(id).map(|scope| scope.label().to_owned()).unwrap_or_default()))
+    fn word(&self, page: PageId) -> Option<&PageWord> {
+        self.words.iter().find(|(segment, _)| *segment == page.segment)?.1.get(page.index.index())
     }
 
-    fn held_by_scopes(&self) -> HashMap<PageId, Vec<(ScopeId, bool)>> {
-        let mut held: HashMap<PageId, Vec<(ScopeId, bool)>> = HashMap::new();
-        for (id, runs) in self.all_holdings() {
-            for (run, writes) in runs {
+    fn all_words(&self) -> impl Iterator<Item = (PageId, &PageWord)> {
+        self.words.iter().flat_map(|(segment, words)| {
+            let page = |index| PageId { segment: *segment, index: PageIndex(index as u32) };
+            words.iter().enumerate().map(move |(index, word)| (page(index), word))
+        })
+    }
+
+    fn held_by_scopes(&self) -> HashMap<PageId, Vec<(usize, bool)>> {
+        let mut held: HashMap<PageId, Vec<(usize, bool)>> = HashMap::new();
+        for (number, scope) in self.scopes.iter().enumerate() {
+            for (run, writes) in scope.holdings.runs() {
                 for page in run.pages() {
-                    held.entry(page).or_default().push((id, writes));
+                    held.entry(page).or_default().push((number, writes));
                 }
             }
         }
@@ -118,20 +212,25 @@ impl Pager {
     }
 
     /// Who has these pages pinned, whoever has most of them first.
-    fn holders(&self, held: &HashMap<PageId, Vec<(ScopeId, bool)>>, pages: Vec<PageId>) -> Vec<Holder> {
-        let mut holders: HashMap<Option<ScopeId>, (u64, bool)> = HashMap::new();
-        for page in pages {
-            let word = self.word(page).load();
+    fn holders<'a>(
+        &self,
+        held: &HashMap<PageId, Vec<(usize, bool)>>,
+        pages: impl Iterator<Item = (PageId, &'a PageWord)>,
+        with_purses: bool,
+    ) -> Vec<Holder> {
+        let mut holders: HashMap<Option<usize>, (u64, bool)> = HashMap::new();
+        for (page, word) in pages {
+            let word = word.load();
             if word.pins == 0 || word.state == State::Empty {
                 continue;
             }
             let scopes = held.get(&page).map_or(&[][..], Vec::as_slice);
-            let mut distinct: Vec<ScopeId> = scopes.iter().map(|(id, _)| *id).collect();
+            let mut distinct: Vec<usize> = scopes.iter().map(|(number, _)| *number).collect();
             distinct.sort_unstable();
             distinct.dedup();
-            for id in distinct {
-                let writes = scopes.iter().any(|(other, writes)| *other == id && *writes);
-                let holder = holders.entry(Some(id)).or_default();
+            for number in distinct {
+                let writes = scopes.iter().any(|(other, writes)| *other == number && *writes);
+                let holder = holders.entry(Some(number)).or_default();
                 *holder = (holder.0 + 1, holder.1 || writes);
             }
             if word.pins as usize > scopes.len() {
@@ -139,8 +238,12 @@ impl Pager {
                 *holder = (holder.0 + 1, holder.1 || word.exclusive);
             }
         }
-        let mut holders: Vec<Holder> =
-            holders.into_iter().map(|(id, (pages, writes))| Holder { scope: self.named(id), pages, writes }).collect();
+        for (number, scope) in self.scopes.iter().enumerate().filter(|(_, scope)| with_purses && scope.set_aside > 0) {
+            holders.entry(Some(number)).or_default().0 += u64::from(scope.set_aside);
+        }
+        let named = |number: usize| (self.scopes[number].id, self.scopes[number].label.to_string());
+        let holder = |(number, (pages, writes)): (Option<usize>, _)| Holder { scope: number.map(named), pages, writes };
+        let mut holders: Vec<Holder> = holders.into_iter().map(holder).collect();
         holders.sort_by(|a, b| b.pages.cmp(&a.pages).then_with(|| a.scope.cmp(&b.scope)));
         holders
     }

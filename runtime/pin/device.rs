@@ -91,6 +91,9 @@ impl Pinned {
     }
 
     /// Has these pins end when a stream has come so far. Refused, they stay.
+    ///
+    /// The scope holds them no more from here on: whoever waits for them waits for the stream, which needs nothing of the
+    /// task, so that they close no circle.
     fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
         self.pins.parts.iter().try_for_each(|part| of_the_streams_runtime(stream, &part.segment))?;
         if let Err(error) = stream.can_mark() {
@@ -101,10 +104,11 @@ impl Pinned {
             tracing::debug!(%error, "ask whether a stream can be marked");
         }
         let pins = self.pins.take();
+        pins.leave_scope();
         stream.mark(move |ended| match ended {
             // A capture has begun since.
             Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
-            _ => pins.end(),
+            _ => pins.unpin(),
         });
         Ok(())
     }

@@ -111,7 +111,7 @@ fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
 fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
     any.shared.engine.with(|pager, fx| {
         if let Some(scope) = hold.scope.as_ref().filter(|_| hold.spent > 0) {
-            pager.unspent(scope.id, hold.spent, fx);
+            pager.unspent(scope.id, runs, hold.spent, fx);
         }
         if wanted {
             pager.released(runs, fx);
@@ -142,12 +142,21 @@ impl Pins {
     }
 
     fn end(&self) {
-        let Some(any) = self.parts.first() else { return };
-        if let Some(scope) = &self.hold.scope
-            && !leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope)
-        {
-            return;
+        if self.leave_scope() {
+            self.unpin();
         }
+    }
+
+    /// The task holds these no more. They end by themselves: now, or when a stream has come so far. False in a child by `fork`, where
+    /// they are not this process's.
+    fn leave_scope(&self) -> bool {
+        let (Some(any), Some(scope)) = (self.parts.first(), &self.hold.scope) else { return true };
+        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope)
+    }
+
+    /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
+    fn unpin(&self) {
+        let Some(any) = self.parts.first() else { return };
         let mut wanted = false;
         for Part { segment, run } in &self.parts {
             wanted |= pin::unpin(segment.words_of(*run), self.exclusive);

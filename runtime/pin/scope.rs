@@ -116,8 +116,9 @@ impl ScopeBuilder {
 
     /// Opens a scope that will have at most so many bytes pinned at one time, counted in whole pages, a page once for each
     /// pin of it. It is admitted as a unit: until their frames can be set aside it waits in line, holding nothing;
-    /// afterwards its pins wait for reads and for writers of the same pages, and not for frames. Scopes that all do
-    /// this are never told `WouldDeadlock` for want of frames. What is set aside and not pinned lies idle: say what is
+    /// afterwards its pins wait for reads, for writers of the same pages, and for frames only where a stream has not yet come
+    /// to the end of [its own pins](Scope#guards-that-end-behind-a-stream). Scopes that all do this are never told
+    /// `WouldDeadlock` for want of frames. What is set aside and not pinned lies idle: say what is
     /// needed, and end the scope when it is done.
     pub fn reserve(self, most: Bytes) -> ScopeRequest {
         let pages = self.shared.page_size().pages_for(most.get());
@@ -231,8 +232,19 @@ fn ended() -> Error {
 /// of one scope should not wait for each other's end: a task that goes on pinning while another one lets go is two scopes.
 ///
 /// It can be sent to other threads and held across `.await`. When it is dropped, what was set aside for it is given back.
-/// Guards may outlive it, as those do that become [views for other libraries](crate::DevicePin::into_dlpack) or that end
-/// behind a stream: their pages stay pinned, and count as pins outside of scopes.
+/// Guards may outlive it: their pages stay pinned, and count as pins outside of scopes.
+///
+/// # Guards that end behind a stream
+///
+/// A [`StreamPin`](crate::StreamPin) that is dropped, and any guard given to [`unpin_after`](crate::DevicePin::unpin_after), is
+/// not the scope's any more: the task holds nothing of it, and its pages are unpinned when the stream has come so far, as
+/// at the end of a copy. Whoever needs these pages or their frames meanwhile waits for the stream, the scope itself too, and
+/// nobody is told `WouldDeadlock` or `BudgetTooSmall` because of them. What a scope [reserved](ScopeBuilder::reserve) is
+/// enough all the same: a frame that is spent on such pages comes back when the stream has passed, and the scope's next pin
+/// waits for that.
+///
+/// A [view for other libraries](crate::DevicePin::into_dlpack) is a guard like others, and the scope's, until its consumer gives
+/// it back; then it ends at once, or behind the stream that was named.
 ///
 /// ```
 /// use outcore::{Bytes, DType, ErrorKind, Runtime};

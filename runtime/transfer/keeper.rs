@@ -147,7 +147,12 @@ impl Engine {
     fn tell_of_long_waits(&self, told: bool) -> bool {
         let now = Instant::now();
         let waited = |ticket: &super::Ticket| now.saturating_duration_since(ticket.since());
-        let noted = self.latch.lock().tickets.values().any(|ticket| waited(ticket) >= NOTED);
+        // Who holds what takes a look at every page, and of those who wait for moves there is nothing to say.
+        let noted = {
+            let latched = self.latch.lock();
+            let mut long = latched.tickets.iter().filter(|(_, ticket)| waited(ticket) >= NOTED);
+            long.any(|(id, _)| latched.pager.waits_for_others(*id))
+        };
         let mut waiting = if noted { self.waiting() } else { Waiting::default() };
         let told_of = waiting.waiters.len();
         waiting.waiters.retain(|waiter| waiter.waits_for != WaitsFor::Moves && waiter.waited >= NOTED);

@@ -98,13 +98,18 @@ impl fmt::Display for Waiting {
 impl fmt::Display for Waiter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.scope {
+            _ if matches!(self.waits_for, WaitsFor::Budget { .. }) => f.write_str("a smaller budget")?,
             Some(scope) => write!(f, "{scope}")?,
             None => f.write_str("a pin outside of scopes")?,
         }
         if self.holds {
             f.write_str(", which holds pins,")?;
         }
-        let to = if self.writes { "write" } else { "read" };
+        let to = match self.waits_for {
+            WaitsFor::Budget { .. } => "give back",
+            _ if self.writes => "write",
+            _ => "read",
+        };
         write!(
             f,
             " has waited {:.1} s to {to} {} ({}): {}",
@@ -130,8 +135,9 @@ impl Engine {
     /// Who waits for what.
     pub(crate) fn waiting(&self) -> Waiting {
         let now = Instant::now();
-        let seen = self.with(|pager, _| pager.waiting(MOST));
-        let Some((waiters, total)) = seen else { return Waiting::default() };
+        // Every page is looked at, and so not under the latch.
+        let Some(seen) = self.look(|pager| pager.who_waits(MOST)) else { return Waiting::default() };
+        let (waiters, total) = seen.told();
         let since: Vec<Option<Instant>> = {
             let latched = self.latch.lock();
             waiters.iter().map(|waiter| latched.tickets.get(&waiter.id).map(|ticket| ticket.since())).collect()
@@ -144,12 +150,17 @@ impl Engine {
         let name = |scope: Option<(ScopeId, String)>| scope.map(|(id, label)| ScopeName { id, label });
         let page = |page: PageId| self.describe(page);
         let wants = match (waiter.first, waiter.pages) {
-            (None, _) => "what its scope is to reserve".to_owned(),
+            (None, _) => match waiter.waits_for {
+                WaitsFor::Budget { over: 1, .. } => "1 frame".to_owned(),
+                WaitsFor::Budget { over, .. } => format!("{over} frames"),
+                _ => "what its scope is to reserve".to_owned(),
+            },
             (Some(first), 1) => page(first),
             (Some(first), pages) => format!("{pages} pages from {}", page(first)),
         };
         let pages = match waiter.waits_for {
             WaitsFor::Frames { wanted, .. } if waiter.pages == 0 => u64::from(wanted),
+            WaitsFor::Budget { over, .. } => u64::from(over),
             _ => waiter.pages,
         };
         let obstacle = match waiter.waits_for {
@@ -159,6 +170,10 @@ impl Engine {
                 format!("waits for {wanted} frames of a budget of {budget} ({size})")
             }
             WaitsFor::Page(of) => format!("waits for {}", page(of)),
+            WaitsFor::Budget { budget, .. } => {
+                let size = Bytes::new(u64::from(budget) * self.page_bytes);
+                format!("guards and scopes have more than the budget of {budget} frames ({size})")
+            }
         };
         let holder = |pager::Holder { scope, pages, writes }| Holder { scope: name(scope), pages, writes };
         Waiter {

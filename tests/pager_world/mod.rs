@@ -622,7 +622,7 @@ impl World {
         if wanted || spent > 0 {
             self.with(|pager, fx| {
                 if let Some(scope) = scope {
-                    pager.unspent(scope, spent, fx);
+                    pager.unspent(scope, &runs, spent, fx);
                 }
                 pager.released(&runs, fx);
             });
