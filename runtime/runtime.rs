@@ -160,7 +160,7 @@ pub struct Stats {
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
     pub read_retries: u64,
-    /// Requests that wait for what others hold.
+    /// Requests that wait for what others hold, and smaller budgets that do.
     pub waiting: usize,
     /// Of those that have for a second or more, who waits for what and who holds it, as [`Runtime::waiting`] says it: a line
     /// each, as of the last second. Empty where nobody does.
@@ -536,7 +536,7 @@ impl Runtime {
     }
 
     /// Requests that wait, what for, and who holds it: what to look at when nothing goes on. Printed, it is a line for each.
-    /// It looks at every resident page, so it is for people, not for loops.
+    /// It looks at every page, so it is for people, not for loops; nobody else waits meanwhile.
     pub fn waiting(&self) -> Waiting {
         self.engine().waiting()
     }
