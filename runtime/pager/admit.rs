@@ -187,6 +187,15 @@ impl Pager {
         self.request_stand(id).map(|(_, frames, pages)| (frames.is_some(), pages))
     }
 
+    /// For checks: of a request that waits for its scope's purse, how many frames it lacks. It is tried only when one comes.
+    pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
+        let request = &self.requests[self.request_key(id)?];
+        let Stand::Frames { source: Source::Purse, .. } = request.stand else { return None };
+        let missing = request.pages().filter(|page| self.word(*page).load().state == State::Empty).count();
+        let purse = self.scope(request.terms.scope).map_or(0, |scope| scope.purse);
+        Some(missing as i64 - i64::from(purse))
+    }
+
     /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
     pub(super) fn request_stand(&self, id: RequestId) -> Option<(Turn, Option<u32>, Vec<PageId>)> {
         let request = &self.requests[self.request_key(id)?];
@@ -309,15 +318,17 @@ impl Pager {
         self.fill_purses(fx);
         self.retire_frames(fx);
         self.attempt(id, fx);
-        self.pump(fx);
-        if let Some(key) = self.request_key(id)
-            && self.requests[key].stage == Stage::Queued
-        {
-            let scope = self.requests[key].terms.scope;
+        let waits = |pager: &Self| {
+            let request = &pager.requests[pager.request_key(id)?];
+            (request.stage == Stage::Queued).then_some(request.terms.scope)
+        };
+        if let Some(scope) = waits(self) {
+            // Before anything else goes on: what its scope gets from now on is a reason to try it again.
             self.begins_to_wait(scope, id);
-            if scope.is_some() && self.break_deadlocks(id, fx) {
-                self.pump(fx);
-            }
+        }
+        self.pump(fx);
+        if waits(self).is_some_and(|scope| scope.is_some()) && self.break_deadlocks(id, fx) {
+            self.pump(fx);
         }
         // Ready at once: the result is given here rather than as an effect.
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {

@@ -236,6 +236,8 @@ impl Pager {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
+            let lacks = self.lacks_in_purse(id);
+            ensure!(lacks.is_none_or(|lacks| lacks > 0), "{id:?} waits for a purse that has what it wants: {lacks:?}");
             let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);
             ensure!(stage != 1 || remaining > 0 || reserves, "{id:?} waits for nothing");
             let pages = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());

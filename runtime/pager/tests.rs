@@ -185,14 +185,30 @@ fn regression_a_page_that_cannot_be_lent_ends_who_waits_for_it() {
     }
 }
 
-/// Fills a page behind the pager's back, while it looks for a frame for it.
-#[derive(Debug)]
-struct FillsBehind {
-    words: Arc<std::sync::OnceLock<PageWords>>,
+/// What happens to the words while the pager looks for a victim, for the how manieth time.
+type Meanwhile = Arc<std::sync::Mutex<Option<Box<dyn FnMut(u32) + Send>>>>;
+
+/// LRU, with something that happens meanwhile.
+struct Meddled {
+    meanwhile: Meanwhile,
+    looks: u32,
     order: Box<dyn Policy>,
 }
 
-impl Policy for FillsBehind {
+impl Meddled {
+    fn new() -> (Box<Self>, Meanwhile) {
+        let meanwhile = Meanwhile::default();
+        (Box::new(Self { meanwhile: meanwhile.clone(), looks: 0, order: PolicyKind::Lru.build() }), meanwhile)
+    }
+}
+
+impl std::fmt::Debug for Meddled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.order.fmt(f)
+    }
+}
+
+impl Policy for Meddled {
     fn name(&self) -> &'static str {
         "lru"
     }
@@ -212,8 +228,9 @@ impl Policy for FillsBehind {
         self.order.removed(page);
     }
     fn victim(&mut self, want: policy::Want, take: &mut dyn FnMut(PageId) -> policy::Take) -> Option<PageId> {
-        if let Some(words) = self.words.get() {
-            let _ = words[1].begin_fill();
+        if let Some(meanwhile) = self.meanwhile.lock().unwrap().as_mut() {
+            self.looks += 1;
+            meanwhile(self.looks);
         }
         self.order.victim(want, take)
     }
@@ -225,11 +242,13 @@ impl Policy for FillsBehind {
 /// A request counted on a fill that could not be begun, and waited for it without end.
 #[test]
 fn regression_who_wants_a_page_that_cannot_be_filled_is_told() {
-    let shared = Arc::new(std::sync::OnceLock::new());
-    let (mut pager, s, words) =
-        pager_with(1, Box::new(FillsBehind { words: shared.clone(), order: PolicyKind::Lru.build() }));
+    let (policy, meanwhile) = Meddled::new();
+    let (mut pager, s, words) = pager_with(1, policy);
     touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
-    shared.set(words.clone()).unwrap();
+    let filled = words.clone();
+    *meanwhile.lock().unwrap() = Some(Box::new(move |_| {
+        let _ = filled[1].begin_fill();
+    }));
     let mut fx = Effects::default();
     let mut told = None;
     if goes_on(|| told = pager.submit(&[run(s, 1, 1)], Purpose::Read, &mut fx).err()) {
@@ -259,4 +278,41 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
     let (waiters, _) = pager.waiting(9);
     assert_eq!(waiters[0].waits_for, WaitsFor::Frames { wanted: 1, budget: 1 });
     assert_eq!(waiters[0].holders, [Holder { scope: None, pages: 1, writes: false }]);
+}
+
+/// A frame came to a scope's purse after its request had been tried, and before it was known to wait: nobody tried it again.
+#[test]
+fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait() {
+    let (policy, meanwhile) = Meddled::new();
+    let (mut pager, s, words) = pager_with(2, policy);
+    let mut fx = Effects::default();
+    let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(1), ..ScopeTerms::default() });
+    assert!(matches!(pager.reserve(scope, 1, &mut fx), Ok(Submitted::Ready(_))));
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let ask_in_scope =
+        |pager: &mut Pager, page: u32, fx: &mut Effects| match pager.submit(&[run(s, page, 1)], terms, fx) {
+            Ok(Submitted::Waiting(id)) => id,
+            other => panic!("{other:?}"),
+        };
+    let paid = ask_in_scope(&mut pager, 0, &mut fx);
+    ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
+    settle(&mut pager, &mut fx);
+    assert!(matches!(how_it_ended(&fx, paid), Some(Ok(Granted { spent: 1, .. }))));
+    // Others have the page as well when the scope lets go of it.
+    assert_eq!(words[0].try_pin(), TryPin::Hit);
+    holdings.remove(&[run(s, 0, 1)], false);
+    let _ = words[0].unpin();
+    pager.unspent(scope, &[run(s, 0, 1)], 1, &mut fx);
+    // They let go of it without the latch, between the two looks for a frame that a new request has.
+    let shared = words.clone();
+    let lets_go = move |look: u32| {
+        if look == 2 {
+            let _ = shared[0].unpin();
+        }
+    };
+    *meanwhile.lock().unwrap() = Some(Box::new(lets_go));
+    let waits = ask_in_scope(&mut pager, 2, &mut fx);
+    assert_eq!(pager.stands(waits), Some((false, Vec::new())), "its purse is full, and nobody tried it");
+    settle(&mut pager, &mut fx);
+    assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
 }
