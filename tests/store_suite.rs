@@ -244,6 +244,22 @@ impl Rig {
     }
 }
 
+impl Memory {
+    /// A read of a page that somebody waits for, named by the page's number.
+    fn demand(&self, file: FileId, page: usize) -> IoOp {
+        IoOp {
+            token: Token(page as u64),
+            kind: IoKind::Read,
+            file,
+            offset: (page * PAGE) as u64,
+            buffer: self.at(page * PAGE),
+            len: PAGE as u32,
+            valid: PAGE as u32,
+            priority: Priority::Demand,
+        }
+    }
+}
+
 fn noise(len: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
     let mut bytes: Vec<u8> = Vec::with_capacity(len + 8);
@@ -980,16 +996,7 @@ fn a_store_dropped_by_its_own_completion() {
         let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
         let mut held = last.store.lock().unwrap();
         for page in 0..8 {
-            store.submit(IoOp {
-                token: Token(page as u64),
-                kind: IoKind::Read,
-                file,
-                offset: (page * PAGE) as u64,
-                buffer: memory.at(page * PAGE),
-                len: PAGE as u32,
-                valid: PAGE as u32,
-                priority: Priority::Demand,
-            });
+            store.submit(memory.demand(file, page));
         }
         *held = Some(store);
         drop(held);
@@ -1027,16 +1034,7 @@ fn a_slow_completion_does_not_hold_up_the_others() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&noise(4 * PAGE, 9)).unwrap();
         let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
-        let read = |token: u64| IoOp {
-            token: Token(token),
-            kind: IoKind::Read,
-            file,
-            offset: token * PAGE as u64,
-            buffer: memory.at(token as usize * PAGE),
-            len: PAGE as u32,
-            valid: PAGE as u32,
-            priority: Priority::Demand,
-        };
+        let read = |token: u64| memory.demand(file, token as usize);
         (0..4).for_each(|token| store.submit(read(token)));
         (1..4).for_each(|token| sink.log.result(token).unwrap());
         assert_eq!(sink.log.count(), 3);
@@ -1065,16 +1063,7 @@ fn what_nothing_is_heard_of_is_late() {
         let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
         hook.state.lock().unwrap().closed = true;
         for page in 0..3 {
-            store.submit(IoOp {
-                token: Token(page as u64),
-                kind: IoKind::Read,
-                file,
-                offset: (page * PAGE) as u64,
-                buffer: memory.at(page * PAGE),
-                len: PAGE as u32,
-                valid: PAGE as u32,
-                priority: Priority::Demand,
-            });
+            store.submit(memory.demand(file, page));
         }
         let tokens = [0, 1, 2, 99].map(Token);
         let state = hook.state.lock().unwrap();
@@ -1134,16 +1123,7 @@ fn regression_a_report_that_takes_long_holds_up_no_calls() {
         file.write_all(&noise(9 * PAGE, 9)).unwrap();
         let file = store.add_file(file, "unlinked".into(), FileUse::Scratch).unwrap();
         for page in 0..9 {
-            store.submit(IoOp {
-                token: Token(page as u64),
-                kind: IoKind::Read,
-                file,
-                offset: (page * PAGE) as u64,
-                buffer: memory.at(page * PAGE),
-                len: PAGE as u32,
-                valid: PAGE as u32,
-                priority: Priority::Demand,
-            });
+            store.submit(memory.demand(file, page));
             if page == 0 {
                 let state = calls.state.lock().unwrap();
                 drop(calls.changed.wait_while(state, |(_, reporting)| !*reporting).unwrap());

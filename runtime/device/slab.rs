@@ -587,12 +587,7 @@ mod tests {
     #[test]
     fn regression_memory_is_touched_before_it_is_locked() {
         fn resident(address: u64, len: u64) -> io::Result<()> {
-            let pages = len / sys::system_page_bytes();
-            let mut seen = vec![0_u8; pages as usize];
-            let start = std::ptr::with_exposed_provenance_mut(address as usize);
-            // SAFETY: asks about a range of the slab's; `seen` has a byte for each of its pages.
-            let outcome = unsafe { libc::mincore(start, len as usize, seen.as_mut_ptr()) };
-            let there = outcome == 0 && seen.iter().all(|page| page & 1 == 1);
+            let there = sys::resident(address, len)? == len;
             if there { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
         }
         let slab = HostSlab::with_locks(config(50, 3), Locks::Kernel(resident)).unwrap();
