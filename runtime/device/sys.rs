@@ -213,6 +213,15 @@ pub(super) fn probe_relocate() -> Result<()> {
     })
 }
 
+/// Splits the huge page that `address` is in, if it is one that is mapped in part: the kernel then takes back what is not
+/// mapped, which it would do otherwise only when memory runs short. No content changes. Where the disk is reading into that huge
+/// page, it stays whole.
+pub(super) fn split(address: u64) {
+    // Of a huge page that is mapped in part, the kernel splits what it is told to make cold.
+    // SAFETY: advice, which changes no content, whoever's the memory is.
+    let _ = unsafe { libc::madvise(pointer(address), system_page_bytes() as usize, libc::MADV_COLD) };
+}
+
 /// Brings the memory of a committed range in, without changing its content. On kernels without `MADV_POPULATE_WRITE`
 /// (before 5.14) it writes zeros, and so needs a range that holds nothing yet.
 ///
