@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::ModelHeader;
 use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
-use crate::runtime::Runtime;
-use crate::store::{IoBackend, ScratchAllocation, StoreOptions};
+use crate::runtime::{Runtime, frames_of};
+use crate::settings::{Settings, Wanted};
+use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
 ///
@@ -83,18 +85,26 @@ pub enum Lookahead {
 }
 
 impl Lookahead {
-    /// 10 ms of a drive of 3 GB/s. Every page that streams is one less that stays, so a small budget gets less.
-    const AUTO: Bytes = Bytes::mib(32);
-
-    /// How many pages it is with a device tier of `frames`. Unless it is off, at least one. By itself at most a sixteenth
-    /// of the frames, but eight pages where that is no more than an eighth of them, and four where that is no more than a
-    /// quarter: a stream of fewer pages stalls at every unevenness. Where more is asked for, up to a quarter.
+    /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at least one. By
+    /// itself at most a sixteenth of the frames, but eight pages where that is no more than an eighth of them, and four where
+    /// that is no more than a quarter: a stream of fewer pages stalls at every unevenness. Where more is asked for, up to a
+    /// quarter.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        let within = |bytes: Bytes, most: u32| page_size.pages_for(bytes.get()).min(u64::from(most)) as u32;
+        // 8 ms of a drive of 2 GB/s.
+        self.pages_where(page_size, frames, Bytes::mib(16))
+    }
+
+    /// As [`pages`](Self::pages), of a disk that needs so much in flight for its full rate. Twice that is enough: every page
+    /// that streams is one less that stays.
+    pub(crate) fn pages_where(self, page_size: PageSize, frames: u32, in_flight: Bytes) -> u32 {
+        let within = |bytes: u64, most: u32| page_size.pages_for(bytes).min(u64::from(most)) as u32;
         let pages = match self {
             Self::Off => return 0,
-            Self::Auto => within(Self::AUTO, frames / 16).max((frames / 8).min(8)).max((frames / 4).min(4)),
-            Self::Bytes(bytes) => within(bytes, frames / 4),
+            Self::Auto => {
+                let enough = within(in_flight.get().saturating_mul(2), frames / 16);
+                enough.max((frames / 8).min(8)).max((frames / 4).min(4))
+            }
+            Self::Bytes(bytes) => within(bytes.get(), frames / 4),
         };
         pages.max(1)
     }
@@ -289,7 +299,9 @@ pub struct RuntimeBuilder {
     pub(crate) device_hook: Option<Arc<dyn DeviceHook>>,
     pub(crate) device_budget: DeviceBudget,
     pub(crate) host_budget: Bytes,
-    pub(crate) page_size: PageSize,
+    pub(crate) page_size: Option<PageSize>,
+    pub(crate) model: Option<PathBuf>,
+    pub(crate) disk: Option<DiskProfile>,
     pub(crate) policy: PolicyChoice,
     pub(crate) lookahead: Lookahead,
     pub(crate) verify: Verify,
@@ -326,7 +338,9 @@ impl RuntimeBuilder {
             device_hook: None,
             device_budget: Bytes::gib(1).into(),
             host_budget: Bytes::ZERO,
-            page_size: PageSize::DEFAULT,
+            page_size: None,
+            model: None,
+            disk: None,
             policy: PolicyChoice::Kind(PolicyKind::default()),
             lookahead: Lookahead::default(),
             verify: Verify::default(),
@@ -369,10 +383,70 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Bytes of a page.
+    /// Bytes of a page. Unless it is set, [`PageSize::DEFAULT`], or what [`for_model`](Self::for_model) says.
     pub fn page_size(mut self, size: PageSize) -> Self {
-        self.page_size = size;
+        self.page_size = Some(size);
         self
+    }
+
+    /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs and what the device
+    /// budget holds. The disk is measured for that, within a fifth of a second, once a day; what was measured is kept in
+    /// `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`). What was chosen, and why, is in
+    /// [`Stats::settings`](crate::Stats::settings).
+    ///
+    /// ```no_run
+    /// use outcore::{Bytes, Runtime, format};
+    ///
+    /// let header = format::open("model.gguf")?;
+    /// let runtime = Runtime::builder().device_budget(Bytes::mib(512)).for_model(&header).open()?;
+    /// let settings = runtime.stats().settings;
+    /// println!("pages of {:?}: {}", settings.page_size.value, settings.page_size.reason);
+    /// let model = runtime.open_parsed(header)?;
+    /// # Ok::<(), outcore::Error>(())
+    /// ```
+    pub fn for_model(mut self, header: &ModelHeader) -> Self {
+        // The largest tells most about the disk.
+        self.model = header.files.iter().max_by_key(|file| file.len).map(|file| file.path.clone());
+        self
+    }
+
+    /// As [`for_model`](Self::for_model), for a model on a disk that needs this: nothing is measured.
+    pub fn disk(mut self, disk: DiskProfile) -> Self {
+        self.disk = Some(disk);
+        self
+    }
+
+    /// What is chosen where nothing is set, before anything is opened. A device budget that is a share of what is free is not
+    /// known by then, nor is what a GPU holds.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what reading the model's file reports.
+    pub fn settings(&self) -> Result<Settings> {
+        let wanted = self.wanted()?;
+        let page_size = wanted.page_size();
+        let frames = match self.device_budget {
+            DeviceBudget::Bytes(budget) => frames_of("device", budget, page_size.value)?,
+            DeviceBudget::Free { .. } => 0,
+        };
+        Ok(wanted.settings(page_size, frames))
+    }
+
+    /// What settings are chosen from.
+    pub(crate) fn wanted(&self) -> Result<Wanted> {
+        let budget = match (&self.device, self.device_budget) {
+            (DeviceChoice::Cuda(_), _) | (_, DeviceBudget::Free { .. }) => None,
+            (_, DeviceBudget::Bytes(budget)) => Some(budget),
+        };
+        let measured = || self.model.as_deref().map(DiskProfile::of).transpose();
+        let disk = if self.disk.is_some() { self.disk } else { measured()?.flatten() };
+        Ok(Wanted {
+            page_size: self.page_size,
+            lookahead: self.lookahead,
+            depth: self.store.asked_depth(),
+            budget,
+            model: self.model.is_some() || self.disk.is_some(),
+            disk,
+        })
     }
 
     /// Which page goes when a frame is needed.

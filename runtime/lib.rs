@@ -62,6 +62,7 @@ mod random;
 pub mod residency;
 mod runtime;
 mod segment;
+mod settings;
 pub mod sim;
 pub mod store;
 mod sync;
@@ -85,7 +86,8 @@ pub use pin::{
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Walker, Write,
 };
 pub use runtime::{MemoryStats, Model, Runtime, ScratchStats, SegmentView, Stats};
-pub use store::{IoBackend, ScratchAllocation};
+pub use settings::{Chosen, Settings};
+pub use store::{DiskProfile, IoBackend, ScratchAllocation};
 pub use tensor::Tensor;
 pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
 

@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use crate::compute::ComputeStream;
-use crate::config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify, staging_pages};
+use crate::config::{DeviceBudget, DeviceChoice, RuntimeBuilder, Verify, staging_pages};
 use crate::device::{
     Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
     Opened, SimClock, SimDevice, SimDeviceConfig, open_cuda,
@@ -27,7 +27,10 @@ use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
-use crate::store::{FileUse, IoBackend, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk};
+use crate::settings::{Chosen, Settings, Wanted};
+use crate::store::{
+    FileUse, IoBackend, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk,
+};
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
@@ -47,7 +50,9 @@ pub(crate) struct Shared {
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
     host_budget: Bytes,
-    lookahead: Lookahead,
+    /// What settings follow from, but for the device budget.
+    wanted: Wanted,
+    chosen: Chosen<PageSize>,
     /// Frames of the largest device budget so far.
     most_frames: AtomicU32,
 }
@@ -150,7 +155,10 @@ pub struct Stats {
     pub buffered_files: Vec<PathBuf>,
     /// Bytes of a page.
     pub page_size: PageSize,
-    /// How far ahead of use fills start. It follows the device budget.
+    /// What was chosen where nothing was set, and why. Follows the device budget.
+    pub settings: Settings,
+    /// How far ahead of use fills start now: no more than what was chosen, and less in a pass that waits for the disk in any
+    /// case.
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
@@ -266,7 +274,9 @@ impl Runtime {
 
     pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
         let process = Opened::here()?;
-        let page_size = config.page_size;
+        let wanted = config.wanted()?;
+        let chosen = wanted.page_size();
+        let page_size = chosen.value;
         let page_bytes = page_size.bytes();
         let host_frames = frames_of("host", config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
@@ -333,7 +343,12 @@ impl Runtime {
             lock: host_frames + staging > 0,
         };
         let slab = HostSlab::for_device(slab_config, device.clone())?;
-        let store: Arc<dyn Store> = config.store.open(sink.clone())?;
+        let settings = wanted.settings(chosen, frames);
+        let store = match wanted.depth {
+            Some(_) => config.store.clone(),
+            None => config.store.clone().depth_ahead(QueueDepth::new(settings.depth.value)?),
+        };
+        let store: Arc<dyn Store> = store.open(sink.clone())?;
         let scratch_options =
             ScratchOptions { persist: false, allocation: config.scratch_allocation, hook: config.store.hook };
         let pager_config = PagerConfig {
@@ -341,11 +356,12 @@ impl Runtime {
             host_frames,
             staging,
             direct_io,
-            lookahead: config.lookahead.pages(page_size, frames),
+            lookahead: page_size.pages_for(settings.lookahead.value.get()) as u32,
             page_bytes,
         };
         let (policy, fate) = config.policy.build();
         let mut pager = Pager::new(pager_config, policy);
+        pager.set_lookahead(pager_config.lookahead, wanted.lookahead_least(page_size, pager_config.lookahead));
         if device.makes_bare_frames() {
             pager.frames_are_bare();
         }
@@ -376,7 +392,8 @@ impl Runtime {
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
-                lookahead: config.lookahead,
+                wanted,
+                chosen: settings.page_size,
                 most_frames: AtomicU32::new(frames),
             }),
         })
@@ -834,6 +851,7 @@ impl Runtime {
         }
         let engine = self.engine();
         engine.at_home()?;
+        let lookahead = self.shared.page_size.pages_for(self.settings(frames).lookahead.value.get()) as u32;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
@@ -842,7 +860,7 @@ impl Runtime {
                 if frames < pager.device_frames().1 {
                     may_wait("a smaller budget")?;
                 }
-                pager.set_lookahead(self.shared.lookahead.pages(self.shared.page_size, frames));
+                pager.set_lookahead(lookahead, self.shared.wanted.lookahead_least(self.shared.page_size, lookahead));
                 pager.set_frames(frames, fx);
                 self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
                 Ok::<(), Error>(())
@@ -880,6 +898,7 @@ impl Runtime {
             io: engine.store.backend(),
             buffered_files: if in_a_child { Vec::new() } else { engine.store.buffered_files() },
             page_size: self.shared.page_size,
+            settings: self.settings(device.1),
             lookahead: bytes(lookahead),
             device: (bytes(device.0), bytes(device.1)),
             host: (bytes(host.0), self.shared.host_budget),
@@ -893,6 +912,11 @@ impl Runtime {
             waiting,
             long_waits: long_waits.to_string(),
         }
+    }
+
+    /// With a device tier of `frames`.
+    fn settings(&self, frames: u32) -> Settings {
+        self.shared.wanted.settings(self.shared.chosen.clone(), frames)
     }
 
     fn scratch_in_memory(&self) -> Bytes {
@@ -1019,7 +1043,7 @@ fn check_host_budget(budget: Bytes) -> Result<()> {
         .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
 }
 
-fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
+pub(crate) fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
     u32::try_from(budget.get() / page.bytes()).map_err(|_| {
         Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
             .remedy("choose larger pages")

@@ -1706,6 +1706,14 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     let disk = &found["directories"][0];
     assert!(disk["error"].is_null() && disk["filesystem"].is_string(), "{disk}");
     assert!(disk["in_memory"] == true || disk["read_bytes_per_second"].as_u64().unwrap() > 0, "{disk}");
+    if disk["settings"].is_object() {
+        for setting in ["page_size", "lookahead", "depth", "step"] {
+            let chosen = &disk["settings"][setting];
+            assert!(chosen["value"].is_u64() && !chosen["reason"].as_str().unwrap().is_empty(), "{setting}: {disk}");
+        }
+    } else {
+        assert!(disk["in_memory"] == true || disk["direct"] == false, "{disk}");
+    }
     // Where the build has a CUDA device, it depends on the machine.
     assert!(cfg!(feature = "cuda") || found["gpus"]["usable"] == false);
     assert!(found["gpus"]["usable"].as_bool().unwrap() != found["gpus"]["why_not"].is_string(), "{}", found["gpus"]);

@@ -14,8 +14,8 @@ use harness::{AnyDevice, Devices, Setting, check_at_rest, watched};
 use outcore::device::Token;
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
+use outcore::store::{CallHook, Injected, IoCall, IoKind, QueueDepth, StoreOptions};
+use outcore::{Bytes, DiskProfile, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
 use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
 use parking_lot::Mutex;
 
@@ -484,4 +484,52 @@ fn a_policy_of_the_users_decides_and_cannot_cost_bytes(devices: Devices) {
             }
         }
     });
+}
+
+/// What nobody set follows from the model's disk, the device budget, and nothing else; and the bytes are the file's.
+#[test]
+fn settings_that_nobody_made_are_chosen_and_told() {
+    let lengths = [3 << 20; 15];
+    let file = common::synthetic(&lengths);
+    let header = outcore::format::open(&file.path).unwrap();
+    let disk = DiskProfile::of(&file.path).unwrap();
+    for (budget, page) in [(24, 2 << 10), (16, 1 << 10), (4, 256)] {
+        let builder = Runtime::builder().for_model(&header).device_budget(Bytes::mib(budget));
+        let before = builder.settings().unwrap();
+        let runtime = builder.open().unwrap();
+        let stats = runtime.stats();
+        // A disk too slow for such pages has smaller ones.
+        let slow = disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
+        assert!(slow || stats.page_size == kib(page), "{budget}: {:?}", stats.settings);
+        assert_eq!((&stats.settings, stats.page_size), (&before, before.page_size.value));
+        assert_eq!(stats.lookahead, stats.settings.lookahead.value);
+        assert_eq!(stats.settings.disk, disk);
+        let reasons = [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
+        assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
+        // They follow the budget, but for the size of pages.
+        runtime.set_device_budget(Bytes::mib(2 * budget)).unwrap();
+        let after = runtime.stats();
+        assert_eq!((after.page_size, after.lookahead), (stats.page_size, after.settings.lookahead.value));
+        assert!(after.lookahead >= stats.lookahead, "{budget}: {:?}", after.settings);
+        let model = runtime.open_parsed(header.clone()).unwrap();
+        for header in &model.header().tensors {
+            let tensor = model.tensor(&header.name).unwrap();
+            let bytes = runtime.pin(&tensor).wait().unwrap().bytes().to_vec();
+            let range = header.offset as usize..header.end() as usize;
+            assert!(bytes == file.bytes[range], "{}", header.name);
+        }
+        drop(model);
+        runtime.close().unwrap();
+    }
+    // What was asked for stays; a disk that is known is not measured.
+    let known = DiskProfile::new(Bytes::gib(1), Bytes::mib(4));
+    let asked = Runtime::builder().disk(known).for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off);
+    let asked = asked.store(StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap()));
+    let settings = asked.settings().unwrap();
+    assert_eq!((settings.page_size.value, settings.lookahead.value, settings.depth.value), (kib(4), Bytes::ZERO, 3));
+    assert_eq!(settings.disk, Some(known));
+    // A model whose file has gone is told before anything is opened.
+    drop(file);
+    let error = Runtime::builder().for_model(&header).open().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
 }

@@ -326,7 +326,8 @@ pub struct FrameStats {
     pub used: u64,
     /// Frames of the budget that no page has.
     pub free: u64,
-    /// Of the free ones, those that are known to have no memory: it was [given back](crate::Runtime::trim), or never taken.
+    /// Of the free ones, those that no page has had since their memory was [given back](crate::Runtime::trim), or ever. On the
+    /// host device, frames smaller than a huge page get memory together with their neighbours, which may be among these.
     pub bare: u64,
     /// What is wasted in used frames: a segment's last page may be short, and its frame is whole.
     pub tails: Bytes,
@@ -420,6 +421,7 @@ pub struct Pager {
     hints: VecDeque<PageId>,
     /// Fills in flight nobody waits for.
     prefetching: u32,
+    pace: lookahead::Pace,
     /// The page used last, as long as nothing else the policy hears of has happened to any page.
     staying: Option<PageId>,
     /// Walkers that have begun and not ended, but for the default one.
@@ -513,6 +515,7 @@ impl Pager {
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,
+            pace: lookahead::Pace::new(config.lookahead, config.lookahead),
             staying: None,
             walkers: HashSet::new(),
             next_walker: 0,
@@ -685,6 +688,9 @@ impl Pager {
         let first = u64::from(first_use);
         self.stats.uses += u64::from(count);
         self.stats.prefetched += first;
+        if first_use {
+            self.used_ahead(false);
+        }
         self.stats.hits += u64::from(count) - first;
         self.traced(page, !first_use, write);
         for _ in 1..count {

@@ -222,7 +222,7 @@ impl Pager {
     pub fn set_frames(&mut self, frames: u32, fx: &mut Effects) -> u32 {
         self.frames.target = frames;
         self.config.frames = frames;
-        self.policy.resize(frames, self.host.total(), self.config.lookahead);
+        self.policy.resize(frames, self.host.total(), self.pace.pages());
         let exist = self.frames.grow();
         self.refuse_oversized(fx);
         self.pump(fx);

@@ -12,15 +12,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
+use crate::settings::page_within;
 use crate::sim::MachineModel;
 
 /// What a request pins at most where not everything fits: tiles as large as the example's.
 const TILE: Bytes = Bytes::mib(8);
 /// Of the frames, one part in this many at most is one request's.
 const TILE_SHARE: u64 = 32;
-/// Frames below which pages get smaller, where the device allows it.
-const FRAMES_FOR_DEFAULT: u64 = 128;
-const LEAST_PAGE: Bytes = Bytes::kib(64);
 /// Fewest frames in which a pass can be computed: a row may lie across two pages.
 const LEAST_FRAMES: u64 = 2;
 /// Buffers through which pages pass to and from a device with memory of its own, out of the host's memory.
@@ -384,12 +382,7 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
     }
 }
 
-/// The default, and on the host less where the budget is small, so that there is something to stream through.
+/// As a runtime that is told of the model chooses it, on a disk that is fast enough.
 fn page_size(room: Bytes, gpu: bool) -> PageSize {
-    if gpu {
-        return PageSize::DEFAULT;
-    }
-    let fitting = (room.get() / FRAMES_FOR_DEFAULT).max(1);
-    let size = (1u64 << fitting.ilog2()).clamp(LEAST_PAGE.get(), PageSize::DEFAULT.bytes());
-    PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT)
+    if gpu { PageSize::DEFAULT } else { page_within(room) }
 }

@@ -139,10 +139,10 @@ fn budgets_follow_the_runtimes_rules() {
     let shape = Shape::estimate(&given).unwrap();
     let job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 64, batch: 1, headroom_percent: 0 };
     let mut resources = resources(0, 0, "2GB/s", None);
-    resources.device = Bytes::mib(40);
+    resources.device = Bytes::mib(20);
     let small = run(&job, &resources);
-    assert_eq!(small.page_size.bytes(), 256 << 10, "128 frames of a budget of some 36 MiB");
-    assert!(small.device_budget > Bytes::mib(32) && small.device_budget < Bytes::mib(40), "{}", small.device_budget);
+    assert_eq!(small.page_size.bytes(), 1 << 20, "12 frames of a budget of some 16 MiB");
+    assert!(small.device_budget > Bytes::mib(12) && small.device_budget < Bytes::mib(20), "{}", small.device_budget);
     assert_eq!(small.link_s, None);
 }
 

@@ -32,7 +32,7 @@ use parking_lot::{Condvar, Mutex};
 use super::file::OpenFile;
 use super::operation::{Active, CallHook};
 use super::own::{OwnRead, OwnRings};
-use super::queue::{Lane, Limits, Queue};
+use super::queue::{Depth, Lane, Queue};
 use super::{
     Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
 };
@@ -44,7 +44,7 @@ use crate::ids::FileId;
 #[derive(Clone)]
 pub struct StoreOptions {
     backend: IoBackend,
-    depth: QueueDepth,
+    depth: Depth,
     pub(crate) hook: Option<Arc<dyn CallHook>>,
     pub(crate) close_limit: Duration,
 }
@@ -55,15 +55,28 @@ impl StoreOptions {
 
     /// Options with everything but the backend at its default.
     pub fn new(backend: IoBackend) -> Self {
-        Self { backend, depth: QueueDepth::DEFAULT, hook: None, close_limit: Self::CLOSE_LIMIT }
+        Self { backend, depth: Depth::default(), hook: None, close_limit: Self::CLOSE_LIMIT }
     }
 
-    /// How many operations the kernel may have at once. At the default, operations that are not demand are held to a
-    /// part of it; any other depth may be filled by any kind.
+    /// How many operations the kernel may have at once. At the default, operations that nobody waits for are held to a part of
+    /// it; any other depth may be filled by any kind.
     #[must_use]
     pub fn depth(mut self, depth: QueueDepth) -> Self {
-        self.depth = depth;
+        self.depth = Depth::of(depth);
         self
+    }
+
+    /// How many operations the kernel may have at once that nobody waits for; those that somebody waits for find room
+    /// beside them. 8 unless it is set, here or by [`depth`](Self::depth).
+    #[must_use]
+    pub fn depth_ahead(mut self, depth: QueueDepth) -> Self {
+        self.depth = Depth::Ahead(depth);
+        self
+    }
+
+    /// The depth that was asked for.
+    pub(crate) fn asked_depth(&self) -> Option<u32> {
+        (self.depth != Depth::default()).then(|| self.depth.limits().background)
     }
 
     /// Shows every call to `hook` before the kernel sees it.
@@ -95,7 +108,7 @@ impl StoreOptions {
         for &backend in candidates {
             match self.start(backend, direct, Arc::clone(&sink)) {
                 Ok(store) => {
-                    tracing::info!(%backend, depth = %self.depth, passed_over = ?refusals, "store opened");
+                    tracing::info!(%backend, depth = ?self.depth, passed_over = ?refusals, "store opened");
                     return Ok(Arc::new(store));
                 }
                 Err(error) if self.backend == IoBackend::Auto && error.kind() != ErrorKind::Internal => {
@@ -109,12 +122,13 @@ impl StoreOptions {
     }
 
     fn start(&self, backend: IoBackend, direct: DirectIo, sink: Arc<dyn Completions>) -> Result<Engine> {
+        let limits = self.depth.limits();
         let may_block = self.hook.as_ref().is_some_and(|hook| hook.may_block());
         let shared = Arc::new(Shared {
             sink,
             hook: self.hook.clone(),
             state: Mutex::new(State {
-                queue: Queue::new(Limits::of_depth(self.depth)),
+                queue: Queue::new(limits),
                 begun: Begun::default(),
                 refused: Vec::new(),
                 closing: false,
@@ -129,8 +143,8 @@ impl StoreOptions {
         });
         let direct = if backend == IoBackend::Buffered { DirectIo::Never } else { direct };
         let Started { driver, handles } = match backend {
-            IoBackend::IoUring => uring::start(Arc::clone(&shared), self.depth)?,
-            _ => threads::start(Arc::clone(&shared), self.depth)?,
+            IoBackend::IoUring => uring::start(Arc::clone(&shared), limits.total)?,
+            _ => threads::start(Arc::clone(&shared), limits.total)?,
         };
         Ok(Engine {
             backend,

@@ -35,6 +35,7 @@ mod operation;
 mod own;
 mod place;
 mod probe;
+mod profile;
 mod queue;
 mod scratch;
 mod threads;
@@ -60,8 +61,9 @@ pub(crate) use self::place::scratch_on_a_disk;
 pub use self::probe::{
     BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
 };
+pub use self::profile::DiskProfile;
 pub use self::queue::QueueDepth;
-pub(crate) use self::queue::{Lane, Limits, Queue};
+pub(crate) use self::queue::{Depth, Lane, Queue};
 pub use self::scratch::{ScratchAllocation, ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
 pub use crate::pager::Priority;

@@ -14,16 +14,26 @@ use crate::ids::PageSize;
 /// ([XDG Base Directory Specification](https://specifications.freedesktop.org/basedir-spec/latest/)), `/var/tmp`, which
 /// outlives a restart and so is on a disk, the folder of a model, and the system's folder for temporary files.
 fn folders(variable: impl Fn(&str) -> Option<PathBuf>, model: Option<&Path>) -> Vec<PathBuf> {
-    let absolute = |name: &str| variable(name).filter(|path| path.is_absolute());
-    let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
     let mut folders = Vec::new();
-    folders.extend(absolute("TMPDIR"));
-    folders.extend(cache.map(|cache| cache.join("outcore")));
+    folders.extend(variable("TMPDIR").filter(|path| path.is_absolute()));
+    folders.extend(cache(&variable));
     folders.push("/var/tmp".into());
     folders.extend(model.map(Path::to_owned));
     folders.push(env::temp_dir());
     folders.dedup();
     folders
+}
+
+/// The user's cache folder.
+fn cache(variable: &impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    let absolute = |name: &str| variable(name).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+    cache.map(|cache| cache.join("outcore"))
+}
+
+/// The folder for what can be measured again. It need not be there.
+pub(super) fn cache_folder() -> Option<PathBuf> {
+    cache(&|name: &str| env::var_os(name).map(PathBuf::from))
 }
 
 /// Makes a scratch file in the first folder that is on a disk and takes one. `model` is a folder that holds one.

@@ -200,7 +200,7 @@ pub fn probe_file(
         if start.duration_since(begin) > LATENCY_TIME {
             break;
         }
-        reader.read_blocks(n, 1, size / IO_ALIGNMENT)?;
+        reader.read_blocks(n, 1, size / IO_ALIGNMENT, QueueDepth::ONE)?;
         times.push(start.elapsed());
     }
     probe.page_latency = Latency::of(&mut times);
@@ -216,7 +216,7 @@ pub fn probe_file(
         for &depth in depths {
             let mut reader = Reader::open(path, open()?, backend, depth, Bytes::new(block))?;
             let (start, cpu) = (Instant::now(), process_cpu());
-            reader.read_blocks(first, count, in_file)?;
+            reader.read_blocks(first, count, in_file, depth)?;
             let (elapsed, cpu) = (start.elapsed(), process_cpu().saturating_sub(cpu));
             first += count;
             let (block, bytes) = (Bytes::new(block), Bytes::new(count * block));
@@ -259,8 +259,8 @@ impl Completions for ToChannel {
     }
 }
 
-/// Reads blocks of a file, `depth` at a time, each into its own part of one buffer.
-struct Reader {
+/// Reads blocks of a file, `depth` at a time and no more, each into its own part of one buffer.
+pub(super) struct Reader {
     store: Arc<dyn Store>,
     /// Freed only once the store has closed: until then the kernel may write to it.
     buffer: ManuallyDrop<Buffer>,
@@ -271,7 +271,7 @@ struct Reader {
 }
 
 impl Reader {
-    fn open(path: &Path, file: File, backend: IoBackend, depth: QueueDepth, block: Bytes) -> Result<Self> {
+    pub(super) fn open(path: &Path, file: File, backend: IoBackend, depth: QueueDepth, block: Bytes) -> Result<Self> {
         let (sink, ended) = mpsc::channel();
         let store = StoreOptions::new(backend).depth(depth).open(Arc::new(ToChannel(sink)))?;
         let file = store.add_file(file, path.into(), FileUse::Model)?;
@@ -279,12 +279,12 @@ impl Reader {
         Ok(Self { store, buffer, file, block: block.get() as u32, depth, ended })
     }
 
-    /// Reads `count` blocks of the `in_file` there are, spread over the file: a run from `first` on, in strides that
-    /// visit every block before any comes again.
-    fn read_blocks(&mut self, first: u64, count: u64, in_file: u64) -> Result<()> {
+    /// Reads `count` blocks of the `in_file` there are, `depth` at a time, spread over the file: a run from `first` on, in
+    /// strides that visit every block before any comes again.
+    pub(super) fn read_blocks(&mut self, first: u64, count: u64, in_file: u64, depth: QueueDepth) -> Result<()> {
         let stride = (in_file / 2 + 1..).find(|&s| gcd(s, in_file) == 1).unwrap_or(1);
         let mut submitted = 0;
-        let mut free: Vec<u64> = (0..u64::from(self.depth.get())).collect();
+        let mut free: Vec<u64> = (0..u64::from(depth.min(self.depth).get())).collect();
         let mut in_flight = 0u64;
         let mut outcome = Ok(());
         while in_flight > 0 || (submitted < count && outcome.is_ok()) {

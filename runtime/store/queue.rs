@@ -24,9 +24,9 @@ use super::Priority;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Started operations of all kinds.
-const TOTAL_DEPTH: u32 = 16;
-/// Of the total, what only demand may use.
+/// Started operations that are not demand, unless it is said how many the disk needs.
+const AHEAD: u32 = 8;
+/// Beside those, what only demand may use.
 const DEMAND_RESERVE: u32 = 8;
 /// Started bytes of operations that are not demand, while demand is recent. One operation of 2 MiB keeps a disk as busy
 /// as sixteen do, and a demand read then waits for that one at most (`benches/store_latency.rs`). Smaller operations
@@ -43,8 +43,8 @@ const PRIORITIES: usize = 5;
 pub struct QueueDepth(u32);
 
 impl QueueDepth {
-    /// The depth used unless another is asked for.
-    pub const DEFAULT: Self = Self(TOTAL_DEPTH);
+    /// The depth used unless another is asked for: half of it only for operations that somebody waits for.
+    pub const DEFAULT: Self = Self(AHEAD + DEMAND_RESERVE);
 
     /// One at a time.
     pub const ONE: Self = Self(1);
@@ -82,19 +82,38 @@ pub(crate) struct Limits {
     pub beside_demand: u64,
 }
 
-impl Limits {
-    /// The limits in which `depth` operations of any one kind may be started.
-    pub fn of_depth(depth: QueueDepth) -> Self {
-        if depth == QueueDepth::DEFAULT {
-            return Self {
-                total: TOTAL_DEPTH,
-                all: ALL_DEPTH,
-                background: TOTAL_DEPTH - DEMAND_RESERVE,
-                beside_demand: BYTES_BESIDE_DEMAND,
-            };
+/// How many operations the kernel may have at once, and of which kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Depth {
+    /// So many that are not demand, and some of demand beside them.
+    Ahead(QueueDepth),
+    /// So many of any kind.
+    Any(QueueDepth),
+}
+
+impl Default for Depth {
+    fn default() -> Self {
+        Self::Ahead(QueueDepth(AHEAD))
+    }
+}
+
+impl Depth {
+    /// The depth of this number: the default one, or so many of any kind.
+    pub fn of(depth: QueueDepth) -> Self {
+        if depth == QueueDepth::DEFAULT { Self::default() } else { Self::Any(depth) }
+    }
+
+    pub fn limits(self) -> Limits {
+        match self {
+            Self::Ahead(ahead) => {
+                let total = ahead.get() + DEMAND_RESERVE;
+                Limits { total, all: total.max(ALL_DEPTH), background: ahead.get(), beside_demand: BYTES_BESIDE_DEMAND }
+            }
+            Self::Any(depth) => {
+                let depth = depth.get();
+                Limits { total: depth, all: depth, background: depth, beside_demand: BYTES_BESIDE_DEMAND }
+            }
         }
-        let depth = depth.get();
-        Self { total: depth, all: depth, background: depth, beside_demand: BYTES_BESIDE_DEMAND }
     }
 }
 
@@ -394,7 +413,7 @@ mod tests {
 
     #[test]
     fn limits_are_never_zero() {
-        let limits = Limits::of_depth(QueueDepth::new(1).unwrap());
+        let limits = Depth::Any(QueueDepth::new(1).unwrap()).limits();
         assert_eq!((limits.total, limits.background), (1, 1));
         assert!(QueueDepth::new(0).is_err());
     }

@@ -13,7 +13,7 @@ use parking_lot::Condvar;
 use super::engine::{Driver, Ended, Shared, Started};
 use super::operation::Active;
 use super::queue::Lane;
-use super::{Completion, IoKind, QueueDepth};
+use super::{Completion, IoKind};
 use crate::error::{Error, ErrorKind, Result};
 
 #[derive(Debug)]
@@ -28,10 +28,10 @@ impl Driver for Threads {
 }
 
 /// Starts as many threads as operations may be started at once.
-pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
+pub(super) fn start(shared: Arc<Shared>, depth: u32) -> Result<Started> {
     let work = Arc::new(Condvar::new());
     let mut handles = Vec::new();
-    for n in 0..depth.get() {
+    for n in 0..depth {
         let (server, work) = (Arc::clone(&shared), Arc::clone(&work));
         match shared.spawn(format!("outcore-io-{n}"), move || serve(&server, &work)) {
             Ok(handle) => handles.push(handle),

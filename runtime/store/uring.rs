@@ -38,7 +38,7 @@ use super::engine::{Driver, Ended, Shared, Started};
 use super::file::OpenFile;
 use super::operation::Active;
 use super::queue::Lane;
-use super::{Completion, IoKind, QueueDepth};
+use super::{Completion, Depth, IoKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
@@ -50,7 +50,7 @@ const WAKE: u64 = u64::MAX;
 const BACK_OFF: Duration = Duration::from_millis(1);
 
 /// Starts the ring's thread.
-pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
+pub(super) fn start(shared: Arc<Shared>, depth: u32) -> Result<Started> {
     let bell = Arc::new(Bell::new()?);
     let requests = Arc::new(Mutex::new(Vec::new()));
     let (report, started) = mpsc::channel();
@@ -88,13 +88,13 @@ pub(super) fn start(shared: Arc<Shared>, depth: QueueDepth) -> Result<Started> {
 
 /// Whether io_uring works here: sets up a ring as [`start`] would, and closes it.
 pub(super) fn try_set_up() -> Result<()> {
-    set_up(QueueDepth::DEFAULT).map(drop)
+    set_up(Depth::default().limits().total).map(drop)
 }
 
 /// A ring on which every operation we need has been seen to work.
-fn set_up(depth: QueueDepth) -> Result<IoUring> {
+fn set_up(depth: u32) -> Result<IoUring> {
     // Operations, the eventfd's read, and room for what is submitted again within a batch.
-    let entries = (depth.get() + 8).next_power_of_two();
+    let entries = (depth + 8).next_power_of_two();
     let mut ring = match IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries) {
         Err(cause) if cause.raw_os_error() == Some(libc::EINVAL) => IoUring::new(entries),
         other => other,

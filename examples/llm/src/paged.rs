@@ -6,18 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use outcore::{ComputeStream, DevicePin, Runtime, StreamPin, Tensor};
+use outcore::{Bytes, ComputeStream, DevicePin, Runtime, StreamPin, Tensor};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::files::ModelFiles;
 use crate::weights::{Rows, Step, TensorId, Weights};
-
-/// A step's size where not everything fits: large enough that waking the compute threads costs little beside it, small
-/// enough that the next step's bytes arrive while this one is computed.
-const TILE_BYTES: u64 = 8 << 20;
-/// A step may pin at most this part of the device budget, so that there is room to stream.
-const TILE_SHARE: u64 = 32;
 
 /// A model's weights behind a [`Runtime`].
 #[derive(Debug)]
@@ -52,12 +46,25 @@ struct Tiled {
 impl PagedWeights {
     /// Takes the tensors of `files` from `model`, which was opened in `runtime`. Reads no weight.
     pub fn open(runtime: &Runtime, model: &outcore::Model, files: &ModelFiles) -> Result<Self> {
+        Self::open_in_steps(runtime, model, files, None)
+    }
+
+    /// As [`open`](Self::open), with steps of at most `step` bytes where not everything fits.
+    pub fn open_in_steps(
+        runtime: &Runtime,
+        model: &outcore::Model,
+        files: &ModelFiles,
+        step: Option<Bytes>,
+    ) -> Result<Self> {
         let stats = runtime.stats();
         let (page, budget) = (stats.page_size, stats.device.1);
         let needed: u64 = model.header().files.iter().map(|file| page.pages_for(file.len)).sum();
         let frames = budget.get() / page.bytes();
         let whole = frames >= needed;
-        let pages = (frames / TILE_SHARE).min(page.pages_for(TILE_BYTES)).max(2);
+        let pages = match step {
+            Some(step) => page.pages_for(step.get()).clamp(2, (frames / 2).max(2)),
+            None => page.pages_for(stats.settings.step.value.get()),
+        };
         let mut tensors = Vec::with_capacity(files.tensors().len());
         for info in files.tensors() {
             // A matrix of more than two extents is used as rows of its last one, as the kernels see it.

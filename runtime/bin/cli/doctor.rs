@@ -10,7 +10,7 @@ use clap::Args;
 use outcore::device::{CudaDeviceInfo, HostDevice, cuda_devices};
 use outcore::machine::{self, HugePages, LimitSource, Machine};
 use outcore::store::{QueueDepth, probe_backend, probe_file};
-use outcore::{Bytes, Error, IoBackend, PageSize, Result};
+use outcore::{Bytes, DiskProfile, Error, IoBackend, PageSize, Result, Runtime, Settings};
 use serde::Serialize;
 
 use super::Report;
@@ -94,6 +94,8 @@ struct Directory {
     offset_alignment: Option<u64>,
     read_bytes_per_second: Option<u64>,
     latency_4k: Option<LatencyReport>,
+    /// What a runtime chooses for a model here, unless told otherwise, with the model's file larger than the memory there is.
+    settings: Option<Settings>,
     /// Why nothing is known.
     error: Option<String>,
 }
@@ -209,6 +211,7 @@ fn directory(dir: &Path) -> Directory {
         offset_alignment: None,
         read_bytes_per_second: None,
         latency_4k: None,
+        settings: None,
         error: None,
     };
     if let Err(error) = examine(dir, &mut found) {
@@ -242,6 +245,11 @@ fn examine(dir: &Path, found: &mut Directory) -> Result<()> {
     let steady = Bytes::new((first * READ_SECONDS) as u64);
     let rate = if steady > Bytes::mib(32) { read(steady)? } else { first };
     found.read_bytes_per_second = Some(rate as u64);
+    if let Some(disk) = DiskProfile::of(&trial.path())? {
+        let free = Machine::detect()?.memory;
+        let budget = free.limit.saturating_sub(free.usage);
+        found.settings = Some(Runtime::builder().disk(disk).device_budget(budget).settings()?);
+    }
     Ok(())
 }
 
@@ -423,6 +431,13 @@ impl Report for Diagnosis {
         }
         for dir in &self.directories {
             facts.pair("disk", dir.line());
+            if let Some(settings) = &dir.settings {
+                let page = Bytes::new(settings.page_size.value.bytes());
+                facts.pair("", format!("pages of {page}: {}", settings.page_size.reason));
+                let (ahead, depth) = (&settings.lookahead, &settings.depth);
+                facts.pair("", format!("{} filled ahead: {}", ahead.value, ahead.reason));
+                facts.pair("", format!("{} reads ahead at once: {}", depth.value, depth.reason));
+            }
         }
         if self.gpus.found.is_empty() {
             facts.pair("GPU", "none found".to_owned());

@@ -35,7 +35,7 @@ use crate::pager::{
     AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Purpose, Submitted, Terms,
 };
 use crate::random::Random;
-use crate::store::{Limits, Queue};
+use crate::store::{Depth, Queue};
 
 pub use settings::Settings;
 pub use simulated::{Flow, Simulated};
@@ -173,7 +173,7 @@ impl<'a> World<'a> {
                 log,
                 words: Vec::with_capacity(lens.len()),
                 lens: Vec::with_capacity(lens.len()),
-                queue: Queue::new(Limits::of_depth(machine.disk.depth)),
+                queue: Queue::new(Depth::of(machine.disk.depth).limits()),
                 moves: HashMap::new(),
                 link: machine.link.map(LinkSchedule::new),
                 streams: Default::default(),

@@ -271,7 +271,8 @@ impl World<'_> {
         let frames = device_frames(self.machine, settings, budget.unwrap_or(settings.device_budget))?;
         self.most_frames = self.most_frames.max(frames);
         for device in &mut self.devices {
-            device.pager.set_lookahead(self.settings.lookahead.pages(self.settings.page_size, frames));
+            let lookahead = self.settings.lookahead.pages(self.settings.page_size, frames);
+            device.pager.set_lookahead(lookahead, lookahead);
             let (in_use, _) = device.pager.device_frames();
             let exist = device.pager.set_frames(frames, &mut device.fx);
             if let Some(contents) = &mut device.contents {

@@ -50,6 +50,13 @@ pub struct Args {
     /// How far ahead of use pages are filled: auto, off, or a size.
     #[arg(long, default_value = "auto")]
     pub prefetch: Lookahead,
+    /// Most reads and writes that the disk is given at once. Default: what the disk needs for its full rate.
+    #[arg(long)]
+    pub depth: Option<u32>,
+    /// Most bytes of weights that are computed with at a time, where not all fit. Default: 8MiB, less where the device
+    /// budget is small.
+    #[arg(long)]
+    pub step: Option<Bytes>,
     /// How files are read: auto, io_uring, threads or buffered.
     #[arg(long, default_value = "auto")]
     pub io: IoBackend,

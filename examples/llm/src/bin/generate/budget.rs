@@ -15,8 +15,6 @@ const OWN_GROWTH: Bytes = Bytes::mib(4);
 const STAGING: Bytes = Bytes::mib(64);
 /// Left of a GPU's memory: the driver's own, and the workspace of cuBLAS.
 const GPU_HEADROOM: Bytes = Bytes::mib(96);
-/// Frames below which pages get smaller, so that there is something to stream through.
-const FRAMES_MIN: u64 = 128;
 
 /// Least room for pages that a run is begun with.
 const LEAST_FOR_PAGES: Bytes = Bytes::mib(1);
@@ -35,7 +33,6 @@ pub struct Budgets {
     /// What was asked for, where that is more than the model's pages.
     pub device_asked: Option<Bytes>,
     pub host: Bytes,
-    pub page_size: PageSize,
     /// Most tokens of one pass.
     pub pass: usize,
     /// What computing takes besides pages in such passes, keys and values included.
@@ -135,23 +132,30 @@ fn check_host(used: Bytes, limit: &MemoryLimit) -> Result<()> {
     .remedy("leave --device-budget and --memory out, then what is there is divided, or give less"))
 }
 
-/// Divides the host's memory. `files` are the lengths of the model's files.
+/// Divides the host's memory. `files` are the lengths of the model's files; `page_of` chooses the size of pages for a device
+/// budget, where none was asked for.
 ///
 /// # Errors
 /// `BudgetTooSmall` if `--memory` leaves no room for pages, or a host budget holds none; `OutOfMemory` if what would be
 /// used of a budget is more than the machine or the control group has.
-pub fn divide(wishes: Wishes, files: &[Bytes], working: Working) -> Result<Budgets> {
-    divide_of(wishes, files, working, ProcessMemory::now()?.resident, &MemoryLimit::detect()?)
+pub fn divide(
+    wishes: Wishes,
+    files: &[Bytes],
+    working: Working,
+    page_of: impl Fn(Bytes) -> Result<PageSize>,
+) -> Result<Budgets> {
+    divide_of(wishes, files, working, page_of, ProcessMemory::now()?.resident, &MemoryLimit::detect()?)
 }
 
 fn divide_of(
     wishes: Wishes,
     files: &[Bytes],
     working: Working,
+    page_of: impl Fn(Bytes) -> Result<PageSize>,
     resident: Bytes,
     limit: &MemoryLimit,
 ) -> Result<Budgets> {
-    let page_of = |device| wishes.page_size.map_or_else(|| default_page(device), PageSize::new);
+    let page_of = |device| wishes.page_size.map_or_else(|| page_of(device), PageSize::new);
     // More than the model's pages is of no use.
     let pages =
         |page: PageSize| Bytes::new(files.iter().map(|len| page.pages_for(len.get())).sum::<u64>() * page.bytes());
@@ -178,7 +182,8 @@ fn divide_of(
             left
         }
     };
-    let page_size = page_of(wanted)?;
+    let all = files.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
+    let page_size = page_of(wanted.min(all))?;
     let device = wanted.min(pages(page_size));
     if wishes.memory.is_some_and(|cap| wanted + taken > cap) {
         return Err(Error::new(
@@ -198,7 +203,7 @@ fn divide_of(
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
     let (host, working) = (wishes.host.min(pages(page_size)), working.bytes(pass));
-    Ok(Budgets { device, device_asked, host, page_size, pass, working })
+    Ok(Budgets { device, device_asked, host, pass, working })
 }
 
 /// Divides the memory of a GPU, of which `free` is free. `files` are the lengths of the model's files; `working` says what
@@ -272,7 +277,7 @@ fn divide_gpu_of(
         .into());
     }
     let device_asked = wishes.device.filter(|asked| *asked > device);
-    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), page_size, pass, working: taken })
+    Ok(Budgets { device, device_asked, host: wishes.host.min(pages), pass, working: taken })
 }
 
 /// The longest pass with which a sequence takes no more than `room`, but no shorter than is worth it; passes are of equal
@@ -307,12 +312,6 @@ fn default_cap(limit: &MemoryLimit, resident: Bytes) -> Bytes {
     free.saturating_sub(headroom)
 }
 
-fn default_page(device: Bytes) -> Result<PageSize> {
-    let fitting = (device.get() / FRAMES_MIN).max(1);
-    let size = (1u64 << fitting.ilog2()).clamp(64 << 10, PageSize::DEFAULT.bytes());
-    PageSize::new(Bytes::new(size))
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -327,7 +326,7 @@ mod tests {
 
     fn divided(wishes: Wishes) -> Result<Budgets> {
         let limit = MemoryLimit { limit: Bytes::gib(64), usage: Bytes::gib(1), source: LimitSource::Machine };
-        divide_of(wishes, &[Bytes::mib(98)], WORKING, Bytes::mib(12), &limit)
+        divide_of(wishes, &[Bytes::mib(98)], WORKING, |_| Ok(PageSize::DEFAULT), Bytes::mib(12), &limit)
     }
 
     #[test]

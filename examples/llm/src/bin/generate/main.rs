@@ -18,7 +18,8 @@ use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::output::{Input, NewFile};
 use outcore::sim::ClassBytes;
-use outcore::{Bytes, DeviceChoice, Lane, Runtime};
+use outcore::store::{QueueDepth, StoreOptions};
+use outcore::{Bytes, DeviceChoice, Lane, PageSize, Runtime};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
     PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,
@@ -196,31 +197,46 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let budgets = match &gpu {
         None => {
             let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
-            budget::divide(wishes, &lengths, working)?
+            let page_of = |device| {
+                let settings = Runtime::builder().for_model(files.header()).device_budget(device).settings()?;
+                Ok(settings.page_size.value)
+            };
+            budget::divide(wishes, &lengths, working, page_of)?
         }
         Some(gpu) => {
             let working = |pass| CudaSession::memory(&config, context, pass);
             budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
     };
-    let runtime = Runtime::builder()
+    let store = match args.depth {
+        Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
+        None => StoreOptions::new(args.io),
+    };
+    let builder = match args.page_size {
+        Some(size) => Runtime::builder().page_size(PageSize::new(size)?),
+        None => Runtime::builder(),
+    };
+    let runtime = builder
+        .for_model(files.header())
         .device(args.device.clone())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
-        .page_size(budgets.page_size)
         .policy(args.policy)
         .lookahead(args.prefetch)
-        .io(args.io)
+        .store(store)
         .verify(args.verify)
         .timeline(args.timeline.is_some())
         .keep_uses(captured.is_some())
         .open()?;
+    let page_size = runtime.stats().page_size;
     let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
     let about = format!("generate --model {} --device-budget {}", model_name(&args.model), budgets.device);
-    let capture = captured.map(|file| Capture::begin(file, &runtime, &model, budgets.page_size, &about));
+    let capture = captured.map(|file| Capture::begin(file, &runtime, &model, page_size, &about));
     let mut capture = capture.transpose()?;
-    let weights = Arc::new(PagedWeights::open(&runtime, &model, &files)?.cancelled_by(interrupt.asked.clone()));
+    let weights = Arc::new(
+        PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?.cancelled_by(interrupt.asked.clone()),
+    );
     let options = Options { threads: args.threads, ..Options::default() };
     let mut sequence = match gpu {
         None => {
@@ -233,7 +249,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         }
     };
     let keys_values = budget::keys_values(&config, context);
-    let tail = |len: &Bytes| budgets.page_size.pages_for(len.get()) * budgets.page_size.bytes() - len.get();
+    let tail = |len: &Bytes| page_size.pages_for(len.get()) * page_size.bytes() - len.get();
     let memory = Memory {
         weights: ClassBytes::of_model(files.header()),
         tails: Bytes::new(lengths.iter().map(tail).sum()),
@@ -253,7 +269,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     let mut input = prompt.clone();
     interrupt.working.store(true, Ordering::SeqCst);
-    let watch = timeline.is_some().then(|| Watch::start(&runtime, &model, budgets.page_size, opened));
+    let watch = timeline.is_some().then(|| Watch::start(&runtime, &model, page_size, opened));
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
     let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
     'passes: while tokens.len() < args.tokens && !interrupt.asked() {

@@ -116,6 +116,7 @@ impl Run {
             "model": self.model,
             "device": self.device,
             "page_bytes": stats.page_size.bytes(),
+            "settings": stats.settings,
             "device_budget_bytes": self.device_budget.get(),
             "host_budget_bytes": self.host_budget.get(),
             "policy": stats.policy,
@@ -188,6 +189,10 @@ impl Run {
                 stats.policy
             ),
         );
+        let settings = &stats.settings;
+        row("", format!("pages: {}", settings.page_size.reason));
+        row("", format!("{} ahead: {}", settings.lookahead.value, settings.lookahead.reason));
+        row("", format!("{} reads ahead at once: {}", settings.depth.value, settings.depth.reason));
         if let Some(asked) = self.device_asked {
             row("", format!("of the {asked} asked for, because the model has no more pages"));
         }
