@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::ModelHeader;
+use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
@@ -301,6 +301,7 @@ pub struct RuntimeBuilder {
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: Option<PageSize>,
     pub(crate) model: Option<PathBuf>,
+    pub(crate) piece: Option<Bytes>,
     pub(crate) disk: Option<DiskProfile>,
     pub(crate) policy: PolicyChoice,
     pub(crate) lookahead: Lookahead,
@@ -340,6 +341,7 @@ impl RuntimeBuilder {
             host_budget: Bytes::ZERO,
             page_size: None,
             model: None,
+            piece: None,
             disk: None,
             policy: PolicyChoice::Kind(PolicyKind::default()),
             lookahead: Lookahead::default(),
@@ -389,8 +391,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs and what the device
-    /// budget holds. The disk is measured for that, within a fifth of a second, once a day; what was measured is kept in
+    /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs, what the device
+    /// budget holds, and how large its experts are, if it has any. The disk is measured for that, within a fifth of a second, once a day; what was measured is kept in
     /// `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`). What was chosen, and why, is in
     /// [`Stats::settings`](crate::Stats::settings).
     ///
@@ -407,6 +409,7 @@ impl RuntimeBuilder {
     pub fn for_model(mut self, header: &ModelHeader) -> Self {
         // The largest tells most about the disk.
         self.model = header.files.iter().max_by_key(|file| file.len).map(|file| file.path.clone());
+        self.piece = header.tensors.iter().filter_map(TensorHeader::expert_piece).min().map(Bytes::new);
         self
     }
 
@@ -445,6 +448,7 @@ impl RuntimeBuilder {
             depth: self.store.asked_depth(),
             budget,
             model: self.model.is_some() || self.disk.is_some(),
+            piece: self.piece,
             disk,
         })
     }

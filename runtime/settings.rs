@@ -75,6 +75,8 @@ pub(crate) struct Wanted {
     pub budget: Option<Bytes>,
     /// Whether a model was named.
     pub model: bool,
+    /// Of a model with experts, the smallest part of a tensor that one of them has.
+    pub piece: Option<Bytes>,
     pub disk: Option<DiskProfile>,
 }
 
@@ -83,10 +85,12 @@ fn power_below(bytes: u64) -> u64 {
     1 << bytes.max(1).ilog2()
 }
 
-/// The largest page of which a device budget in this machine's memory holds as many as there have to be, no larger than a huge
-/// page, on a disk of which nothing is known.
-pub(crate) fn page_within(budget: Bytes) -> PageSize {
-    let size = power_below(budget.get() / FRAMES_LEAST).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
+/// The largest page of which a device budget in this machine's memory holds as many as there have to be, on a disk of which
+/// nothing is known: no larger than a huge page, nor than `piece`, what is used by itself of a model with experts. A larger page
+/// would bring in parts of experts that nobody asked for.
+pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>) -> PageSize {
+    let fitting = (budget.get() / FRAMES_LEAST).min(piece.map_or(u64::MAX, Bytes::get));
+    let size = power_below(fitting).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
     PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT)
 }
 
@@ -109,21 +113,21 @@ impl Wanted {
         let Some(budget) = self.budget.filter(|_| self.model) else {
             return chosen(usual, "a huge page; no model in this machine's memory was named".into());
         };
-        // The limit that is the smallest, and why.
-        let fits = (power_below(budget.get() / FRAMES_LEAST), "the largest of which the device budget holds 12");
-        let quick = self.disk.map(|disk| {
-            (
-                power_below(disk.bytes_per_second.get().saturating_mul(PAGE_MS) / 1000),
-                "what the disk reads within 20 ms",
-            )
+        let fits = page_within(budget, self.piece);
+        let quick = self.disk.and_then(|disk| {
+            let size = power_below(disk.bytes_per_second.get().saturating_mul(PAGE_MS) / 1000);
+            PageSize::new(Bytes::new(size.clamp(PAGE_LEAST.get(), usual.bytes()))).ok()
         });
-        let limits = [Some((usual.bytes(), "a huge page")), Some(fits), quick];
-        let (size, reason) = limits.into_iter().flatten().min_by_key(|limit| limit.0).unwrap_or(fits);
-        let least = PAGE_LEAST.get().min(usual.bytes());
-        let (size, reason) =
-            if size < least { (least, "the smallest that is moved at little cost") } else { (size, reason) };
-        PageSize::new(Bytes::new(size))
-            .map_or_else(|_| chosen(usual, "a huge page".into()), |size| chosen(size, reason.into()))
+        match quick.filter(|quick| quick.bytes() < fits.bytes()) {
+            Some(quick) => chosen(quick, format!("the disk reads no more within {PAGE_MS} ms")),
+            None if fits.bytes() < page_within(budget, None).bytes() => {
+                chosen(fits, "no larger than one expert's part of a tensor".into())
+            }
+            None if fits == usual => {
+                chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"))
+            }
+            None => chosen(fits, format!("the device budget of {budget} holds {FRAMES_LEAST} of no larger ones")),
+        }
     }
 
     /// The rest, for a device tier of `frames` pages of this size.
@@ -174,7 +178,7 @@ mod tests {
 
     fn wanted(budget: Bytes, disk: Option<DiskProfile>) -> Wanted {
         let lookahead = Lookahead::Auto;
-        Wanted { page_size: None, lookahead, depth: None, budget: Some(budget), model: true, disk }
+        Wanted { page_size: None, lookahead, depth: None, budget: Some(budget), model: true, piece: None, disk }
     }
 
     fn page(budget: Bytes, disk: Option<DiskProfile>) -> Bytes {
@@ -190,8 +194,11 @@ mod tests {
         for budget in [0, 1, 4096, 100_000] {
             assert_eq!(page(Bytes::new(budget), Some(DISK)), Bytes::kib(64), "{budget}");
         }
+        let experts = Wanted { piece: Some(Bytes::kib(900)), ..wanted(Bytes::gib(1), Some(DISK)) }.page_size();
+        assert_eq!(experts.value.bytes(), 512 << 10);
+        assert!(experts.reason.contains("expert"), "{experts:?}");
         let slow = DiskProfile { bytes_per_second: Bytes::mib(25), in_flight: Bytes::mib(1) };
-        assert_eq!(page(Bytes::gib(1), Some(slow)), Bytes::kib(256 + 256));
+        assert_eq!(page(Bytes::gib(1), Some(slow)), Bytes::kib(512));
         assert!(wanted(Bytes::gib(1), Some(slow)).page_size().reason.contains("20 ms"));
         let stopped = DiskProfile { bytes_per_second: Bytes::ZERO, in_flight: Bytes::ZERO };
         assert_eq!(page(Bytes::gib(1), Some(stopped)), Bytes::kib(64));

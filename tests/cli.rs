@@ -342,11 +342,14 @@ fn plan_and_inspect_agree_on_what_streams() {
         let inspected = json(&["inspect", string(&path), "--page-size", &page, "--budget", &budget, "--json"]);
         let simulated = inspected["budgets"][0]["bytes_streamed_per_pass"].as_f64().unwrap();
         let planned = found["pass"]["disk_read_bytes"].as_f64().unwrap();
-        // There a request pins a tensor of one or two pages, here as many as a thirty-second of the frames: as many more
-        // may stream.
+        // There a request pins a tensor of one or two pages, here as many as a thirty-second of the frames, and two at least:
+        // as many more may stream.
         let [budget, page] = [&budget, &page].map(|bytes| bytes.parse::<f64>().unwrap());
         let pages = (planned - simulated) / page;
-        assert!((0.0..budget / page / 32.0).contains(&pages), "{memory}: {planned} planned, {simulated} simulated");
+        assert!(
+            (0.0..(budget / page / 32.0).max(2.0)).contains(&pages),
+            "{memory}: {planned} planned, {simulated} simulated"
+        );
         assert_eq!(found["pass"]["disk_s"].as_f64().unwrap(), planned / 1e9);
     }
 }

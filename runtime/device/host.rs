@@ -284,6 +284,8 @@ impl Core {
         if unsafe { sys::vacate(around.start, around.end - around.start) }.is_ok() {
             return;
         }
+        // Most likely the last mappings are gone: before anybody else in the process misses them.
+        self.ballast.lock().give_up();
         // Short of memory for its own, the kernel may leave nothing there at all.
         let _ = sys::refill(around.start, around.end - around.start);
         // To protect the whole of a mapping takes none more.

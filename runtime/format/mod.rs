@@ -49,6 +49,16 @@ impl TensorHeader {
         self.shape.iter().fold(1, |product, &n| product.saturating_mul(n))
     }
 
+    /// Of a tensor of experts of which a pass uses only those that its tokens draw, the bytes that one of them has. GGUF keeps a
+    /// layer's experts in one tensor (`blk.0.ffn_up_exps.weight`), safetensors each in its own (`mlp.experts.3.up_proj.weight`).
+    pub fn expert_piece(&self) -> Option<u64> {
+        if self.name.contains("_exps.") {
+            return self.shape.first().filter(|_| self.shape.len() == 3).and_then(|count| self.len.checked_div(*count));
+        }
+        let (_, one) = self.name.split_once(".experts.")?;
+        one.starts_with(|first: char| first.is_ascii_digit()).then_some(self.len)
+    }
+
     /// The byte behind its last one, from the start of the file.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.len)

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::compute::Compute;
 use super::memory::{Job, Memory, Work};
 use super::policy::recommend;
+use super::shape::Shape;
 use super::units::Bandwidth;
 use crate::config::Lookahead;
 use crate::error::{Error, ErrorKind, Result};
@@ -243,7 +244,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
         Bytes::new(u64::try_from(share).unwrap_or(u64::MAX))
     };
     let usable = within(resources.device);
-    let page_of = |room: Bytes| page_size(room, gpu);
+    let page_of = |room: Bytes| page_size(room, gpu, &job.shape);
     let unpaged = memory.activations + memory.scratch;
     let least = |besides: Bytes| besides + Bytes::new(page_of(usable.saturating_sub(besides)).bytes() * LEAST_FRAMES);
     let with_headroom = |size: Bytes| {
@@ -252,7 +253,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     };
     let kv_paged = least(unpaged + memory.kv) > usable;
     let besides = if kv_paged { unpaged } else { unpaged + memory.kv };
-    let least_pages = Bytes::new(page_size(Bytes::ZERO, gpu).bytes() * LEAST_FRAMES);
+    let least_pages = Bytes::new(page_of(Bytes::ZERO).bytes() * LEAST_FRAMES);
     let least_device = with_headroom(unpaged + least_pages);
     if least(besides) > usable {
         return Ok(Forecast { memory, least_device, run: None });
@@ -383,6 +384,7 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
 }
 
 /// As a runtime that is told of the model chooses it, on a disk that is fast enough.
-fn page_size(room: Bytes, gpu: bool) -> PageSize {
-    if gpu { PageSize::DEFAULT } else { page_within(room) }
+fn page_size(room: Bytes, gpu: bool, shape: &Shape) -> PageSize {
+    let piece = shape.experts.is_some().then(|| Bytes::new(shape.expert_piece() as u64));
+    if gpu { PageSize::DEFAULT } else { page_within(room, piece) }
 }
