@@ -768,6 +768,8 @@ victims_are_those_of_the_paper! {
 #[derive(Clone, Debug)]
 enum Event {
     Use(u32),
+    /// Uses in one of the orders that are declared, to its end.
+    Pass(usize),
     Come(u32),
     Go(u32),
     /// A search that skips pages whose bit is set, and stops after so many offers.
@@ -785,6 +787,8 @@ enum Event {
 }
 
 const SEGMENT_PAGES: u32 = 16;
+/// Orders that are declared again and again, and name pages more than once.
+const ORDERS: [&[u32]; 2] = [&[0, 1, 2, 0], &[1, 3, 18, 1, 2, 3]];
 
 fn event() -> impl Strategy<Value = Event> {
     let page = 0..3 * SEGMENT_PAGES;
@@ -793,15 +797,14 @@ fn event() -> impl Strategy<Value = Event> {
     let order = prop_oneof![
         1 => any::<u64>().prop_map(each_once),
         1 => prop::collection::vec(page.clone(), 0..6),
-        3 => (0usize..3).prop_map(|nth| [&[0, 1, 2, 0][..], &[3, 0, 3, 17], &[1, 3, 18, 1, 2, 3]][nth].to_vec()),
+        3 => (0..ORDERS.len()).prop_map(|nth| ORDERS[nth].to_vec()),
     ];
-    // A few pages are used often: so orders are followed, and come to their ends.
-    let used = prop_oneof![1 => page.clone(), 2 => 0u32..4];
     let want = prop_oneof![
         2 => Just(Want::Demand), 1 => Just(Want::Room), 1 => Just(Want::Memory), 1 => Just(Want::Reserve), 1 => Just(Want::Hint)
     ];
     prop_oneof![
-        8 => used.prop_map(Event::Use),
+        6 => page.clone().prop_map(Event::Use),
+        2 => (0..ORDERS.len()).prop_map(Event::Pass),
         4 => page.clone().prop_map(Event::Come),
         2 => page.prop_map(Event::Go),
         4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10]).prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
@@ -830,6 +833,7 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
     for event in events {
         match event.clone() {
             Event::Use(number) => policy.accessed(page(number)),
+            Event::Pass(nth) => ORDERS[nth].iter().for_each(|number| policy.accessed(page(*number))),
             Event::Come(number) => {
                 policy.inserted(page(number));
                 resident.insert(page(number));
