@@ -59,6 +59,7 @@ pub mod pager;
 mod pin;
 pub mod planning;
 mod random;
+mod ranges;
 pub mod residency;
 mod runtime;
 mod segment;

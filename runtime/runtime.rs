@@ -172,7 +172,7 @@ pub struct Stats {
     pub host_frames: FrameStats,
     /// Page tables that the kernel keeps for device memory, beside the budget. Of a GPU, none.
     pub page_tables: Bytes,
-    /// The scratch file of read-write tensors, once there is one.
+    /// The scratch file of read-write tensors, once there is one. `None` in a child by `fork`.
     pub scratch: Option<ScratchStats>,
     /// What of this machine's memory the runtime may take.
     pub memory: MemoryStats,
@@ -919,13 +919,19 @@ impl Runtime {
         self.shared.wanted.settings(self.shared.chosen.clone(), frames)
     }
 
+    /// What the scratch file in memory holds. Nothing in a child by `fork`, where a thread that is not there may hold the
+    /// file's lock.
     fn scratch_in_memory(&self) -> Bytes {
+        if !self.engine().is_at_home() {
+            return Bytes::ZERO;
+        }
         let scratch = self.shared.scratch.try_lock();
         let file = scratch.as_deref().and_then(Option::as_ref).map(|(file, _)| file);
         file.filter(|file| file.is_in_memory()).map_or(Bytes::ZERO, ScratchFile::held)
     }
 
     fn scratch_stats(&self) -> Option<ScratchStats> {
+        self.engine().at_home().ok()?;
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
         let ScratchRoom { size, allocated, free } = file.room();

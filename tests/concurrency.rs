@@ -1123,3 +1123,62 @@ fn faults_of_scratch_pages_go_on_while_a_large_tensor_is_allocated(devices: Devi
         }
     });
 }
+
+/// Whoever gives room of the scratch file back waits until it may.
+#[derive(Default)]
+struct HoldsRoom {
+    /// How many do at a time, and the most that did; and whether they may.
+    state: Mutex<(u32, u32, bool)>,
+    changed: Condvar,
+}
+
+impl CallHook for HoldsRoom {
+    fn before(&self, _: &IoCall) -> Injected {
+        Injected::Nothing
+    }
+    fn may_block(&self) -> bool {
+        false
+    }
+    fn before_room(&self, call: &RoomCall) -> Injected {
+        if call.kind == RoomKind::GiveBack {
+            let mut state = self.state.lock();
+            state.0 += 1;
+            state.1 = state.1.max(state.0);
+            self.changed.notify_all();
+            while !state.2 {
+                self.changed.wait(&mut state);
+            }
+            state.0 -= 1;
+        }
+        Injected::Nothing
+    }
+}
+
+/// Each tensor whose last handle went in a closure on a stream started a thread to give its room back, and closing waited for
+/// none of them.
+#[test]
+fn regression_one_thread_gives_room_back_and_closing_waits_for_it() {
+    const TENSORS: u64 = 64;
+    watched("room of tensors dropped on a stream", || {
+        let hold = Arc::new(HoldsRoom::default());
+        let store = StoreOptions::new(IoBackend::Threads).hook(hold.clone());
+        let runtime = setting(On::Host, 4).builder(None).store(store).open().unwrap();
+        let stream = runtime.compute_stream().unwrap();
+        let tensors: Vec<Tensor> = (0..TENSORS).map(|_| runtime.alloc(DType::U8, &[PAGE]).unwrap()).collect();
+        stream.call(move || drop(tensors));
+        // The stream goes on although none of them can be given back.
+        stream.synchronize().unwrap();
+        let mut state = hold.state.lock();
+        while state.0 == 0 {
+            hold.changed.wait(&mut state);
+        }
+        state.2 = true;
+        drop(state);
+        hold.changed.notify_all();
+        drop(stream);
+        runtime.clone().close().unwrap();
+        assert_eq!(hold.state.lock().1, 1, "threads at a time");
+        let scratch = runtime.stats().scratch.unwrap();
+        assert_eq!((scratch.size, scratch.free), (Bytes::new(TENSORS * PAGE), Bytes::new(TENSORS * PAGE)));
+    });
+}

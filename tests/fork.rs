@@ -238,6 +238,7 @@ fn touch_everything(inherited: Inherited, mut steps: Steps) -> ! {
     steps.refused("open_model", runtime.open_model(&path));
     let stats = runtime.stats();
     steps.check("stats", stats.pager.uses == 0 && stats.device == (Bytes::ZERO, Bytes::ZERO));
+    steps.check("what stats say of the scratch file", stats.scratch.is_none() && stats.memory.scratch == Bytes::ZERO);
     steps.check("traffic", runtime.traffic().disk_read == Bytes::ZERO);
     steps.check("optimum", runtime.optimum().uses == 0);
     steps.check("worst_pages", runtime.worst_pages(4).is_empty());
@@ -466,6 +467,26 @@ fn regression_a_child_is_refused_what_its_parent_waits_for() {
         drop(harness::block_on(&mut request).unwrap());
         drop((request, scope));
         check_at_rest(runtime, vec![table, held, wanted], "a child and what its parent waits for");
+    });
+}
+
+/// In a child `stats` asked the scratch file how large it is, and hung on the file's lock if a thread of the parent had it.
+#[test]
+fn regression_stats_in_a_child_ask_nothing_of_the_scratch_file() {
+    let _alone = ONE_AT_A_TIME.lock();
+    watched("stats in a child", || {
+        let runtime = setting(On::Host, 0).builder(None).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[6, PAGE]).unwrap();
+        assert_eq!(runtime.stats().scratch.unwrap().size, Bytes::new(6 * PAGE));
+        let mut steps = None;
+        let Some(child) = fork(&mut steps) else {
+            let mut steps = Steps(steps.unwrap());
+            let stats = runtime.stats();
+            steps.check("scratch", stats.scratch.is_none() && stats.memory.scratch == Bytes::ZERO);
+            steps.end(0)
+        };
+        child.watch("stats in a child");
+        check_at_rest(runtime, vec![table], "stats in a child");
     });
 }
 

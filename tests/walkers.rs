@@ -5,9 +5,12 @@
 mod common;
 
 use std::sync::Barrier;
+use std::time::Duration;
 
 use common::Synthetic;
-use outcore::{Bytes, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker};
+use outcore::{
+    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker,
+};
 
 const PAGE: usize = 64 << 10;
 
@@ -205,4 +208,49 @@ fn guards_and_scopes_outlive_their_walker() {
     assert!(scope.pin(&order[2]).wait().unwrap().bytes() == expected(&file, &model, 2));
     drop((guard, scope, order, model));
     runtime.close().unwrap();
+}
+
+/// The frame of a page that a plan names twice was lost when one of its walkers had come to the end, and a pin of as many
+/// pages as there are frames waited for ever, although nothing was pinned.
+#[test]
+fn regression_every_frame_is_to_be_had_after_a_walkers_end() {
+    let runtime = builder(3).lookahead(Lookahead::Off).open().unwrap();
+    let all = runtime.alloc(DType::U8, &[8, PAGE as u64]).unwrap();
+    let rows: Vec<Tensor> = (0..8).map(|n| all.rows(n..n + 1).unwrap()).collect();
+    let order = [0, 1, 2, 0].map(|n| rows[n].clone());
+    let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
+    one.plan(&order, false);
+    other.plan(&order, false);
+    drop(other.pin(&order[0]).wait().unwrap());
+    for used in &order {
+        drop(one.pin(used).wait().unwrap());
+    }
+    let rest = runtime.pin_set(&rows[3..6]).wait_timeout(Duration::from_secs(20)).unwrap();
+    assert!(rest.is_some(), "nothing is pinned: {}", runtime.waiting());
+}
+
+/// The number of a walker was taken for that of another runtime's walker.
+#[test]
+fn regression_a_walker_of_another_runtime_pins_nothing() {
+    let (one, other) = (builder(2).open().unwrap(), builder(2).open().unwrap());
+    let [mine, theirs] = [&one, &other].map(|runtime| runtime.alloc(DType::U8, &[PAGE as u64]).unwrap());
+    let walker = one.walker().unwrap();
+    let sets = [std::slice::from_ref(&theirs), &[mine.clone(), theirs.clone()]];
+    // Whether its pages are there or not.
+    for _ in 0..2 {
+        let refusals = [
+            walker.pin(&theirs).wait().map(drop),
+            walker.pin_mut(&theirs).wait_timeout(Duration::ZERO).map(drop),
+            walker.pin_set(sets[0]).wait().map(drop),
+            walker.pin_set_mut(sets[1]).wait().map(drop),
+            walker.pin_device(sets[0]).wait().map(drop),
+            walker.pin_device_mut(sets[0]).wait().map(drop),
+        ];
+        for refused in refusals {
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidArgument);
+        }
+        drop(other.pin(&theirs).wait().unwrap());
+    }
+    drop(walker.pin(&mine).wait().unwrap());
+    assert_eq!(other.stats().pager.uses, 2);
 }

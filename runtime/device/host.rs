@@ -41,13 +41,13 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use super::link::{Direction, LinkModel, LinkSchedule};
 use super::mappings::{self, Ballast, Claim};
-use super::ranges::FreeRanges;
 use super::stream::{Copier, STREAMS_MAX, Stream, closed, event_of, event_parts, report_apart};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::tables::Tables;
 use super::{Completions, Device, DeviceAddress, EventId, StreamId, StreamKind, StreamOp, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
+use crate::ranges::FreeRanges;
 
 /// The warmer touches this many bytes at a time: 5 ms on a machine that brings memory in at 0.4 GB/s, and one huge
 /// page. It is the longest a `map` waits for the warmer.

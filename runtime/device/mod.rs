@@ -41,7 +41,6 @@ mod host;
 mod link;
 mod mappings;
 mod process;
-mod ranges;
 mod select;
 mod sim;
 mod slab;

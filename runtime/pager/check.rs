@@ -83,6 +83,7 @@ impl Pager {
     fn check_pages(&self, touching: &HashMap<PageId, Touching>) -> Result<u32, String> {
         let none = Touching::default();
         let (mut owned, mut hosted, mut victims) = (HashSet::new(), HashSet::new(), 0);
+        self.policy.check()?;
         let tracked = self.policy.tracked();
         let policy: BTreeSet<PageId> = tracked.iter().copied().collect();
         ensure!(policy.len() == tracked.len(), "the policy tracks a page twice");

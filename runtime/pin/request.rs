@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::walker::Walking;
 use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
 use crate::device::EventId;
 use crate::error::{Error, ErrorKind, Result};
@@ -74,7 +75,8 @@ pub trait Target: super::sealed::Sealed + Unpin {
 pub struct PinRequest<'a, T: Target> {
     target: T,
     scope: Option<&'a Arc<Member>>,
-    walker: WalkerId,
+    /// Whose use it is. None if that is a walker of another runtime: there its number may be another walker's.
+    walker: Option<WalkerId>,
     progress: Progress,
 }
 
@@ -88,16 +90,18 @@ impl<T: Target> fmt::Debug for PinRequest<'_, T> {
 impl<'a, T: Target> PinRequest<'a, T> {
     #[inline]
     pub(crate) fn new(target: T) -> Self {
-        Self::of_walker(target, WalkerId::DEFAULT)
+        Self { target, scope: None, walker: Some(WalkerId::DEFAULT), progress: Progress::Start }
     }
 
     #[inline]
-    pub(crate) fn of_walker(target: T, walker: WalkerId) -> Self {
+    pub(super) fn of_walker(target: T, walking: &Walking) -> Self {
+        let is_of = |tensor: &Tensor| Arc::ptr_eq(&tensor.segment.shared, &walking.shared);
+        let walker = target.tensors().iter().all(is_of).then_some(walking.id);
         Self { target, scope: None, walker, progress: Progress::Start }
     }
 
     pub(crate) fn of_scope(target: T, scope: &'a Arc<Member>) -> Self {
-        Self { target, scope: Some(scope), walker: scope.walker_id(), progress: Progress::Start }
+        Self { target, scope: Some(scope), walker: Some(scope.walker_id()), progress: Progress::Start }
     }
 
     #[inline]
@@ -116,8 +120,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
     // costs as much as an atomic operation.
     #[inline(always)]
     fn resident(&self) -> Option<T::Guard> {
-        let Progress::Start = self.progress else { return None };
-        let [tensor] = self.target.tensors() else { return self.resident_set() };
+        let (Progress::Start, Some(walker)) = (&self.progress, self.walker) else { return None };
+        let [tensor] = self.target.tensors() else { return self.resident_set(walker) };
         if tensor.len == 0 || self.target.check().is_err() {
             return None;
         }
@@ -127,9 +131,9 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let pinned = match (self.scope, segment.words_of(run)) {
             (None, [word]) => {
                 let page = PageId { segment: run.segment, index: run.first };
-                engine.try_pin_page(page, word, T::PURPOSE, self.walker)
+                engine.try_pin_page(page, word, T::PURPOSE, walker)
             }
-            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, self.walker),
+            (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, walker),
             (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
@@ -137,7 +141,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
 
     /// [`resident`](Self::resident) of a set.
     #[inline(never)]
-    fn resident_set(&self) -> Option<T::Guard> {
+    fn resident_set(&self, walker: WalkerId) -> Option<T::Guard> {
         let tensors = self.target.tensors();
         let segment = self.segment()?;
         if self.target.check().is_err() || self.scope.is_some_and(|scope| !scope.is_of(segment)) {
@@ -148,7 +152,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let words: SmallVec<[Words<'_>; 8]> = runs.iter().enumerate().filter_map(of).collect();
         let engine = &segment.shared.engine;
         let pinned = match self.scope {
-            None => engine.try_pin(&words, T::PURPOSE, self.walker),
+            None => engine.try_pin(&words, T::PURPOSE, walker),
             Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&runs, self.hold(0)))
@@ -161,13 +165,17 @@ impl<'a, T: Target> PinRequest<'a, T> {
         if let Some(scope) = self.scope {
             self.of_the_scopes_runtime(scope)?;
         }
+        let walker = self.walker.ok_or_else(|| {
+            Error::new(ErrorKind::InvalidArgument, "a walker cannot pin tensors of another runtime")
+                .remedy("begin a walker of the tensors' runtime")
+        })?;
         let mut runs = runs_of(self.target.tensors());
         if runs.is_empty() {
             return Ok(Some(self.target.guard(&runs, self.hold(0))));
         }
         let joined = PageRun::join(&mut runs);
         runs.truncate(joined);
-        self.submit(runs, waits)
+        self.submit(runs, walker, waits)
     }
 
     fn of_the_scopes_runtime(&self, scope: &Member) -> Result<()> {
@@ -179,11 +187,11 @@ impl<'a, T: Target> PinRequest<'a, T> {
     }
 
     /// Asks under the latch.
-    fn submit(&mut self, runs: Runs, waits: bool) -> Result<Option<T::Guard>> {
+    fn submit(&mut self, runs: Runs, walker: WalkerId, waits: bool) -> Result<Option<T::Guard>> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope), self.walker);
+        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope), walker);
         let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
         match received? {
             Received::Ready(Granted { after, spent, .. }) => {

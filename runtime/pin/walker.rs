@@ -90,36 +90,37 @@ impl Walker {
         ScopeBuilder::of_walker(&self.walking)
     }
 
-    /// As [`Runtime::pin`](crate::Runtime::pin).
+    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime than the walker's is
+    /// [refused](crate::ErrorKind::InvalidArgument), here and below.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
-        PinRequest::of_walker(HostPin::new(tensor), self.walking.id)
+        PinRequest::of_walker(HostPin::new(tensor), &self.walking)
     }
 
     /// As [`Runtime::pin_mut`](crate::Runtime::pin_mut).
     #[inline]
     pub fn pin_mut<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Write>> {
-        PinRequest::of_walker(HostPin::new(tensor), self.walking.id)
+        PinRequest::of_walker(HostPin::new(tensor), &self.walking)
     }
 
     /// As [`Runtime::pin_set`](crate::Runtime::pin_set).
     pub fn pin_set<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Read>> {
-        PinRequest::of_walker(HostPins::new(tensors), self.walking.id)
+        PinRequest::of_walker(HostPins::new(tensors), &self.walking)
     }
 
     /// As [`Runtime::pin_set_mut`](crate::Runtime::pin_set_mut).
     pub fn pin_set_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, HostPins<'a, Write>> {
-        PinRequest::of_walker(HostPins::new(tensors), self.walking.id)
+        PinRequest::of_walker(HostPins::new(tensors), &self.walking)
     }
 
     /// As [`Runtime::pin_device`](crate::Runtime::pin_device).
     pub fn pin_device<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Read>> {
-        PinRequest::of_walker(DevicePins::new(tensors), self.walking.id)
+        PinRequest::of_walker(DevicePins::new(tensors), &self.walking)
     }
 
     /// As [`Runtime::pin_device_mut`](crate::Runtime::pin_device_mut).
     pub fn pin_device_mut<'a>(&self, tensors: &'a [Tensor]) -> PinRequest<'a, DevicePins<'a, Write>> {
-        PinRequest::of_walker(DevicePins::new(tensors), self.walking.id)
+        PinRequest::of_walker(DevicePins::new(tensors), &self.walking)
     }
 
     /// As [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
@@ -128,12 +129,12 @@ impl Walker {
         tensors: &'a [Tensor],
         stream: &'a ComputeStream,
     ) -> PinRequest<'a, DevicePinsOn<'a>> {
-        PinRequest::of_walker(DevicePinsOn::new(tensors, stream), self.walking.id)
+        PinRequest::of_walker(DevicePinsOn::new(tensors, stream), &self.walking)
     }
 }
 
 impl fmt::Debug for Walker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Walker({:?})", self.walking.id)
+        write!(f, "Walker({:?})", &self.walking)
     }
 }

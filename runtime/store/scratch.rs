@@ -18,7 +18,6 @@
 //! `slots` guards which slots are free, and is never held during a call of the kernel. To read or write a page, to record a
 //! checksum and to compare with one takes neither.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -37,6 +36,7 @@ use super::file::{filesystem_name, is_memory};
 use super::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::ranges::FreeRanges;
 
 /// Room is taken and given back by this much at a time. The kernel holds up reads and writes of a file while it changes the
 /// file's room; they go on between two slices.
@@ -128,8 +128,7 @@ struct Inner {
 struct Slots {
     /// How many exist.
     count: u64,
-    /// Free ranges: first slot to number of slots.
-    free: BTreeMap<u64, u64>,
+    free: FreeRanges,
 }
 
 /// How large a scratch file is.
@@ -261,7 +260,7 @@ impl ScratchFile {
         let page = self.0.page_size.bytes();
         let (count, free) = {
             let slots = self.0.slots.lock();
-            (slots.count, slots.free_count())
+            (slots.count, slots.free.total())
         };
         // In units of 512 bytes, whatever the file system's blocks are.
         let allocated = self.0.file.metadata().map_or(0, |meta| meta.blocks().saturating_mul(512));
@@ -272,7 +271,7 @@ impl ScratchFile {
     /// keeps its room.
     pub fn held(&self) -> Bytes {
         let slots = self.0.slots.lock();
-        let free = if self.0.keeps.load(Ordering::Relaxed) { 0 } else { slots.free_count() };
+        let free = if self.0.keeps.load(Ordering::Relaxed) { 0 } else { slots.free.total() };
         Bytes::new((slots.count - free) * self.0.page_size.bytes())
     }
 
@@ -418,55 +417,38 @@ fn is_unsupported(cause: &io::Error) -> bool {
 }
 
 impl Slots {
-    fn free_count(&self) -> u64 {
-        self.free.values().sum()
-    }
-
-    /// A run of `wanted` slots, which are then not free: the first that is free and long enough, or one at the end, which
-    /// moves. `None` if there would be more than `most` slots.
+    /// A run of `wanted` slots, which are then not free: of the shortest free ranges that are long enough the first, or one
+    /// at the end, which moves. `None` if there would be more than `most` slots.
     fn take(&mut self, wanted: u64, most: u64) -> Option<u64> {
-        let fitting = self.free.iter().find(|&(_, &count)| count >= wanted).map(|(&first, &count)| (first, count));
-        if let Some((first, count)) = fitting {
-            self.free.remove(&first);
-            if count > wanted {
-                self.free.insert(first + wanted, count - wanted);
-            }
+        if let Some(first) = self.free.take(wanted) {
             return Some(first);
         }
-        let at_end = self.free.last_key_value().map(|(&first, &count)| (first, count));
-        let first = at_end.filter(|(first, count)| first + count == self.count).map_or(self.count, |(first, _)| first);
+        let at_end = self.free.last().filter(|last| last.end == self.count);
+        let first = at_end.as_ref().map_or(self.count, |last| last.start);
         let end = first.checked_add(wanted).filter(|&end| end <= most)?;
-        self.free.remove(&first);
+        if at_end.is_some() {
+            self.free.remove(first);
+        }
         self.count = end;
         Some(first)
     }
 
     /// Makes slots free and joins them with their free neighbours.
-    fn give_back(&mut self, mut first: u64, mut count: u64) {
-        if let Some((&before, &len)) = self.free.range(..first).next_back()
-            && before + len == first
-        {
-            self.free.remove(&before);
-            first = before;
-            count += len;
-        }
-        if let Some(len) = self.free.remove(&(first + count)) {
-            count += len;
-        }
-        self.free.insert(first, count);
+    fn give_back(&mut self, first: u64, count: u64) {
+        self.free.give(first, count, &(0..self.count));
     }
 
     /// Cuts off free slots at the end until there are `count`.
     fn shorten(&mut self, count: u64) {
-        let Some((&first, &free)) = self.free.last_key_value() else { return };
-        if count >= self.count || first + free != self.count || first > count {
+        let Some(last) = self.free.last() else { return };
+        if count >= self.count || last.end != self.count || last.start > count {
             return;
         }
-        self.free.remove(&first);
-        if first < count {
-            self.free.insert(first, count - first);
-        }
+        self.free.remove(last.start);
         self.count = count;
+        if last.start < count {
+            self.give_back(last.start, count - last.start);
+        }
     }
 }
 
@@ -619,6 +601,8 @@ fn in_bytes(blocks: u64, stat: &libc::statvfs) -> u64 {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+
+    use std::time::{Duration, Instant};
 
     use proptest::prelude::*;
 
@@ -896,6 +880,24 @@ mod tests {
         next.verify(slot, ScratchFile::checksum(b"anything")).unwrap();
     }
 
+    /// What is free was added up, and a free range looked for, by a look at each of them: with those of some hundred thousand
+    /// tensors each allocation took milliseconds.
+    #[test]
+    fn regression_many_free_ranges_cost_an_allocation_nothing() {
+        const RANGES: u64 = 1 << 19;
+        let mut slots = Slots::default();
+        assert_eq!(slots.take(2 * RANGES, u64::MAX), Some(0));
+        (0..RANGES).for_each(|nth| slots.give_back(2 * nth, 1));
+        let begun = Instant::now();
+        for nth in 0..1 << 16 {
+            // None is long enough.
+            assert_eq!(slots.take(2, u64::MAX), Some(2 * RANGES + 2 * nth));
+            assert_eq!(slots.free.total(), RANGES);
+        }
+        // A look at each takes minutes, and this takes milliseconds.
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    }
+
     #[test]
     fn a_directory_that_is_not_there() {
         let error = ScratchFile::create(Path::new("/nowhere/at/all"), PageSize::DEFAULT, false).unwrap_err();
@@ -921,8 +923,8 @@ mod tests {
                 prop_assert!(spans.windows(2).all(|w| w[0].1 <= w[1].0));
                 let slots = scratch.0.slots.lock();
                 let held: u64 = runs.iter().map(|r| r.count).sum();
-                prop_assert_eq!(held + slots.free.values().sum::<u64>(), slots.count);
-                let joined = slots.free.iter().zip(slots.free.iter().skip(1)).all(|((f, c), (g, _))| f + c < *g);
+                prop_assert_eq!(held + slots.free.total(), slots.count);
+                let joined = slots.free.ranges().zip(slots.free.ranges().skip(1)).all(|(one, next)| one.end < next.start);
                 prop_assert!(joined);
             }
         }

@@ -2,7 +2,8 @@
 //!
 //! # Threads
 //!
-//! The engine has none of its own. Whoever changes the pager, a caller whose page is missing, the store's thread with a
+//! The engine has two, which carry nothing out: the keeper, and one that gives room of the scratch file back while there is
+//! some to give. Whoever changes the pager, a caller whose page is missing, the store's thread with a
 //! completed read, a thread of the device with a completed copy, carries out the effects after releasing the latch. Nothing
 //! here blocks: the store and the streams only queue.
 //!
@@ -19,6 +20,7 @@
 
 mod keeper;
 mod recording;
+mod room;
 pub(crate) mod ticket;
 pub(crate) mod waiting;
 
@@ -53,6 +55,7 @@ use crate::sync::Alone;
 
 use keeper::Keeper;
 use recording::RuntimeName;
+use room::RoomKeeper;
 use ticket::Ticket;
 
 /// Where a segment's pages live, for the engine.
@@ -367,6 +370,7 @@ pub(crate) struct Engine {
     name: RuntimeName,
     gate: Arc<Gate>,
     keeper: Keeper,
+    room: RoomKeeper,
     /// How long a read or a write may take before those who wait for it are told.
     io_timeout: Option<Duration>,
     /// Requests that have waited for long for what others hold, in words, when the keeper last looked.
@@ -485,6 +489,7 @@ impl Engine {
             log: AccessLog::new(),
             name: RuntimeName::new(),
             keeper: Keeper::default(),
+            room: RoomKeeper::default(),
             io_timeout,
             long_waits: Mutex::new(Arc::from("")),
             fills: device.create_stream(StreamKind::Fill)?,
@@ -916,12 +921,7 @@ impl Engine {
             tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
         }
         if is_inside() && matches!(io.source, Source::Scratch { .. }) {
-            // To give room back takes long, and others wait for what this thread has to report.
-            let apart = std::thread::Builder::new().name("outcore-room".into()).spawn(move || drop(io));
-            if let Err(cause) = apart {
-                // Then it was done on this thread.
-                tracing::debug!(%cause, "no thread to give room of the scratch file back");
-            }
+            self.room.give_back(io);
         }
     }
 
@@ -1374,7 +1374,8 @@ impl Engine {
         let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
         self.with(|pager, fx| pager.close(&closed, fx));
         // Whoever closes again knows that the disk does not answer.
-        let limit = if self.closed.load(Ordering::Acquire) { Duration::ZERO } else { self.store.close_limit() };
+        let again = self.closed.load(Ordering::Acquire);
+        let limit = if again { Duration::ZERO } else { self.store.close_limit() };
         let mut latched = self.latch.lock();
         while !latched.pager.is_idle() {
             let ended = self.store.ended();
@@ -1388,9 +1389,16 @@ impl Engine {
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
+        // After the streams, whose closures may drop tensors.
+        let room = if again || self.room.drain(limit) {
+            Ok(())
+        } else {
+            let what = "the disk has not taken back the room of tensors that were dropped";
+            Err(Error::new(ErrorKind::Io, what).remedy("check the disk that the scratch file is on"))
+        };
         self.process.closed();
         self.with(|pager, _| self.note_lost_device(pager));
-        store.and(device)
+        store.and(device).and(room)
     }
 
     /// Ends although the disk does not answer. What the kernel may still touch is never given back.

@@ -352,8 +352,7 @@ impl Active {
 
     /// The page is resident.
     pub(super) fn file(&mut self, number: u32) {
-        let is_held = |position: &u32| self.held.contains(*position as usize);
-        if self.positions(number).iter().any(is_held) {
+        if self.filed(number) > 0 {
             // It was told of before.
             return;
         }
@@ -362,6 +361,33 @@ impl Active {
             Keep::Device => self.kept.insert(position),
             _ => self.streamed.insert(position),
         }
+    }
+
+    /// Whether a page is filed at this position.
+    fn has_at(&self, position: usize) -> bool {
+        self.streamed.contains(position) || self.kept.contains(position) || self.held.contains(position)
+    }
+
+    /// At how many of its positions a page the plan names is filed: at one if it is resident, else at none.
+    fn filed(&self, number: u32) -> usize {
+        self.positions(number).iter().filter(|position| self.has_at(**position as usize)).count()
+    }
+
+    /// Checks that of `resident`, which are all pages that are, those that the plan names are filed, each once, and no other
+    /// page is: one that is not filed is never offered by anybody, because whoever looks outside of plans passes it over.
+    pub(super) fn check(&self, resident: impl Iterator<Item = u32>) -> Result<(), String> {
+        let mut named = 0;
+        for number in resident.filter(|number| self.names(*number)) {
+            named += 1;
+            let filed = self.filed(number);
+            if filed != 1 {
+                return Err(format!("page number {number} is filed {filed} times in a plan that names it"));
+            }
+        }
+        if self.resident() != named {
+            return Err(format!("a plan has {} pages filed, but {named} of its own are resident", self.resident()));
+        }
+        Ok(())
     }
 
     /// The page is not resident any more. Whether it was.
@@ -419,10 +445,7 @@ impl Active {
     }
 
     fn resident_numbers(&self) -> Vec<u32> {
-        (0..self.order.len())
-            .filter(|at| self.streamed.contains(*at) || self.kept.contains(*at) || self.held.contains(*at))
-            .map(|position| self.order[position])
-            .collect()
+        (0..self.order.len()).filter(|position| self.has_at(*position)).map(|position| self.order[position]).collect()
     }
 
     /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
@@ -527,10 +550,10 @@ impl Active {
         self.go_to(at, now + 1);
         // What is at a position that has passed, used or skipped, goes where its next use is.
         if from <= to {
-            self.refile(at, from, to);
+            self.refile(from, to);
         } else {
-            self.refile(at, from, self.order.len() - 1);
-            self.refile(at, 0, to);
+            self.refile(from, self.order.len() - 1);
+            self.refile(0, to);
         }
     }
 
@@ -548,7 +571,8 @@ impl Active {
         place.stray = None;
     }
 
-    fn refile(&mut self, at: usize, from: usize, to: usize) {
+    /// A walker has passed the positions from `from` to `to`.
+    fn refile(&mut self, from: usize, to: usize) {
         let mut position = from;
         loop {
             let classes = [&self.streamed, &self.kept, &self.held];
@@ -558,10 +582,9 @@ impl Active {
             let index = self.index(number);
             self.ahead.remove(index);
             if self.is_repeated(number) {
+                // Also where this walker has come to its end: others may follow the plan still.
                 self.unfile_at(passed);
-                if !self.exhausted(at) {
-                    self.file(number);
-                }
+                self.file(number);
             }
             position = passed + 1;
         }
@@ -689,28 +712,25 @@ impl Active {
     /// The next page of a stretch, the one used last of those that are left: its position, and its distance by it.
     pub(super) fn next_of(&self, stretch: &mut Stretch) -> Option<(usize, u64)> {
         let class = if stretch.kept { &self.kept } else { &self.streamed };
-        loop {
-            let position = class.last_below(stretch.end).filter(|position| *position >= stretch.start)?;
-            stretch.end = position;
-            let stays =
-                |place: &Place| place.stays && place.is_known() && place.last_used == Some(self.order[position]);
-            if !self.places.iter().any(stays) {
-                return Some((position, self.distance_at(position as u32)));
-            }
-        }
+        let position = class.last_below(stretch.end).filter(|position| *position >= stretch.start)?;
+        stretch.end = position;
+        Some((position, self.distance_at(position as u32)))
+    }
+
+    /// Whether a walker is about to use the page once more.
+    pub(super) fn stays(&self, number: u32) -> bool {
+        self.places.iter().any(|place| place.stays && place.is_known() && place.last_used == Some(number))
+    }
+
+    /// Whether the page was offered and could not be taken.
+    pub(super) fn is_held(&self, number: u32) -> bool {
+        self.names(number) && self.positions(number).iter().any(|position| self.held.contains(*position as usize))
     }
 
     /// The resident pages that stay because their walkers are about to use them once more.
     pub(super) fn staying(&self) -> impl Iterator<Item = u32> {
         let known = self.places.iter().filter(|place| place.stays && place.is_known());
-        let resident = |number: &u32| {
-            let filed = |position: &u32| {
-                let position = *position as usize;
-                self.streamed.contains(position) || self.kept.contains(position)
-            };
-            self.positions(*number).iter().any(filed)
-        };
-        known.filter_map(|place| place.last_used).filter(resident)
+        known.filter_map(|place| place.last_used).filter(|number| self.filed(*number) > 0)
     }
 }
 

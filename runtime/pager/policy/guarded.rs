@@ -217,6 +217,9 @@ impl Policy for Guarded {
     fn tracked(&self) -> Vec<PageId> {
         self.look(|policy| policy.tracked()).unwrap_or_default()
     }
+    fn check(&self) -> Result<(), String> {
+        self.look(|policy| policy.check()).unwrap_or(Ok(()))
+    }
 }
 
 #[cfg(test)]

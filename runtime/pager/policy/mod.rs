@@ -147,6 +147,15 @@ pub trait Policy: Send + fmt::Debug {
     fn tracked(&self) -> Vec<PageId> {
         Vec::new()
     }
+    /// Whether what it keeps twice agrees; above all, whether each page that is [tracked](Self::tracked) is where a search
+    /// comes to. For checks.
+    ///
+    /// # Errors
+    /// What does not.
+    #[doc(hidden)]
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// Offers pages in order until one is taken, and changes nothing.

@@ -560,7 +560,8 @@ impl PlanPolicy {
                 misplaced.push(place);
                 continue;
             }
-            if skipped.contains(&place) {
+            let mut others = followed.iter().map(|plan| &plans[*plan]);
+            if skipped.contains(&place) || others.any(|active| active.is_held(number) || active.stays(number)) {
                 continue;
             }
             let page = self.recency.numbers().page(number);
@@ -581,10 +582,12 @@ impl PlanPolicy {
         found
     }
 
-    /// Offers, in no order, the pages that no search has offered: those that could not be taken at earlier ones, and those that
-    /// their walkers are about to use once more.
+    /// Offers, in no order, the pages that no search offers: those that could not be taken at earlier ones, and those that
+    /// their walkers are about to use once more. Each once, however many plans name it.
     fn victim_held(&self, plans: &[usize], take: &mut dyn FnMut(PageId) -> Take) -> Result<Option<PageId>, Stopped> {
-        let mut staying: SmallVec<[u32; 8]> = plans.iter().flat_map(|plan| self.plans[*plan].staying()).collect();
+        let held_in = |plans: &[usize], number: u32| plans.iter().any(|plan| self.plans[*plan].is_held(number));
+        let staying = plans.iter().flat_map(|plan| self.plans[*plan].staying());
+        let mut staying: SmallVec<[u32; 8]> = staying.filter(|number| !held_in(plans, *number)).collect();
         staying.sort_unstable();
         staying.dedup();
         for number in staying {
@@ -595,17 +598,21 @@ impl PlanPolicy {
                 Take::Stop => return Err(Stopped),
             }
         }
-        for plan in plans {
+        for (nth, plan) in plans.iter().enumerate() {
             let active = &self.plans[*plan];
             let mut next = active.held.first_from(0);
             while let Some(position) = next {
-                let page = self.recency.numbers().page(active.order[position]);
+                next = active.held.first_from(position + 1);
+                let number = active.order[position];
+                if held_in(&plans[..nth], number) {
+                    continue;
+                }
+                let page = self.recency.numbers().page(number);
                 match take(page) {
                     Take::Yes => return Ok(Some(page)),
                     Take::Skip => {}
                     Take::Stop => return Err(Stopped),
                 }
-                next = active.held.first_from(position + 1);
             }
         }
         Ok(None)
@@ -824,6 +831,10 @@ impl Policy for PlanPolicy {
         self.recency.pages().collect()
     }
 
+    fn check(&self) -> Result<(), String> {
+        self.plans.iter().try_for_each(|(_, active)| active.check(self.recency.present_numbers()))
+    }
+
     fn host_victim(&self, candidate: PageId, incoming: PageId) -> bool {
         self.keep(candidate) != Some(Keep::Host) || self.keep(incoming).is_none()
     }
@@ -918,6 +929,30 @@ mod tests {
             policy.victim(Want::Demand, &mut |v| if v == page(9) { Take::Yes } else { Take::Skip }),
             Some(page(9))
         );
+    }
+
+    /// A page that a plan names twice was filed nowhere once a walker had used it last, although another one follows the plan:
+    /// it was in nobody's list, nor outside of plans, and its frame was lost for good.
+    #[test]
+    fn regression_a_walkers_end_takes_no_page_from_the_others() {
+        let mut policy = policy();
+        policy.resize(3, 0, 0);
+        let order = [0, 1, 2, 0].map(page);
+        for walker in [1, 2] {
+            policy.walker(WalkerId(walker));
+            policy.declare(&order, false);
+        }
+        policy.accessed(page(0));
+        (0..3).for_each(|n| policy.inserted(page(n)));
+        policy.walker(WalkerId(1));
+        order.into_iter().for_each(|used| policy.accessed(used));
+        assert_eq!(policy.check(), Ok(()));
+        let mut offered = HashSet::new();
+        policy.victim(Want::Demand, &mut |victim| {
+            offered.insert(victim);
+            Take::Skip
+        });
+        assert_eq!(offered, (0..3).map(page).collect());
     }
 
     #[test]

@@ -566,6 +566,10 @@ impl Policy for SharesPolicy {
     fn tracked(&self) -> Vec<PageId> {
         self.parts.iter().flat_map(|part| part.policy.tracked()).collect()
     }
+
+    fn check(&self) -> Result<(), String> {
+        self.parts.iter().try_for_each(|part| part.policy.check())
+    }
 }
 
 #[cfg(test)]

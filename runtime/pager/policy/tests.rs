@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::kv::{Gap, Kinds, Worth, class_of, log2};
 use super::sketch::Sketch;
 use super::{Policy, PolicyKind, Take, Want};
-use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 
 fn page(number: u32) -> PageId {
     PageId { segment: SegmentId(0), index: PageIndex(number) }
@@ -768,33 +768,51 @@ victims_are_those_of_the_paper! {
 #[derive(Clone, Debug)]
 enum Event {
     Use(u32),
+    /// Uses in one of the orders that are declared, to its end.
+    Pass(usize),
     Come(u32),
     Go(u32),
     /// A search that skips pages whose bit is set, and stops after so many offers.
     Search(Want, u64, usize),
     Forget(u32),
     Resize(u32),
-    /// An order of every page whose bit is set, cyclic or not; none withdraws it.
-    Declare(u64, bool),
+    /// An order, cyclic or not; an empty one withdraws it.
+    Declare(Vec<u32>, bool),
+    /// What comes next is this walker's.
+    Walker(u32),
+    /// This walker ends, and the default one goes on.
+    Ends(u32),
     /// A fill ahead, if the policy names a page; a search for its frame that skips pages whose bit is set.
     Fill(u64),
 }
 
 const SEGMENT_PAGES: u32 = 16;
+/// Orders that are declared again and again, and name pages more than once.
+const ORDERS: [&[u32]; 2] = [&[0, 1, 2, 0], &[1, 3, 18, 1, 2, 3]];
 
 fn event() -> impl Strategy<Value = Event> {
     let page = 0..3 * SEGMENT_PAGES;
+    let each_once = |pages: u64| (0..3 * SEGMENT_PAGES).filter(|number| pages >> number & 1 == 1).collect::<Vec<_>>();
+    // The same few orders come again and again, or walkers would never share one.
+    let order = prop_oneof![
+        1 => any::<u64>().prop_map(each_once),
+        1 => prop::collection::vec(page.clone(), 0..6),
+        3 => (0..ORDERS.len()).prop_map(|nth| ORDERS[nth].to_vec()),
+    ];
     let want = prop_oneof![
         2 => Just(Want::Demand), 1 => Just(Want::Room), 1 => Just(Want::Memory), 1 => Just(Want::Reserve), 1 => Just(Want::Hint)
     ];
     prop_oneof![
         6 => page.clone().prop_map(Event::Use),
+        2 => (0..ORDERS.len()).prop_map(Event::Pass),
         4 => page.clone().prop_map(Event::Come),
         2 => page.prop_map(Event::Go),
         4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10]).prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
         1 => (0u32..3).prop_map(Event::Forget),
         1 => (1u32..40).prop_map(Event::Resize),
-        1 => (any::<u64>(), any::<bool>()).prop_map(|(pages, cyclic)| Event::Declare(pages, cyclic)),
+        1 => (order, any::<bool>()).prop_map(|(order, cyclic)| Event::Declare(order, cyclic)),
+        2 => (0u32..4).prop_map(Event::Walker),
+        1 => (1u32..4).prop_map(Event::Ends),
         2 => any::<u64>().prop_map(Event::Fill),
     ]
 }
@@ -813,8 +831,9 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
     (0..3).for_each(|segment| add(&mut *policy, segment));
     let mut resident = BTreeSet::new();
     for event in events {
-        match *event {
+        match event.clone() {
             Event::Use(number) => policy.accessed(page(number)),
+            Event::Pass(nth) => ORDERS[nth].iter().for_each(|number| policy.accessed(page(*number))),
             Event::Come(number) => {
                 policy.inserted(page(number));
                 resident.insert(page(number));
@@ -875,10 +894,13 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
                 add(&mut *policy, segment);
             }
             Event::Resize(frames) => policy.resize(frames, 0, 3),
-            Event::Declare(pages, cyclic) => {
-                let order: Vec<PageId> =
-                    (0..3 * SEGMENT_PAGES).filter(|number| pages >> number & 1 == 1).map(page).collect();
-                policy.declare(&order, cyclic);
+            Event::Declare(order, cyclic) => {
+                policy.declare(&order.into_iter().map(page).collect::<Vec<_>>(), cyclic);
+            }
+            Event::Walker(walker) => policy.walker(WalkerId(walker)),
+            Event::Ends(walker) => {
+                policy.walker(WalkerId::DEFAULT);
+                policy.walker_ended(WalkerId(walker));
             }
             Event::Fill(skip) => {
                 let Some(next) = policy.next_fill(&|page| resident.contains(&page)) else { continue };
@@ -898,6 +920,7 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
                 }
             }
         }
+        prop_assert_eq!(policy.check(), Ok(()), "{} after {:?}", kind, event);
         let tracked = policy.tracked();
         let set: BTreeSet<PageId> = tracked.iter().copied().collect();
         prop_assert_eq!(set.len(), tracked.len(), "{} tracks a page twice", kind);

@@ -1,34 +1,54 @@
-//! Free ranges of addresses: handed out where they fit best, and joined again. Any step takes time that grows with the
-//! logarithm of their number.
+//! Free ranges, of addresses or of slots of a file: handed out where they fit best, and joined again. Any step takes time
+//! that grows with the logarithm of their number, and to ask how much is free takes none.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Ranges that nobody has, no two of which touch within one arena.
 #[derive(Debug, Default)]
-pub(super) struct FreeRanges {
+pub(crate) struct FreeRanges {
     by_start: BTreeMap<u64, u64>,
     /// The same, by length and start.
     by_len: BTreeSet<(u64, u64)>,
+    /// The sum of their lengths.
+    total: u64,
 }
 
 impl FreeRanges {
+    /// How much is free in all.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The range that comes last.
+    pub(crate) fn last(&self) -> Option<Range<u64>> {
+        self.by_start.last_key_value().map(|(start, len)| *start..start + len)
+    }
+
+    /// The ranges, in order.
+    #[cfg(test)]
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        self.by_start.iter().map(|(start, len)| *start..start + len)
+    }
+
     fn insert(&mut self, start: u64, len: u64) {
         if len > 0 {
             self.by_start.insert(start, len);
             self.by_len.insert((len, start));
+            self.total += len;
         }
     }
 
     /// Takes out the range that starts there, if there is one.
-    pub(super) fn remove(&mut self, start: u64) -> Option<u64> {
+    pub(crate) fn remove(&mut self, start: u64) -> Option<u64> {
         let len = self.by_start.remove(&start)?;
         self.by_len.remove(&(len, start));
+        self.total -= len;
         Some(len)
     }
 
     /// The start of a range of `len`, which is then no longer free: of the smallest that hold it, the first.
-    pub(super) fn take(&mut self, len: u64) -> Option<u64> {
+    pub(crate) fn take(&mut self, len: u64) -> Option<u64> {
         let &(found, start) = self.by_len.range((len, 0)..).next()?;
         self.remove(start);
         self.insert(start + len, found - len);
@@ -36,7 +56,7 @@ impl FreeRanges {
     }
 
     /// A range of `arena` is free again, and one with what is free beside it there. Returns all of it.
-    pub(super) fn give(&mut self, start: u64, len: u64, arena: &Range<u64>) -> Range<u64> {
+    pub(crate) fn give(&mut self, start: u64, len: u64, arena: &Range<u64>) -> Range<u64> {
         let (mut first, mut end) = (start, start + len);
         let before = self.by_start.range(..first).next_back().map(|(start, len)| (*start, start + len));
         if let Some((before, before_end)) = before
@@ -88,7 +108,8 @@ mod tests {
                     free.give(start, len, &arena);
                 }
                 let mut spans = held.clone();
-                spans.extend(free.by_start.iter().map(|(start, len)| (*start, *len)));
+                spans.extend(free.ranges().map(|range| (range.start, range.end - range.start)));
+                prop_assert_eq!(free.total() + held.iter().map(|(_, len)| len).sum::<u64>(), 1000);
                 spans.sort_unstable();
                 let mut at = arena.start;
                 for (start, len) in spans {
