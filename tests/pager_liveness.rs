@@ -1247,3 +1247,89 @@ fn regression_a_circle_closed_by_a_larger_floor_is_told() {
     assert!(world.ended.contains(&(large, Err(ErrorKind::BudgetTooSmall))), "there are never so many");
     world.drain();
 }
+
+/// A guard's pages can be evicted before the pager has been told that they were paid for. What is free then is owed to the guard's
+/// scope, and no other scope is to declare it: all together would have more than there is, wait for it, and not be told.
+#[test]
+fn regression_reservations_together_declare_no_more_than_there_is() {
+    for unpins in [false, true] {
+        let (mut world, s) = world(10, 0, 40);
+        let grows = world.growing_scope();
+        world.pin(&[run(s, 0, 1)], false, false).unwrap();
+        let reserved = world.reserving_scope(6, ScopePriority::Interactive);
+        reserved.1.unwrap();
+        world.pin(&[run(s, 1, 3)], false, false).unwrap();
+        settle(&mut world);
+        assert_eq!(world.guards[1].spent, 3);
+        world.begin_to_end(1, unpins);
+        let (other, waits) = world.reserving_scope(6, ScopePriority::Interactive);
+        let waits = waits.unwrap_err();
+        world.end(0);
+        assert!(world.waits(waits) && world.pager.declared() == 6, "12 of 10 frames");
+        assert!(world.pager.set_aside() == 6, "its purse is filled again");
+        world.scope = Some(grows);
+        world.pin(&[run(s, 10, 1)], false, false).unwrap();
+        world.scope = Some(reserved.0);
+        world.pin(&[run(s, 20, 4)], false, false).unwrap();
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 3, "all that were admitted go on");
+        world.close_scope(reserved.0);
+        while world.waits(waits) {
+            world.unpin(world.guards.len() - 1);
+        }
+        assert_eq!(world.pager.declared(), 6);
+        world.close_scope(other);
+        world.drain();
+    }
+}
+
+/// What scopes declared and the floor are both there, or one of them is refused; also where the budget shrinks.
+#[test]
+fn what_is_declared_leaves_the_floor() {
+    let (mut world, s) = world(4, 0, 16);
+    let (scope, reserved) = world.reserving_scope(3, ScopePriority::Interactive);
+    reserved.unwrap();
+    let mut refused = None;
+    world.with(|pager, fx| refused = pager.set_floor(2, fx).err());
+    assert_eq!(refused.unwrap().kind(), ErrorKind::BudgetTooSmall);
+    world.with(|pager, fx| pager.set_floor(1, fx)).unwrap();
+    world.pin(&[run(s, 0, 3)], false, false).unwrap();
+    settle(&mut world);
+    world.set_budget(2);
+    assert_eq!(world.pager.device_frames(), (3, 4), "three are declared, and one is the floor's");
+    // Others have its pages when the scope lets go of them: its purse waits for these, and not for the floor.
+    world.scope = None;
+    world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap();
+    world.unpin(0);
+    assert_eq!(world.pager.set_aside(), 2);
+    (world.scope, world.never_refused) = (None, true);
+    world.pin(&[run(s, 9, 1)], false, false).unwrap();
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 2);
+    world.unpin(1);
+    world.unpin(0);
+    assert_eq!(world.pager.set_aside(), 3);
+    (world.scope, world.never_refused) = (Some(scope), false);
+    world.pin(&[run(s, 5, 3)], false, false).unwrap();
+    settle(&mut world);
+    assert_eq!(world.guards.len(), 1);
+    world.close_scope(scope);
+    world.drain();
+}
+
+#[test]
+fn a_scope_says_what_it_needs_once_and_before_it_pins() {
+    let (mut world, s) = world(4, 0, 16);
+    let grows = world.growing_scope();
+    let (reserved, ready) = world.reserving_scope(1, ScopePriority::Interactive);
+    ready.unwrap();
+    let late = world.open_scope(ScopeTerms { at_most: Some(2), ..ScopeTerms::default() });
+    world.pin(&[run(s, 0, 1)], false, false).unwrap();
+    settle(&mut world);
+    for scope in [grows, reserved, late] {
+        let mut refused = None;
+        world.with(|pager, fx| refused = pager.reserve(scope, 1, fx).err());
+        assert_eq!(refused.unwrap().kind(), ErrorKind::InvalidArgument);
+    }
+    world.drain();
+}

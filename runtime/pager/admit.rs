@@ -160,6 +160,12 @@ impl Pager {
             .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.writes()))
     }
 
+    /// For checks: frames that requests of a scope have spent which are not granted yet.
+    pub(super) fn being_spent(&self, scope: ScopeId) -> u32 {
+        let of = |(_, request): (usize, &Request)| (request.terms.scope == Some(scope)).then_some(request.spent);
+        self.requests.iter().filter_map(of).sum()
+    }
+
     /// For checks: how often a request was passed so far.
     pub(super) fn request_passed(&self, id: RequestId) -> Option<u32> {
         let request = &self.requests[self.request_key(id)?];
@@ -294,10 +300,14 @@ impl Pager {
     /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing.
+    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, or has pins.
     pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
+        }
+        if self.scope(Some(scope)).is_none_or(|scope| scope.holdings().at_most().is_none()) || self.grows(Some(scope)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a scope says what it needs once, before it pins")
+                .remedy("open another scope for more"));
         }
         let most = self.frames_for(&Terms::default());
         if frames > most {
@@ -881,6 +891,10 @@ impl Pager {
             blocked = Some((Blocked::Frames { need: needed - spent, room: u32::MAX }, cause));
         }
         let floor = if terms.never_refused { 0 } else { self.floor };
+        if blocked.is_none() && frames > 0 && !self.may_declare(frames) {
+            // However many frames are free just now. Who declared them is owed some, and gets them back from these.
+            blocked = Some((Blocked::Frames { need: needed, room: u32::MAX }, WaitCause::Frames));
+        }
         // What is paid from the purse is there, whatever a smaller budget waits for.
         while blocked.is_none()
             && needed > spent
@@ -1012,7 +1026,13 @@ impl Pager {
 
     /// Frames that a shrinking budget takes as soon as they are free. What scopes have declared stays until they end.
     pub(super) fn leaving(&self) -> u32 {
-        self.frames.active().saturating_sub(self.frames.target.max(self.declared))
+        self.frames.active().saturating_sub(self.frames_beside(self.declared))
+    }
+
+    /// Frames there are as long as scopes have declared so many: what these declared is theirs, and the floor is nobody's of
+    /// them, also where the budget has shrunk.
+    pub(super) fn frames_beside(&self, declared: u32) -> u32 {
+        self.frames.target.max(if declared > 0 { declared + self.floor } else { 0 })
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.

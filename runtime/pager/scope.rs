@@ -113,6 +113,11 @@ impl Holdings {
         self.unclaim(before - held.pages);
     }
 
+    /// The pages the scope was opened for, if it said so.
+    pub(super) fn at_most(&self) -> Option<u32> {
+        self.at_most
+    }
+
     /// Pages held, one that is pinned twice counted twice.
     pub fn pages(&self) -> u32 {
         self.held.lock().pages
@@ -171,7 +176,7 @@ pub(super) struct Scope {
     /// All frames that were set aside for it, spent or not.
     pub(super) declared: u32,
     /// What it has spent of them on pins that have been granted, by the first run of these.
-    paid: Vec<(PageRun, u32)>,
+    pub(super) paid: Vec<(PageRun, u32)>,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
@@ -266,6 +271,12 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// Whether one more scope may declare so many frames: together scopes declare no more than there are beside the floor. Asked
+    /// of the sum and not of what is free: a frame that a scope is owed may be free, or about to be.
+    pub(super) fn may_declare(&self, frames: u32) -> bool {
+        self.declared + frames + self.floor <= self.frames.target
+    }
+
     /// So many frames, free or in transit, are to be this scope's.
     pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
         let Some(key) = id.and_then(|id| self.scope_key(id)) else { return };
@@ -319,7 +330,8 @@ impl Pager {
         None
     }
 
-    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames.
+    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames. Told under the same hold of the latch
+    /// in which its pages are unpinned: these frames are the scope's, and nobody else is to get one before it is known.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
@@ -384,16 +396,29 @@ impl Pager {
         self.purses + self.coming
     }
 
+    /// Frames that scopes have declared: set aside for them, spent, or owed to them.
+    #[doc(hidden)]
+    pub fn declared(&self) -> u32 {
+        self.declared
+    }
+
     /// Sets so many frames aside for requests that can never be refused.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if no frame would be left for others.
+    /// `BudgetTooSmall` if no frame would be left for others, or not what scopes have declared.
     pub fn set_floor(&mut self, frames: u32, fx: &mut Effects) -> Result<(), Error> {
-        if frames >= self.frames.target {
+        let others = self.declared.max(1);
+        if frames > self.floor && frames + others > self.frames.target || frames >= self.frames.target {
             let (have, page) = (self.frames.target, self.config.page_bytes);
             let budget = Bytes::new(u64::from(have) * page);
-            let message = format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})");
-            let need = Bytes::new((u64::from(frames) + 1) * page);
+            let message = match self.declared {
+                0 => format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})"),
+                declared => format!(
+                    "{frames} frames set aside do not leave the {declared} that scopes have declared of a budget of {have} \
+                     pages ({budget})"
+                ),
+            };
+            let need = Bytes::new((u64::from(frames) + u64::from(others)) * page);
             return Err(Error::new(ErrorKind::BudgetTooSmall, message)
                 .remedy(format!("raise the device budget to at least {need}")));
         }
@@ -600,7 +625,7 @@ impl Pager {
                     Some(_) => {}
                 }
             }
-            if held + wanted > u64::from(self.frames.target) {
+            if held + wanted > u64::from(self.frames.target) || reserves > 0 && !self.may_declare(reserves) {
                 return None;
             }
         }
@@ -647,10 +672,9 @@ impl Pager {
         loop {
             let before = nodes.len();
             let declared: u32 = nodes.iter().map(|node| node.scope.declared).sum();
-            // What they declared is theirs, also where the budget has shrunk.
-            let frames = u64::from(self.frames.target.max(declared));
+            let frames = self.frames_beside(declared);
             nodes.retain(|node| {
-                let all = HeldByAll { pages: &holders, set_aside, frames };
+                let all = HeldByAll { pages: &holders, set_aside, frames, declared };
                 let stays = node.scope.waiting.iter().any(|request| !self.goes_on(node, *request, &all));
                 if !stays {
                     set_aside -= node.set_aside();
@@ -678,7 +702,8 @@ impl Pager {
         }
         // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
         // youngest. One that gives up helps if it holds what no other one does.
-        let all = HeldByAll { pages: &holders, set_aside, frames: u64::from(self.frames.target) };
+        let declared = nodes.iter().map(|node| node.scope.declared).sum();
+        let all = HeldByAll { pages: &holders, set_aside, frames: self.frames.target, declared };
         let victim = nodes
             .iter()
             .filter_map(|node| {
@@ -735,13 +760,14 @@ impl Pager {
             }
         }
         let others = all.set_aside - node.set_aside();
-        all.pages.len() as u64 + wanted + others <= all.frames
+        let declares = reserves == 0 || all.declared + reserves + self.floor <= self.frames.target;
+        declares && all.pages.len() as u64 + wanted + others <= u64::from(all.frames)
     }
 
     /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
     fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
         let budget = u64::from(self.frames.target);
-        let most = budget.max(u64::from(node.scope.declared));
+        let most = u64::from(self.frames_beside(node.scope.declared));
         let told =
             node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
                 let (_, runs, purpose, reserves) = self.asks(request)?;
@@ -799,7 +825,9 @@ struct HeldByAll<'a> {
     pages: &'a HashMap<PageId, (u32, bool)>,
     set_aside: u64,
     /// Of so many frames.
-    frames: u64,
+    frames: u32,
+    /// How many of these they have declared.
+    declared: u32,
 }
 
 /// Scopes named in one message.

@@ -101,16 +101,26 @@ fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
     {
         return;
     }
-    let wanted = pin::unpin(segment.words_of(run), exclusive);
-    if wanted || hold.spent > 0 {
-        end_slowly(segment, &[run], wanted, hold);
+    let unpin = || pin::unpin(segment.words_of(run), exclusive);
+    if hold.spent > 0 {
+        unpin_paid(segment, &[run], hold, unpin);
+    } else if unpin() {
+        tell_released(segment, &[run]);
     }
 }
 
 #[cold]
-fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
+fn tell_released(any: &Segment, runs: &[PageRun]) {
+    any.shared.engine.with(|pager, fx| pager.released(runs, fx));
+}
+
+/// Unpins pages that the scope has paid for. Whoever can evict them knows whose frames these are: both happen in one hold
+/// of the latch, so that nobody else gets a frame between. `unpin` says whether somebody waits for the pages.
+#[cold]
+fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce() -> bool) {
     any.shared.engine.with(|pager, fx| {
-        if let Some(scope) = hold.scope.as_ref().filter(|_| hold.spent > 0) {
+        let wanted = unpin();
+        if let Some(scope) = &hold.scope {
             pager.unspent(scope.id, runs, hold.spent, fx);
         }
         if wanted {
@@ -157,12 +167,14 @@ impl Pins {
     /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
     fn unpin(&self) {
         let Some(any) = self.parts.first() else { return };
-        let mut wanted = false;
-        for Part { segment, run } in &self.parts {
-            wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
-        }
-        if wanted || self.hold.spent > 0 {
-            end_slowly(&any.segment, &self.runs(), wanted, &self.hold);
+        let unpin_all = || {
+            let one = |part: &Part| pin::unpin(part.segment.words_of(part.run), self.exclusive);
+            self.parts.iter().fold(false, |wanted, part| one(part) | wanted)
+        };
+        if self.hold.spent > 0 {
+            unpin_paid(&any.segment, &self.runs(), &self.hold, unpin_all);
+        } else if unpin_all() {
+            tell_released(&any.segment, &self.runs());
         }
     }
 
