@@ -193,6 +193,11 @@ impl Pager {
         self.request_stand(id).map(|(_, frames, pages)| (frames.is_some(), pages))
     }
 
+    /// Whether a request stands in the line for frames.
+    pub(super) fn waits_for_frames(&self, id: RequestId) -> bool {
+        self.request_key(id).is_some_and(|key| matches!(self.requests[key].stand, Stand::Frames { .. }))
+    }
+
     /// For checks: of a request that waits for its scope's purse, how many frames it lacks. It is tried only when one comes.
     pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
         let request = &self.requests[self.request_key(id)?];
@@ -337,7 +342,9 @@ impl Pager {
             self.begins_to_wait(scope, id);
         }
         self.pump(fx);
-        if waits(self).is_some_and(|scope| scope.is_some()) && self.break_deadlocks(id, fx) {
+        if let Some(Some(scope)) = waits(self)
+            && self.break_deadlocks(scope, fx)
+        {
             self.pump(fx);
         }
         // Ready at once: the result is given here rather than as an effect.
@@ -1082,10 +1089,9 @@ impl Pager {
             if total > u64::from(most) {
                 let error = too_large(total, most, self.config.page_bytes);
                 self.end(id, error, fx);
-            } else if terms.scope.is_some() {
-                let _ = self.break_deadlocks(id, fx);
             }
         }
+        self.look_at_all(fx);
     }
 
     /// Ends every request that stands in a line.

@@ -265,6 +265,8 @@ impl Pager {
         );
         for (id, scope) in self.open_scopes() {
             let paid: u32 = scope.paid.iter().map(|(_, frames)| frames).sum();
+            let held = scope.holdings().paid();
+            ensure!(held <= paid, "{id:?} has spent {held} for what it holds, of {paid} in all");
             let all = scope.purse + scope.coming + scope.owed + paid + self.being_spent(id);
             ensure!(
                 all == scope.declared,

@@ -85,10 +85,10 @@ pub(crate) struct Hold {
 
 /// Takes pins that end out of their scope. False in a child by `fork`, where the scope's lock may be held by a thread that is not
 /// there: the guard is a copy, and its pins are the parent's.
-fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member) -> bool {
+fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member, spent: u32) -> bool {
     let at_home = any.shared.engine.is_at_home();
     if at_home {
-        scope.holdings.remove(runs, exclusive);
+        scope.holdings.remove(runs, exclusive, spent);
     }
     at_home
 }
@@ -97,7 +97,7 @@ fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Me
 #[inline(always)]
 fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
     if let Some(scope) = &hold.scope
-        && !leaves_its_scope(segment, &[run], exclusive, scope)
+        && !leaves_its_scope(segment, &[run], exclusive, scope, hold.spent)
     {
         return;
     }
@@ -161,7 +161,7 @@ impl Pins {
     /// they are not this process's.
     fn leave_scope(&self) -> bool {
         let (Some(any), Some(scope)) = (self.parts.first(), &self.hold.scope) else { return true };
-        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope)
+        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope, self.hold.spent)
     }
 
     /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.

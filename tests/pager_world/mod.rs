@@ -635,7 +635,7 @@ impl World {
         let mut runs: Vec<PageRun> = guard.pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
         PageRun::normalize(&mut runs);
         if let Some(holdings) = self.holdings(guard.scope) {
-            holdings.remove(&runs, guard.exclusive);
+            holdings.remove(&runs, guard.exclusive, guard.spent);
         }
         let mut ending = Ending { guard, runs, unpinned: None };
         if unpins {
