@@ -1067,7 +1067,8 @@ impl Pager {
                 }),
                 (Stage::Queued, Stand::Pages(pages)) => pages.iter().any(|(page, _)| late_page(page)),
                 (Stage::Queued, _) => frames,
-                (Stage::Shrinking, _) => false,
+                // The budget stays as it was set; nobody waits any more until it is met.
+                (Stage::Shrinking, _) => frames,
             };
             if waits {
                 self.end(*id, error.clone(), fx);
