@@ -353,7 +353,7 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
         };
     }
     if let Some((_, holdings)) = &writes {
-        holdings.remove(&[run(segment, 65)], true);
+        holdings.remove(&[run(segment, 65)], true, 0);
         assert_eq!(words[65].unlock(), Unpin::Wanted);
         pager.released(&[run(segment, 65)], &mut fx);
     }
@@ -368,7 +368,7 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
         }
         assert!(!ended.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
         for (number, page) in ended {
-            scopes[number].1.remove(&[run(segment, page)], false);
+            scopes[number].1.remove(&[run(segment, page)], false, 0);
             if words[page as usize].unpin() == Unpin::Wanted {
                 pager.released(&[run(segment, page)], &mut fx);
             }
@@ -385,4 +385,42 @@ fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
         println!("calls of the allocator for each of 250 scopes {few:.0}, of 2000 {many:.0}");
         assert!(many < 1.5 * few, "each of 250 scopes made {few:.0} calls, and each of 2000 {many:.0}");
     }
+}
+
+/// Calls of the allocator for each of 20 pins of resident pages, in a scope that holds so many pages, and has as many requests
+/// that wait for what another one writes.
+fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
+    let mut pager = Pager::new(config(count + 32, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 32);
+    (0..count + 21).for_each(|index| touch(&mut pager, &words, segment, index));
+    let mut fx = Effects::default();
+    assert!(matches!(words[0].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+    for index in 21..21 + count {
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, index)], false);
+    }
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let waits: Vec<_> = (0..count).map(|_| pager.submit(&[run(segment, 0)], terms, &mut fx).unwrap()).collect();
+    assert!(waits.iter().all(|wait| matches!(wait, Submitted::Waiting(_))));
+    let (before, latched) = (CALLS.with(Cell::get), pager.stats().latched_hits);
+    for index in 1..21 {
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        assert!(holdings.add(&[run(segment, index)], false), "the pager looks again");
+        pager.holds_more(scope, &mut fx);
+        holdings.remove(&[run(segment, index)], false, 0);
+        assert_eq!(words[index as usize].unpin(), Unpin::Done);
+    }
+    let calls = CALLS.with(Cell::get) - before;
+    assert_eq!(pager.stats().latched_hits - latched, 20, "each took the latch");
+    pager.check_invariants().unwrap();
+    calls as f64 / 20.0
+}
+
+/// Each of these looked for circles once for each request that waits, and counted all pages of the scope each time.
+#[test]
+fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
+    let (few, many) = (calls_of_a_pin_in_a_scope_that_waits(16), calls_of_a_pin_in_a_scope_that_waits(256));
+    println!("calls of the allocator for each pin beside 16 held and waiting {few:.0}, beside 256 {many:.0}");
+    assert!(many < 1.5 * few, "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
 }

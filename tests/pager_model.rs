@@ -105,9 +105,13 @@ impl Run {
                     self.world.pin(&runs, purpose, random.below(2) == 0);
                 }
             }
+            8 if !self.world.endings.is_empty() => {
+                let at = random.below(self.world.endings.len());
+                self.world.end(at);
+            }
             8..12 if !self.world.guards.is_empty() => {
                 let at = random.below(self.world.guards.len());
-                self.world.unpin(at);
+                end(&mut self.world, at, random);
             }
             12..24 if !self.world.moves.is_empty() => {
                 let at = random.below(self.world.moves.len());
@@ -210,6 +214,15 @@ impl Run {
         self.world.read_all();
         let (in_use, active) = self.world.pager.device_frames();
         assert!(in_use <= active && active == self.shape.frames, "{in_use} of {active}");
+    }
+}
+
+/// Ends a guard: at once, or its first step, with its pins or without them.
+fn end(world: &mut World, guard: usize, random: &mut Random) {
+    match random.below(4) {
+        0 => world.begin_to_end(guard, true),
+        1 => world.begin_to_end(guard, false),
+        _ => world.unpin(guard),
     }
 }
 
@@ -367,12 +380,16 @@ fn random_scopes(seed: u64) {
                 let first = random.below((pages - count + 1) as usize) as u32;
                 let purpose = [Use::Read, Use::Read, Use::Write][random.below(3)];
                 let pinned = world.pin(&[run(memory, first, count)], purpose, random.below(2) == 0);
+                let mine = (0..world.guards.len()).filter(|at| world.guards[*at].scope == Some(scope)).nth(1);
+                if let Some(at) = mine.filter(|_| random.below(4) == 0) {
+                    end(&mut world, at, &mut random);
+                }
                 // It has all it wants, or was told.
                 let done = pinned.is_none() || world.failed.len() > failed || random.below(6) == 0;
                 if done && !is_waiting(&world, scope) {
                     let end: Vec<usize> =
                         (0..world.guards.len()).rev().filter(|at| world.guards[*at].scope == Some(scope)).collect();
-                    end.into_iter().for_each(|at| world.unpin(at));
+                    end.into_iter().for_each(|at| self::end(&mut world, at, &mut random));
                     world.close_scope(scope);
                     scopes[at] = None;
                 }
@@ -385,7 +402,7 @@ fn random_scopes(seed: u64) {
             if told && !is_waiting(&world, id) {
                 let end: Vec<usize> =
                     (0..world.guards.len()).rev().filter(|at| world.guards[*at].scope == Some(id)).collect();
-                end.into_iter().for_each(|at| world.unpin(at));
+                end.into_iter().for_each(|at| self::end(&mut world, at, &mut random));
                 world.close_scope(id);
                 *scope = None;
             }
@@ -395,10 +412,14 @@ fn random_scopes(seed: u64) {
             let at = random.below(world.moves.len());
             world.complete(at, true);
         }
+        if random.below(3) == 0 && !world.endings.is_empty() {
+            let at = random.below(world.endings.len());
+            world.end(at);
+        }
         let all_wait = scopes.iter().all(|scope| scope.is_some_and(|scope| is_waiting(&world, scope)));
         if all_wait {
-            while !world.moves.is_empty() {
-                world.complete(0, true);
+            while !world.moves.is_empty() || !world.endings.is_empty() {
+                if world.moves.is_empty() { world.end(0) } else { world.complete(0, true) }
             }
             let told = !world.told.is_empty();
             let all_wait = scopes.iter().all(|scope| scope.is_some_and(|scope| is_waiting(&world, scope)));

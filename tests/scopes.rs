@@ -823,6 +823,47 @@ fn regression_a_reservation_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
+/// A smaller budget that waits for a write back that hangs is told, stays as it was set, and is met once the disk answers.
+#[test]
+fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
+    watched("a budget and a write that hangs", || {
+        let (runtime, table, hangs) = with_writes_that_hang(Some(Duration::from_millis(1)));
+        let smaller = || runtime.set_device_budget(Bytes::new(PAGE));
+        let told = smaller().unwrap_err();
+        assert_eq!(told.kind(), ErrorKind::TimedOut, "{told}");
+        assert_eq!((runtime.stats().waiting, runtime.stats().device.1), (0, Bytes::new(2 * PAGE)));
+        hangs.let_go();
+        while let Err(error) = smaller() {
+            progress();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        }
+        assert_eq!(runtime.stats().device.1, Bytes::new(PAGE));
+        check_at_rest(runtime, vec![table], "a budget and a write that hangs");
+    });
+}
+
+/// Nobody holds anything, and the budget said that guards and scopes had more.
+#[test]
+fn regression_a_budget_that_waits_for_writes_says_so() {
+    watched("a budget that waits for writes", || {
+        let (runtime, table, hangs) = with_writes_that_hang(None);
+        thread::scope(|threads| {
+            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
+            while runtime.waiting().total == 0 {
+                progress();
+                thread::yield_now();
+            }
+            let waiting = runtime.waiting();
+            assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
+            assert!(waiting.waiters[0].holders.is_empty(), "{waiting}");
+            assert!(waiting.to_string().contains("waits for writes or copies that are under way"), "{waiting}");
+            hangs.let_go();
+            shrinks.join().unwrap().unwrap();
+        });
+        check_at_rest(runtime, vec![table], "a budget that waits for writes");
+    });
+}
+
 /// Notes that it woke, or panics.
 struct Notes {
     woke: AtomicU32,

@@ -160,6 +160,12 @@ impl Pager {
             .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.writes()))
     }
 
+    /// For checks: frames that requests of a scope have spent which are not granted yet.
+    pub(super) fn being_spent(&self, scope: ScopeId) -> u32 {
+        let of = |(_, request): (usize, &Request)| (request.terms.scope == Some(scope)).then_some(request.spent);
+        self.requests.iter().filter_map(of).sum()
+    }
+
     /// For checks: how often a request was passed so far.
     pub(super) fn request_passed(&self, id: RequestId) -> Option<u32> {
         let request = &self.requests[self.request_key(id)?];
@@ -185,6 +191,11 @@ impl Pager {
     #[doc(hidden)]
     pub fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
         self.request_stand(id).map(|(_, frames, pages)| (frames.is_some(), pages))
+    }
+
+    /// Whether a request stands in the line for frames.
+    pub(super) fn waits_for_frames(&self, id: RequestId) -> bool {
+        self.request_key(id).is_some_and(|key| matches!(self.requests[key].stand, Stand::Frames { .. }))
     }
 
     /// For checks: of a request that waits for its scope's purse, how many frames it lacks. It is tried only when one comes.
@@ -294,10 +305,14 @@ impl Pager {
     /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing.
+    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, or has pins.
     pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
+        }
+        if self.scope(Some(scope)).is_none_or(|scope| scope.holdings().at_most().is_none()) || self.grows(Some(scope)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a scope says what it needs once, before it pins")
+                .remedy("open another scope for more"));
         }
         let most = self.frames_for(&Terms::default());
         if frames > most {
@@ -327,7 +342,9 @@ impl Pager {
             self.begins_to_wait(scope, id);
         }
         self.pump(fx);
-        if waits(self).is_some_and(|scope| scope.is_some()) && self.break_deadlocks(id, fx) {
+        if let Some(Some(scope)) = waits(self)
+            && self.break_deadlocks(scope, fx)
+        {
             self.pump(fx);
         }
         // Ready at once: the result is given here rather than as an effect.
@@ -882,6 +899,10 @@ impl Pager {
             blocked = Some((Blocked::Frames { need: needed - spent, room: u32::MAX }, cause));
         }
         let floor = if terms.never_refused { 0 } else { self.floor };
+        if blocked.is_none() && frames > 0 && !self.may_declare(frames) {
+            // However many frames are free just now. Who declared them is owed some, and gets them back from these.
+            blocked = Some((Blocked::Frames { need: needed, room: u32::MAX }, WaitCause::Frames));
+        }
         // What is paid from the purse is there, whatever a smaller budget waits for.
         while blocked.is_none()
             && needed > spent
@@ -1013,7 +1034,13 @@ impl Pager {
 
     /// Frames that a shrinking budget takes as soon as they are free. What scopes have declared stays until they end.
     pub(super) fn leaving(&self) -> u32 {
-        self.frames.active().saturating_sub(self.frames.target.max(self.declared))
+        self.frames.active().saturating_sub(self.frames_beside(self.declared))
+    }
+
+    /// Frames there are as long as scopes have declared so many: what these declared is theirs, and the floor is nobody's of
+    /// them, also where the budget has shrunk.
+    pub(super) fn frames_beside(&self, declared: u32) -> u32 {
+        self.frames.target.max(if declared > 0 { declared + self.floor } else { 0 })
     }
 
     /// Whether the frame of a page being evicted is not promised to anybody.
@@ -1041,7 +1068,8 @@ impl Pager {
                 }),
                 (Stage::Queued, Stand::Pages(pages)) => pages.iter().any(|(page, _)| late_page(page)),
                 (Stage::Queued, _) => frames,
-                (Stage::Shrinking, _) => false,
+                // The budget stays as it was set; nobody waits any more until it is met.
+                (Stage::Shrinking, _) => frames,
             };
             if waits {
                 self.end(*id, error.clone(), fx);
@@ -1063,10 +1091,9 @@ impl Pager {
             if total > u64::from(most) {
                 let error = too_large(total, most, self.config.page_bytes);
                 self.end(id, error, fx);
-            } else if terms.scope.is_some() {
-                let _ = self.break_deadlocks(id, fx);
             }
         }
+        self.look_at_all(fx);
     }
 
     /// Ends every request that stands in a line.

@@ -264,6 +264,23 @@ impl Pager {
             (purses, coming, owed, declared) == (self.purses, self.coming, self.owed, self.declared),
             "purses hold {purses}, {coming} are on their way, and they are owed {owed}, of {declared}"
         );
+        for (id, scope) in self.open_scopes() {
+            let paid: u32 = scope.paid.iter().map(|(_, frames)| frames).sum();
+            let held = scope.holdings().paid();
+            ensure!(held <= paid, "{id:?} has spent {held} for what it holds, of {paid} in all");
+            let all = scope.purse + scope.coming + scope.owed + paid + self.being_spent(id);
+            ensure!(
+                all == scope.declared,
+                "{id:?} has declared {} frames, and {all} are its: {scope:?}",
+                scope.declared
+            );
+        }
+        let active = self.frames.active();
+        ensure!(
+            declared == 0 || declared + self.floor <= active,
+            "{declared} frames are declared beside a floor of {}, and there are {active}",
+            self.floor
+        );
         let waiting: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage == 0).map(|(id, ..)| id).collect();
         ensure!(waiting.len() == self.standing, "{} requests wait, not {}", waiting.len(), self.standing);

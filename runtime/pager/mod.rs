@@ -313,8 +313,8 @@ pub struct PagerStats {
     /// Requests that ended because scopes would have waited for each other for ever.
     pub deadlocks: u64,
     /// Pins for which every page was resident and that asked under the latch all the same: somebody waited for these pages
-    /// or for frames, or they were in the hands of a writer or of a move. Not counted: the first use of a page that was filled ahead,
-    /// which takes the latch after it has pinned, to begin the next fill.
+    /// or for frames, they were in the hands of a writer or of a move, or the scope itself had requests that wait. Not counted: the
+    /// first use of a page that was filled ahead, which takes the latch after it has pinned, to begin the next fill.
     pub latched_hits: u64,
 }
 

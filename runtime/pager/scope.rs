@@ -51,8 +51,44 @@ pub struct Holdings {
 struct Held {
     runs: Vec<(PageRun, bool)>,
     pages: u32,
+    /// What its scope has spent for these of what it declared.
+    paid: u32,
     /// Requests of the scope that wait.
     waiting: u32,
+    /// What has come and gone since the pager counted last, while the scope waits: so that a pin costs the pager what it changes.
+    changes: Vec<(PageRun, Change)>,
+    /// There is more that has changed than is held: the pager counts anew.
+    uncounted: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Came,
+    Went,
+}
+
+/// What a scope that waits holds, for who counts it.
+enum Counted {
+    Anew(Vec<(PageRun, bool)>),
+    Since(Vec<(PageRun, Change)>),
+}
+
+impl Held {
+    fn changed(&mut self, run: PageRun, change: Change) {
+        if self.waiting == 0 || self.uncounted {
+            return;
+        }
+        if self.changes.len() > self.runs.len() + 16 {
+            self.count_anew();
+        } else {
+            self.changes.push((run, change));
+        }
+    }
+
+    fn count_anew(&mut self) {
+        self.uncounted = true;
+        self.changes.clear();
+    }
 }
 
 impl Holdings {
@@ -82,25 +118,34 @@ impl Holdings {
     /// the pager [look again](Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        self.add_paid(runs, exclusive, 0)
+    }
+
+    /// [`add`](Self::add) of pins for which the scope has spent so many frames.
+    fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
         let mut held = self.held.lock();
         for run in runs {
             held.runs.push((*run, exclusive));
             held.pages += run.count;
+            held.changed(*run, Change::Came);
         }
+        held.paid += spent;
         held.waiting > 0
     }
 
     /// A segment goes that has pins nobody can end, because their guards or requests were forgotten: they are not held.
-    fn forget(&self, segment: SegmentId) {
+    fn forget(&self, segment: SegmentId, spent: u32) {
         let mut held = self.held.lock();
+        held.count_anew();
+        held.paid = held.paid.saturating_sub(spent);
         let before = held.pages;
         held.runs.retain(|(run, _)| run.segment != segment);
         held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
         self.unclaim(before - held.pages);
     }
 
-    /// Takes them away again. Called before the pins end, so that what is listed here is pinned.
-    pub fn remove(&self, runs: &[PageRun], exclusive: bool) {
+    /// Takes them away again, with what was spent for them. Called before the pins end, so that what is listed here is pinned.
+    pub fn remove(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
         let mut held = self.held.lock();
         let before = held.pages;
         for run in runs {
@@ -108,9 +153,16 @@ impl Holdings {
             if let Some(at) = held.runs.iter().rposition(|other| *other == (*run, exclusive)) {
                 held.runs.swap_remove(at);
                 held.pages -= run.count;
+                held.changed(*run, Change::Went);
             }
         }
+        held.paid = held.paid.saturating_sub(spent);
         self.unclaim(before - held.pages);
+    }
+
+    /// The pages the scope was opened for, if it said so.
+    pub(super) fn at_most(&self) -> Option<u32> {
+        self.at_most
     }
 
     /// Pages held, one that is pinned twice counted twice.
@@ -128,7 +180,26 @@ impl Holdings {
 
     fn waits(&self, more: bool) {
         let mut held = self.held.lock();
+        if held.waiting == 0 {
+            held.count_anew();
+        }
         held.waiting = if more { held.waiting + 1 } else { held.waiting.saturating_sub(1) };
+    }
+
+    /// What it holds, for who has counted before; and what was spent for it.
+    fn count(&self) -> (Counted, u32) {
+        let mut held = self.held.lock();
+        let counted = if std::mem::take(&mut held.uncounted) {
+            Counted::Anew(held.runs.clone())
+        } else {
+            Counted::Since(std::mem::take(&mut held.changes))
+        };
+        (counted, held.paid)
+    }
+
+    /// What was spent for what it holds.
+    pub(super) fn paid(&self) -> u32 {
+        self.held.lock().paid
     }
 
     /// Whether the scope itself has a page of these pinned in a way that excludes the request.
@@ -171,13 +242,17 @@ pub(super) struct Scope {
     /// All frames that were set aside for it, spent or not.
     pub(super) declared: u32,
     /// What it has spent of them on pins that have been granted, by the first run of these.
-    paid: Vec<(PageRun, u32)>,
+    pub(super) paid: Vec<(PageRun, u32)>,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
     waiting: Vec<RequestId>,
-    /// What it held when it began to wait, as far as it is counted among what stuck scopes hold.
-    counted: Vec<PageRun>,
+    /// Its pages, and how often it has each, as far as they are counted among what stuck scopes hold.
+    counted: HashMap<PageId, u32>,
+    /// Its claim, as far as it is counted likewise.
+    counted_claim: u32,
+    /// All its requests that wait are known to be growth.
+    all_grow: bool,
     serial: u32,
 }
 
@@ -189,6 +264,12 @@ impl Scope {
     pub(super) fn holdings(&self) -> &Arc<Holdings> {
         &self.holdings
     }
+
+    /// Frames that are its beside the pages it holds: in its purse, on their way, owed, or spent for pages that it does not
+    /// hold yet, or not any more. None of them is ever anybody else's.
+    fn claim(&self) -> u32 {
+        self.declared.saturating_sub(self.holdings.paid())
+    }
 }
 
 /// Scopes that hold pins and wait.
@@ -196,6 +277,19 @@ impl Scope {
 pub(super) struct Stuck {
     /// Who of them holds a page. What they have let go of since they began to wait may still be here.
     pages: HashMap<PageId, HashSet<usize>>,
+    /// What they [claim](Scope::claim) beside these.
+    claims: u32,
+}
+
+impl Stuck {
+    fn lets_go(&mut self, page: PageId, key: usize) {
+        if let Some(holders) = self.pages.get_mut(&page) {
+            holders.remove(&key);
+            if holders.is_empty() {
+                self.pages.remove(&page);
+            }
+        }
+    }
 }
 
 impl Pager {
@@ -227,7 +321,7 @@ impl Pager {
         let ScopeTerms { label, priority, at_most } = terms;
         let holdings = Arc::new(Holdings::new(at_most));
         let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
-        let (waiting, counted, serial) = (Vec::new(), Vec::new(), self.next_serial);
+        let (waiting, serial) = (Vec::new(), self.next_serial);
         let scope = Scope {
             label: label.into(),
             priority,
@@ -239,7 +333,9 @@ impl Pager {
             reserving,
             holdings: holdings.clone(),
             waiting,
-            counted,
+            counted: HashMap::new(),
+            counted_claim: 0,
+            all_grow: false,
             serial,
         };
         let key = self.scopes.insert(scope);
@@ -255,6 +351,7 @@ impl Pager {
             let error = Error::new(ErrorKind::Closed, format!("{} has ended", self.scope_name(Some(id))));
             self.end(request, error, fx);
         }
+        let before = self.frames_beside(self.declared);
         let scope = self.scopes.remove(key);
         self.purses -= scope.purse;
         self.coming -= scope.coming;
@@ -263,7 +360,17 @@ impl Pager {
         self.coming_to.remove(&key);
         self.owed_to.remove(&key);
         invariant!(scope.counted.is_empty() && scope.waiting.is_empty(), "{id:?} has ended and waits");
+        if self.frames_beside(self.declared) < before {
+            // A budget that had been made smaller takes these frames: for others it shrinks now.
+            self.look_at_all(fx);
+        }
         self.pump(fx);
+    }
+
+    /// Whether one more scope may declare so many frames: together scopes declare no more than there are beside the floor. Asked
+    /// of the sum and not of what is free: a frame that a scope is owed may be free, or about to be.
+    pub(super) fn may_declare(&self, frames: u32) -> bool {
+        self.declared + frames + self.floor <= self.frames.target
     }
 
     /// So many frames, free or in transit, are to be this scope's.
@@ -282,6 +389,8 @@ impl Pager {
     /// A request for a purse is given up: nothing is set aside for its scope.
     pub(super) fn unreserve(&mut self, id: Option<ScopeId>) {
         let Some(scope) = self.scope_mut(id) else { return };
+        // It may hold pins and wait for more all the same.
+        scope.holdings.held.lock().count_anew();
         let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
         let declared = std::mem::take(&mut scope.declared);
         scope.reserving = None;
@@ -307,19 +416,24 @@ impl Pager {
                 scope.purse + scope.coming + scope.owed <= scope.declared,
                 "a purse holds more than was declared"
             );
+            let full = scope.coming == 0;
+            let reserving = if full { scope.reserving.take() } else { None };
             // Its own frames may be what it waits for.
-            self.nearly.extend(&scope.waiting);
-            if scope.coming == 0 {
+            let waiting = self.scopes[key].waiting.iter().copied();
+            let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
+            self.nearly.extend(near);
+            if full {
                 self.coming_to.remove(&key);
-                if let Some(request) = scope.reserving.take() {
-                    return Some(request);
-                }
+            }
+            if reserving.is_some() {
+                return reserving;
             }
         }
         None
     }
 
-    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames.
+    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames. Told under the same hold of the latch
+    /// in which its pages are unpinned: these frames are the scope's, and nobody else is to get one before it is known.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
@@ -335,11 +449,11 @@ impl Pager {
     /// for them is owed: a later segment may have the same number.
     pub(super) fn forget_pins_of(&mut self, segment: SegmentId) {
         for (key, scope) in &mut self.scopes {
-            scope.holdings.forget(segment);
             let (gone, paid) = scope.paid.drain(..).partition(|(run, _)| run.segment == segment);
             scope.paid = paid;
             let gone: Vec<(PageRun, u32)> = gone;
             let frames: u32 = gone.iter().map(|(_, frames)| frames).sum();
+            scope.holdings.forget(segment, frames);
             if frames > 0 {
                 self.owed_to.insert(key);
             }
@@ -384,16 +498,29 @@ impl Pager {
         self.purses + self.coming
     }
 
+    /// Frames that scopes have declared: set aside for them, spent, or owed to them.
+    #[doc(hidden)]
+    pub fn declared(&self) -> u32 {
+        self.declared
+    }
+
     /// Sets so many frames aside for requests that can never be refused.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if no frame would be left for others.
+    /// `BudgetTooSmall` if no frame would be left for others, or not what scopes have declared.
     pub fn set_floor(&mut self, frames: u32, fx: &mut Effects) -> Result<(), Error> {
-        if frames >= self.frames.target {
+        let others = self.declared.max(1);
+        if frames > self.floor && frames + others > self.frames.target || frames >= self.frames.target {
             let (have, page) = (self.frames.target, self.config.page_bytes);
             let budget = Bytes::new(u64::from(have) * page);
-            let message = format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})");
-            let need = Bytes::new((u64::from(frames) + 1) * page);
+            let message = match self.declared {
+                0 => format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})"),
+                declared => format!(
+                    "{frames} frames set aside do not leave the {declared} that scopes have declared of a budget of {have} \
+                     pages ({budget})"
+                ),
+            };
+            let need = Bytes::new((u64::from(frames) + u64::from(others)) * page);
             return Err(Error::new(ErrorKind::BudgetTooSmall, message)
                 .remedy(format!("raise the device budget to at least {need}")));
         }
@@ -414,7 +541,7 @@ impl Pager {
         if let Some(first) = runs.first().filter(|_| spent > 0) {
             scope.paid.push((*first, spent));
         }
-        if scope.holdings.add(runs, exclusive)
+        if scope.holdings.add_paid(runs, exclusive, spent)
             && let Some(id) = id
         {
             self.look_again(id);
@@ -431,6 +558,10 @@ impl Pager {
         if !self.grown.contains(&id) {
             self.grown.push(id);
         }
+        let Some(scope) = self.scope_mut(Some(id)) else { return };
+        if std::mem::replace(&mut scope.all_grow, true) {
+            return;
+        }
         for request in self.waiting_of(id) {
             self.make_growing(request);
         }
@@ -439,9 +570,16 @@ impl Pager {
     /// Looks for circles that scopes have closed by getting more while they waited.
     pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
         for id in std::mem::take(&mut self.grown) {
-            for request in self.waiting_of(id) {
-                self.break_deadlocks(request, fx);
-            }
+            self.break_deadlocks(id, fx);
+        }
+    }
+
+    /// Looks for circles that may have been closed anywhere.
+    pub(super) fn look_at_all(&mut self, fx: &mut Effects) {
+        let waiting = |(id, scope): (ScopeId, &Scope)| (!scope.waiting.is_empty()).then_some(id);
+        let all: Vec<ScopeId> = self.open_scopes().filter_map(waiting).collect();
+        for id in all {
+            self.break_deadlocks(id, fx);
         }
     }
 
@@ -498,10 +636,12 @@ impl Pager {
 
     /// A request has begun to wait.
     pub(super) fn begins_to_wait(&mut self, scope: Option<ScopeId>, request: RequestId) {
+        let grows = self.is_growth(request);
         let Some(scope) = self.scope_mut(scope) else { return };
         if scope.waiting.contains(&request) {
             return;
         }
+        scope.all_grow = grows && (scope.all_grow || scope.waiting.is_empty());
         scope.waiting.push(request);
         scope.holdings.waits(true);
     }
@@ -519,36 +659,59 @@ impl Pager {
         }
     }
 
-    /// A scope does not wait, or is to be counted again.
+    /// A scope does not wait, or is to be counted anew.
     fn uncount(&mut self, key: usize) {
-        for page in std::mem::take(&mut self.scopes[key].counted).iter().flat_map(|run| run.pages()) {
-            if let Some(holders) = self.stuck.pages.get_mut(&page) {
-                holders.remove(&key);
-                if holders.is_empty() {
-                    self.stuck.pages.remove(&page);
+        self.stuck.claims -= std::mem::take(&mut self.scopes[key].counted_claim);
+        for page in std::mem::take(&mut self.scopes[key].counted).into_keys() {
+            self.stuck.lets_go(page, key);
+        }
+    }
+
+    /// Counts what a scope that waits holds now, among what all that wait hold.
+    fn count(&mut self, key: usize) {
+        let (counted, paid) = self.scopes[key].holdings.count();
+        let changes: Vec<(PageRun, Change)> = match counted {
+            Counted::Since(changes) => changes,
+            Counted::Anew(runs) => {
+                self.uncount(key);
+                runs.into_iter().map(|(run, _)| (run, Change::Came)).collect()
+            }
+        };
+        let scope = &mut self.scopes[key];
+        for (run, change) in changes {
+            for page in run.pages() {
+                let times = scope.counted.entry(page).or_default();
+                if change == Change::Came {
+                    *times += 1;
+                    self.stuck.pages.entry(page).or_default().insert(key);
+                    continue;
+                }
+                invariant!(*times > 0, "{page:?} is let go of by who does not hold it");
+                *times -= 1;
+                if *times == 0 {
+                    scope.counted.remove(&page);
+                    self.stuck.lets_go(page, key);
                 }
             }
         }
+        let claim = scope.declared.saturating_sub(paid);
+        self.stuck.claims = self.stuck.claims - scope.counted_claim + claim;
+        scope.counted_claim = claim;
     }
 
     /// A scope that waits has got more pins without the latch.
     pub fn holds_more(&mut self, id: ScopeId, fx: &mut Effects) {
+        self.stats.latched_hits += 1;
         self.look_again(id);
         self.pump(fx);
     }
 
-    /// Whether `request`, which has to wait, might close a circle: never wrong in saying no.
-    fn might_deadlock(&mut self, request: RequestId) -> bool {
-        let Some((id, ..)) = self.asks(request) else { return false };
-        let Some(key) = id.and_then(|id| self.scope_key(id)) else { return false };
-        // What the scope holds now, among what all that wait hold.
-        self.uncount(key);
-        let now: Vec<PageRun> = self.scopes[key].holdings.runs().into_iter().map(|(run, _)| run).collect();
-        for page in now.iter().flat_map(|run| run.pages()) {
-            self.stuck.pages.entry(page).or_default().insert(key);
-        }
-        let holds = !now.is_empty() || self.scopes[key].purse + self.scopes[key].coming > 0;
-        self.scopes[key].counted = now;
+    /// Whether this scope, which has to wait, might close a circle: never wrong in saying no.
+    fn might_deadlock(&mut self, id: ScopeId) -> bool {
+        let Some(key) = self.scope_key(id).filter(|key| !self.scopes[*key].waiting.is_empty()) else { return false };
+        self.count(key);
+        let scope = &self.scopes[key];
+        let holds = !scope.counted.is_empty() || scope.counted_claim > 0;
         holds && !self.is_seen_to_go_on(key)
     }
 
@@ -582,8 +745,7 @@ impl Pager {
     /// them keep what they have, or is in its own way.
     fn in_the_way_of(&self, key: usize) -> Option<Vec<usize>> {
         let scope = &self.scopes[key];
-        let set_aside = self.purses + self.coming - scope.purse - scope.coming;
-        let held = self.stuck.pages.len() as u64 + u64::from(set_aside);
+        let held = self.stuck.pages.len() as u64 + u64::from(self.stuck.claims - scope.counted_claim);
         let mut others = Vec::new();
         for request in &scope.waiting {
             let Some((_, runs, purpose, reserves)) = self.asks(*request) else { continue };
@@ -600,7 +762,7 @@ impl Pager {
                     Some(_) => {}
                 }
             }
-            if held + wanted > u64::from(self.frames.target) {
+            if held + wanted > u64::from(self.frames.target) || reserves > 0 && !self.may_declare(reserves) {
                 return None;
             }
         }
@@ -613,9 +775,9 @@ impl Pager {
     }
 
     /// Ends one of the requests that wait for each other for ever, and again until there are none. Whether there was one.
-    pub(super) fn break_deadlocks(&mut self, request: RequestId, fx: &mut Effects) -> bool {
+    pub(super) fn break_deadlocks(&mut self, scope: ScopeId, fx: &mut Effects) -> bool {
         let mut any = false;
-        if self.might_deadlock(request) {
+        if self.might_deadlock(scope) {
             while let Some((victim, error)) = self.find_deadlock() {
                 self.stats.deadlocks += 1;
                 self.end(victim, error, fx);
@@ -634,26 +796,26 @@ impl Pager {
             let runs = scope.holdings.runs();
             let held: HashMap<PageId, bool> =
                 runs.iter().flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive))).collect();
-            if held.is_empty() && scope.purse + scope.coming == 0 {
+            let claim = scope.claim();
+            if held.is_empty() && claim == 0 {
                 continue;
             }
             for (page, exclusive) in &held {
                 let holder = holders.entry(*page).or_default();
                 *holder = (holder.0 + 1, holder.1 || *exclusive);
             }
-            nodes.push(Node { id: self.scope_id(key), scope, held });
+            nodes.push(Node { id: self.scope_id(key), scope, held, claim });
         }
-        let mut set_aside: u64 = nodes.iter().map(Node::set_aside).sum();
+        let mut claims: u64 = nodes.iter().map(|node| u64::from(node.claim)).sum();
         loop {
             let before = nodes.len();
             let declared: u32 = nodes.iter().map(|node| node.scope.declared).sum();
-            // What they declared is theirs, also where the budget has shrunk.
-            let frames = u64::from(self.frames.target.max(declared));
+            let frames = self.frames_beside(declared);
             nodes.retain(|node| {
-                let all = HeldByAll { pages: &holders, set_aside, frames };
+                let all = HeldByAll { pages: &holders, claims, frames, declared };
                 let stays = node.scope.waiting.iter().any(|request| !self.goes_on(node, *request, &all));
                 if !stays {
-                    set_aside -= node.set_aside();
+                    claims -= u64::from(node.claim);
                     for page in node.held.keys() {
                         if let Some((count, _)) = holders.get_mut(page) {
                             *count -= 1;
@@ -678,16 +840,17 @@ impl Pager {
         }
         // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
         // youngest. One that gives up helps if it holds what no other one does.
-        let all = HeldByAll { pages: &holders, set_aside, frames: u64::from(self.frames.target) };
+        let declared = nodes.iter().map(|node| node.scope.declared).sum();
+        let all = HeldByAll { pages: &holders, claims, frames: self.frames.target, declared };
         let victim = nodes
             .iter()
             .filter_map(|node| {
-                let Node { id, scope, held } = node;
+                let Node { id, scope, held, .. } = node;
                 let mut refusable = scope.waiting.iter().rev().copied().filter(|request| !self.never_refused(*request));
                 let any = refusable.clone().next()?;
                 let request = refusable.find(|request| !self.goes_on(node, *request, &all)).unwrap_or(any);
                 let alone = |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count == 1);
-                let helps = node.set_aside() > 0 || held.keys().any(alone);
+                let helps = node.claim > 0 || held.keys().any(alone);
                 Some(((helps, scope.holdings.at_most.is_none(), scope.priority, scope.serial), *id, request))
             })
             .max_by_key(|(cost, ..)| *cost);
@@ -725,7 +888,7 @@ impl Pager {
     /// Whether a request that waits could be admitted if nobody held anything but `all`.
     fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
         let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
-        let mut wanted = u64::from(reserves) + u64::from(self.floor_for(request));
+        let mut wanted = u64::from(reserves);
         for page in runs.iter().flat_map(|run| run.pages()) {
             match all.pages.get(&page) {
                 None => wanted += 1,
@@ -734,14 +897,20 @@ impl Pager {
                 Some(_) => {}
             }
         }
-        let others = all.set_aside - node.set_aside();
-        all.pages.len() as u64 + wanted + others <= all.frames
+        // It wants none, or they are in its purse, whatever a smaller budget waits for.
+        if wanted <= u64::from(node.scope.purse + node.scope.coming) {
+            return true;
+        }
+        let others = all.claims - u64::from(node.claim);
+        let declares = reserves == 0 || all.declared + reserves + self.floor <= self.frames.target;
+        let floor = u64::from(self.floor_for(request));
+        declares && all.pages.len() as u64 + wanted + floor + others <= u64::from(all.frames)
     }
 
     /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
     fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
         let budget = u64::from(self.frames.target);
-        let most = budget.max(u64::from(node.scope.declared));
+        let most = u64::from(self.frames_beside(node.scope.declared));
         let told =
             node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
                 let (_, runs, purpose, reserves) = self.asks(request)?;
@@ -785,21 +954,20 @@ struct Node<'a> {
     scope: &'a Scope,
     /// Its pages, and whether it has them for itself.
     held: HashMap<PageId, bool>,
-}
-
-impl Node<'_> {
-    fn set_aside(&self) -> u64 {
-        u64::from(self.scope.purse + self.scope.coming)
-    }
+    /// See [`Scope::claim`].
+    claim: u32,
 }
 
 /// What some scopes hold, all together.
 struct HeldByAll<'a> {
     /// By how many of them, and whether one has the page for itself.
     pages: &'a HashMap<PageId, (u32, bool)>,
-    set_aside: u64,
+    /// What they claim beside these.
+    claims: u64,
     /// Of so many frames.
-    frames: u64,
+    frames: u32,
+    /// How many of these they have declared.
+    declared: u32,
 }
 
 /// Scopes named in one message.

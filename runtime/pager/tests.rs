@@ -300,7 +300,7 @@ fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait()
     assert!(matches!(how_it_ended(&fx, paid), Some(Ok(Granted { spent: 1, .. }))));
     // Others have the page as well when the scope lets go of it.
     assert_eq!(words[0].try_pin(), TryPin::Hit);
-    holdings.remove(&[run(s, 0, 1)], false);
+    holdings.remove(&[run(s, 0, 1)], false, 1);
     let _ = words[0].unpin();
     pager.unspent(scope, &[run(s, 0, 1)], 1, &mut fx);
     // They let go of it without the latch, between the two looks for a frame that a new request has.

@@ -46,7 +46,8 @@ pub enum WaitsFor {
     },
     /// A page that others have pinned, or wait for and came before.
     Page(PageId),
-    /// It wants nothing: a budget that was made smaller gives frames back as guards and scopes end.
+    /// It wants nothing: a budget that was made smaller gives frames back as guards and scopes end; without
+    /// [holders](Waiter::holders), as moves do.
     Budget {
         /// How many are still to be given back.
         over: u32,
@@ -182,7 +183,12 @@ impl WhoWaits {
                 WaitsFor::Frames { .. } => {
                     of_frames.get_or_insert_with(|| self.holders(&held, self.all_words(), false)).clone()
                 }
-                WaitsFor::Budget { .. } => self.holders(&held, self.all_words(), true),
+                WaitsFor::Budget { budget, .. } => {
+                    let holders = self.holders(&held, self.all_words(), true);
+                    // Who has no more than the budget is not in its way: it waits for what is written back.
+                    let over = holders.iter().map(|holder| holder.pages).sum::<u64>() > u64::from(budget);
+                    if over { holders } else { Vec::new() }
+                }
             };
         }
         (waiters, self.total)

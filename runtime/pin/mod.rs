@@ -85,10 +85,10 @@ pub(crate) struct Hold {
 
 /// Takes pins that end out of their scope. False in a child by `fork`, where the scope's lock may be held by a thread that is not
 /// there: the guard is a copy, and its pins are the parent's.
-fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member) -> bool {
+fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member, spent: u32) -> bool {
     let at_home = any.shared.engine.is_at_home();
     if at_home {
-        scope.holdings.remove(runs, exclusive);
+        scope.holdings.remove(runs, exclusive, spent);
     }
     at_home
 }
@@ -97,20 +97,30 @@ fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Me
 #[inline(always)]
 fn end_one(segment: &Segment, run: PageRun, exclusive: bool, hold: &Hold) {
     if let Some(scope) = &hold.scope
-        && !leaves_its_scope(segment, &[run], exclusive, scope)
+        && !leaves_its_scope(segment, &[run], exclusive, scope, hold.spent)
     {
         return;
     }
-    let wanted = pin::unpin(segment.words_of(run), exclusive);
-    if wanted || hold.spent > 0 {
-        end_slowly(segment, &[run], wanted, hold);
+    let unpin = || pin::unpin(segment.words_of(run), exclusive);
+    if hold.spent > 0 {
+        unpin_paid(segment, &[run], hold, unpin);
+    } else if unpin() {
+        tell_released(segment, &[run]);
     }
 }
 
 #[cold]
-fn end_slowly(any: &Segment, runs: &[PageRun], wanted: bool, hold: &Hold) {
+fn tell_released(any: &Segment, runs: &[PageRun]) {
+    any.shared.engine.with(|pager, fx| pager.released(runs, fx));
+}
+
+/// Unpins pages that the scope has paid for. Whoever can evict them knows whose frames these are: both happen in one hold
+/// of the latch, so that nobody else gets a frame between. `unpin` says whether somebody waits for the pages.
+#[cold]
+fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce() -> bool) {
     any.shared.engine.with(|pager, fx| {
-        if let Some(scope) = hold.scope.as_ref().filter(|_| hold.spent > 0) {
+        let wanted = unpin();
+        if let Some(scope) = &hold.scope {
             pager.unspent(scope.id, runs, hold.spent, fx);
         }
         if wanted {
@@ -151,18 +161,20 @@ impl Pins {
     /// they are not this process's.
     fn leave_scope(&self) -> bool {
         let (Some(any), Some(scope)) = (self.parts.first(), &self.hold.scope) else { return true };
-        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope)
+        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope, self.hold.spent)
     }
 
     /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
     fn unpin(&self) {
         let Some(any) = self.parts.first() else { return };
-        let mut wanted = false;
-        for Part { segment, run } in &self.parts {
-            wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
-        }
-        if wanted || self.hold.spent > 0 {
-            end_slowly(&any.segment, &self.runs(), wanted, &self.hold);
+        let unpin_all = || {
+            let one = |part: &Part| pin::unpin(part.segment.words_of(part.run), self.exclusive);
+            self.parts.iter().fold(false, |wanted, part| one(part) | wanted)
+        };
+        if self.hold.spent > 0 {
+            unpin_paid(&any.segment, &self.runs(), &self.hold, unpin_all);
+        } else if unpin_all() {
+            tell_released(&any.segment, &self.runs());
         }
     }
 

@@ -172,7 +172,13 @@ impl Engine {
             WaitsFor::Page(of) => format!("waits for {}", page(of)),
             WaitsFor::Budget { budget, .. } => {
                 let size = Bytes::new(u64::from(budget) * self.page_bytes);
-                format!("guards and scopes have more than the budget of {budget} frames ({size})")
+                if waiter.holders.is_empty() {
+                    format!(
+                        "waits for writes or copies that are under way, to have a budget of {budget} frames ({size})"
+                    )
+                } else {
+                    format!("guards and scopes have more than the budget of {budget} frames ({size})")
+                }
             }
         };
         let holder = |pager::Holder { scope, pages, writes }| Holder { scope: name(scope), pages, writes };

@@ -81,6 +81,15 @@ pub struct Guard {
     pub void: Vec<PageId>,
 }
 
+/// A guard whose scope holds it no more, and of whose end the pager has not been told.
+#[derive(Clone, Debug)]
+pub struct Ending {
+    guard: Guard,
+    runs: Vec<PageRun>,
+    /// Whether somebody waits for the pages, if they are unpinned.
+    unpinned: Option<bool>,
+}
+
 #[derive(Debug)]
 pub struct World {
     pub pager: Pager,
@@ -100,6 +109,7 @@ pub struct World {
     pub discards: Vec<FrameId>,
     pub waiting: Vec<Wish>,
     pub guards: Vec<Guard>,
+    pub endings: Vec<Ending>,
     pub failed: Vec<(RequestId, Error)>,
     /// Scopes that were told that they would wait for others for ever.
     pub told: Vec<ScopeId>,
@@ -163,6 +173,7 @@ impl World {
             discards: Vec::new(),
             waiting: Vec::new(),
             guards: Vec::new(),
+            endings: Vec::new(),
             failed: Vec::new(),
             told: Vec::new(),
             ended: Vec::new(),
@@ -253,7 +264,10 @@ impl World {
             match result {
                 Ok(_) if frames > 0 => {}
                 Ok(Granted { after, spent, .. }) => {
-                    if passed.is_some() && !admitted {
+                    // Granted something else by the same call, its scope has grown by this.
+                    let all = self.holdings(scope).map_or(0, |holdings| holdings.pages());
+                    let grown = all > runs.iter().map(|run| run.count).sum();
+                    if passed.is_some() && !admitted && !grown {
                         self.went_first(at, &runs);
                     }
                     self.acquired(&runs, purpose, scope, after, spent);
@@ -340,7 +354,7 @@ impl World {
             self.write(planned.page, planned.to, bytes);
             Ok(())
         } else {
-            for guard in &mut self.guards {
+            for guard in self.guards.iter_mut().chain(self.endings.iter_mut().map(|ending| &mut ending.guard)) {
                 guard.void.extend(guard.lent.iter().filter(|(_, lent)| *lent == planned.id).map(|(page, _)| *page));
             }
             Err(Error::new(ErrorKind::Io, "injected"))
@@ -464,7 +478,7 @@ impl World {
         let bound = self.budget.max(self.most_in_use);
         assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
         // What a scope was promised is its, also where the budget shrinks later.
-        let promised = (in_use + self.pager.set_aside()).min(active);
+        let promised = (in_use + self.pager.set_aside()).max(self.pager.declared()).min(active);
         self.most_in_use = promised.max(self.budget.min(active));
         assert!(self.pager.host_frames().0 <= self.config.host_frames);
     }
@@ -558,7 +572,9 @@ impl World {
                     }
                     // A fill has failed and its page is still lent.
                     ErrorKind::Io => {
-                        let void = |page: &PageId| self.guards.iter().any(|guard| guard.void.contains(page));
+                        let ending = self.endings.iter().map(|ending| &ending.guard);
+                        let guards: Vec<&Guard> = self.guards.iter().chain(ending).collect();
+                        let void = |page: &PageId| guards.iter().any(|guard| guard.void.contains(page));
                         assert!(pages.iter().any(void), "{error}");
                     }
                     ErrorKind::WouldDeadlock => assert!(scope.is_some(), "{error}"),
@@ -607,18 +623,41 @@ impl World {
     }
 
     pub fn unpin(&mut self, guard: usize) {
+        self.begin_to_end(guard, false);
+        self.end(self.endings.len() - 1);
+    }
+
+    /// The first step of a guard's end: its scope holds it no more. Its pins end in the [second](Self::end), as do those of a
+    /// guard that was dropped behind a stream; or at once, if `unpins`, and the pager is told later.
+    pub fn begin_to_end(&mut self, guard: usize, unpins: bool) {
         self.check_guard(guard);
-        let Guard { pages, exclusive, scope, spent, .. } = self.guards.remove(guard);
-        let mut runs: Vec<PageRun> = pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
+        let guard = self.guards.remove(guard);
+        let mut runs: Vec<PageRun> = guard.pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
         PageRun::normalize(&mut runs);
-        if let Some(holdings) = self.holdings(scope) {
-            holdings.remove(&runs, exclusive);
+        if let Some(holdings) = self.holdings(guard.scope) {
+            holdings.remove(&runs, guard.exclusive, guard.spent);
         }
-        let mut wanted = false;
-        for run in &runs {
+        let mut ending = Ending { guard, runs, unpinned: None };
+        if unpins {
+            ending.unpinned = Some(self.unpin_words(&ending));
+            self.check();
+        }
+        self.endings.push(ending);
+    }
+
+    fn unpin_words(&self, Ending { runs, guard, .. }: &Ending) -> bool {
+        let end = |run: &PageRun| {
             let first = run.first.get() as usize;
-            wanted |= pin::unpin(&self.words[&run.segment][first..first + run.count as usize], exclusive);
-        }
+            pin::unpin(&self.words[&run.segment][first..first + run.count as usize], guard.exclusive)
+        };
+        runs.iter().fold(false, |wanted, run| end(run) | wanted)
+    }
+
+    /// The second step: the pins end, and whoever is to hear of that does.
+    pub fn end(&mut self, at: usize) {
+        let ending = self.endings.remove(at);
+        let wanted = ending.unpinned.unwrap_or_else(|| self.unpin_words(&ending));
+        let Ending { runs, guard: Guard { scope, spent, .. }, .. } = ending;
         if wanted || spent > 0 {
             self.with(|pager, fx| {
                 if let Some(scope) = scope {
@@ -658,6 +697,8 @@ impl World {
                 self.complete(0, true);
             } else if !self.discards.is_empty() {
                 self.discarded(0);
+            } else if !self.endings.is_empty() {
+                self.end(0);
             } else if !self.guards.is_empty() {
                 self.unpin(0);
             } else {
