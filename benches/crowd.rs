@@ -1,6 +1,7 @@
 //! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
 //! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
-//! same for all, and grows.
+//! same for all, and grows. In the fourth every other task wants one more page, the same for all of these, and the others
+//! want two.
 //!
 //! Parameters: `--frames` (16), `--most` (100000).
 
@@ -41,6 +42,7 @@ enum Does {
     Reads,
     Writes,
     Grows,
+    Shares,
 }
 
 /// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
@@ -48,11 +50,17 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
     let mut random = Random::new(count as u64);
     let mut tasks: Vec<Option<Pinning<'_>>> = (0..count)
-        .map(|_| {
+        .map(|number| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
             let pinning: Pinning<'_> = match does {
                 Does::Writes => Box::pin(async move { runtime.pin_mut(row).await.map(drop) }),
                 Does::Reads => Box::pin(async move { runtime.pin(row).await.map(drop) }),
+                Does::Shares => {
+                    let other =
+                        if number % 2 == 0 { shared } else { &rows[(random.next() >> 16) as usize % rows.len()] };
+                    let set = [row.clone(), other.clone()];
+                    Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
+                }
                 Does::Grows => Box::pin(async move {
                     let scope = runtime.scope().open()?;
                     let _holds = scope.pin(shared).await?;
@@ -104,7 +112,9 @@ fn main() {
     println!("tasks that wait for {frames} frames, CPU s (clock s); {hardware}");
     let mut results = Vec::new();
     for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
-        for (does, what) in [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows")] {
+        for (does, what) in
+            [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows"), (Does::Shares, "shares")]
+        {
             let (cpu, clock) = crowd(&runtime, &rows, &shared, count, does);
             println!("  {count:6} {what:6} {cpu:.2} ({clock:.2})");
             results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu, "clock_s": clock }));

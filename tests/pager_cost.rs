@@ -386,3 +386,65 @@ fn regression_a_crowd_of_scopes_costs_each_of_them_the_same() {
         assert!(many < 1.5 * few, "each of 250 scopes made {few:.0} calls, and each of 2000 {many:.0}");
     }
 }
+
+/// Calls of the allocator, a request, until each of `count` has been served through `common + 1` frames, all at once. Every
+/// other one wants the same `common` pages and one of its own, the others want only pages of their own.
+fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
+    let each = common + 1;
+    let mut pager = Pager::new(config(each, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, (count + 2) * each);
+    let pages = |number: u32| {
+        let own = (number + 2) * each;
+        let first = if number % 2 == 0 { 0 } else { own };
+        (first..first + common).chain([own + common]).collect::<Vec<_>>()
+    };
+    let runs = |pages: &[u32]| {
+        let mut runs: Vec<PageRun> = pages.iter().map(|page| run(segment, *page)).collect();
+        PageRun::normalize(&mut runs);
+        runs
+    };
+    let mut fx = Effects::default();
+    // Nobody gets a frame before everybody waits.
+    let held: Vec<u32> = (each..2 * each).collect();
+    let _ = pager.submit(&runs(&held), Purpose::Read, &mut fx).unwrap();
+    finish(&mut pager, &mut fx);
+    let before = CALLS.with(Cell::get);
+    let mut waits = HashMap::new();
+    for number in 0..count {
+        match pager.submit(&runs(&pages(number)), Purpose::Read, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, number),
+            Submitted::Ready(_) => panic!("every frame is pinned"),
+        };
+    }
+    let end = |pager: &mut Pager, fx: &mut Effects, pages: &[u32]| {
+        let wanted = pages.iter().filter(|page| words[**page as usize].unpin() == Unpin::Wanted).count();
+        if wanted > 0 {
+            pager.released(&runs(pages), fx);
+        }
+    };
+    end(&mut pager, &mut fx, &held);
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), &mut fx);
+        }
+        let done = std::mem::take(&mut fx.done);
+        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (id, result) in done {
+            assert!(result.is_ok(), "{result:?}");
+            let number = waits.remove(&id).unwrap();
+            end(&mut pager, &mut fx, &pages(number));
+        }
+    }
+    (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
+}
+
+/// A page that many wanted and none had was looked at by each of them whenever it came, and again when it had gone.
+#[test]
+fn regression_a_page_that_many_miss_costs_each_of_them_the_same() {
+    for common in [1, 3] {
+        let (few, many) =
+            (calls_of_a_crowd_with_common_pages(250, common), calls_of_a_crowd_with_common_pages(2000, common));
+        println!("{common} common pages: calls of the allocator for each of 250 {few:.0}, of 2000 {many:.0}");
+        assert!(many < 1.5 * few, "each of 250 requests made {few:.0} calls, and each of 2000 {many:.0}");
+    }
+}

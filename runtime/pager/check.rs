@@ -215,6 +215,7 @@ impl Pager {
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
             }
         }
+        self.frame_line.check(|page| self.word(page).load().state == State::Empty)?;
         let mut pins: HashMap<PageId, u32> = HashMap::new();
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
@@ -236,6 +237,12 @@ impl Pager {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
+            let (needs, lacks) = (self.lacks(id), frames.map(i64::from));
+            // One that wants more than it lacks hides from who looks for those that could go on.
+            ensure!(
+                needs.is_none_or(|needs| lacks <= Some(needs)),
+                "{id:?} wants {lacks:?} frames, and lacks {needs:?}"
+            );
             let lacks = self.lacks_in_purse(id);
             ensure!(lacks.is_none_or(|lacks| lacks > 0), "{id:?} waits for a purse that has what it wants: {lacks:?}");
             let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);

@@ -378,7 +378,8 @@ pub struct Pager {
     frame_line: FrameLine,
     /// Requests that wait for pages, by page; only lines in which somebody stands.
     page_lines: HashMap<PageId, Line>,
-    /// Absent pages, and who waits for frames for them: those that grow, then new ones.
+    /// Pages that were absent when somebody began to wait for frames, and have not come since, and who wants them: those that
+    /// wait for just any frames, then others. Not those that are common, of the first: see [`FrameLine`].
     absent: HashMap<PageId, BTreeSet<(bool, RequestId)>>,
     /// Pages to whose lines something has happened.
     moved: Vec<PageId>,
