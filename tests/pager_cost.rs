@@ -7,6 +7,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use outcore::pager::policy::{Policy, Take, Want};
@@ -395,7 +397,7 @@ fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, (count + 2) * each);
     let pages = |number: u32| {
         let own = (number + 2) * each;
-        let first = if number % 2 == 0 { 0 } else { own };
+        let first = if number.is_multiple_of(2) { 0 } else { own };
         (first..first + common).chain([own + common]).collect::<Vec<_>>()
     };
     let runs = |pages: &[u32]| {
@@ -446,5 +448,88 @@ fn regression_a_page_that_many_miss_costs_each_of_them_the_same() {
             (calls_of_a_crowd_with_common_pages(250, common), calls_of_a_crowd_with_common_pages(2000, common));
         println!("{common} common pages: calls of the allocator for each of 250 {few:.0}, of 2000 {many:.0}");
         assert!(many < 1.5 * few, "each of 250 requests made {few:.0} calls, and each of 2000 {many:.0}");
+    }
+}
+
+/// Least recently used, and how many pages it has offered.
+#[derive(Debug)]
+struct Offers {
+    lru: Box<dyn Policy>,
+    offered: Arc<AtomicU64>,
+}
+
+impl Policy for Offers {
+    fn name(&self) -> &'static str {
+        "offers"
+    }
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.lru.segment(segment, pages);
+    }
+    fn accessed(&mut self, page: PageId) {
+        self.lru.accessed(page);
+    }
+    fn inserted(&mut self, page: PageId) {
+        self.lru.inserted(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.lru.removed(page);
+    }
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        self.lru.victim(want, &mut |page| {
+            self.offered.fetch_add(1, Ordering::Relaxed);
+            take(page)
+        })
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.lru.tracked()
+    }
+}
+
+/// Pages that a policy has offered, for each of `count` requests that wait for as many frames, all of which are pinned, until
+/// each has been served. Pins end `at_once` many at a time, in an order that is not that of their last use.
+fn offers_of_a_crowd_beside_pins(count: u32, at_once: u32) -> f64 {
+    let offered = Arc::new(AtomicU64::new(0));
+    let policy = Offers { lru: PolicyKind::Lru.build(), offered: offered.clone() };
+    let mut pager = Pager::new(config(count, 0), Box::new(policy));
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 2 * count);
+    let mut fx = Effects::default();
+    for index in 0..count {
+        fault(&mut pager, &mut fx, segment, index);
+    }
+    let mut waits = HashMap::new();
+    for index in count..2 * count {
+        match pager.submit(&[run(segment, index)], Purpose::Read, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, index),
+            Submitted::Ready(_) => panic!("every frame is pinned"),
+        };
+    }
+    let stride = count / at_once;
+    for first in 0..stride {
+        let mut ended: Vec<PageRun> = (0..at_once).map(|n| run(segment, first + n * stride)).collect();
+        while !ended.is_empty() {
+            ended.retain(|run| words[run.first.get() as usize].unpin() == Unpin::Wanted);
+            pager.released(&ended, &mut fx);
+            while let Some(planned) = fx.moves.pop() {
+                pager.complete(planned.id, Ok(()), &mut fx);
+            }
+            ended.clear();
+            for (id, result) in std::mem::take(&mut fx.done) {
+                assert!(result.is_ok(), "{result:?}");
+                ended.push(run(segment, waits.remove(&id).unwrap()));
+            }
+        }
+    }
+    assert!(waits.is_empty(), "{} wait, and nothing goes on", waits.len());
+    assert_eq!(pager.check_invariants(), Ok(()));
+    offered.load(Ordering::Relaxed) as f64 / f64::from(count)
+}
+
+/// Whoever asked for a frame, and whoever was tried again, looked at every page that was pinned.
+#[test]
+fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
+    for at_once in [1, 4] {
+        let (few, many) = (offers_of_a_crowd_beside_pins(200, at_once), offers_of_a_crowd_beside_pins(2000, at_once));
+        println!("{at_once} at once: pages offered for each of 200 {few:.1}, of 2000 {many:.1}");
+        assert!(many < 1.5 * few.max(40.0), "for each of 200 requests {few:.1} pages, and for each of 2000 {many:.1}");
     }
 }

@@ -589,6 +589,7 @@ impl Pager {
             self.moved.push(page);
         }
         self.counted(page);
+        self.may_go(page);
     }
 
     /// If a page is common among those that wait for frames, their groups know where it is.
@@ -996,6 +997,9 @@ impl Pager {
             } else {
                 self.word(*page).unpin_quiet();
             }
+            // A search for frames may have met this pin, and nobody is told of its end. Whoever has pinned the page since
+            // may have met no mark.
+            self.may_go(*page);
         }
     }
 

@@ -37,6 +37,8 @@ impl Pager {
         let touching = self.check_moves()?;
         let victims = self.check_pages(&touching)?;
         ensure!(victims == self.transit, "transit is {}, but {victims} victims are in motion", self.transit);
+        let hidden = self.hidden();
+        ensure!(hidden.is_none(), "{hidden:?} can go, or its pin's end is not told, and no search would find it");
         self.check_fills()?;
         self.check_requests()
     }
@@ -308,6 +310,7 @@ impl Pager {
         let mut moves: Vec<(usize, &MoveRecord)> = self.moves.iter().collect();
         moves.sort_unstable_by_key(|(_, record)| self.next_serial.wrapping_sub(record.serial));
         let moving = |id: u64| moves.iter().position(|(key, _)| *key == id as u32 as usize);
+        self.heard().hash(&mut hasher);
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];

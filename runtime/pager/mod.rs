@@ -86,6 +86,7 @@ use line::{FrameLine, Line};
 use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
+use reclaim::Barren;
 use scope::{Scope, Stuck};
 use state::Illegal;
 use table::SegmentTable;
@@ -405,6 +406,7 @@ pub struct Pager {
     declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
+    barren: Barren,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
     /// Pages being filled: who waits.
@@ -505,6 +507,7 @@ impl Pager {
             owed_to: BTreeSet::new(),
             declared: 0,
             floor: 0,
+            barren: Barren::default(),
             shrinking: Vec::new(),
             filling: HashMap::new(),
             spoiled: Vec::new(),
@@ -706,6 +709,7 @@ impl Pager {
     fn entered(&mut self, page: PageId) {
         self.staying = None;
         self.policy.inserted(page);
+        self.may_go(page);
     }
 
     /// Counters.
