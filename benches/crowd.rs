@@ -1,6 +1,7 @@
 //! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
 //! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
-//! same for all, and grows.
+//! same for all, and grows. In the fourth every other task wants one more page, the same for all of these, and the others
+//! want two. At last, up to 8,000 tasks that want a page each beside as many frames, all of which are pinned one by one.
 //!
 //! Parameters: `--frames` (16), `--most` (100000).
 
@@ -41,6 +42,7 @@ enum Does {
     Reads,
     Writes,
     Grows,
+    Shares,
 }
 
 /// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
@@ -48,11 +50,17 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
     let mut random = Random::new(count as u64);
     let mut tasks: Vec<Option<Pinning<'_>>> = (0..count)
-        .map(|_| {
+        .map(|number| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
             let pinning: Pinning<'_> = match does {
                 Does::Writes => Box::pin(async move { runtime.pin_mut(row).await.map(drop) }),
                 Does::Reads => Box::pin(async move { runtime.pin(row).await.map(drop) }),
+                Does::Shares => {
+                    let other =
+                        if number % 2 == 0 { shared } else { &rows[(random.next() >> 16) as usize % rows.len()] };
+                    let set = [row.clone(), other.clone()];
+                    Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
+                }
                 Does::Grows => Box::pin(async move {
                     let scope = runtime.scope().open()?;
                     let _holds = scope.pin(shared).await?;
@@ -91,6 +99,30 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
     (cpu_seconds() - cpu, start.elapsed().as_secs_f64())
 }
 
+/// Seconds of CPU until each of `count` plain pins has had its page, where each of as many frames was pinned when they asked, and
+/// is let go after that.
+fn beside_pins(count: u64) -> f64 {
+    let page = PageSize::new(Bytes::kib(4)).unwrap();
+    let budget = Bytes::new(count * page.bytes());
+    let policy = outcore::PolicyKind::Lru;
+    let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
+    let runtime = builder.open().unwrap();
+    let table = runtime.alloc(DType::U8, &[2 * count, page.bytes()]).unwrap();
+    let rows: Vec<Tensor> = (0..2 * count).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    let (held, wanted) = rows.split_at(count as usize);
+    let held: Vec<_> = held.iter().map(|row| runtime.pin(row).wait().unwrap()).collect();
+    let cpu = cpu_seconds();
+    let mut waits: Vec<_> = wanted.iter().map(|row| runtime.pin(row)).collect();
+    for wait in &mut waits {
+        assert!(Pin::new(wait).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    drop(held);
+    for wait in waits {
+        drop(wait.wait().unwrap());
+    }
+    cpu_seconds() - cpu
+}
+
 fn main() {
     let frames: u64 = support::param("frames", "16");
     let most: usize = support::param("most", "100000");
@@ -104,11 +136,18 @@ fn main() {
     println!("tasks that wait for {frames} frames, CPU s (clock s); {hardware}");
     let mut results = Vec::new();
     for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
-        for (does, what) in [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows")] {
+        for (does, what) in
+            [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows"), (Does::Shares, "shares")]
+        {
             let (cpu, clock) = crowd(&runtime, &rows, &shared, count, does);
             println!("  {count:6} {what:6} {cpu:.2} ({clock:.2})");
             results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu, "clock_s": clock }));
         }
+    }
+    for count in [1000, 2000, 4000, 8000].into_iter().filter(|count| *count <= most) {
+        let cpu = beside_pins(count as u64);
+        println!("  {count:6} beside as many pins {cpu:.2}");
+        results.push(json!({ "tasks": count, "does": "beside pins", "cpu_s": cpu }));
     }
     drop((rows, shared, table));
     runtime.close().unwrap();

@@ -7,6 +7,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use outcore::pager::policy::{Policy, Take, Want};
@@ -423,4 +425,149 @@ fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
     let (few, many) = (calls_of_a_pin_in_a_scope_that_waits(16), calls_of_a_pin_in_a_scope_that_waits(256));
     println!("calls of the allocator for each pin beside 16 held and waiting {few:.0}, beside 256 {many:.0}");
     assert!(many < 1.5 * few, "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
+}
+
+/// Calls of the allocator, a request, until each of `count` has been served through `common + 1` frames, all at once. Every
+/// other one wants the same `common` pages and one of its own, the others want only pages of their own.
+fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
+    let each = common + 1;
+    let mut pager = Pager::new(config(each, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, (count + 2) * each);
+    let pages = |number: u32| {
+        let own = (number + 2) * each;
+        let first = if number.is_multiple_of(2) { 0 } else { own };
+        (first..first + common).chain([own + common]).collect::<Vec<_>>()
+    };
+    let runs = |pages: &[u32]| {
+        let mut runs: Vec<PageRun> = pages.iter().map(|page| run(segment, *page)).collect();
+        PageRun::normalize(&mut runs);
+        runs
+    };
+    let mut fx = Effects::default();
+    // Nobody gets a frame before everybody waits.
+    let held: Vec<u32> = (each..2 * each).collect();
+    let _ = pager.submit(&runs(&held), Purpose::Read, &mut fx).unwrap();
+    finish(&mut pager, &mut fx);
+    let before = CALLS.with(Cell::get);
+    let mut waits = HashMap::new();
+    for number in 0..count {
+        match pager.submit(&runs(&pages(number)), Purpose::Read, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, number),
+            Submitted::Ready(_) => panic!("every frame is pinned"),
+        };
+    }
+    let end = |pager: &mut Pager, fx: &mut Effects, pages: &[u32]| {
+        let wanted = pages.iter().filter(|page| words[**page as usize].unpin() == Unpin::Wanted).count();
+        if wanted > 0 {
+            pager.released(&runs(pages), fx);
+        }
+    };
+    end(&mut pager, &mut fx, &held);
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), &mut fx);
+        }
+        let done = std::mem::take(&mut fx.done);
+        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (id, result) in done {
+            assert!(result.is_ok(), "{result:?}");
+            let number = waits.remove(&id).unwrap();
+            end(&mut pager, &mut fx, &pages(number));
+        }
+    }
+    (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
+}
+
+/// A page that many wanted and none had was looked at by each of them whenever it came, and again when it had gone.
+#[test]
+fn regression_a_page_that_many_miss_costs_each_of_them_the_same() {
+    for common in [1, 3] {
+        let (few, many) =
+            (calls_of_a_crowd_with_common_pages(250, common), calls_of_a_crowd_with_common_pages(2000, common));
+        println!("{common} common pages: calls of the allocator for each of 250 {few:.0}, of 2000 {many:.0}");
+        assert!(many < 1.5 * few, "each of 250 requests made {few:.0} calls, and each of 2000 {many:.0}");
+    }
+}
+
+/// Least recently used, and how many pages it has offered.
+#[derive(Debug)]
+struct Offers {
+    lru: Box<dyn Policy>,
+    offered: Arc<AtomicU64>,
+}
+
+impl Policy for Offers {
+    fn name(&self) -> &'static str {
+        "offers"
+    }
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.lru.segment(segment, pages);
+    }
+    fn accessed(&mut self, page: PageId) {
+        self.lru.accessed(page);
+    }
+    fn inserted(&mut self, page: PageId) {
+        self.lru.inserted(page);
+    }
+    fn removed(&mut self, page: PageId) {
+        self.lru.removed(page);
+    }
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        self.lru.victim(want, &mut |page| {
+            self.offered.fetch_add(1, Ordering::Relaxed);
+            take(page)
+        })
+    }
+    fn tracked(&self) -> Vec<PageId> {
+        self.lru.tracked()
+    }
+}
+
+/// Pages that a policy has offered, for each of `count` requests that wait for as many frames, all of which are pinned, until
+/// each has been served. Pins end `at_once` many at a time, in an order that is not that of their last use.
+fn offers_of_a_crowd_beside_pins(count: u32, at_once: u32) -> f64 {
+    let offered = Arc::new(AtomicU64::new(0));
+    let policy = Offers { lru: PolicyKind::Lru.build(), offered: offered.clone() };
+    let mut pager = Pager::new(config(count, 0), Box::new(policy));
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 2 * count);
+    let mut fx = Effects::default();
+    for index in 0..count {
+        fault(&mut pager, &mut fx, segment, index);
+    }
+    let mut waits = HashMap::new();
+    for index in count..2 * count {
+        match pager.submit(&[run(segment, index)], Purpose::Read, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, index),
+            Submitted::Ready(_) => panic!("every frame is pinned"),
+        };
+    }
+    let stride = count / at_once;
+    for first in 0..stride {
+        let mut ended: Vec<PageRun> = (0..at_once).map(|n| run(segment, first + n * stride)).collect();
+        while !ended.is_empty() {
+            ended.retain(|run| words[run.first.get() as usize].unpin() == Unpin::Wanted);
+            pager.released(&ended, &mut fx);
+            while let Some(planned) = fx.moves.pop() {
+                pager.complete(planned.id, Ok(()), &mut fx);
+            }
+            ended.clear();
+            for (id, result) in std::mem::take(&mut fx.done) {
+                assert!(result.is_ok(), "{result:?}");
+                ended.push(run(segment, waits.remove(&id).unwrap()));
+            }
+        }
+    }
+    assert!(waits.is_empty(), "{} wait, and nothing goes on", waits.len());
+    assert_eq!(pager.check_invariants(), Ok(()));
+    offered.load(Ordering::Relaxed) as f64 / f64::from(count)
+}
+
+/// Whoever asked for a frame, and whoever was tried again, looked at every page that was pinned.
+#[test]
+fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
+    for at_once in [1, 4] {
+        let (few, many) = (offers_of_a_crowd_beside_pins(200, at_once), offers_of_a_crowd_beside_pins(2000, at_once));
+        println!("{at_once} at once: pages offered for each of 200 {few:.1}, of 2000 {many:.1}");
+        assert!(many < 1.5 * few.max(40.0), "for each of 200 requests {few:.1} pages, and for each of 2000 {many:.1}");
+    }
 }

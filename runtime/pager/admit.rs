@@ -7,11 +7,13 @@
 //! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
 //! readers who come one after the other do not keep it from all of them together.
 
-use super::line::{Class, Line, Source, Turn};
+use super::line::{Class, Line, Source, Turn, Wanted};
 use super::policy::Want;
-use super::scope::pages_of;
+use super::scope::{Scope, pages_of};
 use super::state::{Claim, State, TryPin};
 use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
+use std::collections::BTreeMap;
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
 
@@ -65,7 +67,7 @@ enum Stand {
     Nowhere,
     /// In the line for frames, wanting so many of these, and the count it joined at.
     Frames {
-        need: u32,
+        wanted: Wanted,
         source: Source,
         joined: u64,
     },
@@ -203,8 +205,16 @@ impl Pager {
         let request = &self.requests[self.request_key(id)?];
         let Stand::Frames { source: Source::Purse, .. } = request.stand else { return None };
         let missing = request.pages().filter(|page| self.word(*page).load().state == State::Empty).count();
-        let purse = self.scope(request.terms.scope).map_or(0, |scope| scope.purse);
+        let purse = self.scope(request.terms.scope).map_or(0, Scope::may_spend);
         Some(missing as i64 - i64::from(purse))
+    }
+
+    /// For checks: of a request that waits for just any frames, how many it lacks.
+    pub(super) fn lacks(&self, id: RequestId) -> Option<i64> {
+        let request = &self.requests[self.request_key(id)?];
+        let Stand::Frames { source: Source::New | Source::Growth, .. } = request.stand else { return None };
+        let missing = request.pages().filter(|page| self.word(*page).load().state == State::Empty).count();
+        Some(missing as i64 + i64::from(request.frames))
     }
 
     /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
@@ -212,7 +222,7 @@ impl Pager {
         let request = &self.requests[self.request_key(id)?];
         let (frames, pages) = match &request.stand {
             Stand::Nowhere => (None, Vec::new()),
-            Stand::Frames { need, .. } => (Some(*need), Vec::new()),
+            Stand::Frames { wanted, .. } => (Some(self.frame_line.count(*wanted)), Vec::new()),
             Stand::Pages(pages) => (None, pages.iter().map(|(page, _)| *page).collect()),
         };
         Some((request.turn, frames, pages))
@@ -590,30 +600,55 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Something has happened to a page: its line is served by the next [pump](Self::pump).
+    /// Something has happened to a page: its line is served by the next [pump](Self::pump), and who waits for frames knows
+    /// whether it is absent.
     pub(super) fn changed(&mut self, page: PageId) {
         if self.page_lines.contains_key(&page) {
             self.moved.push(page);
         }
+        self.counted(page);
+        self.may_go(page);
     }
 
-    /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer.
+    /// If a page is common among those that wait for frames, their groups know where it is.
+    fn counted(&mut self, page: PageId) {
+        if self.frame_line.is_common(page) {
+            let absent = self.word(page).load().state == State::Empty;
+            self.nearly.extend(self.frame_line.turns(page, absent));
+        }
+    }
+
+    /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer. If several do, it is
+    /// common from now on, as long as one of them waits: each of them has to do with it this once.
     pub(super) fn appeared(&mut self, page: PageId) {
-        let Some(waiting) = self.absent.get(&page) else { return };
-        // New ones go in turn then.
-        let barred = self.frame_line.line.barring().is_some();
-        let waiting: Vec<RequestId> =
-            waiting.iter().take_while(|(new, _)| !(*new && barred)).map(|(_, id)| *id).collect();
-        for id in waiting {
+        self.counted(page);
+        let Some(waiting) = self.absent.remove(&page) else { return };
+        let mut groups: BTreeMap<usize, Vec<(RequestId, usize)>> = BTreeMap::new();
+        let several = waiting.iter().filter(|(apart, _)| !apart).nth(1).is_some();
+        for (_, id) in waiting {
             let Some(key) = self.request_key(id) else { continue };
-            let turn = self.requests[key].turn;
-            let Stand::Frames { need, .. } = &mut self.requests[key].stand else { continue };
-            let before = *need;
-            *need = before.saturating_sub(1);
-            self.frame_line.wants(turn, before, before.saturating_sub(1));
-            if before <= 1 {
-                self.nearly.push(id);
+            let Stand::Frames { wanted, .. } = self.requests[key].stand else { continue };
+            match wanted.group.filter(|_| several) {
+                Some(group) => groups.entry(group).or_default().push((id, key)),
+                None => self.wants(id, key, Wanted { own: wanted.own.saturating_sub(1), ..wanted }),
             }
+        }
+        for (group, members) in groups {
+            let to = Some(self.frame_line.group_with(group, page, members.len()));
+            for (id, key) in members {
+                let Stand::Frames { wanted, .. } = self.requests[key].stand else { continue };
+                self.wants(id, key, Wanted { own: wanted.own.saturating_sub(1), group: to });
+            }
+        }
+    }
+
+    /// A request that waits for frames wants another number of these. If that is none, it is tried.
+    fn wants(&mut self, id: RequestId, key: usize, now: Wanted) {
+        let Request { turn, stand: Stand::Frames { wanted, .. }, .. } = &mut self.requests[key] else { return };
+        let before = std::mem::replace(wanted, now);
+        self.frame_line.changes(*turn, before, now);
+        if self.frame_line.count(now) == 0 {
+            self.nearly.push(id);
         }
     }
 
@@ -707,8 +742,10 @@ impl Pager {
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            (Stand::Frames { need, source: before, .. }, Blocked::Frames { need: now, .. })
-                if *need == now && *before == source =>
+            // Of a purse, another number of frames in it and another number of absent pages may come to the same: those that
+            // are absent now have to be known.
+            (Stand::Frames { wanted, source: before, .. }, Blocked::Frames { need, .. })
+                if self.frame_line.count(*wanted) == need && *before == source && source != Source::Purse =>
             {
                 return;
             }
@@ -724,13 +761,20 @@ impl Pager {
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
             Blocked::Frames { need, .. } => {
+                let any = matches!(source, Source::New | Source::Growth);
+                let (mut own, mut common) = (need, Vec::new());
                 for page in self.requests[key].pages() {
-                    if self.word(page).load().state == State::Empty {
-                        self.absent.entry(page).or_default().insert((source == Source::New, id));
+                    let absent = self.word(page).load().state == State::Empty;
+                    if any && self.frame_line.is_common(page) {
+                        own = own.saturating_sub(u32::from(absent));
+                        common.push(page);
+                    } else if absent {
+                        self.absent.entry(page).or_default().insert((!any, id));
                     }
                 }
                 self.gate.close();
-                Stand::Frames { need, source, joined: self.frame_line.join(turn, id, left, need, source) }
+                let wanted = Wanted { own, group: any.then(|| self.frame_line.group_of(common)) };
+                Stand::Frames { wanted, source, joined: self.frame_line.join(turn, id, left, wanted, source) }
             }
             Blocked::Page(page) => {
                 let pages: Vec<PageId> =
@@ -767,11 +811,11 @@ impl Pager {
         self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
         match stand {
             Stand::Nowhere => {}
-            Stand::Frames { need, source, joined } => {
-                passed = self.frame_line.leave(turn, joined, need, source);
+            Stand::Frames { wanted, source, joined } => {
+                passed = self.frame_line.leave(turn, joined, wanted, source);
                 for page in self.requests[key].pages() {
                     if let Some(waiting) = self.absent.get_mut(&page) {
-                        waiting.remove(&(source == Source::New, id));
+                        waiting.remove(&(wanted.group.is_none(), id));
                         if waiting.is_empty() {
                             self.absent.remove(&page);
                         }
@@ -890,7 +934,7 @@ impl Pager {
             }
         }
         let needed = missing.len() as u32 + frames;
-        let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.purse, scope.declared));
+        let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
         let spent = purse.min(missing.len() as u32);
         if blocked.is_none() && declared > 0 && needed > spent {
             // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
@@ -977,6 +1021,9 @@ impl Pager {
             } else {
                 self.word(*page).unpin_quiet();
             }
+            // A search for frames may have met this pin, and nobody is told of its end. Whoever has pinned the page since
+            // may have met no mark.
+            self.may_go(*page);
         }
     }
 
@@ -987,11 +1034,12 @@ impl Pager {
             return;
         }
         let stood = self.requests[key].stand.clone();
+        let need = if let Stand::Frames { wanted, .. } = &stood { self.frame_line.count(*wanted) } else { 0 };
         self.step_out(id, key);
         self.requests[key].turn.class = Class::Growing;
         match stood {
             Stand::Nowhere => {}
-            Stand::Frames { need, .. } => self.stand(id, key, Blocked::Frames { need, room: u32::MAX }),
+            Stand::Frames { .. } => self.stand(id, key, Blocked::Frames { need, room: u32::MAX }),
             Stand::Pages(pages) => {
                 if let Some((page, _)) = pages.first() {
                     self.stand(id, key, Blocked::Page(*page));

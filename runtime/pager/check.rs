@@ -33,10 +33,22 @@ impl Pager {
     /// The first one that does not hold.
     #[doc(hidden)]
     pub fn check_invariants(&self) -> Result<(), String> {
+        self.check_invariants_beside(&|_| false)
+    }
+
+    /// As [`check_invariants`](Self::check_invariants), where pins of `untold` pages have ended and the pager is about to hear
+    /// of it.
+    ///
+    /// # Errors
+    /// The first one that does not hold.
+    #[doc(hidden)]
+    pub fn check_invariants_beside(&self, untold: &dyn Fn(PageId) -> bool) -> Result<(), String> {
         self.frames.check()?;
         let touching = self.check_moves()?;
         let victims = self.check_pages(&touching)?;
         ensure!(victims == self.transit, "transit is {}, but {victims} victims are in motion", self.transit);
+        let hidden = self.hidden(untold);
+        ensure!(hidden.is_none(), "{hidden:?} can go, or its pin's end is not told, and no search would find it");
         self.check_fills()?;
         self.check_requests()
     }
@@ -216,6 +228,7 @@ impl Pager {
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
             }
         }
+        self.frame_line.check(|page| self.word(page).load().state == State::Empty)?;
         let mut pins: HashMap<PageId, u32> = HashMap::new();
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
@@ -237,6 +250,12 @@ impl Pager {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
+            let (needs, lacks) = (self.lacks(id), frames.map(i64::from));
+            // One that wants more than it lacks hides from who looks for those that could go on.
+            ensure!(
+                needs.is_none_or(|needs| lacks <= Some(needs)),
+                "{id:?} wants {lacks:?} frames, and lacks {needs:?}"
+            );
             let lacks = self.lacks_in_purse(id);
             ensure!(lacks.is_none_or(|lacks| lacks > 0), "{id:?} waits for a purse that has what it wants: {lacks:?}");
             let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);
@@ -319,6 +338,7 @@ impl Pager {
         let mut moves: Vec<(usize, &MoveRecord)> = self.moves.iter().collect();
         moves.sort_unstable_by_key(|(_, record)| self.next_serial.wrapping_sub(record.serial));
         let moving = |id: u64| moves.iter().position(|(key, _)| *key == id as u32 as usize);
+        self.heard().hash(&mut hasher);
         for page in self.page_ids() {
             let word = self.word(page).load();
             let entry = self.segments[page.segment.index()].entries[page.index.index()];

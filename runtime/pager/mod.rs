@@ -86,6 +86,7 @@ use line::{FrameLine, Line};
 use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
+use reclaim::Barren;
 use scope::{Scope, Stuck};
 use state::Illegal;
 use table::SegmentTable;
@@ -379,7 +380,8 @@ pub struct Pager {
     frame_line: FrameLine,
     /// Requests that wait for pages, by page; only lines in which somebody stands.
     page_lines: HashMap<PageId, Line>,
-    /// Absent pages, and who waits for frames for them: those that grow, then new ones.
+    /// Pages that were absent when somebody began to wait for frames, and have not come since, and who wants them: those that
+    /// wait for just any frames, then others. Not those that are common, of the first: see [`FrameLine`].
     absent: HashMap<PageId, BTreeSet<(bool, RequestId)>>,
     /// Pages to whose lines something has happened.
     moved: Vec<PageId>,
@@ -405,6 +407,7 @@ pub struct Pager {
     declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
+    barren: Barren,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
     /// Pages being filled: who waits.
@@ -506,6 +509,7 @@ impl Pager {
             owed_to: BTreeSet::new(),
             declared: 0,
             floor: 0,
+            barren: Barren::default(),
             shrinking: Vec::new(),
             filling: HashMap::new(),
             spoiled: Vec::new(),
@@ -711,6 +715,7 @@ impl Pager {
     fn entered(&mut self, page: PageId) {
         self.staying = None;
         self.policy.inserted(page);
+        self.may_go(page);
     }
 
     /// Counters.

@@ -289,6 +289,8 @@ impl Pager {
             (Place::Host(host), _) => self.host_written_back(record.page, host, result),
             _ => invariant!(false, "a move from {:?} to {:?}", record.from, record.to),
         }
+        // Not all that a move of the host copy has ended says that the page has changed.
+        self.may_go(record.page);
         self.reap_segment(record.page.segment, fx);
         self.pump(fx);
     }

@@ -1,9 +1,28 @@
 //! Victims: making frames free, by eviction, demotion and write back; the budget.
 
+use std::collections::{BTreeSet, VecDeque};
+
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, Snapshot, State};
 use super::{Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
+
+/// Pages offered by the policy before one is taken that is known to be free. So where nearly all pages are pinned, a victim
+/// costs so many looks and not one for each of them.
+const LOOKS: usize = 32;
+
+/// What is known of victims since a search has offered every resident page and none could go.
+///
+/// # Invariant
+///
+/// Once such a search was made, a resident page that is not listed here cannot go, and that changes only with an event that
+/// lists it: it is pinned and `wanted`, so the end of the pin is [told](Pager::released); or a move uses it, or its host copy,
+/// and ends. A page that comes is listed, because its pins are not marked.
+#[derive(Debug, Default)]
+pub(super) struct Barren {
+    /// Pages that may go, or may be pinned without a mark; what was heard of first comes first. `None` before a search.
+    heard: Option<VecDeque<PageId>>,
+}
 
 /// What a policy's candidate turned out to be.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -19,8 +38,83 @@ impl Pager {
     /// Pages whose write back has just failed are passed over. Where somebody waits and there is nothing else, they are
     /// tried again all the same.
     pub(super) fn reclaim(&mut self, want: Want, fx: &mut Effects) -> bool {
+        // A page that is put off comes back by itself, without an event of its own.
+        if self.put_off.is_empty()
+            && let Some(found) = self.reclaim_heard(want, fx)
+        {
+            return found;
+        }
         let last_resort = self.is_urgent(want) && !self.put_off.is_empty();
-        self.reclaim_among(want, false, fx) || last_resort && self.reclaim_among(want, true, fx)
+        self.reclaim_among(want, false, usize::MAX, fx) || last_resort && self.reclaim_among(want, true, usize::MAX, fx)
+    }
+
+    /// [`reclaim`](Self::reclaim) where nothing but what is listed can go. `None` if that is not known, or not enough to
+    /// know.
+    fn reclaim_heard(&mut self, want: Want, fx: &mut Effects) -> Option<bool> {
+        let any = matches!(want, Want::Demand | Want::Room);
+        if !any {
+            // Worth less than what is wanted, or clean, is the policy's business.
+            return self.barren.heard.as_ref()?.is_empty().then_some(false);
+        }
+        while let Some(page) = self.barren.heard.as_mut()?.pop_front() {
+            // The policy's order counts, as far as it comes to a page that can go.
+            if self.can_go(page) && self.reclaim_among(want, false, LOOKS, fx) {
+                if let Some(heard) = &mut self.barren.heard {
+                    heard.push_front(page);
+                }
+                return Some(true);
+            }
+            // What is pinned is marked by this.
+            if let Some(taken) = self.take_page(page) {
+                self.take_down(page, taken, want, fx);
+                return Some(true);
+            }
+        }
+        Some(false)
+    }
+
+    /// Something has happened to a page, or it is there now: it may be one that can go.
+    pub(super) fn may_go(&mut self, page: PageId) {
+        let Some(heard) = &mut self.barren.heard else { return };
+        heard.push_back(page);
+        if heard.len() > self.frames.active().max(64) as usize {
+            // A search of all pages costs no more than to go on with this.
+            self.barren.heard = None;
+        }
+    }
+
+    /// Whether a page is resident and nothing forbids that it goes, just now.
+    fn can_go(&self, page: PageId) -> bool {
+        let Some(table) = self.segments.get(page.segment.index()) else { return false };
+        let index = page.index.index();
+        let (Some(word), Some(entry)) = (table.words.get(index), table.entries.get(index)) else { return false };
+        let word = word.load();
+        let leaves = word.state == State::Clean || word.state == State::Dirty && !entry.host_busy();
+        leaves && word.pins == 0 && !entry.held_back()
+    }
+
+    /// For checks: pages that can go, or whose pin's end will not be told, and that no search would find.
+    pub(super) fn hidden(&self, to_be_told: &dyn Fn(PageId) -> bool) -> Option<PageId> {
+        let heard = self.barren.heard.as_ref()?;
+        self.policy.tracked().into_iter().filter(|page| !heard.contains(page) && !to_be_told(*page)).find(|page| {
+            let entry = &self.segments[page.segment.index()].entries[page.index.index()];
+            let word = self.word(*page).load();
+            // The end of the move lists it.
+            let moves = word.state == State::WritingBack || entry.held_back() || entry.host_busy();
+            let untold = word.pins > 0 && !word.wanted && !moves;
+            untold || self.can_go(*page)
+        })
+    }
+
+    /// For checks: pages that a search would look at, if that is all it would.
+    pub(super) fn heard(&self) -> Option<BTreeSet<PageId>> {
+        self.barren.heard.as_ref().map(|heard| heard.iter().copied().collect())
+    }
+
+    /// Resident pages that are no victims yet: those the policy has.
+    fn resident(&self) -> usize {
+        let filling = self.filling.len() - self.awaiting.len();
+        (self.frames.in_use() as usize).saturating_sub(filling + self.transit as usize)
     }
 
     /// Whether somebody waits for what a frame is wanted for.
@@ -28,14 +122,18 @@ impl Pager {
         want.is_demand() || want == Want::Room && !self.shrinking.is_empty()
     }
 
-    fn reclaim_among(&mut self, want: Want, with_put_off: bool, fx: &mut Effects) -> bool {
+    /// Takes one of the pages that the policy offers, of the first `looks`.
+    fn reclaim_among(&mut self, want: Want, with_put_off: bool, looks: usize, fx: &mut Effects) -> bool {
+        let resident = self.resident();
+        let mut offered = 0;
         let Self { policy, segments, put_off, events, .. } = self;
         // What was taken counts, not what the policy says was: policies may be the user's.
         let mut taken = None;
         policy.victim(want, &mut |page: PageId| {
-            if taken.is_some() {
+            if taken.is_some() || offered == looks {
                 return Take::Stop;
             }
+            offered += 1;
             let Some(table) = segments.get(page.segment.index()) else { return Take::Skip };
             let (Some(word), Some(entry)) =
                 (table.words.get(page.index.index()), table.entries.get(page.index.index()))
@@ -77,24 +175,39 @@ impl Pager {
                 self.take_down(page, taken, want, fx);
                 true
             }
-            None => false,
+            None => {
+                // A policy of the user's may leave pages out.
+                let all = offered >= resident && looks == usize::MAX;
+                if all && self.put_off.is_empty() && matches!(want, Want::Demand | Want::Room) {
+                    self.barren.heard = Some(VecDeque::new());
+                }
+                false
+            }
         }
     }
 
     /// Evicts this page if nothing forbids it.
     pub(super) fn reclaim_page(&mut self, page: PageId, fx: &mut Effects) -> bool {
-        if self.entry(page).held_back() || self.is_put_off(page) {
+        if self.is_put_off(page) {
             return false;
         }
-        let busy = self.entry(page).host_busy();
-        let word = self.word(page);
-        let taken = match word.begin_evict() {
-            BeginEvict::Won => Taken::Clean,
-            BeginEvict::Dirty if !busy && word.begin_last_write_back() == Claim::Won => Taken::Dirty,
-            _ => return false,
-        };
+        let Some(taken) = self.take_page(page) else { return false };
         self.take_down(page, taken, Want::Room, fx);
         true
+    }
+
+    /// Begins to take this page down if nothing forbids it.
+    fn take_page(&mut self, page: PageId) -> Option<Taken> {
+        let table = self.segments.get(page.segment.index())?;
+        let (word, entry) = (table.words.get(page.index.index())?, table.entries.get(page.index.index())?);
+        if entry.held_back() {
+            return None;
+        }
+        match word.begin_evict() {
+            BeginEvict::Won => Some(Taken::Clean),
+            BeginEvict::Dirty if !entry.host_busy() && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
+            _ => None,
+        }
     }
 
     fn take_down(&mut self, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {

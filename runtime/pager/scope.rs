@@ -265,6 +265,12 @@ impl Scope {
         &self.holdings
     }
 
+    /// Frames it may spend now. None before all that it declares are there: were the request for them given up meanwhile,
+    /// what was spent would be nobody's.
+    pub(super) fn may_spend(&self) -> u32 {
+        if self.reserving.is_some() { 0 } else { self.purse }
+    }
+
     /// Frames that are its beside the pages it holds: in its purse, on their way, owed, or spent for pages that it does not
     /// hold yet, or not any more. None of them is ever anybody else's.
     fn claim(&self) -> u32 {

@@ -192,13 +192,16 @@ type Meanwhile = Arc<std::sync::Mutex<Option<Box<dyn FnMut(u32) + Send>>>>;
 struct Meddled {
     meanwhile: Meanwhile,
     looks: u32,
+    /// As a policy of the user's may. As long as one does, no look says that there is nothing.
+    leaves_out: Option<u32>,
     order: Box<dyn Policy>,
 }
 
 impl Meddled {
     fn new() -> (Box<Self>, Meanwhile) {
         let meanwhile = Meanwhile::default();
-        (Box::new(Self { meanwhile: meanwhile.clone(), looks: 0, order: PolicyKind::Lru.build() }), meanwhile)
+        let (looks, leaves_out, order) = (0, None, PolicyKind::Lru.build());
+        (Box::new(Self { meanwhile: meanwhile.clone(), looks, leaves_out, order }), meanwhile)
     }
 }
 
@@ -232,7 +235,10 @@ impl Policy for Meddled {
             self.looks += 1;
             meanwhile(self.looks);
         }
-        self.order.victim(want, take)
+        let left_out = self.leaves_out;
+        self.order.victim(want, &mut |page| {
+            if Some(page.index.get()) == left_out { policy::Take::Skip } else { take(page) }
+        })
     }
     fn tracked(&self) -> Vec<PageId> {
         self.order.tracked()
@@ -283,7 +289,8 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
 /// A frame came to a scope's purse after its request had been tried, and before it was known to wait: nobody tried it again.
 #[test]
 fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait() {
-    let (policy, meanwhile) = Meddled::new();
+    let (mut policy, meanwhile) = Meddled::new();
+    policy.leaves_out = Some(1);
     let (mut pager, s, words) = pager_with(2, policy);
     let mut fx = Effects::default();
     let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(1), ..ScopeTerms::default() });
