@@ -1367,3 +1367,25 @@ fn regression_what_ends_behind_a_stream_is_not_hoped_for() {
     assert!(told || world.told == [grows], "{:#?}", world.pager.waiting(9));
     world.drain();
 }
+
+/// A scope spent of a purse that was not full yet. When its reservation was given up then, what it had spent was nobody's.
+#[test]
+fn regression_a_scope_spends_nothing_before_all_it_declares_is_there() {
+    let (mut world, s) = world(4, 0, 16);
+    world.pin(&[run(s, 0, 2)], true, false).unwrap();
+    settle(&mut world);
+    world.unpin(0);
+    // Two frames are free; the other two come when these pages are written back.
+    let (scope, reserved) = world.reserving_scope(4, ScopePriority::Interactive);
+    let reserved = reserved.unwrap_err();
+    assert!(world.waits(reserved) && world.pager.set_aside() == 4);
+    world.scope = Some(scope);
+    let waits = world.pin(&[run(s, 8, 1)], false, false).unwrap();
+    let at = world.waiting.iter().position(|wish| wish.id == reserved).unwrap();
+    world.cancel(at);
+    assert_eq!((world.pager.declared(), world.pager.set_aside()), (0, 0));
+    settle(&mut world);
+    assert!(waits.is_ok() || !world.waits(waits.unwrap_err()), "it gets frames like any other");
+    assert_eq!(world.guards.len(), 1);
+    world.drain();
+}
