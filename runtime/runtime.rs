@@ -157,8 +157,7 @@ pub struct Stats {
     pub page_size: PageSize,
     /// What was chosen where nothing was set, and why. Follows the device budget.
     pub settings: Settings,
-    /// How far ahead of use fills start now: no more than what was chosen, and less in a pass that waits for the disk in any
-    /// case.
+    /// How far ahead of use fills start. It follows the device budget.
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
@@ -361,7 +360,6 @@ impl Runtime {
         };
         let (policy, fate) = config.policy.build();
         let mut pager = Pager::new(pager_config, policy);
-        pager.set_lookahead(pager_config.lookahead, wanted.lookahead_least(page_size, pager_config.lookahead));
         if device.makes_bare_frames() {
             pager.frames_are_bare();
         }
@@ -862,7 +860,7 @@ impl Runtime {
                 if frames < pager.device_frames().1 {
                     may_wait("a smaller budget")?;
                 }
-                pager.set_lookahead(lookahead, self.shared.wanted.lookahead_least(self.shared.page_size, lookahead));
+                pager.set_lookahead(lookahead);
                 pager.set_frames(frames, fx);
                 self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
                 Ok::<(), Error>(())

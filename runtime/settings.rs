@@ -31,8 +31,7 @@ impl<T: fmt::Display> fmt::Display for Chosen<T> {
 pub struct Settings {
     /// Bytes of a page.
     pub page_size: Chosen<PageSize>,
-    /// How far ahead of use fills start, at most. A pass that waits for the disk in any case has
-    /// [fewer](crate::Stats::lookahead) under way.
+    /// How far ahead of use fills start.
     pub lookahead: Chosen<Bytes>,
     /// Reads and writes that nobody waits for yet which the disk is given at once.
     pub depth: Chosen<u32>,
@@ -158,16 +157,6 @@ impl Wanted {
         };
         Settings { page_size, lookahead, depth, step, disk: self.disk }
     }
-
-    /// How many pages in flight keep the disk busy: a pass that waits for it in any case needs no more.
-    pub fn lookahead_least(&self, page: PageSize, most: u32) -> u32 {
-        match self.disk {
-            Some(_) if self.lookahead == Lookahead::Auto => {
-                most.min(page.pages_for(self.in_flight().get()).max(2) as u32)
-            }
-            _ => most,
-        }
-    }
 }
 
 #[cfg(test)]
@@ -226,17 +215,16 @@ mod tests {
             let page = Chosen { value: PageSize::new(size).unwrap(), reason: String::new() };
             let frames = page.value.pages_for(Bytes::gib(1).get()) as u32;
             let settings = wanted.settings(page, frames);
-            let least = wanted.lookahead_least(settings.page_size.value, 1000);
-            (settings.depth.value, settings.lookahead.value, least)
+            (settings.depth.value, settings.lookahead.value)
         };
         // 8 ms of 2 GiB/s are 17.2 MB: 9 pages of 2 MiB. Ahead are twice that.
-        assert_eq!(of(DISK, Bytes::mib(2)), (9, Bytes::mib(2 * 17), 9));
-        assert_eq!(of(DISK, Bytes::kib(256)), (32, Bytes::kib(256 * 132), 66));
+        assert_eq!(of(DISK, Bytes::mib(2)), (9, Bytes::mib(2 * 17)));
+        assert_eq!(of(DISK, Bytes::kib(256)), (32, Bytes::kib(256 * 132)));
         assert_eq!(of(DISK, Bytes::kib(64)).0, 32);
         // A disk that needs much in flight, and one that is slow.
         let far = DiskProfile { bytes_per_second: Bytes::gib(2), in_flight: Bytes::mib(32) };
-        assert_eq!(of(far, Bytes::mib(2)), (32, Bytes::mib(64), 32));
+        assert_eq!(of(far, Bytes::mib(2)), (32, Bytes::mib(64)));
         let slow = DiskProfile { bytes_per_second: Bytes::mib(100), in_flight: Bytes::mib(1) };
-        assert_eq!(of(slow, Bytes::mib(1)), (8, Bytes::mib(8), 2));
+        assert_eq!(of(slow, Bytes::mib(1)), (8, Bytes::mib(8)));
     }
 }

@@ -375,7 +375,6 @@ impl Pager {
         self.stats.uses += 1;
         if state == State::Filling {
             self.stats.late += 1;
-            self.used_ahead(true);
         } else {
             self.stats.faults += 1;
         }

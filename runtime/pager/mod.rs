@@ -424,7 +424,6 @@ pub struct Pager {
     hints: VecDeque<PageId>,
     /// Fills in flight nobody waits for.
     prefetching: u32,
-    pace: lookahead::Pace,
     /// The page used last, as long as nothing else the policy hears of has happened to any page.
     staying: Option<PageId>,
     /// Walkers that have begun and not ended, but for the default one.
@@ -519,7 +518,6 @@ impl Pager {
             moves: Slab::new(),
             hints: VecDeque::new(),
             prefetching: 0,
-            pace: lookahead::Pace::new(config.lookahead, config.lookahead),
             staying: None,
             walkers: HashSet::new(),
             next_walker: 0,
@@ -692,9 +690,6 @@ impl Pager {
         let first = u64::from(first_use);
         self.stats.uses += u64::from(count);
         self.stats.prefetched += first;
-        if first_use {
-            self.used_ahead(false);
-        }
         self.stats.hits += u64::from(count) - first;
         self.traced(page, !first_use, write);
         for _ in 1..count {

@@ -335,7 +335,7 @@ impl Pager {
     pub fn set_frames(&mut self, frames: u32, fx: &mut Effects) -> u32 {
         self.frames.target = frames;
         self.config.frames = frames;
-        self.policy.resize(frames, self.host.total(), self.pace.pages());
+        self.policy.resize(frames, self.host.total(), self.config.lookahead);
         let exist = self.frames.grow();
         self.refuse_oversized(fx);
         self.pump(fx);

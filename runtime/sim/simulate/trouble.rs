@@ -272,7 +272,7 @@ impl World<'_> {
         self.most_frames = self.most_frames.max(frames);
         for device in &mut self.devices {
             let lookahead = self.settings.lookahead.pages(self.settings.page_size, frames);
-            device.pager.set_lookahead(lookahead, lookahead);
+            device.pager.set_lookahead(lookahead);
             let (in_use, _) = device.pager.device_frames();
             let exist = device.pager.set_frames(frames, &mut device.fx);
             if let Some(contents) = &mut device.contents {
