@@ -318,12 +318,15 @@ impl Core {
 
     /// The frames of the block that `frame` is in, if there are so many: the first, how many, and the first one's home.
     fn block(&self, layout: &Layout, frame: FrameId) -> Option<(usize, usize, u64)> {
+        if self.huge {
+            return None;
+        }
         let home = layout.frames.get(frame.index())?.home;
         let start = home & !(HUGE_PAGE_BYTES - 1);
         let count = (HUGE_PAGE_BYTES / self.page_bytes()) as usize;
         let first = frame.index().checked_sub(self.page_size.page_of(home - start) as usize)?;
         let last = layout.frames.get(first + count - 1)?;
-        (count > 1 && last.home == start + HUGE_PAGE_BYTES - self.page_bytes()).then_some((first, count, start))
+        (last.home == start + HUGE_PAGE_BYTES - self.page_bytes()).then_some((first, count, start))
     }
 
     /// Gives memory to the whole block that `frame` is in, if none of it has any.
@@ -1089,6 +1092,27 @@ mod tests {
         assert_eq!(count(memory()), u64::from(BLOCK));
         assert_eq!(read(0), vec![0; PAGE as usize]);
         device.release(base, 2 * BLOCK).unwrap();
+    }
+
+    /// A frame of a huge page or more is in no block.
+    #[test]
+    fn frames_of_huge_pages_and_larger_ones_get_their_own_memory() {
+        for huge in [1, 2, 8] {
+            let page_size = PageSize::new(Bytes::new(huge * HUGE_PAGE_BYTES)).unwrap();
+            let config = HostDeviceConfig { page_size, frames: 3, link: None, warm: false };
+            let device = HostDevice::new(config, Arc::new(Ignore)).unwrap();
+            let base = device.reserve(3).unwrap();
+            for n in 0..3 {
+                let at = base.offset(u64::from(n) * page_size.bytes());
+                device.map(FrameId::new(n), at).unwrap();
+                // SAFETY: the frame is behind the page, and this test alone uses it.
+                unsafe { pointer(at).write_volatile(7) };
+            }
+            device.discard(FrameId::new(1)).unwrap();
+            let memory = [0, 1, 2].map(|n| device.frame_memory(FrameId::new(n)).unwrap() > Bytes::ZERO);
+            assert_eq!(memory, [true, false, true]);
+            device.release(base, 3).unwrap();
+        }
     }
 
     /// Memory is brought in without the lock: whoever wants frames of the same block waits, and all get theirs.

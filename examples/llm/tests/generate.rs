@@ -808,9 +808,10 @@ fn plan_has_the_hits_of_the_optimum_on_a_capture_of_the_real_model() {
 #[test]
 fn a_capture_has_every_use_of_a_run() {
     let path = place("run.trace");
-    let run = json_of(
-        &[&["--model", text(&MODELS.large), "--device-budget", "16MiB", "--capture", text(&path)][..], &LARGE].concat(),
-    );
+    // Pages small enough that some hold nothing but attention.
+    let small = ["--device-budget", "16MiB", "--page-size", "128KiB"];
+    let model = ["--model", text(&MODELS.large), "--capture", text(&path)];
+    let run = json_of(&[&model[..], &small, &LARGE].concat());
     let file = BufReader::new(std::fs::File::open(&path).unwrap());
     let mut reader = CaptureReader::new(file, "run.trace").unwrap();
     let header = reader.header().clone();
