@@ -13,7 +13,7 @@ use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::{Runtime, frames_of};
-use crate::settings::{Settings, Wanted};
+use crate::settings::{IN_FLIGHT, Settings, Wanted};
 use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
@@ -90,8 +90,7 @@ impl Lookahead {
     /// that is no more than a quarter: a stream of fewer pages stalls at every unevenness. Where more is asked for, up to a
     /// quarter.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        // 8 ms of a drive of 2 GB/s.
-        self.pages_where(page_size, frames, Bytes::mib(16))
+        self.pages_where(page_size, frames, IN_FLIGHT)
     }
 
     /// As [`pages`](Self::pages), of a disk that needs so much in flight for its full rate. Twice that is enough: every page

@@ -55,7 +55,7 @@ const DEPTH_LEAST: u64 = 8;
 /// disk needs at its best is in flight in any case.
 const IN_FLIGHT_MS: u64 = 8;
 /// The same of a disk of which nothing is known: a drive of 2 GB/s.
-const IN_FLIGHT: Bytes = Bytes::mib(16);
+pub(crate) const IN_FLIGHT: Bytes = Bytes::mib(16);
 /// A step's size: large enough that waking the threads that compute costs little beside it, small enough that the next step's
 /// bytes arrive while this one is computed.
 const STEP: Bytes = Bytes::mib(8);

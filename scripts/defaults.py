@@ -8,16 +8,14 @@ cargo build --release -p outcore-llm --bins
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-GENERATE = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/generate"
+from bench import PROMPT, RELEASE, last_json, run
+
 CHOICE = (None, None)
 PAGES = ["256KiB", "512KiB", "1MiB", "2MiB", "4MiB"]
 LOOKAHEADS = ["4MiB", "16MiB", "32MiB", "64MiB"]
@@ -30,13 +28,12 @@ def tokens_a_second(model, budget, setting):
     """Of the median pass; None where the setting is refused."""
     page, lookahead = setting
     tokens = max(4, min(40, READ // Path(model).stat().st_size))
-    command = [GENERATE, "--model", model, "--prompt-tokens", "1,5,9,200,33", "--tokens", str(tokens)]
+    command = [RELEASE / "generate", "--model", model, "--prompt-tokens", PROMPT, "--tokens", tokens]
     command += ["--device-budget", budget, "--json"]
     command += ["--page-size", page] if page else []
     command += ["--prefetch", lookahead] if lookahead else []
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return 1 / json.loads(lines[-1])["pass_s_median"] if lines else None
+    found = last_json(run(command).stdout)
+    return 1 / found["pass_s_median"] if found else None
 
 
 def name(setting):

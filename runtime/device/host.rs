@@ -489,22 +489,19 @@ impl Core {
         let mut next = 0;
         let mut layout = self.layout.lock();
         while !self.stopping.load(Ordering::Relaxed) && next < layout.frames.len() {
+            let cold = |layout: &Layout| layout.frames.get(next).is_some_and(|frame| !frame.used && frame.at.is_none());
+            if cold(&layout)
+                && let Err(cause) = self.make_block(&mut layout, FrameId::new(next as u32))
+            {
+                tracing::warn!(frame = next, %cause, "cannot warm frames up; first uses will be slower");
+                return;
+            }
+            // A block is warm as soon as it is made, and without the lock the frame may have been taken.
             let Some(frame) = layout.frames.get_mut(next).filter(|frame| !frame.used && frame.at.is_none()) else {
                 next += 1;
                 continue;
             };
             let home = frame.home;
-            match self.make_block(&mut layout, FrameId::new(next as u32)) {
-                Ok(()) if layout.frames.get(next).is_some_and(|frame| frame.at.is_some()) => continue,
-                Ok(()) => {}
-                Err(cause) => {
-                    tracing::warn!(frame = next, %cause, "cannot warm frames up; first uses will be slower");
-                    return;
-                }
-            }
-            let Some(frame) = layout.frames.get_mut(next).filter(|frame| !frame.used && frame.at.is_none()) else {
-                continue;
-            };
             frame.warming = true;
             // SAFETY: homes are the core's, and the frame has no memory yet, so nothing is there.
             let mut outcome = unsafe { sys::commit(home, self.page_bytes(), self.huge) };

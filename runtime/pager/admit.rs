@@ -7,13 +7,13 @@
 //! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
 //! readers who come one after the other do not keep it from all of them together.
 
+use std::collections::BTreeMap;
+
 use super::line::{Class, Line, Source, Turn, Wanted};
 use super::policy::Want;
 use super::scope::{Scope, pages_of};
 use super::state::{Claim, State, TryPin};
 use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
-use std::collections::BTreeMap;
-
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
 
@@ -204,17 +204,20 @@ impl Pager {
     pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
         let request = &self.requests[self.request_key(id)?];
         let Stand::Frames { source: Source::Purse, .. } = request.stand else { return None };
-        let missing = request.pages().filter(|page| self.word(*page).load().state == State::Empty).count();
         let purse = self.scope(request.terms.scope).map_or(0, Scope::may_spend);
-        Some(missing as i64 - i64::from(purse))
+        Some(i64::from(self.absent_of(request.pages())) - i64::from(purse))
     }
 
     /// For checks: of a request that waits for just any frames, how many it lacks.
     pub(super) fn lacks(&self, id: RequestId) -> Option<i64> {
         let request = &self.requests[self.request_key(id)?];
         let Stand::Frames { source: Source::New | Source::Growth, .. } = request.stand else { return None };
-        let missing = request.pages().filter(|page| self.word(*page).load().state == State::Empty).count();
-        Some(missing as i64 + i64::from(request.frames))
+        Some(i64::from(self.absent_of(request.pages()) + request.frames))
+    }
+
+    /// How many of these pages are absent.
+    fn absent_of(&self, pages: impl Iterator<Item = PageId>) -> u32 {
+        pages.filter(|page| self.word(*page).load().state == State::Empty).count() as u32
     }
 
     /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
@@ -849,8 +852,7 @@ impl Pager {
             return None;
         }
         if self.frame_line.line.bars(turn) {
-            let missing = pages.iter().filter(|page| self.word(**page).load().state == State::Empty).count();
-            return Some(Blocked::Frames { need: missing as u32, room: u32::MAX });
+            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()), room: u32::MAX });
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))

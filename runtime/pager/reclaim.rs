@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use super::policy::{Take, Want};
-use super::state::{BeginEvict, Claim, Snapshot, State};
+use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 use super::{Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
 
@@ -29,6 +29,16 @@ pub(super) struct Barren {
 enum Taken {
     Clean,
     Dirty,
+}
+
+/// Takes a page from whoever could use it, if nothing forbids it.
+fn begin_to_take(word: &PageWord, host_busy: bool) -> Option<Taken> {
+    match word.begin_evict() {
+        BeginEvict::Won => Some(Taken::Clean),
+        // Newer bytes are not written beside older ones. Asked of the word that was dirty: a writer comes at any time.
+        BeginEvict::Dirty if !host_busy && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
+        _ => None,
+    }
 }
 
 impl Pager {
@@ -160,14 +170,7 @@ impl Pager {
                     return Take::Skip;
                 }
             }
-            taken = match word.begin_evict() {
-                BeginEvict::Won => Some((page, Taken::Clean)),
-                // Newer bytes are not written beside older ones. Asked of the word that was dirty: a writer comes at any time.
-                BeginEvict::Dirty if !entry.host_busy() && word.begin_last_write_back() == Claim::Won => {
-                    Some((page, Taken::Dirty))
-                }
-                _ => None,
-            };
+            taken = begin_to_take(word, entry.host_busy()).map(|taken| (page, taken));
             if taken.is_some() { Take::Yes } else { Take::Skip }
         });
         match taken {
@@ -203,11 +206,7 @@ impl Pager {
         if entry.held_back() {
             return None;
         }
-        match word.begin_evict() {
-            BeginEvict::Won => Some(Taken::Clean),
-            BeginEvict::Dirty if !entry.host_busy() && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
-            _ => None,
-        }
+        begin_to_take(word, entry.host_busy())
     }
 
     fn take_down(&mut self, page: PageId, taken: Taken, want: Want, fx: &mut Effects) {

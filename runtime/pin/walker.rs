@@ -135,6 +135,6 @@ impl Walker {
 
 impl fmt::Debug for Walker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Walker({:?})", &self.walking)
+        write!(f, "Walker({:?})", self.walking.id)
     }
 }

@@ -18,7 +18,8 @@ use crate::ids::Bytes;
 /// A read of the measurement.
 const BLOCK: Bytes = Bytes::mib(1);
 /// Reads in flight at once, one after the other; in two rounds, because a disk that others use as well falters at times.
-const DEPTHS: [u32; 6] = [1, 2, 4, 8, 16, 32];
+const DEPTHS: [u32; 6] = [1, 2, 4, 8, 16, MOST];
+const MOST: u32 = 32;
 const ROUNDS: usize = 2;
 /// What is read at least with each.
 const BLOCKS_LEAST: u32 = 8;
@@ -70,7 +71,7 @@ impl DiskProfile {
             return Ok(Some(profile));
         }
         let blocks = metadata.len() / BLOCK.get();
-        if is_memory(&filesystem_name(&file)) || open_direct(&file, false).is_err() || blocks < DEPTHS[5].into() {
+        if is_memory(&filesystem_name(&file)) || open_direct(&file, false).is_err() || blocks < MOST.into() {
             return Ok(None);
         }
         let profile = Self::measured(path, file, blocks)?;
@@ -84,8 +85,7 @@ impl DiskProfile {
     }
 
     fn measured(path: &Path, file: File, blocks: u64) -> Result<Self> {
-        let most = DEPTHS.iter().copied().max().unwrap_or(1);
-        let mut reader = Reader::open(path, file, IoBackend::Auto, QueueDepth::new(most)?, BLOCK)?;
+        let mut reader = Reader::open(path, file, IoBackend::Auto, QueueDepth::new(MOST)?, BLOCK)?;
         let begin = Instant::now();
         let mut points: Vec<(u32, f64)> = Vec::new();
         let mut first = 0;
@@ -118,7 +118,7 @@ impl DiskProfile {
 fn remembered(note: &Path, now: Duration) -> Option<DiskProfile> {
     let found: Remembered = serde_json::from_slice(&fs::read(note).ok()?).ok()?;
     let age = now.checked_sub(Duration::from_secs(found.measured))?;
-    let most = BLOCK.get() * u64::from(DEPTHS[5]);
+    let most = BLOCK.get() * u64::from(MOST);
     let sound = age < REMEMBERED && found.bytes_per_second > 0 && (BLOCK.get()..=most).contains(&found.in_flight);
     sound.then(|| DiskProfile {
         bytes_per_second: Bytes::new(found.bytes_per_second),

@@ -94,7 +94,7 @@ struct Directory {
     offset_alignment: Option<u64>,
     read_bytes_per_second: Option<u64>,
     latency_4k: Option<LatencyReport>,
-    /// What a runtime chooses for a model here, unless told otherwise, with the model's file larger than the memory there is.
+    /// What a runtime chooses for a model here, unless told otherwise, with all memory that is free.
     settings: Option<Settings>,
     /// Why nothing is known.
     error: Option<String>,
@@ -120,6 +120,7 @@ const IPC_LOCK: u32 = 14;
 pub fn run(options: &Options) -> Result<Diagnosis> {
     let machine = Machine::detect()?;
     let io = io();
+    let free = machine.memory.limit.saturating_sub(machine.memory.usage);
     let directories = match &options.dir {
         Some(dir) => {
             // A directory asked for by name has to be there.
@@ -132,14 +133,14 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
                 )
                 .remedy("give a directory with --dir; `outcore probe --file` measures a file"));
             }
-            vec![directory(dir)]
+            vec![directory(dir, free)]
         }
         None => {
             let mut seen = HashSet::new();
             [PathBuf::from("."), std::env::temp_dir()]
                 .iter()
                 .filter(|dir| fs::metadata(dir).map_or(true, |metadata| seen.insert(metadata.dev())))
-                .map(|dir| directory(dir))
+                .map(|dir| directory(dir, free))
                 .collect()
         }
     };
@@ -155,7 +156,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
         memory: Memory {
             limit_bytes: machine.memory.limit.get(),
             used_bytes: machine.memory.usage.get(),
-            headroom_bytes: machine.memory.limit.saturating_sub(machine.memory.usage).get(),
+            headroom_bytes: free.get(),
             limited_by: match &machine.memory.source {
                 LimitSource::CgroupV1(folder) => format!("cgroup v1 {}", folder.display()),
                 LimitSource::CgroupV2(folder) => format!("cgroup v2 {}", folder.display()),
@@ -200,7 +201,7 @@ fn io() -> Io {
     }
 }
 
-fn directory(dir: &Path) -> Directory {
+fn directory(dir: &Path, free: Bytes) -> Directory {
     let path = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned()).display().to_string();
     let mut found = Directory {
         path,
@@ -214,13 +215,13 @@ fn directory(dir: &Path) -> Directory {
         settings: None,
         error: None,
     };
-    if let Err(error) = examine(dir, &mut found) {
+    if let Err(error) = examine(dir, free, &mut found) {
         found.error = Some(error.to_string());
     }
     found
 }
 
-fn examine(dir: &Path, found: &mut Directory) -> Result<()> {
+fn examine(dir: &Path, free: Bytes, found: &mut Directory) -> Result<()> {
     let depth = [QueueDepth::new(16)?];
     let small = TrialFile::create(dir, Bytes::kib(64), None)?;
     let probe = probe_file(&small.path(), IoBackend::Auto, &[], &[], Bytes::ZERO)?;
@@ -246,9 +247,7 @@ fn examine(dir: &Path, found: &mut Directory) -> Result<()> {
     let rate = if steady > Bytes::mib(32) { read(steady)? } else { first };
     found.read_bytes_per_second = Some(rate as u64);
     if let Some(disk) = DiskProfile::of(&trial.path())? {
-        let free = Machine::detect()?.memory;
-        let budget = free.limit.saturating_sub(free.usage);
-        found.settings = Some(Runtime::builder().disk(disk).device_budget(budget).settings()?);
+        found.settings = Some(Runtime::builder().disk(disk).device_budget(free).settings()?);
     }
     Ok(())
 }

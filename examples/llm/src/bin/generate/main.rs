@@ -194,13 +194,16 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
+    let builder = Runtime::builder().for_model(files.header());
+    // Measured once, also where nothing can be remembered.
+    let builder = match builder.settings()?.disk {
+        Some(disk) => builder.disk(disk),
+        None => builder,
+    };
     let budgets = match &gpu {
         None => {
             let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
-            let page_of = |device| {
-                let settings = Runtime::builder().for_model(files.header()).device_budget(device).settings()?;
-                Ok(settings.page_size.value)
-            };
+            let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
             budget::divide(wishes, &lengths, working, page_of)?
         }
         Some(gpu) => {
@@ -213,11 +216,10 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         None => StoreOptions::new(args.io),
     };
     let builder = match args.page_size {
-        Some(size) => Runtime::builder().page_size(PageSize::new(size)?),
-        None => Runtime::builder(),
+        Some(size) => builder.page_size(PageSize::new(size)?),
+        None => builder,
     };
     let runtime = builder
-        .for_model(files.header())
         .device(args.device.clone())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
