@@ -524,10 +524,18 @@ fn settings_that_nobody_made_are_chosen_and_told() {
     // What was asked for stays; a disk that is known is not measured.
     let known = DiskProfile::new(Bytes::gib(1), Bytes::mib(4));
     let asked = Runtime::builder().disk(known).for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off);
-    let asked = asked.store(StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap()));
-    let settings = asked.settings().unwrap();
-    assert_eq!((settings.page_size.value, settings.lookahead.value, settings.depth.value), (kib(4), Bytes::ZERO, 3));
-    assert_eq!(settings.disk, Some(known));
+    // 8 is what it would be without any of this, and 16 what `depth` takes for that.
+    for (depth, shown) in [(3, 3), (8, 8), (16, 8)] {
+        let depth = QueueDepth::new(depth).unwrap();
+        let options = StoreOptions::new(IoBackend::Auto);
+        let options = if depth == QueueDepth::DEFAULT { options.depth(depth) } else { options.depth_ahead(depth) };
+        let settings = asked.clone().store(options).settings().unwrap();
+        assert_eq!(
+            (settings.page_size.value, settings.lookahead.value, settings.depth.value),
+            (kib(4), Bytes::ZERO, shown)
+        );
+        assert_eq!((settings.disk, settings.depth.reason.contains("asked")), (Some(known), true), "{settings:?}");
+    }
     // A model whose file has gone is told before anything is opened.
     drop(file);
     let error = Runtime::builder().for_model(&header).open().unwrap_err();

@@ -329,22 +329,34 @@ impl Core {
         (last.home == start + HUGE_PAGE_BYTES - self.page_bytes()).then_some((first, count, start))
     }
 
-    /// Gives memory to the whole block that `frame` is in, if none of it has any.
+    /// Gives memory to the whole block that `frame` is in, where this is the first use of any of its frames. A frame that
+    /// was given back stays without memory until it is mapped itself: it may have left the budget.
     fn make_block(&self, layout: &mut MutexGuard<'_, Layout>, frame: FrameId) -> Result<()> {
         let Some((first, count, start)) = self.block(layout, frame) else { return Ok(()) };
         let block = first..first + count;
-        let bare = |frame: &Frame| frame.at.is_none() && !frame.warming;
-        let all_bare = layout.frames.get(block.clone()).is_some_and(|frames| frames.iter().all(bare));
+        let untouched = |n: usize| {
+            let state = &layout.frames[n];
+            state.at.is_none() && !state.warming && (n == frame.index() || !state.used)
+        };
         let holed = layout.holes.iter().any(|hole| (start..start + HUGE_PAGE_BYTES).contains(hole));
-        if !all_bare || holed {
+        if holed || !block.clone().all(untouched) {
             return Ok(());
         }
         self.ballast.lock().hold(|| format!("give memory to {frame:?}"))?;
+        let homes = (start..).step_by(self.page_bytes() as usize);
         // SAFETY: homes are the core's, and none of these frames has memory, so nothing is there.
-        unsafe { sys::commit(start, HUGE_PAGE_BYTES, true) }
-            .map_err(|e| self.refused(format!("give memory to {frame:?}"), e))?;
-        for n in block.clone() {
-            let home = start + (n - first) as u64 * self.page_bytes();
+        if let Err(cause) = unsafe { sys::commit(start, HUGE_PAGE_BYTES, true) } {
+            let error = self.refused(format!("give memory to the {count} frames beside {frame:?}"), cause);
+            // The kernel may have left nothing there at all.
+            if let Err(cause) = sys::refill(start, HUGE_PAGE_BYTES)
+                && cause.raw_os_error() != Some(libc::EEXIST)
+            {
+                layout.holes.extend(homes.take(count));
+            }
+            tracing::debug!(%error, "frames get their memory one by one");
+            return Ok(());
+        }
+        for (n, home) in block.clone().zip(homes) {
             layout.placed(FrameId::new(n as u32), Some(home), true, self.page_size, &self.tables);
         }
         let warming = |layout: &mut Layout, warming| {
@@ -810,7 +822,7 @@ impl Device for HostDevice {
     fn map(&self, frame: FrameId, address: DeviceAddress) -> Result<()> {
         let core = &self.core;
         let mut layout = core.layout.lock();
-        layout.frame(frame)?.used = true;
+        let used = std::mem::replace(&mut layout.frame(frame)?.used, true);
         while layout.frame(frame)?.warming {
             core.warmed.wait(&mut layout);
         }
@@ -819,7 +831,7 @@ impl Device for HostDevice {
             let message = format!("{frame:?} cannot be mapped to {address:?}: not a page of a reserved range");
             Error::new(ErrorKind::InvalidArgument, message)
         })?;
-        if layout.frame(frame)?.at.is_none() {
+        if !used && layout.frame(frame)?.at.is_none() {
             core.make_block(&mut layout, frame)?;
         }
         core.map(&mut layout, frame, address.get(), slot)
@@ -842,8 +854,8 @@ impl Device for HostDevice {
     }
 
     fn makes_bare_frames(&self) -> bool {
-        // Where frames are warmed, they get memory at any time.
-        !self.warm
+        // Where frames are warmed, they get memory at any time; and those of a block get it with their neighbours.
+        !self.warm && self.core.page_bytes() >= HUGE_PAGE_BYTES
     }
 
     fn frame_memory(&self, frame: FrameId) -> Result<Bytes> {
@@ -1078,16 +1090,49 @@ mod tests {
             device.discard(FrameId::new(n)).unwrap();
         }
         assert_eq!(count(memory()), 0);
-        // A block whose address has a hole is left alone; without one it is whole again.
+        device.release(base, 2 * BLOCK).unwrap();
+    }
+
+    /// A block whose address has a hole is left alone.
+    #[test]
+    fn frames_beside_a_hole_get_their_own_memory() {
+        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        let device = device(BLOCK);
+        let base = device.reserve(1).unwrap();
         let hole = device.core.layout.lock().frames[5].home;
         device.core.layout.lock().holes.push(hole);
-        device.map(FrameId::new(1), at(0)).unwrap();
-        assert_eq!(count(memory()), 0);
+        device.map(FrameId::new(1), base).unwrap();
+        // SAFETY: a frame is behind the page, and this test alone uses it.
+        unsafe { ptr::write_bytes(pointer(base), 7, PAGE as usize) };
+        let memory = (0..BLOCK).map(|n| device.frame_memory(FrameId::new(n)).unwrap().get()).sum::<u64>();
+        assert_eq!(memory, PAGE);
         device.core.layout.lock().holes.clear();
-        device.discard(FrameId::new(1)).unwrap();
-        device.map(FrameId::new(1), at(0)).unwrap();
-        assert_eq!(count(memory()), u64::from(BLOCK));
-        assert_eq!(read(0), vec![0; PAGE as usize]);
+        device.release(base, 1).unwrap();
+    }
+
+    /// Frames that a smaller budget took away, and their neighbours: the first use of one brings in no memory of others that
+    /// were given back, however they are spread.
+    #[test]
+    fn regression_frames_that_were_given_back_get_no_memory_with_a_neighbour() {
+        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        let device = device(2 * BLOCK);
+        let base = device.reserve(2 * BLOCK).unwrap();
+        let at = |page: u32| base.offset(u64::from(page) * PAGE);
+        let use_frame = |n: u32| {
+            device.map(FrameId::new(n), at(n)).unwrap();
+            // SAFETY: a frame is behind the page, and this test alone uses it.
+            unsafe { ptr::write_bytes(pointer(at(n)), 7, PAGE as usize) };
+        };
+        let memory = || (0..2 * BLOCK).map(|n| device.frame_memory(FrameId::new(n)).unwrap().get()).sum::<u64>();
+        // Never used before they went.
+        (2..BLOCK).for_each(|n| device.discard(FrameId::new(n)).unwrap());
+        (0..2).for_each(use_frame);
+        assert_eq!(memory(), 2 * PAGE);
+        // Used, and given back with all the rest of their block.
+        (BLOCK..2 * BLOCK).for_each(use_frame);
+        (BLOCK..2 * BLOCK).for_each(|n| device.discard(FrameId::new(n)).unwrap());
+        use_frame(BLOCK + 9);
+        assert_eq!(memory(), 3 * PAGE);
         device.release(base, 2 * BLOCK).unwrap();
     }
 

@@ -44,7 +44,8 @@ use crate::ids::FileId;
 #[derive(Clone)]
 pub struct StoreOptions {
     backend: IoBackend,
-    depth: Depth,
+    /// As it was asked for.
+    depth: Option<Depth>,
     pub(crate) hook: Option<Arc<dyn CallHook>>,
     pub(crate) close_limit: Duration,
 }
@@ -55,14 +56,14 @@ impl StoreOptions {
 
     /// Options with everything but the backend at its default.
     pub fn new(backend: IoBackend) -> Self {
-        Self { backend, depth: Depth::default(), hook: None, close_limit: Self::CLOSE_LIMIT }
+        Self { backend, depth: None, hook: None, close_limit: Self::CLOSE_LIMIT }
     }
 
     /// How many operations the kernel may have at once. At the default, operations that nobody waits for are held to a part of
     /// it; any other depth may be filled by any kind.
     #[must_use]
     pub fn depth(mut self, depth: QueueDepth) -> Self {
-        self.depth = Depth::of(depth);
+        self.depth = Some(Depth::of(depth));
         self
     }
 
@@ -70,13 +71,13 @@ impl StoreOptions {
     /// beside them. 8 unless it is set, here or by [`depth`](Self::depth).
     #[must_use]
     pub fn depth_ahead(mut self, depth: QueueDepth) -> Self {
-        self.depth = Depth::Ahead(depth);
+        self.depth = Some(Depth::Ahead(depth));
         self
     }
 
     /// The depth that was asked for.
     pub(crate) fn asked_depth(&self) -> Option<u32> {
-        (self.depth != Depth::default()).then(|| self.depth.limits().background)
+        self.depth.map(|depth| depth.limits().background)
     }
 
     /// Shows every call to `hook` before the kernel sees it.
@@ -122,7 +123,7 @@ impl StoreOptions {
     }
 
     fn start(&self, backend: IoBackend, direct: DirectIo, sink: Arc<dyn Completions>) -> Result<Engine> {
-        let limits = self.depth.limits();
+        let limits = self.depth.unwrap_or_default().limits();
         let may_block = self.hook.as_ref().is_some_and(|hook| hook.may_block());
         let shared = Arc::new(Shared {
             sink,
