@@ -6,35 +6,19 @@
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod harness;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::Command;
 use std::thread;
 use std::time::Instant;
 
+use harness::alone;
 use outcore::device::HostDevice;
 use outcore::{Bytes, DType, Error, ErrorKind, PageSize, Result, Runtime, Tensor};
 
-const SCENE: &str = "OUTCORE_CHILD_SCENE";
 const SMALL: Bytes = Bytes::kib(4);
-
-/// Runs a test of this program again, alone, in a process of its own.
-fn alone(test: &str, scene: impl FnOnce()) {
-    if std::env::var_os(SCENE).is_some_and(|name| name == test) {
-        scene();
-        println!("the scene ended");
-        return;
-    }
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--include-ignored"])
-        .env(SCENE, test)
-        .output()
-        .unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-    println!("{text}");
-    assert!(child.status.success() && text.contains("the scene ended"), "{:?}: {text}", child.status);
-}
 
 fn limit() -> u64 {
     fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap()
