@@ -836,7 +836,7 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
-    /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room takes longer than the
+    /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes longer than the
     /// [runtime waits](crate::RuntimeBuilder::io_timeout); the budget is then as it was set, and is met as writes end.
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
     /// be waiting for; then the budget is as before.

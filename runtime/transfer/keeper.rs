@@ -150,9 +150,7 @@ impl Engine {
                 (planned.id, error)
             })
             .collect();
-        self.change(|pager, fx| {
-            errors.iter().for_each(|(id, error)| pager.overdue(&[*id], &waiting, error, fx));
-        })
+        self.change(|pager, fx| pager.overdue(&errors, &waiting, fx))
     }
 
     /// Notes requests that have waited for long for what others hold, and warns of them once, until none does any more.
