@@ -1081,6 +1081,72 @@ fn who_waits_for_guards_is_not_told_of_a_read_that_hangs() {
     });
 }
 
+/// What warnings say.
+#[derive(Default)]
+struct Warnings(Mutex<Vec<String>>);
+
+/// Keeps warnings and nothing else.
+struct Listens(Arc<Warnings>);
+
+impl tracing::field::Visit for &Warnings {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        if field.name() == "message" {
+            self.0.lock().push(format!("{value:?}"));
+        }
+    }
+}
+
+impl tracing::Subscriber for Listens {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut &*self.0);
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// A request that waits for what others hold is warned of after ten seconds, once, with who waits for what and who holds it.
+#[test]
+fn a_long_wait_is_warned_of_once() {
+    watched("a long wait", || {
+        let warnings = Arc::new(Warnings::default());
+        // The keeper's thread is to be heard, so it is everybody's; others' warnings have other labels.
+        tracing::subscriber::set_global_default(Listens(warnings.clone())).unwrap();
+        let told =
+            || warnings.0.lock().iter().filter(|text| text.contains("who waits long")).cloned().collect::<Vec<_>>();
+        let runtime = open(2);
+        let table = tensor(&runtime, 3);
+        let (holds, waits) = (runtime.scope().label("who holds long"), runtime.scope().label("who waits long"));
+        let (holds, waits) = (holds.open().unwrap(), waits.open().unwrap());
+        let held = [0, 1].map(|n| holds.pin(&row(&table, n)).wait().unwrap());
+        let wanted = row(&table, 2);
+        let mut request = waits.pin(&wanted);
+        assert!(poll(&mut request, Waker::noop()).is_pending());
+        until("a warning", || !told().is_empty());
+        // It goes on waiting, and the keeper looks again.
+        for _ in 0..2 {
+            let seen = runtime.stats().long_waits;
+            assert!(seen.contains("who waits long"), "{seen}");
+            until("the keeper's next look", || runtime.stats().long_waits != seen);
+        }
+        let warned = told();
+        assert_eq!(warned.len(), 1, "{warned:#?}");
+        assert!(warned[0].contains("who holds long") && warned[0].contains("more than 10 s"), "{}", warned[0]);
+        drop(held);
+        drop(block_on(&mut request).unwrap());
+        drop(request);
+        drop((holds, waits, wanted));
+        check_at_rest(runtime, vec![table], "a long wait");
+    });
+}
+
 /// Resident pages are pinned without the latch, one or several, to read and to write, and where somebody waits it is seen.
 #[test]
 fn a_pin_of_resident_pages_takes_no_latch() {
