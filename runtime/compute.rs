@@ -19,7 +19,7 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         let engine = &self.shared.engine;
-        if engine.at_home().is_err() {
+        if !engine.is_at_home() {
             return;
         }
         if self.adopted {
@@ -75,7 +75,7 @@ impl Runtime {
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a stream that is not in the primary context of the
     /// runtime's GPU, and for the per-thread default stream; what the device says.
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> Result<ComputeStream> {
-        self.shared.engine.at_home()?;
+        self.shared.engine.usable()?;
         // SAFETY: the caller's promise, which covers the life of the value returned; it forgets the stream when it goes.
         let id = unsafe { self.shared.engine.device.adopt_stream(raw) }?;
         Ok(ComputeStream::new(self.shared.clone(), id, true))
@@ -96,7 +96,7 @@ impl ComputeStream {
     }
 
     pub(crate) fn can_mark(&self) -> Result<()> {
-        self.engine().at_home()?;
+        self.engine().usable()?;
         self.engine().device.can_mark(self.0.id)
     }
 
@@ -128,7 +128,7 @@ impl ComputeStream {
 
     /// Whether nothing runs on the device any more: it is lost.
     pub(crate) fn is_lost(&self) -> bool {
-        self.engine().at_home().is_err() || self.engine().device.lost().is_some()
+        self.engine().usable().is_err() || self.engine().device.lost().is_some()
     }
 
     /// The driver's handle, for whoever launches kernels. It may be used for as long as a clone of this lives.
@@ -136,7 +136,7 @@ impl ComputeStream {
     /// # Errors
     /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles.
     pub fn raw(&self) -> Result<RawStream> {
-        self.engine().at_home()?;
+        self.engine().usable()?;
         self.engine().device.raw_stream(self.0.id)
     }
 

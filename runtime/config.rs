@@ -531,8 +531,8 @@ impl RuntimeBuilder {
         self.store(StoreOptions::new(backend).close_within(limit))
     }
 
-    /// How long the system may have a read or a write without an answer. Then the requests that wait for it end with
-    /// [`TimedOut`](ErrorKind::TimedOut), within a second; the read goes on, and what it uses stays reserved until the
+    /// How long the system may have a read or a write without an answer. Then the requests that wait for it, or for nothing
+    /// but the frame it has, end with [`TimedOut`](ErrorKind::TimedOut), within a second; the read goes on, and what it uses stays reserved until the
     /// system gives it back. Of a dying drive or a network file system that hangs: one that stands in line behind others is
     /// only late if the system has been given none for so long. Two minutes unless set; `None` is for ever.
     pub fn io_timeout(mut self, limit: Option<Duration>) -> Self {

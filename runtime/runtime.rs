@@ -504,9 +504,8 @@ impl Runtime {
     }
 
     fn still_open(&self) -> Result<()> {
-        self.engine().at_home()?;
-        let closing = self.engine().with(|pager, _| pager.is_closing());
-        if closing == Some(true) { Err(crate::pager::closing()) } else { Ok(()) }
+        let closing = self.engine().change(|pager, _| pager.is_closing())?;
+        if closing { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
     fn scratch(&self) -> Result<(ScratchFile, FileId)> {
@@ -586,7 +585,7 @@ impl Runtime {
             .remedy("choose larger pages")
         })?;
         let engine = self.engine();
-        if engine.with(|pager, _| pager.has_room_for(pages)) == Some(false) {
+        if !engine.change(|pager, _| pager.has_room_for(pages))? {
             let message = format!("{pages} pages more than the runtime has are more than 2^32 in all");
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("choose larger pages"));
         }
@@ -597,13 +596,11 @@ impl Runtime {
             }
         })?;
         let tail = u64::from(pages) * page_size.bytes() - len;
-        let added = engine.with(|pager, _| {
+        let (id, words) = engine.change(|pager, _| {
             let added = pager.add_segment(backing, class, pages);
             pager.set_tail(added.0, tail);
             added
-        });
-        // Whoever comes here has asked.
-        let (id, words) = added.ok_or_else(crate::pager::closing)?;
+        })?;
         engine.add_segment_io(id, SegmentIo { base, pages, len, source, waits: PageWaits::default() });
         Ok(Arc::new(Segment { id, base, page_size, backing, words, shared: self.shared.clone() }))
     }
@@ -839,7 +836,7 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
-    /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room takes longer than the
+    /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes longer than the
     /// [runtime waits](crate::RuntimeBuilder::io_timeout); the budget is then as it was set, and is met as writes end.
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
     /// be waiting for; then the budget is as before.
@@ -850,22 +847,20 @@ impl Runtime {
                 .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
         }
         let engine = self.engine();
-        engine.at_home()?;
+        engine.usable()?;
         let lookahead = self.shared.page_size.pages_for(self.settings(frames).lookahead.value.get()) as u32;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
-        engine
-            .with(|pager, fx| {
-                if frames < pager.device_frames().1 {
-                    may_wait("a smaller budget")?;
-                }
-                pager.set_lookahead(lookahead);
-                pager.set_frames(frames, fx);
-                self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
-                Ok::<(), Error>(())
-            })
-            .unwrap_or(Ok(()))?;
+        engine.change(|pager, fx| {
+            if frames < pager.device_frames().1 {
+                may_wait("a smaller budget")?;
+            }
+            pager.set_lookahead(lookahead);
+            pager.set_frames(frames, fx);
+            self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
+            Ok::<(), Error>(())
+        })??;
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
@@ -882,7 +877,7 @@ impl Runtime {
             (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames(), pager.frames())
         });
         let (waiting, long_waits) = engine.waits();
-        let in_a_child = seen.is_none();
+        let in_a_child = !engine.is_at_home();
         let (mut pager, unseen, (policy, planned), lookahead, device, host, (device_frames, host_frames)) =
             seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0), Default::default()));
         pager.uses += unseen;
@@ -931,7 +926,7 @@ impl Runtime {
     }
 
     fn scratch_stats(&self) -> Option<ScratchStats> {
-        self.engine().at_home().ok()?;
+        self.engine().usable().ok()?;
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
         let ScratchRoom { size, allocated, free } = file.room();
@@ -956,7 +951,7 @@ impl Runtime {
 
     /// Bytes and busy time by link: the part of [`stats`](Self::stats) that costs nothing.
     pub fn traffic(&self) -> Traffic {
-        if self.engine().at_home().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
+        if self.engine().usable().is_ok() { self.engine().observer.traffic() } else { Traffic::default() }
     }
 
     /// Whether the policy is following a plan, declared or recognised.
@@ -984,7 +979,7 @@ impl Runtime {
 
     /// The spans kept since the last call, if the runtime was opened with a timeline.
     pub fn take_timeline(&self) -> Vec<Span> {
-        if self.engine().at_home().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
+        if self.engine().usable().is_ok() { self.engine().observer.take_timeline() } else { Vec::new() }
     }
 
     /// The uses of pages since the last call, in order, if the runtime was opened to
@@ -995,7 +990,7 @@ impl Runtime {
 
     /// Adds a span of the caller's own work to the timeline.
     pub fn add_span(&self, lane: Lane, what: &'static str, start: Instant, end: Instant) {
-        if self.engine().at_home().is_ok() {
+        if self.engine().usable().is_ok() {
             self.engine().observer.span(lane, what, start, end, String::new);
         }
     }
@@ -1003,7 +998,8 @@ impl Runtime {
     /// What went wrong behind the callers' backs: first the pages of read-write tensors whose bytes were lost, how many
     /// bytes they have, and why, also of tensors that are gone; of those that went with a device, pages that follow each
     /// other are told together. Then those that stay in host memory because the disk does not take them. Of each, up to 64;
-    /// of what was lost, how many more. Last, a policy of the caller's that panicked, which costs no bytes.
+    /// of what was lost, how many more. Last, a policy of the caller's that panicked, which costs no bytes. Before all of it, if
+    /// something in the runtime panicked, that it was given up.
     pub fn health(&self) -> Vec<Error> {
         self.engine().health()
     }
@@ -1014,10 +1010,10 @@ impl Runtime {
     /// # Errors
     /// What was lost since the runtime was opened, as one error that names the pages; its cause is the first one's.
     /// [`Io`](ErrorKind::Io) if the disk does not answer within the [limit](RuntimeBuilder::close_within): the memory of what is
-    /// in flight stays reserved then. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and
+    /// in flight stays reserved then. [`Internal`](ErrorKind::Internal) if something in the runtime panicked: it was given up
+    /// then, every call since has ended with that error, and all of its memory stays reserved. [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream, and
     /// nothing is closed.
     pub fn close(self) -> Result<()> {
-        self.engine().at_home()?;
         may_wait("the end of a runtime")?;
         let closed = self.shared.engine.shut_down();
         // Afterwards, because what was in flight may have failed.

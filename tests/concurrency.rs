@@ -10,7 +10,6 @@ mod workload;
 
 use std::future::Future;
 use std::pin::Pin;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Poll, Wake, Waker};
@@ -18,8 +17,8 @@ use std::thread;
 use std::time::Duration;
 
 use harness::{
-    AnyDevice, Devices, HOST, On, Pinned, Rng, Setting, block_on, check_at_rest, owned, poll, seed, until_given_back,
-    watched,
+    AnyDevice, Devices, HOST, On, Pinned, Rng, Scene, Setting, block_on, check_at_rest, is_child, owned, poll,
+    scene_ended, seed, until_given_back, watched,
 };
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind, StoreOptions};
@@ -892,7 +891,7 @@ fn ten_thousand_tensors_are_pinned_and_let_go(devices: Devices) {
 /// Run by the test below. No mapping is left to the process, so no frame can be moved.
 #[test]
 fn child_every_move_fails() {
-    if std::env::var_os("OUTCORE_CHILD").is_none() {
+    if !is_child("child_every_move_fails") {
         return;
     }
     watched("every move fails", || {
@@ -923,7 +922,7 @@ fn child_every_move_fails() {
         assert!(runtime.pin(&rows[5]).wait().unwrap().iter().all(|byte| *byte == 0));
         drop(rows);
         check_at_rest(runtime, vec![table], "every move fails");
-        println!("the child ran");
+        scene_ended();
     });
 }
 
@@ -958,13 +957,7 @@ impl Drop for Mapping {
 
 #[test]
 fn regression_a_device_on_which_every_move_fails_needs_no_stack() {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_every_move_fails", "--nocapture"])
-        .env("OUTCORE_CHILD", "1")
-        .output()
-        .unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-    assert!(child.status.success() && text.contains("the child ran"), "{:?}: {text}", child.status);
+    Scene::of("child_every_move_fails").run().well("every move fails");
 }
 
 /// Pins and evictions of one page race; whoever holds a guard sees the page stay.

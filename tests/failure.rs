@@ -9,15 +9,14 @@ mod harness;
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use harness::{
-    AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Setting, check_at_rest, check_closed, next_round, until,
-    watched,
+    AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Scene, Setting, check_at_rest, check_closed, is_child,
+    next_round, scene_ended, until, watched,
 };
 use outcore::device::{DeviceCall, Token};
 use outcore::pager::state::State;
@@ -605,7 +604,7 @@ fn open_descriptors(path: &Path) -> usize {
 /// Run by the test below, because it leaves no addresses to others.
 #[test]
 fn child_no_addresses_are_left() {
-    if std::env::var_os("OUTCORE_CHILD").is_none() {
+    if !is_child("child_no_addresses_are_left") {
         return;
     }
     watched("no addresses are left", || {
@@ -620,7 +619,8 @@ fn child_no_addresses_are_left() {
         bytes.extend(format!("{header:120}").as_bytes());
         std::fs::write(&path, &bytes).unwrap();
         if let Err(cause) = std::fs::File::options().write(true).open(&path).unwrap().set_len(LEN) {
-            println!("SKIPPED: the file system takes no such file: {cause}; the child ran");
+            println!("SKIPPED: the file system takes no such file: {cause}");
+            scene_ended();
             return;
         }
         let page = Bytes::gib(1);
@@ -639,19 +639,13 @@ fn child_no_addresses_are_left() {
         assert!(!models.is_empty() && open_descriptors(&path) == models.len(), "{error}");
         drop(models);
         runtime.close().unwrap();
-        println!("the child ran");
+        scene_ended();
     });
 }
 
 #[test]
 fn regression_a_model_that_cannot_be_opened_leaves_no_file_in_the_store() {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_no_addresses_are_left", "--nocapture"])
-        .env("OUTCORE_CHILD", "1")
-        .output()
-        .unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-    assert!(child.status.success() && text.contains("the child ran"), "{:?}: {text}", child.status);
+    Scene::of("child_no_addresses_are_left").run().well("no addresses are left");
 }
 
 /// Run by the test below with a small file system mounted.
@@ -682,7 +676,7 @@ fn child_a_full_scratch_disk() {
             }
         }
         check_at_rest(runtime, vec![small, more], "a full disk");
-        println!("the child ran");
+        scene_ended();
     });
 }
 
@@ -693,20 +687,9 @@ fn a_full_scratch_disk_names_the_directory_and_costs_only_the_allocation() {
 
 /// Runs a child of this program with a small file system of each kind.
 fn on_small_file_systems(child: &str) {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/small_fs_run.sh");
     for kind in ["tmpfs", "ext4"] {
-        let ended = Command::new(script)
-            .args([kind, "16"])
-            .arg(std::env::current_exe().unwrap())
-            .args(["--exact", child, "--nocapture"])
-            .output()
-            .unwrap();
-        let text = format!("{}{}", String::from_utf8_lossy(&ended.stdout), String::from_utf8_lossy(&ended.stderr));
-        if ended.status.code() == Some(77) {
-            eprintln!("SKIPPED {child} on {kind}: {text}");
-            continue;
-        }
-        assert!(ended.status.success() && text.contains("the child ran"), "{child} on {kind}: {text}");
+        let ended = Scene::of(child).by("scripts/small_fs_run.sh", &[kind, "16"]).run();
+        ended.well_or_skipped(&format!("{child} on {kind}"));
     }
 }
 
@@ -751,7 +734,7 @@ fn child_room_is_given_back() {
         for runtime in runtimes {
             check_at_rest(runtime, Vec::new(), "room given back");
         }
-        println!("the child ran");
+        scene_ended();
     });
 }
 
@@ -839,7 +822,7 @@ fn child_a_disk_that_is_full_at_the_write_back() {
             }
         }
         check_at_rest(runtime, vec![table], "a disk that stayed full");
-        println!("the child ran");
+        scene_ended();
     });
 }
 

@@ -9,7 +9,6 @@ mod harness;
 
 use std::fs;
 use std::io::{self, Read, Write};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::task::{Poll, Waker};
@@ -17,7 +16,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use harness::{
-    AnyDevice, Devices, On, Pinned, PinnedMut, Request, Setting, check_at_rest, owned, poll, progress, watched,
+    AnyDevice, Devices, On, Pinned, PinnedMut, Request, Scene, Setting, check_at_rest, is_child, owned, poll, progress,
+    scene_ended, watched,
 };
 use outcore::pager::policy::{LruPolicy, Policy, Take, Want};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
@@ -493,7 +493,7 @@ fn regression_stats_in_a_child_ask_nothing_of_the_scratch_file() {
 /// Not a test by itself: the child of the next one.
 #[test]
 fn child_opens_its_first_runtimes_at_once() {
-    if std::env::var_os("OUTCORE_CHILD_OPENS").is_none() {
+    if !is_child("child_opens_its_first_runtimes_at_once") {
         return;
     }
     let at_once = Barrier::new(4);
@@ -505,20 +505,14 @@ fn child_opens_its_first_runtimes_at_once() {
             });
         }
     });
-    println!("all opened");
+    scene_ended();
 }
 
 /// One of them was taken for a child by `fork` of the process it was in.
 #[test]
 fn regression_the_first_runtimes_of_a_process_may_open_at_once() {
     for _ in 0..50 {
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_opens_its_first_runtimes_at_once", "--nocapture"])
-            .env("OUTCORE_CHILD_OPENS", "1")
-            .output()
-            .unwrap();
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        assert!(child.status.success() && text.contains("all opened"), "{:?}: {text}", child.status);
+        Scene::of("child_opens_its_first_runtimes_at_once").run().well("the first runtimes");
         progress();
     }
 }

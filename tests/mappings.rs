@@ -6,35 +6,22 @@
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod harness;
+
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use harness::alone;
 use outcore::device::HostDevice;
-use outcore::{Bytes, DType, Error, ErrorKind, PageSize, Result, Runtime, Tensor};
+use outcore::store::{CallHook, Injected, IoCall, RoomCall, StoreOptions};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, Tensor};
 
-const SCENE: &str = "OUTCORE_CHILD_SCENE";
 const SMALL: Bytes = Bytes::kib(4);
-
-/// Runs a test of this program again, alone, in a process of its own.
-fn alone(test: &str, scene: impl FnOnce()) {
-    if std::env::var_os(SCENE).is_some_and(|name| name == test) {
-        scene();
-        println!("the scene ended");
-        return;
-    }
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture", "--include-ignored"])
-        .env(SCENE, test)
-        .output()
-        .unwrap();
-    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-    println!("{text}");
-    assert!(child.status.success() && text.contains("the scene ended"), "{:?}: {text}", child.status);
-}
 
 fn limit() -> u64 {
     fs::read_to_string("/proc/sys/vm/max_map_count").unwrap().trim().parse().unwrap()
@@ -201,6 +188,45 @@ fn a_hundred_thousand_small_tensors() {
 #[ignore = "a minute and 4 GB of disk: make soak"]
 fn a_million_small_tensors() {
     alone("a_million_small_tensors", || small_tensors(1_000_000));
+}
+
+/// Counts what is asked of the scratch file's file system.
+#[derive(Default)]
+struct Asked(AtomicU64);
+
+impl CallHook for Asked {
+    fn before(&self, _: &IoCall) -> Injected {
+        Injected::Nothing
+    }
+    fn before_room(&self, _: &RoomCall) -> Injected {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Injected::Nothing
+    }
+}
+
+/// What takes time is counted: calls of the file system, and mappings.
+#[test]
+fn an_alloc_asks_the_system_for_as_much_however_many_tensors_there_are() {
+    alone("an_alloc_asks_the_system_for_as_much_however_many_tensors_there_are", || {
+        let asked = Arc::new(Asked::default());
+        let store = StoreOptions::new(IoBackend::Threads).hook(asked.clone());
+        let builder = Runtime::builder().page_size(PageSize::new(SMALL).unwrap()).device_budget(Bytes::mib(1));
+        let rt = builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).store(store).open().unwrap();
+        let mut tensors = Vec::new();
+        let mut some = |count: u64| {
+            let before = (asked.0.load(Ordering::Relaxed), mappings());
+            tensors.extend((0..count).map(|_| rt.alloc(DType::U8, &[2 * SMALL.get()]).unwrap()));
+            (asked.0.load(Ordering::Relaxed) - before.0, mappings().saturating_sub(before.1))
+        };
+        let (first, _) = some(100);
+        some(8000);
+        let (last, new) = some(100);
+        // None where the file system does not preallocate.
+        assert!(first == last && last <= 100, "{first} calls of the file system for 100 tensors, and then {last}");
+        assert!(new < 8, "{new} mappings for 100 tensors");
+        // To give back what each has takes longer than all of this. It goes with the process.
+        std::mem::forget(tensors);
+    });
 }
 
 /// Addresses of tensors that are gone are used again, and arenas that nobody uses are given back.

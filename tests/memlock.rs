@@ -8,10 +8,9 @@ mod common;
 mod harness;
 
 use std::io::{self, Write};
-use std::process::Command;
 use std::sync::Arc;
 
-use harness::{AnyDevice, HOST, watched};
+use harness::{AnyDevice, HOST, Scene, scene_ended, watched};
 use outcore::{Bytes, PageSize};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -70,7 +69,8 @@ fn child_streams_with_little_locked() {
         let rlimit = Rlimit { current: Some(limit), maximum: Some(limit) };
         setrlimit(Resource::Memlock, rlimit).unwrap();
         if !without_the_right_to_lock() {
-            println!("SKIPPED: CAP_IPC_LOCK cannot be given up here, so the limit is none; the child ran");
+            println!("SKIPPED: CAP_IPC_LOCK cannot be given up here, so the limit is none");
+            scene_ended();
             return;
         }
         let log = Log::default();
@@ -115,20 +115,15 @@ fn child_streams_with_little_locked() {
             assert!(warning.contains("goes on unlocked") && warning.contains("RLIMIT_MEMLOCK"), "{on:?}: {warning}");
             println!("{on:?}: {warning}");
         }
-        println!("the child ran");
+        scene_ended();
     });
 }
 
 #[test]
 fn a_host_tier_that_may_not_be_locked_streams_unlocked_and_says_so_once() {
     for limit in [8 << 20, 0] {
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_streams_with_little_locked", "--nocapture"])
-            .env("OUTCORE_CHILD_MEMLOCK", limit.to_string())
-            .output()
-            .unwrap();
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        assert!(child.status.success() && text.contains("the child ran"), "{limit}: {:?}: {text}", child.status);
+        let child = Scene::of("child_streams_with_little_locked").tell("OUTCORE_CHILD_MEMLOCK", limit.to_string());
+        let text = child.run().well(&format!("RLIMIT_MEMLOCK of {limit}"));
         let shown = text.lines().filter(|line| line.contains("SKIPPED") || line.contains("unlocked"));
         eprintln!("RLIMIT_MEMLOCK of {}: {}", Bytes::new(limit), shown.collect::<Vec<_>>().join("; "));
     }

@@ -4,12 +4,13 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;
+mod harness;
 
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
+use harness::{Scene, scene_ended};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, ScratchAllocation};
 
 const MODEL: u64 = 256 << 20;
@@ -98,16 +99,12 @@ fn child_streams_a_large_model() {
     }
     drop((tensor, table));
     runtime.close().unwrap();
-    println!("the child ran");
+    scene_ended();
 }
 
-fn run(mut command: Command, io: IoBackend, path: &Path) -> Output {
-    command
-        .args(["--exact", "child_streams_a_large_model", "--nocapture"])
-        .env("OUTCORE_CHILD_IO", io.to_string())
-        .env("OUTCORE_CHILD_MODEL", path)
-        .output()
-        .unwrap()
+fn streams(io: IoBackend, path: &Path) -> Scene {
+    let child = Scene::of("child_streams_a_large_model");
+    child.tell("OUTCORE_CHILD_IO", io.to_string()).tell("OUTCORE_CHILD_MODEL", path)
 }
 
 #[test]
@@ -115,9 +112,7 @@ fn a_process_holds_what_it_was_given_and_little_more() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(dir.path());
     for io in IoBackend::CHOICES {
-        let child = run(Command::new(std::env::current_exe().unwrap()), io, &path);
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        assert!(child.status.success() && text.contains("the child ran"), "{io}: {text}");
+        let text = streams(io, &path).run().well(&io.to_string());
         let shown = text.lines().filter(|line| line.starts_with("peak") || line.starts_with("page cache"));
         eprintln!("{io}: {}", shown.collect::<Vec<_>>().join("; "));
     }
@@ -128,15 +123,8 @@ fn a_model_four_times_the_cgroups_limit_streams() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(dir.path());
     for io in IoBackend::CHOICES {
-        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/cgroup_run.sh"));
-        command.arg(LIMIT.to_string()).arg(std::env::current_exe().unwrap());
-        let child = run(command, io, &path);
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        if child.status.code() == Some(77) {
-            eprintln!("SKIPPED: {text}");
-            return;
-        }
-        assert!(child.status.success() && text.contains("the child ran"), "{io}: {:?}: {text}", child.status);
+        let child = streams(io, &path).by("scripts/cgroup_run.sh", &[&LIMIT.to_string()]);
+        let Some(text) = child.run().well_or_skipped(&format!("a small cgroup on {io}")) else { return };
         eprintln!("{io}: {}", text.lines().find(|line| line.starts_with("cgroup_run:")).unwrap());
     }
 }
@@ -351,7 +339,7 @@ fn child_trims() {
     }
     drop(table);
     runtime.close().unwrap();
-    println!("the child ran");
+    scene_ended();
 }
 
 /// It said that it had given back 50 MiB, of frames that never had any memory.
@@ -360,14 +348,8 @@ fn regression_trim_gives_back_what_it_says() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = model(dir.path());
     for page in [16 << 10, 256 << 10, 2 << 20] {
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_trims", "--nocapture"])
-            .env("OUTCORE_CHILD_PAGE", page.to_string())
-            .env("OUTCORE_CHILD_MODEL", &path)
-            .output()
-            .unwrap();
-        let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
-        assert!(child.status.success() && text.contains("the child ran"), "pages of {page}: {text}");
+        let child = Scene::of("child_trims").tell("OUTCORE_CHILD_PAGE", page.to_string());
+        child.tell("OUTCORE_CHILD_MODEL", &path).run().well(&format!("pages of {page}"));
     }
 }
 

@@ -1116,7 +1116,7 @@ fn regression_a_reservation_that_waits_for_a_late_write_back_ends() {
     let (_, queued) = world.reserving_scope(1, ScopePriority::Interactive);
     let (coming, queued) = (coming.unwrap_err(), queued.unwrap_err());
     let (late, error) = (world.moves[0].0.id, Error::new(ErrorKind::TimedOut, "late"));
-    world.with(|pager, fx| pager.overdue(&[late], &[coming], &error, fx));
+    world.with(|pager, fx| pager.overdue(&[(late, error)], &[coming], fx));
     assert_eq!(world.ended.last(), Some(&(coming, Err(ErrorKind::TimedOut))));
     assert_eq!(world.pager.set_aside(), 1, "the next one's");
     settle(&mut world);

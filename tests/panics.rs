@@ -12,11 +12,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 
-use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, watched};
+use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, until, watched};
 use outcore::device::{DeviceCall, DeviceHook};
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, PageId, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor};
+use outcore::{
+    Bytes, DType, Error, ErrorKind, IoBackend, Model, PageId, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor,
+};
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {
@@ -27,9 +29,38 @@ on_every_device! {
     a_hook_of_the_device_that_panics_refuses_the_call
 }
 
+// What the kernel or the device may still touch is never given back, which the judge of the emulated driver would find.
+const JUDGED_BY_NOBODY: Devices = &[On::Host, On::Link, On::Sim, On::SimLink];
+
+#[test]
+fn regression_a_device_that_panics_under_the_latch_ends_every_wait() {
+    every_wait_ends(JUDGED_BY_NOBODY);
+}
+
+#[test]
+fn a_device_that_panics_in_any_call_costs_the_runtime_and_nothing_else() {
+    a_device_panics_in_any_call(JUDGED_BY_NOBODY);
+}
+
+/// In a process of its own, because the driver's other tests would find what stays.
+#[cfg(feature = "cuda")]
+#[test]
+fn an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else() {
+    harness::alone("an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else", || {
+        let Some(fake) = harness::small_pages("an_emulated_gpu_that_panics_costs_the_runtime_and_nothing_else") else {
+            return;
+        };
+        every_wait_ends(harness::CUDA);
+        a_device_panics_in_any_call(harness::CUDA);
+        fake.expect_clean();
+    });
+}
+
 const PAGE: u64 = 16 << 10;
 /// What those panics say that are made here.
 const ON_PURPOSE: &str = "on purpose";
+/// What a device's panic says that a hook asks for.
+const DEVICE_PANICS: &str = "the device panics";
 
 /// Panics that are made on purpose are not printed.
 fn quiet() {
@@ -37,7 +68,9 @@ fn quiet() {
     ONCE.call_once(|| {
         let print = panic::take_hook();
         panic::set_hook(Box::new(move |info: &PanicHookInfo| {
-            if info.payload().downcast_ref::<&str>() != Some(&ON_PURPOSE) {
+            let of_the_device =
+                info.payload().downcast_ref::<String>().is_some_and(|told| told.starts_with(DEVICE_PANICS));
+            if info.payload().downcast_ref::<&str>() != Some(&ON_PURPOSE) && !of_the_device {
                 print(info);
             }
         }));
@@ -419,6 +452,153 @@ fn a_hook_of_the_device_that_panics_refuses_the_call(devices: Devices) {
                 // Giving memory back is no request's.
                 assert_eq!(refused, usize::from(call != DeviceCall::Discard), "{on:?} {call:?}");
                 check_at_rest(runtime, vec![table], &format!("{on:?} {call:?}"));
+            }
+        }
+    });
+}
+
+/// Once it is armed, the device panics in the next call of a kind.
+struct PanickingDevice {
+    call: DeviceCall,
+    armed: AtomicBool,
+}
+
+impl PanickingDevice {
+    fn in_call(call: DeviceCall) -> Arc<Self> {
+        Arc::new(Self { call, armed: AtomicBool::new(false) })
+    }
+    fn arm(&self) {
+        self.armed.store(true, Ordering::SeqCst);
+    }
+    fn has_panicked(&self) -> bool {
+        !self.armed.load(Ordering::SeqCst)
+    }
+}
+
+impl DeviceHook for PanickingDevice {
+    fn before(&self, _: DeviceCall) -> outcore::Result<()> {
+        Ok(())
+    }
+    fn device_panics(&self, call: DeviceCall) -> bool {
+        call == self.call && self.armed.swap(false, Ordering::SeqCst)
+    }
+}
+
+fn assert_given_up(error: &Error, what: &str) {
+    assert_eq!(error.kind(), ErrorKind::Internal, "{what}: {error}");
+    assert!(error.to_string().contains(DEVICE_PANICS), "{what}: {error}");
+}
+
+/// Bytes of the model's only tensor that are in one page of its file.
+fn in_page(model: &Model, page: u64) -> Tensor {
+    model.tensor("t0").unwrap().rows(page * PAGE..page * PAGE + PAGE / 4).unwrap()
+}
+
+/// What must hold of a runtime in which something panicked: every call ends, what can fail says why, and `close` does.
+fn check_given_up(runtime: Runtime, file: &common::Synthetic, tensor: &Tensor, what: &str) {
+    let told = |result: outcore::Result<()>| assert_given_up(&result.unwrap_err(), what);
+    told(runtime.read(tensor).map(drop));
+    told(harness::block_on(owned(&runtime, tensor)).map(drop));
+    told(runtime.scope().open().map(drop));
+    told(runtime.scope().reserve(Bytes::new(PAGE)).wait().map(drop));
+    told(runtime.walker().map(drop));
+    told(runtime.alloc(DType::U8, &[100]).map(drop));
+    told(runtime.open_model(&file.path).map(drop));
+    told(runtime.set_device_budget(Bytes::new(PAGE)));
+    told(runtime.set_device_budget(Bytes::new(8 * PAGE)));
+    told(runtime.compute_stream().map(drop));
+    assert_eq!((runtime.trim(Bytes::new(PAGE)), runtime.evict(tensor)), (Bytes::ZERO, 0), "{what}");
+    runtime.prefetch(tensor);
+    runtime.plan(std::slice::from_ref(tensor), true);
+    assert_eq!((runtime.stats().waiting, runtime.waiting().total), (0, 0), "{what}");
+    assert!(runtime.snapshot(tensor).pages.is_empty() && runtime.take_uses().uses.is_empty(), "{what}");
+    let health = runtime.health();
+    assert_given_up(health.first().unwrap(), what);
+    told(runtime.clone().close());
+    // A second time, and when it is dropped.
+    told(runtime.close());
+}
+
+/// A task, a thread, a scope and a smaller budget waited; the device panicked under the latch, in the drop of a guard; nobody
+/// was told, and `close` hung.
+fn every_wait_ends(devices: Devices) {
+    quiet();
+    watched("a device that panics under the latch", move || {
+        let file = common::synthetic(&[4 * PAGE as usize]);
+        for on in devices.iter().copied() {
+            let what = format!("{on:?}");
+            let device = PanickingDevice::in_call(DeviceCall::Protect);
+            let runtime = setting(on, 8).builder(None).device_hook(device.clone()).open().unwrap();
+            let model = runtime.open_model(&file.path).unwrap();
+            let tensors: Vec<Tensor> = (0..4).map(|page| in_page(&model, page)).collect();
+            let (first, second) = (runtime.read(&tensors[0]).unwrap(), runtime.read(&tensors[1]).unwrap());
+            let waits = |count: usize| until("a request that waits", || runtime.stats().waiting == count);
+            std::thread::scope(|threads| {
+                // What two guards hold.
+                let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
+                waits(1);
+                let thread = threads.spawn(|| runtime.read(&tensors[3]).map(drop));
+                waits(2);
+                let reserves = threads.spawn(|| runtime.scope().reserve(Bytes::new(PAGE)).wait().map(drop));
+                waits(3);
+                let mut task = owned(&runtime, &tensors[3]);
+                let (tell, woken) = mpsc::channel();
+                let told = Told { number: 7, tell: Mutex::new(tell), panics: false };
+                let waker = Waker::from(Arc::new(told));
+                assert!(poll(&mut task, &waker).is_pending());
+                device.arm();
+                drop(first);
+                until("the panic", || device.has_panicked());
+                assert_eq!(woken.recv(), Ok(7), "{what}");
+                let Poll::Ready(result) = poll(&mut task, Waker::noop()) else { panic!("it was woken") };
+                assert_given_up(&result.map(drop).unwrap_err(), &what);
+                for thread in [shrinks, thread, reserves] {
+                    assert_given_up(&thread.join().unwrap().unwrap_err(), &what);
+                }
+            });
+            let host_addressable = runtime.host_addressable();
+            check_given_up(runtime, &file, &tensors[3], &what);
+            // Nothing that anybody may still use was freed.
+            let from = (model.header().tensors[0].offset + PAGE) as usize;
+            match second.try_bytes() {
+                Ok(bytes) => assert!(bytes == &file.bytes[from..from + bytes.len()], "{what}"),
+                Err(error) => {
+                    assert!(!host_addressable, "{what}: {error}");
+                    assert_given_up(&error, &what);
+                }
+            }
+            drop((second, tensors, model));
+        }
+    });
+}
+
+/// On the thread that faults, in the drop of a guard, and on the store's.
+fn a_device_panics_in_any_call(devices: Devices) {
+    quiet();
+    watched("a device that panics", move || {
+        let file = common::synthetic(&[4 * PAGE as usize]);
+        for on in devices.iter().copied() {
+            for call in [DeviceCall::Map, DeviceCall::Submit, DeviceCall::Protect, DeviceCall::Discard] {
+                let what = format!("{on:?} {call:?}");
+                let device = PanickingDevice::in_call(call);
+                let runtime = setting(on, 3).builder(None).device_hook(device.clone()).open().unwrap();
+                let model = runtime.open_model(&file.path).unwrap();
+                let tensor = |page| in_page(&model, page);
+                let table = runtime.alloc(DType::U8, &[8, PAGE]).unwrap();
+                drop(runtime.read(&tensor(0)).unwrap());
+                device.arm();
+                let mut served = 0;
+                while !device.has_panicked() && served < 100 {
+                    // Zeroed, written back, read: what a device is called for.
+                    let row = table.rows(served % 8..served % 8 + 1).unwrap();
+                    let _ = runtime.write(&row).map(drop);
+                    let _ = runtime.read(&tensor(served % 4)).map(drop);
+                    runtime.trim(Bytes::new(PAGE));
+                    served += 1;
+                }
+                assert!(device.has_panicked(), "{what}: it was never called");
+                until("the runtime was given up", || !runtime.health().is_empty());
+                check_given_up(runtime, &file, &tensor(0), &what);
             }
         }
     });

@@ -1004,6 +1004,149 @@ fn a_read_does_not_come_back(backend: IoBackend) {
     runtime.close().unwrap();
 }
 
+/// Two frames, and reads of both that do not come back. Who waited for the pages was told; who waited for a frame, and a
+/// smaller budget, waited for ever.
+#[test]
+fn regression_who_waits_for_the_frame_of_a_read_that_hangs_is_told() {
+    watched("frames of reads that hang", || {
+        let synthetic = common::synthetic(&[2 * PAGE as usize - 4096]);
+        let hangs = Arc::new(Hangs::default());
+        let runtime = Runtime::builder()
+            .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+            .device_budget(Bytes::new(2 * PAGE))
+            .store(StoreOptions::new(IoBackend::Threads).hook(hangs.clone()))
+            .io_timeout(Some(Duration::from_millis(1)))
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let (weights, zeros) = (model.tensor("t0").unwrap(), tensor(&runtime, 1));
+        let late = |result: outcore::Result<()>| {
+            let error = result.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+            assert!(error.to_string().contains("model.safetensors") && error.advice().is_some(), "{error}");
+        };
+        late(runtime.pin(&weights).wait().map(drop));
+        late(runtime.pin_mut(&zeros).wait().map(drop));
+        late(block_on(runtime.pin(&zeros)).map(drop));
+        late(block_on(runtime.scope().reserve(Bytes::new(2 * PAGE))).map(drop));
+        let scope = runtime.scope().open().unwrap();
+        late(scope.pin(&zeros).wait().map(drop));
+        drop(scope);
+        late(runtime.set_device_budget(Bytes::new(PAGE)));
+        assert_eq!(runtime.stats().waiting, 0, "{}", runtime.waiting());
+        hangs.let_go();
+        while let Err(error) = runtime.set_device_budget(Bytes::new(PAGE)) {
+            progress();
+            assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        }
+        assert_eq!(runtime.stats().device.1, Bytes::new(PAGE));
+        drop(runtime.pin_mut(&zeros).wait().unwrap());
+        drop(weights);
+        drop(model);
+        check_at_rest(runtime, vec![zeros], "frames of reads that hang");
+    });
+}
+
+/// Whose guards are in the way is no matter of the drive's: they are waited for, however late a read is.
+#[test]
+fn who_waits_for_guards_is_not_told_of_a_read_that_hangs() {
+    watched("guards and a read that hangs", || {
+        let synthetic = common::synthetic(&[PAGE as usize / 2]);
+        let hangs = Arc::new(Hangs::default());
+        let runtime = Runtime::builder()
+            .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+            .device_budget(Bytes::new(3 * PAGE))
+            .store(StoreOptions::new(IoBackend::Threads).hook(hangs.clone()))
+            .io_timeout(Some(Duration::from_millis(1)))
+            .open()
+            .unwrap();
+        let model = runtime.open_model(&synthetic.path).unwrap();
+        let (weights, zeros) = (model.tensor("t0").unwrap(), tensor(&runtime, 3));
+        let held = runtime.pin(&row(&zeros, 0)).wait().unwrap();
+        let told = runtime.pin(&weights).wait().map(drop).unwrap_err();
+        assert_eq!(told.kind(), ErrorKind::TimedOut);
+        // One frame is free, the read has one, the guard the third. Two of the frames would be there but for the guard.
+        let all = tensor(&runtime, 3);
+        let mut waits = runtime.pin(&all);
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
+        // The keeper looks at it as often as at another one, which waits for the page.
+        let again = runtime.pin(&weights).wait().map(drop).unwrap_err();
+        assert_eq!(again.kind(), ErrorKind::TimedOut);
+        assert!(poll(&mut waits, Waker::noop()).is_pending());
+        drop(held);
+        hangs.let_go();
+        drop(block_on(&mut waits).unwrap());
+        drop((waits, weights, model));
+        check_at_rest(runtime, vec![zeros, all], "guards and a read that hangs");
+    });
+}
+
+/// What warnings say.
+#[derive(Default)]
+struct Warnings(Mutex<Vec<String>>);
+
+/// Keeps warnings and nothing else.
+struct Listens(Arc<Warnings>);
+
+impl tracing::field::Visit for &Warnings {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        if field.name() == "message" {
+            self.0.lock().push(format!("{value:?}"));
+        }
+    }
+}
+
+impl tracing::Subscriber for Listens {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut &*self.0);
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// A request that waits for what others hold is warned of after ten seconds, once, with who waits for what and who holds it.
+#[test]
+fn a_long_wait_is_warned_of_once() {
+    watched("a long wait", || {
+        let warnings = Arc::new(Warnings::default());
+        // The keeper's thread is to be heard, so it is everybody's; others' warnings have other labels.
+        tracing::subscriber::set_global_default(Listens(warnings.clone())).unwrap();
+        let told =
+            || warnings.0.lock().iter().filter(|text| text.contains("who waits long")).cloned().collect::<Vec<_>>();
+        let runtime = open(2);
+        let table = tensor(&runtime, 3);
+        let (holds, waits) = (runtime.scope().label("who holds long"), runtime.scope().label("who waits long"));
+        let (holds, waits) = (holds.open().unwrap(), waits.open().unwrap());
+        let held = [0, 1].map(|n| holds.pin(&row(&table, n)).wait().unwrap());
+        let wanted = row(&table, 2);
+        let mut request = waits.pin(&wanted);
+        assert!(poll(&mut request, Waker::noop()).is_pending());
+        until("a warning", || !told().is_empty());
+        // It goes on waiting, and the keeper looks again.
+        for _ in 0..2 {
+            let seen = runtime.stats().long_waits;
+            assert!(seen.contains("who waits long"), "{seen}");
+            until("the keeper's next look", || runtime.stats().long_waits != seen);
+        }
+        let warned = told();
+        assert_eq!(warned.len(), 1, "{warned:#?}");
+        assert!(warned[0].contains("who holds long") && warned[0].contains("more than 10 s"), "{}", warned[0]);
+        drop(held);
+        drop(block_on(&mut request).unwrap());
+        drop(request);
+        drop((holds, waits, wanted));
+        check_at_rest(runtime, vec![table], "a long wait");
+    });
+}
+
 /// Resident pages are pinned without the latch, one or several, to read and to write, and where somebody waits it is seen.
 #[test]
 fn a_pin_of_resident_pages_takes_no_latch() {

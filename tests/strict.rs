@@ -6,9 +6,8 @@ mod common;
 mod harness;
 
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
 
-use harness::{HOST, Setting, check_at_rest};
+use harness::{HOST, Scene, Setting, check_at_rest};
 use outcore::{DType, Runtime, Tensor};
 
 fn read(tensor: &Tensor) -> u8 {
@@ -29,7 +28,7 @@ fn resident(setting: &Setting) -> (common::Synthetic, Runtime, Tensor) {
 /// Run by the test below: reads an evicted page's address and is killed.
 #[test]
 fn child_reads_what_was_evicted() {
-    let Ok(which) = std::env::var("OUTCORE_CHILD") else { return };
+    let Ok(which) = std::env::var("OUTCORE_CHILD_SETTING") else { return };
     let (_file, runtime, tensor) = resident(&Setting::tiers(HOST)[which.parse::<usize>().unwrap()]);
     assert_eq!(runtime.evict(&tensor), tensor.page_count() as u32);
     // With a host tier the page is copied down first; its frame goes with the copy's end.
@@ -43,12 +42,8 @@ fn child_reads_what_was_evicted() {
 #[test]
 fn a_use_after_evict_faults_at_once() {
     for which in 0..Setting::tiers(HOST).len() {
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child_reads_what_was_evicted", "--nocapture"])
-            .env("OUTCORE_CHILD", which.to_string())
-            .output()
-            .unwrap();
-        let text = String::from_utf8_lossy(&child.stdout);
+        let child = Scene::of("child_reads_what_was_evicted").tell("OUTCORE_CHILD_SETTING", which.to_string()).run();
+        let text = child.text;
         assert!(text.contains("evicted") && !text.contains("read "), "{text}");
         assert_eq!(child.status.signal(), Some(libc::SIGSEGV), "{:?}: {text}", child.status);
     }

@@ -65,6 +65,12 @@ pub trait DeviceHook: Send + Sync {
     /// # Errors
     /// What the device is to say.
     fn before(&self, call: DeviceCall) -> Result<()>;
+
+    /// Whether the device panics in this call, which was not refused. By default it does not. Where
+    /// [`before`](Self::before) panics, the call is refused.
+    fn device_panics(&self, _call: DeviceCall) -> bool {
+        false
+    }
 }
 
 /// Reports refused operations as failed, in the order of their streams: [`Hooked`] has the device pass them by.
@@ -113,7 +119,9 @@ impl Hooked {
     fn ask(&self, call: DeviceCall) -> Result<()> {
         caught(|| self.hook.before(call)).unwrap_or_else(|panic| {
             Err(Error::new(ErrorKind::Internal, format!("the device's hook panicked before {call:?}: {panic}")))
-        })
+        })?;
+        assert!(!self.hook.device_panics(call), "the device panics in {call:?}: its hook says so");
+        Ok(())
     }
 }
 

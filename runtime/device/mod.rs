@@ -319,11 +319,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Locks host memory, so that the device copies from and to it directly; rule 5 of the contract covers it until
     /// [`unlock_host`](Self::unlock_host) returns. By default it is locked in memory and no more.
     fn lock_host(&self, memory: SlabRegion) -> Result<()> {
-        sys::lock(memory.base.as_ptr() as u64, memory.len.get()).map_err(|cause| {
-            Error::io(format!("lock {} of host memory", memory.len), cause).remedy(
-                "RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK",
-            )
-        })
+        sys::lock(memory.base.as_ptr() as u64, memory.len.get()).map_err(|cause| sys::lock_refused(memory.len, cause))
     }
     /// Undoes a [`lock_host`](Self::lock_host) of the same range. No operation in flight uses it.
     fn unlock_host(&self, _memory: SlabRegion) -> Result<()> {

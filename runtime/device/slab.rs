@@ -127,6 +127,16 @@ impl Firsts {
     }
 }
 
+/// What is locked at a time.
+#[derive(Debug)]
+struct Slice<'a> {
+    region: &'a Region,
+    firsts: &'a Firsts,
+    /// From the region's start.
+    offset: u64,
+    len: u64,
+}
+
 #[derive(Debug, Default)]
 struct Progress {
     /// Bytes locked from the start of the staging region, and of the frame region.
@@ -177,46 +187,35 @@ impl Slab {
         at(region, offset)
     }
 
-    /// The next slice to lock: which progress it advances, its address and its length.
-    fn next_slice<'a>(&self, progress: &'a mut Progress) -> Option<(&'a mut u64, u64, u64)> {
-        let (base, done, total) = if progress.staging < self.staging.len() {
-            (self.staging.base(), &mut progress.staging, self.staging.len())
+    /// The next slice to lock, and which progress it advances.
+    fn next_slice<'a>(&self, progress: &'a mut Progress) -> Option<(&'a mut u64, Slice<'_>)> {
+        let (region, firsts, done, total) = if progress.staging < self.staging.len() {
+            (&self.staging, &self.staging_firsts, &mut progress.staging, self.staging.len())
         } else {
             let total = self.bytes(self.frame_count.load(Ordering::Relaxed));
-            (self.frames.base(), &mut progress.frames, total)
+            (&self.frames, &self.frame_firsts, &mut progress.frames, total)
         };
         let most = match &self.locks {
             // Whole pages: it may refuse a copy across two slices.
             Locks::Device(device) if !device.host_addressable() => DEVICE_SLICE_BYTES.max(self.page_size.bytes()),
             _ => SLICE_BYTES,
         };
-        let len = most.min(total.saturating_sub(*done));
-        let address = base + *done;
-        (len > 0).then_some((done, address, len))
+        let (offset, len) = (*done, most.min(total.saturating_sub(*done)));
+        (len > 0).then_some((done, Slice { region, firsts, offset, len }))
     }
 
-    fn lock(&self, address: u64, len: u64, when_touched: bool) -> Result<()> {
-        let staging = self.staging.base()..self.staging.base() + self.staging.len();
-        let (region, firsts) = if staging.contains(&address) {
-            (&self.staging, &self.staging_firsts)
-        } else {
-            (&self.frames, &self.frame_firsts)
-        };
-        if !when_touched {
-            firsts.touch(region.base(), address - region.base(), len);
+    fn lock(&self, slice: Slice<'_>, when_touched: bool) -> Result<()> {
+        let Slice { region, firsts, offset, len } = slice;
+        let address = region.base() + offset;
+        let refused = |cause: io::Error| sys::lock_refused(Bytes::new(len), cause);
+        if when_touched {
+            return sys::lock_when_touched(address, len).map_err(refused);
         }
+        firsts.touch(region.base(), offset, len);
         match &self.locks {
-            _ if when_touched => sys::lock_when_touched(address, len).map_err(|cause| {
-                Error::io(format!("lock {} of host memory", Bytes::new(len)), cause)
-                    .remedy("raise RLIMIT_MEMLOCK (`ulimit -l`) or grant CAP_IPC_LOCK")
-            }),
-            Locks::Kernel(lock) => lock(address, len).map_err(|cause| {
-                Error::io(format!("lock {}", Bytes::new(len)), cause).remedy(
-                    "RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK",
-                )
-            }),
+            Locks::Kernel(lock) => lock(address, len).map_err(refused),
             Locks::Device(device) => {
-                device.lock_host(slice(address, len))?;
+                device.lock_host(range(address, len))?;
                 self.slices.lock().push((address, len));
                 Ok(())
             }
@@ -235,7 +234,7 @@ impl Slab {
     fn unlock(&self) {
         let Locks::Device(device) = &self.locks else { return };
         for (address, len) in self.slices.lock().drain(..) {
-            if let Err(error) = device.unlock_host(slice(address, len)) {
+            if let Err(error) = device.unlock_host(range(address, len)) {
                 tracing::warn!(%error, "unlock host memory");
             }
         }
@@ -249,11 +248,12 @@ impl Slab {
             let when_touched = progress.when_touched;
             let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
             let next = if stop { None } else { self.next_slice(&mut progress) };
-            let Some((done, address, len)) = next else {
+            let Some((done, slice)) = next else {
                 progress.locking = false;
                 return;
             };
-            match self.lock(address, len, when_touched) {
+            let len = slice.len;
+            match self.lock(slice, when_touched) {
                 Ok(()) => {
                     *done += len;
                     self.locked.fetch_add(len, Ordering::Relaxed);
@@ -499,7 +499,7 @@ impl Drop for HostSlab {
     }
 }
 
-fn slice(address: u64, len: u64) -> SlabRegion {
+fn range(address: u64, len: u64) -> SlabRegion {
     let pointer = std::ptr::with_exposed_provenance_mut(address as usize);
     // SAFETY: the slab keeps the memory until it has unlocked it, which `Drop` sees to.
     let base = unsafe { HostPointer::new(NonNull::new(pointer).unwrap_or(NonNull::dangling())) };

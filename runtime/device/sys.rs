@@ -285,6 +285,12 @@ pub(super) fn lock(address: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::mlock(pointer(address), size(len)?) })
 }
 
+/// What a refused lock of host memory is told as.
+pub(super) fn lock_refused(len: Bytes, cause: io::Error) -> Error {
+    Error::io(format!("lock {len} of host memory"), cause)
+        .remedy("RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK")
+}
+
 /// Asks for the memory of a range from a node of the machine's memory, as far as it has room, when it is first touched.
 pub(super) fn prefer_node(address: u64, len: u64, node: u32) -> io::Result<()> {
     let mut nodes = [0_u64; 16];

@@ -13,7 +13,7 @@ use super::line::{Class, Line, Source, Turn, Wanted};
 use super::policy::Want;
 use super::scope::{Scope, pages_of};
 use super::state::{Claim, State, TryPin};
-use super::{Effects, Granted, PageRun, Pager, Priority, ScopePriority, Submitted, WaitCause};
+use super::{Effects, Granted, PageRun, Pager, Place, Priority, ScopePriority, Submitted, WaitCause};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
 
@@ -59,6 +59,16 @@ pub(super) enum Stage {
     Filling,
     /// Waits for the budget to be met.
     Shrinking,
+}
+
+/// A move that takes too long.
+struct LateMove<'a> {
+    page: PageId,
+    /// It writes what a frame has, which is free then.
+    frees: bool,
+    /// It has a frame, which it fills.
+    fills: bool,
+    error: &'a Error,
 }
 
 /// Where a request stands.
@@ -1102,29 +1112,67 @@ impl Pager {
         self.standing + self.shrinking.len()
     }
 
-    /// Moves take too long: those of `waiting` that wait for one of them end with `error`. The moves go on, and what they
-    /// use stays theirs.
-    pub fn overdue(&mut self, moves: &[MoveId], waiting: &[RequestId], error: &Error, fx: &mut Effects) {
-        let late: Vec<(PageId, bool)> = moves.iter().filter_map(|id| self.page_of_move(*id)).collect();
-        let frames = late.iter().any(|(_, frees_a_frame)| *frees_a_frame);
+    /// Moves take too long, each told by its error: those of `waiting` that wait for one of them end with it. The moves go on,
+    /// and what they use stays theirs.
+    pub fn overdue(&mut self, moves: &[(MoveId, Error)], waiting: &[RequestId], fx: &mut Effects) {
+        let late: Vec<LateMove<'_>> = moves.iter().filter_map(|(id, error)| self.late_move(*id, error)).collect();
         for id in waiting {
-            let Some(key) = self.request_key(*id) else { continue };
-            let late_page = |page: &PageId| late.iter().any(|(late, _)| late == page);
-            let waits = match (&self.requests[key].stage, &self.requests[key].stand) {
-                (Stage::Filling, _) if self.requests[key].frames > 0 => frames,
-                (Stage::Filling, _) => self.requests[key].pages().any(|page| {
-                    self.filling.get(&page).is_some_and(|fill| late_page(&page) || fill.moving.is_none() && frames)
-                }),
-                (Stage::Queued, Stand::Pages(pages)) => pages.iter().any(|(page, _)| late_page(page)),
-                (Stage::Queued, _) => frames,
-                // The budget stays as it was set; nobody waits any more until it is met.
-                (Stage::Shrinking, _) => frames,
-            };
-            if waits {
-                self.end(*id, error.clone(), fx);
+            if let Some(late) = self.waits_for_page(*id, &late) {
+                self.end(*id, late.error.clone(), fx);
+            }
+        }
+        // When those are gone, the frame of a read is there for anybody as soon as it ends, if it ever does.
+        let reads: Vec<&LateMove<'_>> = late
+            .iter()
+            .filter(|late| late.fills && self.filling.get(&late.page).is_some_and(|fill| fill.waiters.is_empty()))
+            .collect();
+        for id in waiting {
+            if let Some(read) = reads.first()
+                && self.has_frames_but_for(*id, reads.len() as u32)
+            {
+                self.end(*id, read.error.clone(), fx);
             }
         }
         self.pump(fx);
+    }
+
+    fn late_move<'a>(&self, id: MoveId, error: &'a Error) -> Option<LateMove<'a>> {
+        let (page, from, to) = self.page_of_move(id)?;
+        let (frees, fills) = (matches!(from, Place::Device(_)), matches!(to, Place::Device(_)));
+        Some(LateMove { page, frees, fills, error })
+    }
+
+    /// The first of these moves that a request waits for: of a page that it wants, or of one whose frame it is to get.
+    fn waits_for_page<'a, 'b>(&self, id: RequestId, late: &'b [LateMove<'a>]) -> Option<&'b LateMove<'a>> {
+        let Request { frames, stage, stand, .. } = &self.requests[self.request_key(id)?];
+        let frees = || late.iter().find(|late| late.frees);
+        let of = |page: PageId| late.iter().find(move |late| late.page == page);
+        match (stage, stand) {
+            (Stage::Filling, _) if *frames > 0 => frees(),
+            (Stage::Filling, _) => self.requests[self.request_key(id)?].pages().find_map(|page| {
+                let fill = self.filling.get(&page)?;
+                of(page).or_else(|| if fill.moving.is_none() { frees() } else { None })
+            }),
+            (Stage::Queued, Stand::Pages(pages)) => pages.iter().find_map(|(page, _)| of(*page)),
+            // Of a smaller budget: it stays as it was set, and nobody waits any more until it is met.
+            (Stage::Queued | Stage::Shrinking, _) => frees(),
+        }
+    }
+
+    /// Whether a request waits for frames, and would have them, or a smaller budget be met, if so many more came. Otherwise
+    /// others are in its way, for whom it waits however long that takes.
+    fn has_frames_but_for(&self, id: RequestId, more: u32) -> bool {
+        let Some(key) = self.request_key(id) else { return false };
+        let Request { terms, stage, stand, .. } = &self.requests[key];
+        let there = self.frames.free_count() + self.transit + more;
+        match (stage, stand) {
+            (Stage::Queued, Stand::Frames { wanted, .. }) => {
+                let own = self.scope(terms.scope).map_or(0, |scope| scope.purse + scope.coming);
+                self.frame_line.count(*wanted) + self.wanted().saturating_sub(own) <= there
+            }
+            (Stage::Shrinking, _) => self.promised() <= there,
+            _ => false,
+        }
     }
 
     /// Fails requests that wait and that a smaller budget can never hold, and finds those that it makes wait for each

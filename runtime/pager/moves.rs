@@ -42,9 +42,10 @@ impl Pager {
     }
 
     /// The page that a move is of, and whether the move's end frees a frame.
-    pub(super) fn page_of_move(&self, id: MoveId) -> Option<(PageId, bool)> {
+    /// Which page a move is of, from where to where.
+    pub(super) fn page_of_move(&self, id: MoveId) -> Option<(PageId, Place, Place)> {
         let record = &self.moves[self.move_key(id)?];
-        Some((record.page, matches!(record.from, Place::Device(_))))
+        Some((record.page, record.from, record.to))
     }
 
     pub(super) fn start_move(

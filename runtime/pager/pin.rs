@@ -19,7 +19,7 @@ use crate::sync::{Alone, AtomicU64, Ordering};
 pub struct Gate(Alone<AtomicU64>);
 
 impl Gate {
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         self.0.store(1, Ordering::Release);
     }
 

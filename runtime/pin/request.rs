@@ -262,7 +262,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let Progress::Waiting(submitted) = &mut self.progress else { return Err(ended()) };
         let (ticket, own) = (submitted.ticket.clone(), submitted.own.take());
         // In a child nothing comes, and the ticket's lock may be held by a thread that the child does not have.
-        self.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
+        self.segment().map_or(Ok(()), |segment| segment.shared.engine.usable())?;
         may_wait("a pin")?;
         if let Some(own) = own {
             own.run();
@@ -310,7 +310,7 @@ impl<T: Target> PinRequest<'_, T> {
         }
         let Progress::Waiting(submitted) = &self.progress else { return Poll::Ready(Err(ended())) };
         // In a child the ticket's lock may be held by a thread that the child does not have.
-        self.segment().map_or(Ok(()), |segment| segment.shared.engine.at_home())?;
+        self.segment().map_or(Ok(()), |segment| segment.shared.engine.usable())?;
         match submitted.ticket.clone().poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,

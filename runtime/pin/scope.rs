@@ -47,7 +47,7 @@ impl Member {
 
     /// Pins resident pages without the latch, and notes that the scope has them.
     pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
-        if engine.at_home().is_err() {
+        if engine.usable().is_err() {
             return false;
         }
         let asked: u32 = words.iter().map(|(run, _)| run.count).sum();
@@ -99,9 +99,7 @@ impl ScopeBuilder {
     fn start(self, at_most: Option<u32>) -> Result<Scope> {
         let Self { shared, label, priority, walker } = self;
         let terms = ScopeTerms { label, priority, at_most };
-        shared.engine.at_home()?;
-        let (id, holdings) =
-            shared.engine.with(|pager, _| pager.open_scope(terms)).ok_or_else(crate::pager::closing)?;
+        let (id, holdings) = shared.engine.change(|pager, _| pager.open_scope(terms))?;
         Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
     }
 
@@ -158,10 +156,11 @@ impl ScopeRequest {
     }
 
     /// # Errors
-    /// `Closed` in a child by `fork`, where nothing comes, and the ticket's lock may be held by a thread that is not there.
-    fn at_home(&self) -> Result<()> {
+    /// As for [`Engine::usable`]. In a child by `fork` nothing comes, and the ticket's lock may be held by a thread that is not
+    /// there.
+    fn usable(&self) -> Result<()> {
         let Opening::Waiting { scope: Some(scope), .. } = &self.state else { return Ok(()) };
-        scope.member.shared.engine.at_home()
+        scope.member.shared.engine.usable()
     }
 
     fn finish(&mut self, result: Result<crate::pager::Granted>) -> Result<Scope> {
@@ -182,7 +181,7 @@ impl ScopeRequest {
         }
         let Opening::Waiting { ticket, .. } = &self.state else { return Err(ended()) };
         let ticket = ticket.clone();
-        self.at_home()?;
+        self.usable()?;
         may_wait("a scope")?;
         match ticket.wait(None) {
             Some(result) => self.finish(result),
@@ -202,7 +201,7 @@ impl Future for ScopeRequest {
         }
         let Opening::Waiting { ticket, .. } = &self.state else { return Poll::Ready(Err(ended())) };
         let ticket = ticket.clone();
-        self.at_home()?;
+        self.usable()?;
         match ticket.poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
             Poll::Pending => Poll::Pending,

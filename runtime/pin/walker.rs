@@ -63,8 +63,7 @@ pub struct Walker {
 
 impl Walker {
     pub(crate) fn begin(shared: &Arc<Shared>) -> Result<Self> {
-        shared.engine.at_home()?;
-        let id = shared.engine.with(|pager, _| pager.begin_walker()).ok_or_else(crate::pager::closing)?;
+        let id = shared.engine.change(|pager, _| pager.begin_walker())?;
         Ok(Self { walking: Arc::new(Walking { id, shared: shared.clone() }) })
     }
 

@@ -11,12 +11,12 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::waiting::Waiting;
 use super::{Engine, Inside, Marked, Stage};
 use crate::device::Token;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, RequestId};
 use crate::pager::{Place, WaitsFor};
 
@@ -80,27 +80,40 @@ fn run(engine: &Weak<Engine>) {
             return;
         }
         let _marked = Marked::begin(Inside::Waker);
-        let mut latched = engine.latch.lock();
-        more = latched.pager.record_some(&engine.log);
-        // Uses may come faster than they can be told.
-        while more && Instant::now() < next && !engine.keeper.stopped.load(Ordering::Acquire) {
-            MutexGuard::bump(&mut latched);
-            more = latched.pager.record_some(&engine.log);
-        }
-        drop(latched);
-        if Instant::now() >= next {
-            next = Instant::now() + TICK;
-            engine.log.mark_all();
-            engine.end_overdue();
-            told = engine.tell_of_long_waits(told);
+        let kept = engine.contain(|| {
+            more = engine.record_until(next)?;
+            if Instant::now() >= next {
+                next = Instant::now() + TICK;
+                engine.log.mark_all();
+                engine.end_overdue()?;
+                told = engine.tell_of_long_waits(told)?;
+            }
+            Ok(())
+        });
+        // Of an engine that was given up nothing is kept.
+        if kept.is_err() {
+            return;
         }
     }
 }
 
 impl Engine {
+    /// Tells the pager of uses, at most until then. Whether there are more.
+    fn record_until(&self, next: Instant) -> Result<bool> {
+        let mut latched = self.latch.hold()?;
+        let mut more = latched.pager.record_some(&self.log);
+        // Uses may come faster than they can be told.
+        while more && Instant::now() < next && !self.keeper.stopped.load(Ordering::Acquire) {
+            latched.bump(&self.latch)?;
+            more = latched.pager.record_some(&self.log);
+        }
+        latched.release();
+        Ok(more)
+    }
+
     /// Ends requests that wait for reads and writes that nothing is heard of.
-    fn end_overdue(&self) {
-        let Some(limit) = self.io_timeout else { return };
+    fn end_overdue(&self) -> Result<()> {
+        let Some(limit) = self.io_timeout else { return Ok(()) };
         let now = Instant::now();
         let old = |since: Instant| now.saturating_duration_since(since) >= limit;
         let mut late: Vec<super::Move> = {
@@ -114,18 +127,17 @@ impl Engine {
                 .collect()
         };
         if late.is_empty() {
-            return;
+            return Ok(());
         }
         let tokens: Vec<Token> = late.iter().map(|planned| Token(planned.id.get())).collect();
         let tokens: HashSet<Token> = self.store.late(&tokens, limit).into_iter().collect();
         late.retain(|planned| tokens.contains(&Token(planned.id.get())));
         late.sort_unstable_by_key(|planned| planned.id);
-        let waiting: Vec<RequestId> = {
-            let latched = self.latch.lock();
+        let waiting: Vec<RequestId> = self.hold(|latched| {
             latched.tickets.iter().filter(|(_, ticket)| old(ticket.since())).map(|(id, _)| *id).collect()
-        };
+        })?;
         if late.is_empty() || waiting.is_empty() {
-            return;
+            return Ok(());
         }
         let errors: Vec<(MoveId, Error)> = late
             .iter()
@@ -138,21 +150,18 @@ impl Engine {
                 (planned.id, error)
             })
             .collect();
-        self.with(|pager, fx| {
-            errors.iter().for_each(|(id, error)| pager.overdue(&[*id], &waiting, error, fx));
-        });
+        self.change(|pager, fx| pager.overdue(&errors, &waiting, fx))
     }
 
     /// Notes requests that have waited for long for what others hold, and warns of them once, until none does any more.
-    fn tell_of_long_waits(&self, told: bool) -> bool {
+    fn tell_of_long_waits(&self, told: bool) -> Result<bool> {
         let now = Instant::now();
         let waited = |ticket: &super::Ticket| now.saturating_duration_since(ticket.since());
         // Who holds what takes a look at every page, and of those who wait for moves there is nothing to say.
-        let noted = {
-            let latched = self.latch.lock();
+        let noted = self.hold(|latched| {
             let mut long = latched.tickets.iter().filter(|(_, ticket)| waited(ticket) >= NOTED);
             long.any(|(id, _)| latched.pager.waits_for_others(*id))
-        };
+        })?;
         let mut waiting = if noted { self.waiting() } else { Waiting::default() };
         let told_of = waiting.waiters.len();
         waiting.waiters.retain(|waiter| waiter.waits_for != WaitsFor::Moves && waiter.waited >= NOTED);
@@ -163,6 +172,6 @@ impl Engine {
             tracing::warn!("requests have waited for more than {} s for what others hold:\n{text}", LONG.as_secs());
         }
         *self.long_waits.lock() = text.into();
-        is_long
+        Ok(is_long)
     }
 }

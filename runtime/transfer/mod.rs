@@ -17,8 +17,11 @@
 //!    the last: that is the event a [`FillPoint`] stands for.
 //! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
+//! 5. Whatever changes the engine, or has the device do something for it, is [contained](Engine::contain): if it panics, the
+//!    engine is [given up](latch), and nobody waits for it any more.
 
 mod keeper;
+mod latch;
 mod recording;
 mod room;
 pub(crate) mod ticket;
@@ -51,9 +54,9 @@ use crate::pager::{
 };
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
-use crate::sync::Alone;
 
 use keeper::Keeper;
+use latch::{Held, Latch, News};
 use recording::RuntimeName;
 use room::RoomKeeper;
 use ticket::Ticket;
@@ -213,6 +216,20 @@ struct Latched {
     tickets: HashMap<RequestId, Arc<Ticket>>,
 }
 
+impl Latched {
+    /// A ticket for a request that has to wait.
+    fn received(&mut self, submitted: Result<Submitted>, page: Option<(PageId, Tier)>) -> Result<Received> {
+        Ok(match submitted? {
+            Submitted::Ready(granted) => Received::Ready(granted),
+            Submitted::Waiting(id) => {
+                let ticket = Arc::new(Ticket::default());
+                self.tickets.insert(id, ticket.clone());
+                Received::Waiting(Waiting { id, ticket, page })
+            }
+        })
+    }
+}
+
 /// Receives completions for an engine that is made after the device and the store it needs.
 #[derive(Debug, Default)]
 pub(crate) struct Sink(OnceLock<Weak<Engine>>);
@@ -364,7 +381,7 @@ pub(crate) struct Engine {
     /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
     /// before any of them is taken.
     process: Opened,
-    latch: Alone<Mutex<Latched>>,
+    latch: Latch,
     idle: Condvar,
     log: AccessLog,
     name: RuntimeName,
@@ -484,7 +501,7 @@ impl Engine {
         let engine = Arc::new(Self {
             gate: pager.gate(),
             process,
-            latch: Alone(Mutex::new(Latched { pager, tickets: HashMap::new() })),
+            latch: Latch::new(Latched { pager, tickets: HashMap::new() }),
             idle: Condvar::new(),
             log: AccessLog::new(),
             name: RuntimeName::new(),
@@ -513,13 +530,13 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether this is the process that opened the runtime, and not a child of it.
+    /// Whether this is the process that opened the runtime, and not a child of it, and nothing has panicked in it.
     ///
     /// # Errors
-    /// `Closed` in a child.
+    /// `Closed` in a child; `Internal` after a panic.
     #[inline]
-    pub(crate) fn at_home(&self) -> Result<()> {
-        if self.process.is_here() { Ok(()) } else { Err(self.in_a_child()) }
+    pub(crate) fn usable(&self) -> Result<()> {
+        if self.process.is_here() { self.latch.is_sound() } else { Err(self.in_a_child()) }
     }
 
     /// Whether this is the process that opened the runtime.
@@ -535,33 +552,85 @@ impl Engine {
             .remedy("exec a program in the child, or fork first and open the runtime in the child")
     }
 
-    /// Changes the pager under the latch and carries out what follows. `None` in a [child](Self::at_home), where nothing
-    /// changes.
-    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Option<T> {
-        if !self.process.is_here() {
-            return None;
-        }
-        let mut fx = Effects::default();
-        let mut latched = self.latch.lock();
-        latched.pager.record(&self.log);
-        let result = change(&mut latched.pager, &mut fx);
-        self.settle(latched, fx);
-        Some(result)
+    /// Runs what changes the engine, or has the device do something for it. If it panics, the engine is given up, and that is
+    /// the error.
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable); those of `work`.
+    fn contain<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.usable()?;
+        caught(work).unwrap_or_else(|panic| Err(self.give_up(&panic)))
     }
 
-    /// Takes from the pager what was recorded of every use before this call. `None` in a [child](Self::at_home).
-    pub(crate) fn recorded<T>(&self, take: impl FnOnce(&mut Pager) -> T) -> Option<T> {
-        self.process.is_here().then(|| {
-            let mut latched = self.latch.lock();
-            latched.pager.record_all(&self.log);
-            take(&mut latched.pager)
+    /// Something panicked: nothing is admitted any more, and whoever waits is told.
+    #[cold]
+    fn give_up(&self, panic: &str) -> Error {
+        let (error, tickets) = self.latch.give_up(panic);
+        // From now on pins of resident pages ask too.
+        self.gate.close();
+        self.idle.notify_all();
+        tracing::error!(panic, "the runtime is given up: something in it panicked");
+        drop(News::failed(tickets, &error));
+        error
+    }
+
+    /// Changes what is under the latch and carries out what follows.
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable); then nothing changes any more.
+    fn step<T>(&self, change: impl FnOnce(&mut Latched, &mut Effects) -> T) -> Result<T> {
+        self.contain(|| {
+            // Told when the latch is free again, and at the end, also of a panic.
+            let mut news = News::default();
+            let mut fx = Effects::default();
+            let mut latched = self.latch.hold()?;
+            latched.pager.record(&self.log);
+            let result = change(&mut latched, &mut fx);
+            self.settle(latched, fx, &mut news)?;
+            Ok(result)
         })
     }
 
-    /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` in a
-    /// [child](Self::at_home).
+    /// Does something under the latch of which nothing follows.
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable).
+    fn hold<T>(&self, work: impl FnOnce(&mut Latched) -> T) -> Result<T> {
+        self.contain(|| {
+            let mut latched = self.latch.hold()?;
+            let result = work(&mut latched);
+            latched.release();
+            Ok(result)
+        })
+    }
+
+    /// Changes the pager under the latch and carries out what follows.
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable); then nothing changes.
+    pub(crate) fn change<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Result<T> {
+        self.step(|latched, fx| change(&mut latched.pager, fx))
+    }
+
+    /// [`change`](Self::change) for those whom nobody asks how it went.
+    pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Option<T> {
+        self.change(change).ok()
+    }
+
+    /// Takes from the pager what was recorded of every use before this call. `None` where the engine is not
+    /// [usable](Self::usable).
+    pub(crate) fn recorded<T>(&self, take: impl FnOnce(&mut Pager) -> T) -> Option<T> {
+        let taken = self.hold(|latched| {
+            latched.pager.record_all(&self.log);
+            take(&mut latched.pager)
+        });
+        taken.ok()
+    }
+
+    /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` where the engine is not
+    /// [usable](Self::usable).
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> Option<T> {
-        self.process.is_here().then(|| look(&self.latch.lock().pager))
+        self.hold(|latched| look(&latched.pager)).ok()
     }
 
     /// Requests that wait for what others hold: how many, and, of those that have for a second, who and what for.
@@ -642,8 +711,8 @@ impl Engine {
     /// Has the pager see what a full ring holds, and records a use.
     #[cold]
     fn record_late(&self, recorder: &mut Recorder, walker: WalkerId, access: Access) {
-        // No effects come of it, and so nobody's code runs here.
-        self.latch.lock().pager.record_all(&self.log);
+        // No effects come of it, and so nobody's code runs here. Of an engine that was given up nobody counts uses.
+        let _ = self.hold(|latched| latched.pager.record_all(&self.log));
         let _ = recorder.record_of(walker, access);
     }
 
@@ -667,81 +736,50 @@ impl Engine {
         walker: WalkerId,
     ) -> Result<Received> {
         let terms = Terms { purpose, scope: scope.map(|scope| scope.id), walker, ..Terms::default() };
-        self.at_home()?;
-        let mut fx = Effects::default();
-        let mut latched = self.latch.lock();
-        latched.pager.record(&self.log);
-        let page = latched.pager.awaited(runs);
-        let submitted = latched.pager.submit(runs, terms, &mut fx);
-        self.received(latched, submitted, page, fx)
+        self.step(|latched, fx| {
+            let page = latched.pager.awaited(runs);
+            let submitted = latched.pager.submit(runs, terms, fx);
+            latched.received(submitted, page)
+        })?
     }
 
     /// Asks for the frames that a scope said it needs.
     pub(crate) fn reserve(&self, scope: ScopeId, frames: u32) -> Result<Received> {
-        self.at_home()?;
-        let mut fx = Effects::default();
-        let mut latched = self.latch.lock();
-        latched.pager.record(&self.log);
-        let submitted = latched.pager.reserve(scope, frames, &mut fx);
-        self.received(latched, submitted, None, fx)
-    }
-
-    fn received<'a>(
-        &'a self,
-        mut latched: parking_lot::MutexGuard<'a, Latched>,
-        submitted: Result<Submitted>,
-        page: Option<(PageId, Tier)>,
-        fx: Effects,
-    ) -> Result<Received> {
-        let received = submitted.map(|submitted| match submitted {
-            Submitted::Ready(granted) => Received::Ready(granted),
-            Submitted::Waiting(id) => {
-                let ticket = Arc::new(Ticket::default());
-                latched.tickets.insert(id, ticket.clone());
-                Received::Waiting(Waiting { id, ticket, page })
-            }
-        });
-        self.settle(latched, fx);
-        received
+        self.step(|latched, fx| {
+            let submitted = latched.pager.reserve(scope, frames, fx);
+            latched.received(submitted, None)
+        })?
     }
 
     /// Waits until the device tier is within its budget.
     pub(crate) fn await_budget(&self) -> Result<()> {
-        self.at_home()?;
-        let mut fx = Effects::default();
-        let mut latched = self.latch.lock();
-        if latched.pager.is_closing() {
-            return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
-        }
-        let ticket = match latched.pager.await_budget(&mut fx) {
-            Submitted::Waiting(id) => {
-                let ticket = Arc::new(Ticket::default());
-                latched.tickets.insert(id, ticket.clone());
-                Some(ticket)
+        let received = self.step(|latched, fx| {
+            if latched.pager.is_closing() {
+                return Err(Error::new(ErrorKind::Closed, "the runtime was closed"));
             }
-            Submitted::Ready(_) => None,
-        };
-        self.settle(latched, fx);
-        ticket.and_then(|ticket| ticket.wait(None)).map_or(Ok(()), |result| result.map(|_| ()))
+            let submitted = latched.pager.await_budget(fx);
+            latched.received(Ok(submitted), None)
+        })?;
+        match received? {
+            Received::Ready(_) => Ok(()),
+            Received::Waiting(waiting) => waiting.ticket.wait(None).map_or(Ok(()), |result| result.map(|_| ())),
+        }
     }
 
     /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
     pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
-        if !self.process.is_here() {
-            return None;
+        let waited = self.step(|latched, fx| {
+            let waited = latched.tickets.remove(&id).is_some();
+            if waited {
+                latched.pager.cancel(id, fx);
+            }
+            waited
+        });
+        match waited {
+            // The ticket left the table under the latch, but its result is delivered after it.
+            Ok(false) => ticket.wait(None),
+            Ok(true) | Err(_) => None,
         }
-        let mut fx = Effects::default();
-        let mut latched = self.latch.lock();
-        latched.pager.record(&self.log);
-        let outcome = if latched.tickets.remove(&id).is_some() {
-            latched.pager.cancel(id, &mut fx);
-            None
-        } else {
-            Some(())
-        };
-        self.settle(latched, fx);
-        // The ticket left the table under the latch, but its result is delivered after it.
-        outcome.and_then(|()| ticket.wait(None))
     }
 
     /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
@@ -750,8 +788,10 @@ impl Engine {
     /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
     /// result is in its ticket, so that whatever they drop or cancel finds nothing half done. One that panics costs no
     /// other its wake-up.
-    fn settle<'a>(&'a self, mut latched: parking_lot::MutexGuard<'a, Latched>, mut fx: Effects) {
-        let mut wakers: Vec<Waker> = Vec::new();
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable), if the engine is given up meanwhile.
+    fn settle<'a>(&'a self, mut latched: Held<'a>, mut fx: Effects, news: &mut News) -> Result<()> {
         loop {
             for frame in fx.protect.drain(..) {
                 // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
@@ -761,18 +801,18 @@ impl Engine {
             }
             let (in_use, _) = latched.pager.device_frames();
             let (host, _) = latched.pager.host_frames();
-            let done: Vec<_> = fx.done.drain(..).map(|(id, result)| (latched.tickets.remove(&id), result)).collect();
+            for (id, result) in fx.done.drain(..) {
+                news.done.extend(latched.tickets.remove(&id).map(|ticket| (ticket, result)));
+            }
             // Under the latch, because the next segment may get the same id as soon as it is released.
             let released: Vec<_> = fx.released.drain(..).filter_map(|id| self.forget(id)).collect();
             if latched.pager.is_idle() {
                 self.idle.notify_all();
             }
-            drop(latched);
+            latched.release();
             self.observer
                 .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
-            for (ticket, result) in done {
-                wakers.extend(ticket.and_then(|ticket| ticket.fulfil(result)));
-            }
+            news.tell();
             let (mut taken, mut ended) = (Vec::new(), Vec::new());
             let lone = fx.moves.len() == 1;
             for planned in fx.moves.drain(..) {
@@ -804,7 +844,7 @@ impl Engine {
             if ended.is_empty() && discarded.is_empty() && taken.is_empty() {
                 break;
             }
-            latched = self.latch.lock();
+            latched = self.latch.hold()?;
             latched.pager.record(&self.log);
             for (id, point) in taken {
                 latched.pager.taken(id, point, &mut fx);
@@ -816,23 +856,27 @@ impl Engine {
                 self.complete(&mut latched.pager, planned, result, &mut fx);
             }
         }
-        wake_all(wakers);
+        wake_all(std::mem::take(&mut news.wakers));
         if let Some(panicked) = self.panicked_policy()
             && !self.fate_told.swap(true, Ordering::Relaxed)
         {
             tracing::error!(error = %panicked.told(), "a policy panicked");
         }
+        Ok(())
     }
 
     /// Gives memory back to the system, up to `bytes` and to the end of a page; returns how much it was. First what no page
     /// has, then copies of the host tier that are elsewhere too, then clean pages of the device tier. The host tier's memory
     /// counts where the device's is memory of the same kind.
     pub(crate) fn trim(&self, bytes: Bytes) -> Bytes {
-        let mut given = self.trim_device(bytes, false);
-        if self.device.gpu().is_none() {
-            given = given + self.trim_host(bytes.saturating_sub(given));
-        }
-        given + self.trim_device(bytes.saturating_sub(given), true)
+        let trimmed = self.contain(|| {
+            let mut given = self.trim_device(bytes, false);
+            if self.device.gpu().is_none() {
+                given = given + self.trim_host(bytes.saturating_sub(given));
+            }
+            Ok(given + self.trim_device(bytes.saturating_sub(given), true))
+        });
+        trimmed.unwrap_or_default()
     }
 
     fn pages_of(&self, bytes: Bytes) -> u32 {
@@ -992,7 +1036,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
-        self.at_home()?;
+        self.usable()?;
         let stream = {
             let mut callers = self.callers.lock();
             match callers.copies {
@@ -1008,7 +1052,7 @@ impl Engine {
     /// # Errors
     /// What the device says; `InvalidArgument` in a waker.
     pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
-        self.at_home()?;
+        self.usable()?;
         may_wait(what)?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
@@ -1022,7 +1066,7 @@ impl Engine {
 
     /// Puts an operation of a caller's on a stream. It is followed by `at_end`, once, whatever happens.
     pub(crate) fn run(&self, stream: StreamId, op: StreamOp, at_end: AtEnd) {
-        if let Err(error) = self.at_home() {
+        if let Err(error) = self.usable() {
             return at_end(Err(error));
         }
         let token = {
@@ -1032,12 +1076,20 @@ impl Engine {
             callers.pending.insert(token, at_end);
             token
         };
-        self.device.submit(stream, op, Some(Token(token)));
+        let submitted = self.contain(|| {
+            self.device.submit(stream, op, Some(Token(token)));
+            Ok(())
+        });
+        if let Err(error) = submitted
+            && let Some(at_end) = self.callers.lock().pending.remove(&token)
+        {
+            at_end(Err(error));
+        }
     }
 
     /// A stream for work of a caller's, on which nothing is.
     pub(crate) fn take_stream(&self) -> Result<StreamId> {
-        self.at_home()?;
+        self.usable()?;
         let unused = std::mem::take(&mut self.callers.lock().unused);
         let is_idle = |stream: &StreamId| {
             let end = self.device.can_mark(*stream).and_then(|()| self.device.record(*stream));
@@ -1125,17 +1177,24 @@ impl Engine {
     }
 
     fn completed(&self, done: &mut Vec<Completion>) {
+        // Callers' first, whom a panic in the rest must not cost their news: they lend memory until they hear.
+        for Completion { token, result } in done.extract_if(.., |ended| ended.token.0 >= CALLER_TOKENS) {
+            let at_end = self.callers.lock().pending.remove(&token.0);
+            // What it drops may be the caller's.
+            if let Some(Err(panic)) = at_end.map(|at_end| caught(|| at_end(result))) {
+                tracing::error!(panic, "what follows an operation on a stream panicked");
+            }
+        }
+        if !done.is_empty() {
+            // Whoever waits is told by now.
+            let _ = self.contain(|| self.moves_ended(done));
+        }
+    }
+
+    fn moves_ended(&self, done: &mut Vec<Completion>) -> Result<()> {
         let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
-            if token.0 >= CALLER_TOKENS {
-                let at_end = self.callers.lock().pending.remove(&token.0);
-                // What it drops may be the caller's.
-                if let Some(Err(panic)) = at_end.map(|at_end| caught(|| at_end(result))) {
-                    tracing::error!(panic, "what follows an operation on a stream panicked");
-                }
-                continue;
-            }
             let id = MoveId(token.0);
             let Some(entry) = self.in_flight.lock().remove(&id) else { continue };
             if let Some(resource) = entry.stage.resource() {
@@ -1149,16 +1208,17 @@ impl Engine {
                 Err(error) => ended.push((entry.planned, Err(error.context(self.describe(entry.planned.page))))),
             }
         }
-        if !ended.is_empty() || !taken.is_empty() {
-            self.with(|pager, fx| {
-                for (id, point) in taken {
-                    pager.taken(id, point, fx);
-                }
-                for (planned, result) in ended {
-                    self.complete(pager, planned, result, fx);
-                }
-            });
+        if ended.is_empty() && taken.is_empty() {
+            return Ok(());
         }
+        self.change(|pager, fx| {
+            for (id, point) in taken {
+                pager.taken(id, point, fx);
+            }
+            for (planned, result) in ended {
+                self.complete(pager, planned, result, fx);
+            }
+        })
     }
 
     /// Tells the pager, and keeps what nobody else is told: a page that was given up, a copy in the host tier that the
@@ -1369,22 +1429,26 @@ impl Engine {
 
     /// Stops admitting, waits for everything in flight, stops the threads.
     pub(crate) fn shut_down(self: &Arc<Self>) -> Result<()> {
-        self.at_home()?;
+        if !self.process.is_here() {
+            return Err(self.in_a_child());
+        }
         may_wait("the end of a runtime")?;
-        let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
-        self.with(|pager, fx| pager.close(&closed, fx));
         // Whoever closes again knows that the disk does not answer.
         let again = self.closed.load(Ordering::Acquire);
         let limit = if again { Duration::ZERO } else { self.store.close_limit() };
-        let mut latched = self.latch.lock();
-        while !latched.pager.is_idle() {
-            let ended = self.store.ended();
-            let late = self.idle.wait_for(&mut latched, limit).timed_out();
-            if late && !latched.pager.is_idle() && self.store.outstanding() > 0 && self.store.ended() == ended {
-                return Err(self.abandon(latched));
+        match self.drained(limit) {
+            Ok(true) => {}
+            Ok(false) => {
+                let told = |cause: Option<Error>| {
+                    let late =
+                        || Error::new(ErrorKind::Io, "the disk answered too late for the runtime to close in order");
+                    cause.unwrap_or_else(late)
+                };
+                return Err(self.abandon(Duration::ZERO, told));
             }
+            // What nobody knows to be idle is not given back.
+            Err(given_up) => return Err(self.abandon(limit, |_| given_up)),
         }
-        drop(latched);
         self.keeper.stop();
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
@@ -1401,28 +1465,46 @@ impl Engine {
         store.and(device).and(room)
     }
 
-    /// Ends although the disk does not answer. What the kernel may still touch is never given back.
-    fn abandon<'a>(self: &'a Arc<Self>, mut latched: parking_lot::MutexGuard<'a, Latched>) -> Error {
-        let tickets = std::mem::take(&mut latched.tickets);
-        drop(latched);
+    /// Stops admitting, and waits for everything in flight. Whether all of it has ended: it has not if the disk ends nothing
+    /// for as long as the limit says.
+    ///
+    /// # Errors
+    /// As for [`usable`](Self::usable).
+    fn drained(&self, limit: Duration) -> Result<bool> {
+        let closed = Error::new(ErrorKind::Closed, "the runtime was closed");
+        self.change(|pager, fx| pager.close(&closed, fx))?;
+        let mut latched = self.latch.hold()?;
+        while !latched.pager.is_idle() {
+            let ended = self.store.ended();
+            let late = latched.wait_for(&self.idle, limit, &self.latch)?;
+            if late && !latched.pager.is_idle() && self.store.outstanding() > 0 && self.store.ended() == ended {
+                latched.release();
+                return Ok(false);
+            }
+        }
+        latched.release();
+        Ok(true)
+    }
+
+    /// Ends although something is in flight, or may be. What the kernel or the device may still touch is never given back.
+    /// The error for whoever waits, of what the store says.
+    fn abandon(self: &Arc<Self>, limit: Duration, told: impl FnOnce(Option<Error>) -> Error) -> Error {
+        let tickets = self.hold(|latched| std::mem::take(&mut latched.tickets)).unwrap_or_default();
         self.keeper.stop();
         self.closed.store(true, Ordering::Release);
-        let error = match self.store.close_within(Duration::ZERO) {
-            Err(error) => error,
-            Ok(()) => Error::new(ErrorKind::Io, "the disk answered too late for the runtime to close in order"),
-        };
+        let error = told(self.store.close_within(limit).err());
         // Frames, staging buffers and address ranges belong to the engine.
         std::mem::forget(self.clone());
-        let wakers: Vec<Waker> = tickets.into_values().filter_map(|ticket| ticket.fulfil(Err(error.clone()))).collect();
-        wake_all(wakers);
+        drop(News::failed(tickets.into_values(), &error));
         error
     }
 
     /// Errors that no call has reported.
     pub(crate) fn health(&self) -> Vec<Error> {
-        if let Err(error) = self.at_home() {
-            return vec![error];
+        if !self.process.is_here() {
+            return vec![self.in_a_child()];
         }
+        let given_up = self.usable().err();
         if self.device.lost().is_some() {
             self.with(|pager, _| self.note_lost_device(pager));
         }
@@ -1439,7 +1521,7 @@ impl Engine {
             held.error.clone().context(what)
         });
         let policy = self.panicked_policy().map(Panicked::told);
-        lost.chain(more).chain(held).chain(policy).collect()
+        given_up.into_iter().chain(lost).chain(more).chain(held).chain(policy).collect()
     }
 
     /// What was lost since the start, as one error; the first is the cause.

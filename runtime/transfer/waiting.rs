@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::Engine;
+use crate::error::Result;
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
 use crate::pager::{self, Purpose, WaitsFor};
 
@@ -138,10 +139,10 @@ impl Engine {
         // Every page is looked at, and so not under the latch.
         let Some(seen) = self.look(|pager| pager.who_waits(MOST)) else { return Waiting::default() };
         let (waiters, total) = seen.told();
-        let since: Vec<Option<Instant>> = {
-            let latched = self.latch.lock();
+        let since: Result<Vec<Option<Instant>>> = self.hold(|latched| {
             waiters.iter().map(|waiter| latched.tickets.get(&waiter.id).map(|ticket| ticket.since())).collect()
-        };
+        });
+        let Ok(since) = since else { return Waiting::default() };
         let waiters = waiters.into_iter().zip(since).map(|(waiter, since)| self.in_words(waiter, now, since)).collect();
         Waiting { waiters, total }
     }

@@ -9,6 +9,7 @@ mod drive;
 #[cfg(feature = "cuda")]
 mod every_call;
 pub mod replay;
+mod scene;
 mod tasks;
 mod watch;
 
@@ -34,6 +35,7 @@ pub use drive::StalledDrive;
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
 pub use replay::seed;
+pub use scene::{Scene, alone, is_child, scene_ended};
 pub use tasks::{Task, block_on, owned, poll, together};
 pub use watch::{progress, tell_of, until, watched};
 

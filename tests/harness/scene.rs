@@ -1,0 +1,97 @@
+//! Tests that run in a process of their own: they use up what a process has, end it, or leave something behind.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::ffi::{OsStr, OsString};
+use std::process::{Command, ExitStatus};
+
+/// Names the scene to a child.
+const SCENE: &str = "OUTCORE_SCENE";
+/// What a child says at the end of its scene.
+const ENDED: &str = "the child ran";
+/// What scripts in `scripts/` end with where the machine lacks what they need.
+const SKIPPED: i32 = 77;
+
+/// How a child ended, and what it said.
+#[derive(Debug)]
+pub struct Ended {
+    pub status: ExitStatus,
+    pub text: String,
+}
+
+impl Ended {
+    /// Fails unless the scene came to its end. Returns what the child said.
+    pub fn well(self, what: &str) -> String {
+        assert!(self.status.success() && self.text.contains(ENDED), "{what}: {:?}: {}", self.status, self.text);
+        self.text
+    }
+
+    /// [`well`](Self::well); `None`, said aloud, where the script that was to run it could not.
+    pub fn well_or_skipped(self, what: &str) -> Option<String> {
+        if self.status.code() == Some(SKIPPED) {
+            eprintln!("SKIPPED {what}: {}", self.text);
+            return None;
+        }
+        Some(self.well(what))
+    }
+}
+
+/// A test of this program, to be run in a process of its own.
+#[derive(Debug)]
+pub struct Scene {
+    test: String,
+    script: Vec<OsString>,
+    variables: Vec<(String, OsString)>,
+}
+
+impl Scene {
+    /// The test must be one that asks whether it [is that process](is_child), and says when its [scene has ended](scene_ended).
+    pub fn of(test: &str) -> Self {
+        Self { test: test.to_owned(), script: Vec::new(), variables: Vec::new() }
+    }
+
+    /// What the scene is told.
+    pub fn tell(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.variables.push((name.to_owned(), value.as_ref().to_owned()));
+        self
+    }
+
+    /// Has a script of the repository run it, with these arguments before the program.
+    pub fn by(mut self, script: &str, arguments: &[&str]) -> Self {
+        self.script = vec![format!("{}/{script}", env!("CARGO_MANIFEST_DIR")).into()];
+        self.script.extend(arguments.iter().map(OsString::from));
+        self
+    }
+
+    pub fn run(self) -> Ended {
+        let mut words = self.script;
+        words.push(std::env::current_exe().unwrap().into());
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).args(["--exact", &self.test, "--nocapture", "--include-ignored"]);
+        command.env(SCENE, &self.test).envs(self.variables);
+        let output = command.output().unwrap();
+        let text = [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
+        Ended { status: output.status, text }
+    }
+}
+
+/// Whether this is the process that was started for a test. Elsewhere that test does nothing.
+pub fn is_child(test: &str) -> bool {
+    std::env::var_os(SCENE).is_some_and(|name| name == test)
+}
+
+/// What a child did has come to its end.
+pub fn scene_ended() {
+    println!("{ENDED}");
+}
+
+/// Runs a test of this program, alone, in a process of its own.
+pub fn alone(test: &str, in_the_child: impl FnOnce()) {
+    if is_child(test) {
+        in_the_child();
+        scene_ended();
+    } else {
+        println!("{}", Scene::of(test).run().well(test));
+    }
+}
