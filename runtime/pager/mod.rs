@@ -38,7 +38,9 @@ macro_rules! invariant {
 mod access;
 mod admit;
 mod bits;
+#[macro_use]
 mod check;
+mod deadlock;
 mod frames;
 mod line;
 mod links;
@@ -87,7 +89,8 @@ use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
 use reclaim::Barren;
-use scope::{Scope, Stuck};
+use deadlock::Members;
+use scope::Scope;
 use state::Illegal;
 use table::SegmentTable;
 
@@ -390,7 +393,7 @@ pub struct Pager {
     /// Closed while somebody waits for frames.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
-    stuck: Stuck,
+    members: Members,
     /// Scopes that have got more while they waited.
     grown: Vec<ScopeId>,
     /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
@@ -499,7 +502,7 @@ impl Pager {
             nearly: Vec::new(),
             gate: Arc::new(Gate::default()),
             scopes: Slab::new(),
-            stuck: Stuck::default(),
+            members: Members::default(),
             grown: Vec::new(),
             purses: 0,
             coming: 0,
