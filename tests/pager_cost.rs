@@ -698,5 +698,40 @@ fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
 fn an_end_that_concerns_all_looks_at_each_once() {
     let (few, many) = (steps_of_an_end_that_concerns_all(200), steps_of_an_end_that_concerns_all(2000));
     println!("edges looked at for each of 200 scopes {few:.1}, of 2000 {many:.1}");
-    assert!(few > 0.0 && many < 1.2 * few && many < 16.0, "for each of 200 scopes {few:.1}, and for each of 2000 {many:.1}");
+    assert!(
+        few > 0.0 && many < 1.2 * few && many < 16.0,
+        "for each of 200 scopes {few:.1}, and for each of 2000 {many:.1}"
+    );
+}
+
+/// Requests that are tried or passed over in lines, for each of `count` readers of a page that let go of it one after the other,
+/// while as many scopes that hold a page wait to write it.
+fn steps_of_readers_that_let_go(count: u32) -> f64 {
+    let mut pager = Pager::new(config(count + 1, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
+    (0..=count).for_each(|index| touch(&mut pager, &words, segment, index));
+    let mut fx = Effects::default();
+    let read = &words[count as usize];
+    (0..=count).for_each(|_| assert_eq!(read.try_pin(), TryPin::Hit));
+    for index in 0..count {
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, index)], false);
+        let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    }
+    let before = pager.line_steps();
+    for _ in 0..count {
+        assert_eq!(read.unpin(), Unpin::Wanted);
+        pager.released(&[run(segment, count)], &mut fx);
+    }
+    (pager.line_steps() - before) as f64 / f64::from(count)
+}
+
+/// Each that let go had all writers of the page looked at, for a reader among them.
+#[test]
+fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
+    let (few, many) = (steps_of_readers_that_let_go(100), steps_of_readers_that_let_go(1000));
+    println!("requests met in lines for each of 100 readers {few:.1}, of 1000 {many:.1}");
+    assert!(few > 0.0 && many < 1.2 * few, "for each of 100 readers {few:.1}, and for each of 1000 {many:.1}");
 }

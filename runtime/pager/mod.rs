@@ -83,13 +83,13 @@ pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 
 use admit::Request;
 pub(crate) use admit::closing;
+use deadlock::Members;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use line::{FrameLine, Line};
 use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
 use reclaim::Barren;
-use deadlock::Members;
 use scope::Scope;
 use state::Illegal;
 use table::SegmentTable;
@@ -449,6 +449,8 @@ pub struct Pager {
     passes: u32,
     /// Requests that stand in lines.
     standing: usize,
+    /// How often somebody was met in the line of a page that was served.
+    met: u64,
     stats: PagerStats,
     tails: Tails,
     trace: Trace,
@@ -534,6 +536,7 @@ impl Pager {
             next_age: 0,
             passes: PASSES_MAX,
             standing: 0,
+            met: 0,
             stats: PagerStats::default(),
             tails: Tails::default(),
             trace: Trace::default(),
