@@ -1,9 +1,10 @@
 //! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
 //! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
 //! same for all, and grows. In the fourth every other task wants one more page, the same for all of these, and the others
-//! want two. At last, up to 8,000 tasks that want a page each beside as many frames, all of which are pinned one by one.
+//! want two. Then up to 8,000 tasks that want a page each beside as many frames, all of which are pinned one by one. At last,
+//! up to 16,000 scopes that each hold a page and wait, in ways that are hard for who looks for deadlocks: see [`Crowd`].
 //!
-//! Parameters: `--frames` (16), `--most` (100000).
+//! Parameters: `--frames` (16), `--most` (100000), `--only` (a part of a case's name).
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -16,7 +17,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-use outcore::{Bytes, DType, PageSize, Result, Runtime, Tensor};
+use outcore::{Bytes, DType, ErrorKind, PageSize, PinGuard, Result, Runtime, Scope, Tensor};
 use parking_lot::Mutex;
 use serde_json::json;
 use support::{Random, cpu_seconds};
@@ -47,9 +48,8 @@ enum Does {
 
 /// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
 fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does: Does) -> (f64, f64) {
-    let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
     let mut random = Random::new(count as u64);
-    let mut tasks: Vec<Option<Pinning<'_>>> = (0..count)
+    let tasks: Vec<Option<Pinning<'_>>> = (0..count)
         .map(|number| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
             let pinning: Pinning<'_> = match does {
@@ -70,17 +70,24 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
             Some(pinning)
         })
         .collect();
-    let thread = thread::current();
-    let task = |number| Waker::from(Arc::new(Task { number, woken: woken.clone(), thread: thread.clone() }));
-    let wakers: Vec<Waker> = (0..count).map(task).collect();
     // Nobody gets a page before everybody waits.
     let frames = rows.len() / 4;
     let held: Vec<Tensor> = rows[..frames - 1].iter().chain([shared]).cloned().collect();
     let holds = runtime.pin_set(&held).wait().unwrap();
-    let mut holds = Some(holds);
-    let (cpu, start) = (cpu_seconds(), Instant::now());
-    let mut next: Vec<usize> = (0..count).collect();
-    let mut left = count;
+    let start = Instant::now();
+    (served(tasks, || drop(holds)), start.elapsed().as_secs_f64())
+}
+
+/// Seconds of CPU until each of these tasks has ended. They begin in order, and all of them before `then`.
+fn served(mut tasks: Vec<Option<Pinning<'_>>>, then: impl FnOnce()) -> f64 {
+    let woken: Arc<Mutex<Vec<usize>>> = Arc::default();
+    let thread = thread::current();
+    let task = |number| Waker::from(Arc::new(Task { number, woken: woken.clone(), thread: thread.clone() }));
+    let wakers: Vec<Waker> = (0..tasks.len()).map(task).collect();
+    let cpu = cpu_seconds();
+    let mut next: Vec<usize> = (0..tasks.len()).collect();
+    let mut left = tasks.len();
+    let mut then = Some(then);
     while left > 0 {
         for number in next.drain(..) {
             let Some(task) = &mut tasks[number] else { continue };
@@ -90,13 +97,15 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
                 left -= 1;
             }
         }
-        drop(holds.take());
+        if let Some(then) = then.take() {
+            then();
+        }
         while left > 0 && woken.lock().is_empty() {
             thread::park();
         }
         next = std::mem::take(&mut *woken.lock());
     }
-    (cpu_seconds() - cpu, start.elapsed().as_secs_f64())
+    cpu_seconds() - cpu
 }
 
 /// Seconds of CPU until each of `count` plain pins has had its page, where each of as many frames was pinned when they asked, and
@@ -123,9 +132,134 @@ fn beside_pins(count: u64) -> f64 {
     cpu_seconds() - cpu
 }
 
+/// Scopes that hold and wait.
+#[derive(Clone, Copy, PartialEq)]
+enum Crowd {
+    /// Half of them read one page and wait for another. The others hold one each, and ask to write the page that is read.
+    WritersBesideReaders,
+    /// A third of them read one page and wait for another, a third read one page, which the last third ask to write, and
+    /// ask to write the page of the first.
+    BetweenReadersAndWriters,
+    /// Each asks to write what the next one holds, and the first one asks first.
+    Chain,
+    /// The same, and the last one asks first.
+    ChainFromItsEnd,
+    /// A chain whose last one asks for more frames than there are until one that is beside it lets go.
+    ChainShortOfFrames,
+    /// The same, and the last one asks first.
+    ChainShortOfFramesFromItsEnd,
+    /// A chain whose last one asks for what the first one holds: it is told.
+    Circle,
+    /// Each asks for a frame more, of which there is one less: the last one is told.
+    ShortOfFrames,
+}
+
+impl Crowd {
+    const ALL: [(Self, &str); 8] = [
+        (Self::WritersBesideReaders, "writers beside readers"),
+        (Self::BetweenReadersAndWriters, "between readers and writers"),
+        (Self::Chain, "chain"),
+        (Self::ChainFromItsEnd, "chain from its end"),
+        (Self::ChainShortOfFrames, "chain short of frames"),
+        (Self::ChainShortOfFramesFromItsEnd, "chain short of frames from its end"),
+        (Self::Circle, "circle"),
+        (Self::ShortOfFrames, "short of frames"),
+    ];
+}
+
+/// Seconds of CPU until `count` scopes, each of which holds a page and waits, have all been served.
+fn holding(count: usize, crowd: Crowd) -> f64 {
+    let page = PageSize::new(Bytes::kib(4)).unwrap();
+    let frames = match crowd {
+        Crowd::ShortOfFrames => count,
+        Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd => count + 3,
+        _ => count + 16,
+    };
+    let budget = Bytes::new(frames as u64 * page.bytes());
+    let policy = outcore::PolicyKind::Lru;
+    let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
+    let runtime = builder.open().unwrap();
+    let table = runtime.alloc(DType::U8, &[2 * count as u64 + 8, page.bytes()]).unwrap();
+    let rows: Vec<Tensor> = (0..2 * count as u64 + 8).map(|n| table.rows(n..n + 1).unwrap()).collect();
+    let (own, others) = rows.split_at(count);
+    let [awaited, read, written, beside @ .., first, second] = &others[..7] else { return 0.0 };
+    let scopes: Vec<Scope> = (0..=count).map(|_| runtime.scope().open().unwrap()).collect();
+    let part = match crowd {
+        Crowd::WritersBesideReaders => count / 2,
+        _ => count / 3,
+    };
+    let holds = |at: usize| match crowd {
+        Crowd::WritersBesideReaders | Crowd::BetweenReadersAndWriters if at < part => read,
+        Crowd::BetweenReadersAndWriters if at >= 2 * part => written,
+        _ => &own[at],
+    };
+    let missing = [first.clone(), second.clone()];
+    // Somebody outside of scopes has what is awaited in the end, unless that is a frame.
+    let lock = (crowd != Crowd::ShortOfFrames).then(|| runtime.pin_mut(awaited).wait().unwrap());
+    let guards: Vec<_> = (0..count).map(|at| scopes[at].pin(holds(at)).wait().unwrap()).collect();
+    let aside = matches!(crowd, Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd)
+        .then(|| scopes[count].pin_set(beside).wait().unwrap());
+    let mut tasks: Vec<Option<Pinning<'_>>> = Vec::new();
+    if let Some(aside) = aside {
+        let scope = &scopes[count];
+        tasks.push(Some(Box::pin(async move {
+            let _aside = aside;
+            scope.pin(awaited).await.map(drop)
+        })));
+    }
+    let reads = |scope, guard, page| async move {
+        let _guard: PinGuard = guard;
+        let scope: &Scope = scope;
+        scope.pin(page).await.map(drop)
+    };
+    let writes = |scope, guard, page| async move {
+        let _guard: PinGuard = guard;
+        let scope: &Scope = scope;
+        match scope.pin_mut(page).await {
+            Err(error) if error.kind() == ErrorKind::WouldDeadlock => Ok(()),
+            done => done.map(drop),
+        }
+    };
+    let missing = &missing;
+    let mut chain: Vec<Option<Pinning<'_>>> = Vec::new();
+    for (at, guard) in guards.into_iter().enumerate() {
+        let scope = &scopes[at];
+        let last = at + 1 == count;
+        let pinning: Pinning<'_> = match crowd {
+            Crowd::WritersBesideReaders | Crowd::BetweenReadersAndWriters if at < part => {
+                Box::pin(reads(scope, guard, awaited))
+            }
+            Crowd::WritersBesideReaders => Box::pin(writes(scope, guard, read)),
+            Crowd::BetweenReadersAndWriters if at < 2 * part => Box::pin(writes(scope, guard, written)),
+            Crowd::BetweenReadersAndWriters => Box::pin(writes(scope, guard, read)),
+            Crowd::ShortOfFrames => Box::pin(async move {
+                let _guard = guard;
+                match scope.pin(&others[at]).await {
+                    Err(error) if error.kind() == ErrorKind::WouldDeadlock => Ok(()),
+                    done => done.map(drop),
+                }
+            }),
+            _ if !last => Box::pin(writes(scope, guard, &own[at + 1])),
+            Crowd::Circle => Box::pin(writes(scope, guard, &own[0])),
+            Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd => Box::pin(async move {
+                let _guard = guard;
+                scope.pin_set(missing).await.map(drop)
+            }),
+            _ => Box::pin(reads(scope, guard, awaited)),
+        };
+        chain.push(Some(pinning));
+    }
+    if matches!(crowd, Crowd::ChainFromItsEnd | Crowd::ChainShortOfFramesFromItsEnd) {
+        chain.reverse();
+    }
+    tasks.extend(chain);
+    served(tasks, || drop(lock))
+}
+
 fn main() {
     let frames: u64 = support::param("frames", "16");
     let most: usize = support::param("most", "100000");
+    let only: String = support::param("only", "");
     let hardware = support::hardware(&support::dir());
     let page = PageSize::new(Bytes::kib(64)).unwrap();
     let budget = Bytes::new(frames * page.bytes());
@@ -138,16 +272,26 @@ fn main() {
     for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
         for (does, what) in
             [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows"), (Does::Shares, "shares")]
+                .into_iter()
+                .filter(|(_, what)| what.contains(&only))
         {
             let (cpu, clock) = crowd(&runtime, &rows, &shared, count, does);
             println!("  {count:6} {what:6} {cpu:.2} ({clock:.2})");
             results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu, "clock_s": clock }));
         }
     }
-    for count in [1000, 2000, 4000, 8000].into_iter().filter(|count| *count <= most) {
+    let counts = [1000, 2000, 4000, 8000].into_iter().filter(|count| *count <= most && "beside pins".contains(&only));
+    for count in counts {
         let cpu = beside_pins(count as u64);
         println!("  {count:6} beside as many pins {cpu:.2}");
         results.push(json!({ "tasks": count, "does": "beside pins", "cpu_s": cpu }));
+    }
+    for (crowd, what) in Crowd::ALL.into_iter().filter(|(_, what)| what.contains(&only)) {
+        for count in [1000, 2000, 4000, 8000, 16_000].into_iter().filter(|count| *count <= most) {
+            let cpu = holding(count, crowd);
+            println!("  {count:6} {what} {cpu:.2}");
+            results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu }));
+        }
     }
     drop((rows, shared, table));
     runtime.close().unwrap();

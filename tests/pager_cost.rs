@@ -571,3 +571,167 @@ fn regression_a_crowd_beside_pinned_frames_does_not_look_at_each_of_these() {
         assert!(many < 1.5 * few.max(40.0), "for each of 200 requests {few:.1} pages, and for each of 2000 {many:.1}");
     }
 }
+
+/// Scopes that hold a page and wait.
+#[derive(Clone, Copy, Debug)]
+enum Waits {
+    /// Half of them read one page and wait for another one. The others ask to write it.
+    WritersBesideReaders,
+    /// A third reads one page, a third asks to write that. The last third has what the second one asks to write, and asks to write
+    /// what the first one reads.
+    Between,
+    /// Each asks to write what the next one holds.
+    Chain,
+    ChainFromItsEnd,
+    /// The last one wants more frames than there are as long as one beside it holds some.
+    ChainShortOfFrames,
+    /// The last one asks for what the first one holds.
+    Circle,
+}
+
+/// Edges between scopes and pages that are looked at, a scope, until each of `count` waits, or was told.
+fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
+    let short = matches!(waits, Waits::ChainShortOfFrames);
+    let frames = if short { count + 3 } else { count + 16 };
+    let mut pager = Pager::new(config(frames, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 8);
+    let [read, written, awaited, beside, missing] = [0, 1, 2, 3, 5].map(|n| count + n);
+    let needed = (0..count + 5).filter(|index| !short || ![read, written].contains(index));
+    needed.for_each(|index| touch(&mut pager, &words, segment, index));
+    let mut fx = Effects::default();
+    // Outside of scopes.
+    assert!(matches!(words[awaited as usize].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    let hold = |pager: &mut Pager, index: u32| {
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, index)], false);
+        (scope, holdings)
+    };
+    let aside = short.then(|| {
+        let (scope, holdings) = hold(&mut pager, beside);
+        assert_eq!(words[beside as usize + 1].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, beside + 1)], false);
+        scope
+    });
+    let part = if matches!(waits, Waits::WritersBesideReaders) { count / 2 } else { count / 3 };
+    let holds = |at: u32| match waits {
+        Waits::WritersBesideReaders | Waits::Between if at < part => read,
+        Waits::Between if at >= 2 * part => written,
+        _ => at,
+    };
+    let asks = |at: u32| match waits {
+        Waits::WritersBesideReaders | Waits::Between if at < part => (run(segment, awaited), Purpose::Read),
+        Waits::Between if at < 2 * part => (run(segment, written), Purpose::Write),
+        Waits::WritersBesideReaders | Waits::Between => (run(segment, read), Purpose::Write),
+        _ if at + 1 < count => (run(segment, at + 1), Purpose::Write),
+        Waits::Circle => (run(segment, 0), Purpose::Write),
+        Waits::ChainShortOfFrames => (PageRun { count: 2, ..run(segment, missing) }, Purpose::Read),
+        _ => (run(segment, awaited), Purpose::Read),
+    };
+    let scopes: Vec<_> = (0..count).map(|at| hold(&mut pager, holds(at))).collect();
+    let before = pager.deadlock_steps();
+    let mut ask = |scope, asked: (PageRun, Purpose)| {
+        let terms = Terms { purpose: asked.1, scope: Some(scope), ..Terms::default() };
+        pager.submit(&[asked.0], terms, &mut fx)
+    };
+    if let Some(scope) = aside {
+        assert!(matches!(ask(scope, (run(segment, awaited), Purpose::Read)), Ok(Submitted::Waiting(_))));
+    }
+    let mut order: Vec<u32> = (0..count).collect();
+    if matches!(waits, Waits::ChainFromItsEnd) {
+        order.reverse();
+    }
+    for at in order {
+        let asked = ask(scopes[at as usize].0, asks(at));
+        let told = matches!(&asked, Err(error) if error.kind() == outcore::ErrorKind::WouldDeadlock);
+        assert!(told == (matches!(waits, Waits::Circle) && at + 1 == count), "{waits:?}, {at}: {asked:?}");
+        assert!(told || matches!(asked, Ok(Submitted::Waiting(_))), "{waits:?}, {at}: {asked:?}");
+    }
+    (pager.deadlock_steps() - before) as f64 / f64::from(count)
+}
+
+/// Whoever began to wait looked at all that hold a page it asks for, and a chain was taken apart from its wrong end.
+#[test]
+fn regression_those_that_hold_and_wait_cost_each_of_them_the_same() {
+    for waits in [
+        Waits::WritersBesideReaders,
+        Waits::Between,
+        Waits::Chain,
+        Waits::ChainFromItsEnd,
+        Waits::ChainShortOfFrames,
+        Waits::Circle,
+    ] {
+        let few = steps_of_those_that_hold_and_wait(240, waits);
+        let many = steps_of_those_that_hold_and_wait(2400, waits);
+        println!("{waits:?}: edges looked at for each of 240 scopes {few:.1}, of 2400 {many:.1}");
+        assert!(few > 0.0 && many < 1.2 * few, "{waits:?}: for each of 240 scopes {few:.1}, of 2400 {many:.1}");
+    }
+}
+
+/// Edges that are looked at by the end of a scope that had declared more than a budget that was made smaller, for each of `count`
+/// others that hold a page and wait.
+fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
+    let mut pager = Pager::new(config(2 * count + 16, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
+    let mut fx = Effects::default();
+    let (declares, _) = pager.open_scope(ScopeTerms { at_most: Some(count + 10), ..ScopeTerms::default() });
+    assert!(matches!(pager.reserve(declares, count + 10, &mut fx), Ok(Submitted::Ready(_))));
+    (0..=count).for_each(|index| touch(&mut pager, &words, segment, index));
+    assert!(matches!(words[count as usize].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    for index in 0..count {
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, index)], false);
+        let terms = Terms { scope: Some(scope), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    }
+    pager.set_frames(count + 2, &mut fx);
+    assert!(pager.declared() > count + 2);
+    let before = pager.deadlock_steps();
+    pager.close_scope(declares, &mut fx);
+    assert_eq!(pager.stats().deadlocks, 0);
+    (pager.deadlock_steps() - before) as f64 / f64::from(count)
+}
+
+/// Such an end shrinks the budget for all others: they are looked at, each of them once.
+#[test]
+fn an_end_that_concerns_all_looks_at_each_once() {
+    let (few, many) = (steps_of_an_end_that_concerns_all(200), steps_of_an_end_that_concerns_all(2000));
+    println!("edges looked at for each of 200 scopes {few:.1}, of 2000 {many:.1}");
+    assert!(
+        few > 0.0 && many < 1.2 * few && many < 16.0,
+        "for each of 200 scopes {few:.1}, and for each of 2000 {many:.1}"
+    );
+}
+
+/// Requests that are tried or passed over in lines, for each of `count` readers of a page that let go of it one after the other,
+/// while as many scopes that hold a page wait to write it.
+fn steps_of_readers_that_let_go(count: u32) -> f64 {
+    let mut pager = Pager::new(config(count + 1, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 1);
+    (0..=count).for_each(|index| touch(&mut pager, &words, segment, index));
+    let mut fx = Effects::default();
+    let read = &words[count as usize];
+    (0..=count).for_each(|_| assert_eq!(read.try_pin(), TryPin::Hit));
+    for index in 0..count {
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, index)], false);
+        let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    }
+    let before = pager.line_steps();
+    for _ in 0..count {
+        assert_eq!(read.unpin(), Unpin::Wanted);
+        pager.released(&[run(segment, count)], &mut fx);
+    }
+    (pager.line_steps() - before) as f64 / f64::from(count)
+}
+
+/// Each that let go had all writers of the page looked at, for a reader among them.
+#[test]
+fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
+    let (few, many) = (steps_of_readers_that_let_go(100), steps_of_readers_that_let_go(1000));
+    println!("requests met in lines for each of 100 readers {few:.1}, of 1000 {many:.1}");
+    assert!(few > 0.0 && many < 1.2 * few, "for each of 100 readers {few:.1}, and for each of 1000 {many:.1}");
+}

@@ -199,6 +199,12 @@ impl Pager {
         self.request_key(id).is_some_and(|key| self.requests[key].turn.class == Class::Growing)
     }
 
+    /// How often somebody was met in the line of a page that was served, for tests that count.
+    #[doc(hidden)]
+    pub fn line_steps(&self) -> u64 {
+        self.met
+    }
+
     /// Whether a request waits for frames, and the pages in whose lines it stands.
     #[doc(hidden)]
     pub fn stands(&self, id: RequestId) -> Option<(bool, Vec<PageId>)> {
@@ -689,16 +695,18 @@ impl Pager {
         }
         let mut behind = None;
         let mut beside_readers = false;
-        while let Some((turn, id)) = self.page_lines.get(&page).and_then(|line| line.next(behind)) {
+        loop {
+            let Some(line) = self.page_lines.get(&page) else { return };
+            let next = if let Some(turn) = behind.filter(|_| beside_readers) {
+                line.next_reader(turn).filter(|(turn, _)| turn.class == Class::Growing)
+            } else {
+                line.next(behind)
+            };
+            let Some((turn, id)) = next else { return };
             behind = Some(turn);
-            let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
-            if beside_readers && turn.class != Class::Growing {
-                return;
-            }
-            if beside_readers && writes {
-                continue;
-            }
+            self.met += 1;
             if self.attempt(id, fx) == Some(Blocked::Page(page)) {
+                let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
                 beside_readers = writes && !self.word(page).load().exclusive;
                 if !beside_readers {
                     return;
@@ -792,10 +800,13 @@ impl Pager {
                 let pages: Vec<PageId> =
                     if self.requests[key].writes() { self.requests[key].pages().collect() } else { vec![page] };
                 let part = left / pages.len() as u32;
+                let writes = self.requests[key].writes();
                 let mut stands = Vec::with_capacity(pages.len());
                 for page in pages {
                     self.word(page).close();
-                    stands.push((page, self.page_lines.entry(page).or_default().join(turn, id, part)));
+                    let line = self.page_lines.entry(page).or_default();
+                    let joined = if writes { line.join(turn, id, part) } else { line.join_to_read(turn, id, part) };
+                    stands.push((page, joined));
                 }
                 Stand::Pages(stands)
             }

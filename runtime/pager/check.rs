@@ -50,7 +50,8 @@ impl Pager {
         let hidden = self.hidden(untold);
         ensure!(hidden.is_none(), "{hidden:?} can go, or its pin's end is not told, and no search would find it");
         self.check_fills()?;
-        self.check_requests()
+        self.check_requests()?;
+        self.check_members()
     }
 
     fn page_ids(&self) -> impl Iterator<Item = PageId> {

@@ -41,6 +41,8 @@ pub(super) enum Class {
 #[derive(Debug, Default)]
 pub(super) struct Line {
     turns: BTreeMap<Turn, (RequestId, u64)>,
+    /// Those of them that only read the page which they wait for.
+    readers: BTreeSet<Turn>,
     ages: BTreeSet<u64>,
     /// At which count of passes a request's part of the bound is used up.
     limits: BTreeSet<(u64, u64)>,
@@ -56,6 +58,12 @@ impl Line {
 
     pub(super) fn len(&self) -> usize {
         self.turns.len()
+    }
+
+    /// [`join`](Self::join) of one that only reads.
+    pub(super) fn join_to_read(&mut self, turn: Turn, id: RequestId, part: u32) -> u64 {
+        self.readers.insert(turn);
+        self.join(turn, id, part)
     }
 
     /// Joins; it may be passed `part` more times in this line. Returns the count to [leave](Self::leave) with.
@@ -76,6 +84,7 @@ impl Line {
         if let Some((_, limit)) = self.turns.remove(&turn) {
             self.limits.remove(&(limit, turn.age));
         }
+        self.readers.remove(&turn);
         self.ages.remove(&turn.age);
         self.barring.remove(&turn.age);
         invariant!(
@@ -121,6 +130,12 @@ impl Line {
             Some(turn) => self.turns.range((Bound::Excluded(turn), Bound::Unbounded)).next(),
         };
         next.map(|(turn, (id, _))| (*turn, *id))
+    }
+
+    /// The first one behind `turn` that only reads.
+    pub(super) fn next_reader(&self, behind: Turn) -> Option<(Turn, RequestId)> {
+        let turn = *self.readers.range((Bound::Excluded(behind), Bound::Unbounded)).next()?;
+        self.get(turn).map(|id| (turn, id))
     }
 
     pub(super) fn get(&self, turn: Turn) -> Option<RequestId> {

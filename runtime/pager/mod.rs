@@ -38,7 +38,9 @@ macro_rules! invariant {
 mod access;
 mod admit;
 mod bits;
+#[macro_use]
 mod check;
+mod deadlock;
 mod frames;
 mod line;
 mod links;
@@ -81,13 +83,14 @@ pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
 
 use admit::Request;
 pub(crate) use admit::closing;
+use deadlock::Members;
 use frames::{DeviceFrames, HostFrames, StagingRing};
 use line::{FrameLine, Line};
 use moves::MoveRecord;
 use numbers::PageNumbers;
 use policy::opt::Trace;
 use reclaim::Barren;
-use scope::{Scope, Stuck};
+use scope::Scope;
 use state::Illegal;
 use table::SegmentTable;
 
@@ -390,7 +393,7 @@ pub struct Pager {
     /// Closed while somebody waits for frames.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
-    stuck: Stuck,
+    members: Members,
     /// Scopes that have got more while they waited.
     grown: Vec<ScopeId>,
     /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
@@ -446,6 +449,8 @@ pub struct Pager {
     passes: u32,
     /// Requests that stand in lines.
     standing: usize,
+    /// How often somebody was met in the line of a page that was served.
+    met: u64,
     stats: PagerStats,
     tails: Tails,
     trace: Trace,
@@ -499,7 +504,7 @@ impl Pager {
             nearly: Vec::new(),
             gate: Arc::new(Gate::default()),
             scopes: Slab::new(),
-            stuck: Stuck::default(),
+            members: Members::default(),
             grown: Vec::new(),
             purses: 0,
             coming: 0,
@@ -531,6 +536,7 @@ impl Pager {
             next_age: 0,
             passes: PASSES_MAX,
             standing: 0,
+            met: 0,
             stats: PagerStats::default(),
             tails: Tails::default(),
             trace: Trace::default(),

@@ -7,21 +7,17 @@
 //!
 //! # Deadlocks
 //!
-//! Only growth holds and waits. Whenever growth has to wait, `break_deadlocks` looks at the scopes that hold pins
-//! or a purse, and wait, and takes away, one after the other, those that could go on if all others but the rest let go: by frames, and
-//! by locks of pages. Whoever remains waits for each other for ever: one of them gets
-//! [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends.
-//!
-//! Before a scope waits there is no circle, so a new one goes through this scope. It is looked at first: with what all of
-//! the others hold, are there frames for it, and for those whose pages it waits for, and for those whose pages these wait
-//! for? If that comes to an end everywhere, all go on in the other direction, and nobody else is looked at.
+//! Only growth holds and waits. Whenever growth has to wait, it is asked whether each of the scopes that hold pins or a purse,
+//! and wait, could go on if those before it let go: by frames, and by locks of pages. If not, one of those who wait for each
+//! other for ever gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends. The
+//! answer is found in `deadlock`.
 
-use std::collections::{HashMap, HashSet};
-use std::fmt::Write;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::deadlock::Known;
 use super::{Effects, PageRun, Pager, Purpose};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
@@ -47,34 +43,87 @@ pub struct Holdings {
     claimed: AtomicU64,
 }
 
+/// Runs, and whether they are held exclusively. The first few are looked through, from the end, because the last one is the
+/// likeliest to go; others are looked up.
+#[derive(Debug, Default)]
+struct Runs {
+    few: Vec<(PageRun, bool)>,
+    many: HashMap<(PageRun, bool), u32>,
+    /// How many there are in `many`.
+    counted: usize,
+}
+
+impl Runs {
+    const FEW: usize = 32;
+
+    fn add(&mut self, run: (PageRun, bool)) {
+        if self.few.len() < Self::FEW {
+            self.few.push(run);
+        } else {
+            *self.many.entry(run).or_default() += 1;
+            self.counted += 1;
+        }
+    }
+
+    /// Whether it was there.
+    fn remove(&mut self, run: (PageRun, bool)) -> bool {
+        if let Some(at) = self.few.iter().rposition(|other| *other == run) {
+            self.few.swap_remove(at);
+            return true;
+        }
+        let Some(times) = self.many.get_mut(&run) else { return false };
+        *times -= 1;
+        if *times == 0 {
+            self.many.remove(&run);
+        }
+        self.counted -= 1;
+        true
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (PageRun, bool)> {
+        let many = self.many.iter().flat_map(|(run, times)| (0..*times).map(|_| *run));
+        self.few.iter().copied().chain(many)
+    }
+
+    fn retain(&mut self, stays: impl Fn(&PageRun) -> bool) {
+        self.few.retain(|(run, _)| stays(run));
+        self.many.retain(|(run, _), _| stays(run));
+        self.counted = self.many.values().map(|times| *times as usize).sum();
+    }
+
+    fn len(&self) -> usize {
+        self.few.len() + self.counted
+    }
+}
+
 #[derive(Debug, Default)]
 struct Held {
-    runs: Vec<(PageRun, bool)>,
+    runs: Runs,
     pages: u32,
     /// What its scope has spent for these of what it declared.
     paid: u32,
     /// Requests of the scope that wait.
     waiting: u32,
     /// What has come and gone since the pager counted last, while the scope waits: so that a pin costs the pager what it changes.
-    changes: Vec<(PageRun, Change)>,
+    changes: Vec<((PageRun, bool), Change)>,
     /// There is more that has changed than is held: the pager counts anew.
     uncounted: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Change {
+pub(super) enum Change {
     Came,
     Went,
 }
 
-/// What a scope that waits holds, for who counts it.
-enum Counted {
+/// What a scope that waits holds, for who counts it: runs, and whether they are held exclusively.
+pub(super) enum Counted {
     Anew(Vec<(PageRun, bool)>),
-    Since(Vec<(PageRun, Change)>),
+    Since(Vec<((PageRun, bool), Change)>),
 }
 
 impl Held {
-    fn changed(&mut self, run: PageRun, change: Change) {
+    fn changed(&mut self, run: (PageRun, bool), change: Change) {
         if self.waiting == 0 || self.uncounted {
             return;
         }
@@ -125,9 +174,9 @@ impl Holdings {
     fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
         let mut held = self.held.lock();
         for run in runs {
-            held.runs.push((*run, exclusive));
+            held.runs.add((*run, exclusive));
             held.pages += run.count;
-            held.changed(*run, Change::Came);
+            held.changed((*run, exclusive), Change::Came);
         }
         held.paid += spent;
         held.waiting > 0
@@ -139,7 +188,7 @@ impl Holdings {
         held.count_anew();
         held.paid = held.paid.saturating_sub(spent);
         let before = held.pages;
-        held.runs.retain(|(run, _)| run.segment != segment);
+        held.runs.retain(|run| run.segment != segment);
         held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
         self.unclaim(before - held.pages);
     }
@@ -149,11 +198,9 @@ impl Holdings {
         let mut held = self.held.lock();
         let before = held.pages;
         for run in runs {
-            // The last one is the likeliest to end.
-            if let Some(at) = held.runs.iter().rposition(|other| *other == (*run, exclusive)) {
-                held.runs.swap_remove(at);
+            if held.runs.remove((*run, exclusive)) {
                 held.pages -= run.count;
-                held.changed(*run, Change::Went);
+                held.changed((*run, exclusive), Change::Went);
             }
         }
         held.paid = held.paid.saturating_sub(spent);
@@ -171,11 +218,11 @@ impl Holdings {
     }
 
     fn is_empty(&self) -> bool {
-        self.held.lock().runs.is_empty()
+        self.held.lock().runs.len() == 0
     }
 
     pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.held.lock().runs.clone()
+        self.held.lock().runs.iter().collect()
     }
 
     fn waits(&self, more: bool) {
@@ -187,10 +234,10 @@ impl Holdings {
     }
 
     /// What it holds, for who has counted before; and what was spent for it.
-    fn count(&self) -> (Counted, u32) {
+    pub(super) fn count(&self) -> (Counted, u32) {
         let mut held = self.held.lock();
         let counted = if std::mem::take(&mut held.uncounted) {
-            Counted::Anew(held.runs.clone())
+            Counted::Anew(held.runs.iter().collect())
         } else {
             Counted::Since(std::mem::take(&mut held.changes))
         };
@@ -212,7 +259,7 @@ impl Holdings {
             .runs
             .iter()
             .filter(|(_, exclusive)| write || *exclusive)
-            .find_map(|(held, _)| runs.iter().find(|run| overlaps(held, run)).map(|run| (held, *run)))?;
+            .find_map(|(held, _)| runs.iter().find(|run| overlaps(&held, run)).map(|run| (held, *run)))?;
         run.pages().next()
     }
 }
@@ -245,15 +292,13 @@ pub(super) struct Scope {
     pub(super) paid: Vec<(PageRun, u32)>,
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
-    holdings: Arc<Holdings>,
-    waiting: Vec<RequestId>,
-    /// Its pages, and how often it has each, as far as they are counted among what stuck scopes hold.
-    counted: HashMap<PageId, u32>,
-    /// Its claim, as far as it is counted likewise.
-    counted_claim: u32,
+    pub(super) holdings: Arc<Holdings>,
+    pub(super) waiting: Vec<RequestId>,
+    /// What is known of it to who looks for deadlocks.
+    pub(super) known: Known,
     /// All its requests that wait are known to be growth.
     all_grow: bool,
-    serial: u32,
+    pub(super) serial: u32,
 }
 
 impl Scope {
@@ -273,33 +318,13 @@ impl Scope {
 
     /// Frames that are its beside the pages it holds: in its purse, on their way, owed, or spent for pages that it does not
     /// hold yet, or not any more. None of them is ever anybody else's.
-    fn claim(&self) -> u32 {
+    pub(super) fn claim(&self) -> u32 {
         self.declared.saturating_sub(self.holdings.paid())
     }
 }
 
-/// Scopes that hold pins and wait.
-#[derive(Debug, Default)]
-pub(super) struct Stuck {
-    /// Who of them holds a page. What they have let go of since they began to wait may still be here.
-    pages: HashMap<PageId, HashSet<usize>>,
-    /// What they [claim](Scope::claim) beside these.
-    claims: u32,
-}
-
-impl Stuck {
-    fn lets_go(&mut self, page: PageId, key: usize) {
-        if let Some(holders) = self.pages.get_mut(&page) {
-            holders.remove(&key);
-            if holders.is_empty() {
-                self.pages.remove(&page);
-            }
-        }
-    }
-}
-
 impl Pager {
-    fn scope_id(&self, key: usize) -> ScopeId {
+    pub(super) fn scope_id(&self, key: usize) -> ScopeId {
         ScopeId(key as u64 | u64::from(self.scopes[key].serial) << 32)
     }
 
@@ -339,8 +364,7 @@ impl Pager {
             reserving,
             holdings: holdings.clone(),
             waiting,
-            counted: HashMap::new(),
-            counted_claim: 0,
+            known: Known::default(),
             all_grow: false,
             serial,
         };
@@ -365,7 +389,7 @@ impl Pager {
         self.declared -= scope.declared;
         self.coming_to.remove(&key);
         self.owed_to.remove(&key);
-        invariant!(scope.counted.is_empty() && scope.waiting.is_empty(), "{id:?} has ended and waits");
+        invariant!(scope.known.is_nothing() && scope.waiting.is_empty(), "{id:?} has ended and waits");
         if self.frames_beside(self.declared) < before {
             // A budget that had been made smaller takes these frames: for others it shrinks now.
             self.look_at_all(fx);
@@ -580,15 +604,6 @@ impl Pager {
         }
     }
 
-    /// Looks for circles that may have been closed anywhere.
-    pub(super) fn look_at_all(&mut self, fx: &mut Effects) {
-        let waiting = |(id, scope): (ScopeId, &Scope)| (!scope.waiting.is_empty()).then_some(id);
-        let all: Vec<ScopeId> = self.open_scopes().filter_map(waiting).collect();
-        for id in all {
-            self.break_deadlocks(id, fx);
-        }
-    }
-
     /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed.
     pub(super) fn claim(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
         let Some(wanted) = id else { return Ok(()) };
@@ -649,6 +664,7 @@ impl Pager {
         }
         scope.all_grow = grows && (scope.all_grow || scope.waiting.is_empty());
         scope.waiting.push(request);
+        scope.known.begins_to_wait(request);
         scope.holdings.waits(true);
     }
 
@@ -658,51 +674,10 @@ impl Pager {
         let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
         scope.waiting.swap_remove(at);
         scope.holdings.waits(false);
-        if scope.waiting.is_empty()
-            && let Some(key) = id.and_then(|id| self.scope_key(id))
-        {
-            self.uncount(key);
+        let all = scope.waiting.is_empty();
+        if let Some(key) = id.and_then(|id| self.scope_key(id)) {
+            self.asks_no_more(key, request, all);
         }
-    }
-
-    /// A scope does not wait, or is to be counted anew.
-    fn uncount(&mut self, key: usize) {
-        self.stuck.claims -= std::mem::take(&mut self.scopes[key].counted_claim);
-        for page in std::mem::take(&mut self.scopes[key].counted).into_keys() {
-            self.stuck.lets_go(page, key);
-        }
-    }
-
-    /// Counts what a scope that waits holds now, among what all that wait hold.
-    fn count(&mut self, key: usize) {
-        let (counted, paid) = self.scopes[key].holdings.count();
-        let changes: Vec<(PageRun, Change)> = match counted {
-            Counted::Since(changes) => changes,
-            Counted::Anew(runs) => {
-                self.uncount(key);
-                runs.into_iter().map(|(run, _)| (run, Change::Came)).collect()
-            }
-        };
-        let scope = &mut self.scopes[key];
-        for (run, change) in changes {
-            for page in run.pages() {
-                let times = scope.counted.entry(page).or_default();
-                if change == Change::Came {
-                    *times += 1;
-                    self.stuck.pages.entry(page).or_default().insert(key);
-                    continue;
-                }
-                invariant!(*times > 0, "{page:?} is let go of by who does not hold it");
-                *times -= 1;
-                if *times == 0 {
-                    scope.counted.remove(&page);
-                    self.stuck.lets_go(page, key);
-                }
-            }
-        }
-        let claim = scope.declared.saturating_sub(paid);
-        self.stuck.claims = self.stuck.claims - scope.counted_claim + claim;
-        scope.counted_claim = claim;
     }
 
     /// A scope that waits has got more pins without the latch.
@@ -711,274 +686,30 @@ impl Pager {
         self.look_again(id);
         self.pump(fx);
     }
-
-    /// Whether this scope, which has to wait, might close a circle: never wrong in saying no.
-    fn might_deadlock(&mut self, id: ScopeId) -> bool {
-        let Some(key) = self.scope_key(id).filter(|key| !self.scopes[*key].waiting.is_empty()) else { return false };
-        self.count(key);
-        let scope = &self.scopes[key];
-        let holds = !scope.counted.is_empty() || scope.counted_claim > 0;
-        holds && !self.is_seen_to_go_on(key)
-    }
-
-    /// Whether this scope goes on: all do that are in its way, and all in theirs. It is followed as far as nobody comes twice,
-    /// and everybody would have frames while all that wait keep theirs; beyond that the answer is no.
-    fn is_seen_to_go_on(&self, start: usize) -> bool {
-        let Some(first) = self.in_the_way_of(start) else { return false };
-        // Of those who have been met, whether they go on.
-        let mut met: HashMap<usize, bool> = HashMap::from([(start, false)]);
-        let mut path = vec![(start, first)];
-        while let Some((at, others)) = path.last_mut() {
-            let Some(next) = others.pop() else {
-                met.insert(*at, true);
-                path.pop();
-                continue;
-            };
-            match met.get(&next) {
-                Some(true) => {}
-                Some(false) => return false,
-                None => {
-                    let Some(theirs) = self.in_the_way_of(next) else { return false };
-                    met.insert(next, false);
-                    path.push((next, theirs));
-                }
-            }
-        }
-        true
-    }
-
-    /// The scopes that wait and hold pages that this one waits for; none if it might be short of frames as long as all of
-    /// them keep what they have, or is in its own way.
-    fn in_the_way_of(&self, key: usize) -> Option<Vec<usize>> {
-        let scope = &self.scopes[key];
-        let held = self.stuck.pages.len() as u64 + u64::from(self.stuck.claims - scope.counted_claim);
-        let mut others = Vec::new();
-        for request in &scope.waiting {
-            let Some((_, runs, purpose, reserves)) = self.asks(*request) else { continue };
-            let mut wanted = u64::from(reserves) + u64::from(self.floor_for(*request));
-            for page in runs.iter().flat_map(|run| run.pages()) {
-                match self.stuck.pages.get(&page) {
-                    None => wanted += 1,
-                    Some(holders) if purpose == Purpose::Write || self.word(page).load().exclusive => {
-                        if holders.contains(&key) {
-                            return None;
-                        }
-                        others.extend(holders);
-                    }
-                    Some(_) => {}
-                }
-            }
-            if held + wanted > u64::from(self.frames.target) || reserves > 0 && !self.may_declare(reserves) {
-                return None;
-            }
-        }
-        Some(others)
-    }
-
-    /// Frames that a request leaves alone.
-    fn floor_for(&self, request: RequestId) -> u32 {
-        if self.never_refused(request) { 0 } else { self.floor }
-    }
-
-    /// Ends one of the requests that wait for each other for ever, and again until there are none. Whether there was one.
-    pub(super) fn break_deadlocks(&mut self, scope: ScopeId, fx: &mut Effects) -> bool {
-        let mut any = false;
-        if self.might_deadlock(scope) {
-            while let Some((victim, error)) = self.find_deadlock() {
-                self.stats.deadlocks += 1;
-                self.end(victim, error, fx);
-                any = true;
-            }
-        }
-        any
-    }
-
-    /// Who waits for each other, and which request is to end.
-    fn find_deadlock(&self) -> Option<(RequestId, Error)> {
-        let mut nodes: Vec<Node<'_>> = Vec::new();
-        // How many of the nodes hold a page, and whether one has it for itself.
-        let mut holders: HashMap<PageId, (u32, bool)> = HashMap::new();
-        for (key, scope) in self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty()) {
-            let runs = scope.holdings.runs();
-            let held: HashMap<PageId, bool> =
-                runs.iter().flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive))).collect();
-            let claim = scope.claim();
-            if held.is_empty() && claim == 0 {
-                continue;
-            }
-            for (page, exclusive) in &held {
-                let holder = holders.entry(*page).or_default();
-                *holder = (holder.0 + 1, holder.1 || *exclusive);
-            }
-            nodes.push(Node { id: self.scope_id(key), scope, held, claim });
-        }
-        let mut claims: u64 = nodes.iter().map(|node| u64::from(node.claim)).sum();
-        loop {
-            let before = nodes.len();
-            let declared: u32 = nodes.iter().map(|node| node.scope.declared).sum();
-            let frames = self.frames_beside(declared);
-            nodes.retain(|node| {
-                let all = HeldByAll { pages: &holders, claims, frames, declared };
-                let stays = node.scope.waiting.iter().any(|request| !self.goes_on(node, *request, &all));
-                if !stays {
-                    claims -= u64::from(node.claim);
-                    for page in node.held.keys() {
-                        if let Some((count, _)) = holders.get_mut(page) {
-                            *count -= 1;
-                            if *count == 0 {
-                                holders.remove(page);
-                            }
-                        }
-                    }
-                }
-                stays
-            });
-            if nodes.is_empty() {
-                return None;
-            }
-            if nodes.len() == before {
-                break;
-            }
-        }
-        // Who is in its own way is told of it: nobody else can do anything about that.
-        if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
-            return Some(told);
-        }
-        // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
-        // youngest. One that gives up helps if it holds what no other one does.
-        let declared = nodes.iter().map(|node| node.scope.declared).sum();
-        let all = HeldByAll { pages: &holders, claims, frames: self.frames.target, declared };
-        let victim = nodes
-            .iter()
-            .filter_map(|node| {
-                let Node { id, scope, held, .. } = node;
-                let mut refusable = scope.waiting.iter().rev().copied().filter(|request| !self.never_refused(*request));
-                let any = refusable.clone().next()?;
-                let request = refusable.find(|request| !self.goes_on(node, *request, &all)).unwrap_or(any);
-                let alone = |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count == 1);
-                let helps = node.claim > 0 || held.keys().any(alone);
-                Some(((helps, scope.holdings.at_most.is_none(), scope.priority, scope.serial), *id, request))
-            })
-            .max_by_key(|(cost, ..)| *cost);
-        let (_, chosen, request) = victim?;
-        let mut message = String::new();
-        for node in nodes.iter().take(NAMED) {
-            let asked: u64 =
-                node.scope.waiting.iter().filter_map(|id| self.asks(*id)).map(|(_, runs, ..)| pages_of(runs)).sum();
-            let _ = write!(
-                message,
-                "{} holds {} and asks for {}; ",
-                self.scope_name(Some(node.id)),
-                self.pages_in_words(node.held.len() as u64),
-                self.pages_in_words(asked)
-            );
-        }
-        if nodes.len() > NAMED {
-            let _ = write!(message, "{} more scopes do likewise; ", nodes.len() - NAMED);
-        }
-        let _ = write!(
-            message,
-            "the budget is {}: they wait for each other, and {} gives up",
-            self.pages_in_words(u64::from(self.frames.target)),
-            self.scope_name(Some(chosen))
-        );
-        Some((
-            request,
-            Error::new(ErrorKind::WouldDeadlock, message).remedy(
-                "drop the scope's guards and try again, pin what is needed together as a set, or open the scope for the \
-                 most it will need, so that it is admitted as a unit",
-            ),
-        ))
-    }
-
-    /// Whether a request that waits could be admitted if nobody held anything but `all`.
-    fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
-        let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
-        let mut wanted = u64::from(reserves);
-        for page in runs.iter().flat_map(|run| run.pages()) {
-            match all.pages.get(&page) {
-                None => wanted += 1,
-                // Whoever has it: the scope itself as well.
-                Some((_, locked)) if purpose == Purpose::Write || *locked => return false,
-                Some(_) => {}
-            }
-        }
-        // It wants none, or they are in its purse, whatever a smaller budget waits for.
-        if wanted <= u64::from(node.scope.purse + node.scope.coming) {
-            return true;
-        }
-        let others = all.claims - u64::from(node.claim);
-        let declares = reserves == 0 || all.declared + reserves + self.floor <= self.frames.target;
-        let floor = u64::from(self.floor_for(request));
-        declares && all.pages.len() as u64 + wanted + floor + others <= u64::from(all.frames)
-    }
-
-    /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
-    fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
-        let budget = u64::from(self.frames.target);
-        let most = u64::from(self.frames_beside(node.scope.declared));
-        let told =
-            node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
-                let (_, runs, purpose, reserves) = self.asks(request)?;
-                let pages = || runs.iter().flat_map(|run| run.pages());
-                let writes = purpose == Purpose::Write;
-                let what = if writes { "write" } else { "read" };
-                if let Some(page) = pages().find(|page| node.held.get(page).is_some_and(|locked| writes || *locked)) {
-                    let has = if node.held[&page] {
-                        "which it has pinned to write itself"
-                    } else {
-                        "which it has pinned itself"
-                    };
-                    let (index, segment) = (page.index.0, page.segment);
-                    return Some((request, format!("asks to {what} page {index} of {segment:?}, {has}")));
-                }
-                let held = node.held.len() as u64;
-                let more = pages().filter(|page| !node.held.contains_key(page)).count() as u64 + u64::from(reserves);
-                (held + more + u64::from(self.floor_for(request)) > most).then(|| {
-                    let (held, more, budget) =
-                        (self.pages_in_words(held), self.pages_in_words(more), self.pages_in_words(budget));
-                    (request, format!("holds {held} itself and asks for {more} more, of a budget of {budget}"))
-                })
-            });
-        let (request, what) = told?;
-        let message = format!("{} {what}: it would wait for itself", self.scope_name(Some(node.id)));
-        let error = Error::new(ErrorKind::WouldDeadlock, message)
-            .remedy("let guards go first, and open a scope of its own for each thread or task");
-        Some((request, error))
-    }
-
-    /// "3 pages (6.0 MiB)".
-    fn pages_in_words(&self, pages: u64) -> String {
-        let noun = if pages == 1 { "page" } else { "pages" };
-        format!("{pages} {noun} ({})", Bytes::new(pages * self.config.page_bytes))
-    }
 }
-
-/// A scope that holds, and waits.
-struct Node<'a> {
-    id: ScopeId,
-    scope: &'a Scope,
-    /// Its pages, and whether it has them for itself.
-    held: HashMap<PageId, bool>,
-    /// See [`Scope::claim`].
-    claim: u32,
-}
-
-/// What some scopes hold, all together.
-struct HeldByAll<'a> {
-    /// By how many of them, and whether one has the page for itself.
-    pages: &'a HashMap<PageId, (u32, bool)>,
-    /// What they claim beside these.
-    claims: u64,
-    /// Of so many frames.
-    frames: u32,
-    /// How many of these they have declared.
-    declared: u32,
-}
-
-/// Scopes named in one message.
-const NAMED: usize = 4;
 
 pub(super) fn pages_of(runs: &[PageRun]) -> u64 {
     runs.iter().map(|run| u64::from(run.count)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::PageIndex;
+
+    #[test]
+    fn regression_guards_that_go_in_the_order_they_came_are_not_looked_for_among_all() {
+        let run = |index: u32| (PageRun { segment: SegmentId(0), first: PageIndex(index), count: 1 }, false);
+        let mut runs = Runs::default();
+        for index in (0..8000).chain(0..8000) {
+            runs.add(run(index));
+            assert!(runs.few.len() <= Runs::FEW, "so many are looked through for each that goes");
+        }
+        assert_eq!((runs.len(), runs.iter().count()), (16_000, 16_000));
+        for (gone, index) in (0..8000).chain(0..8000).enumerate() {
+            assert!(runs.remove(run(index)), "{index} was there");
+            assert_eq!(runs.len(), 15_999 - gone);
+        }
+        assert!(!runs.remove(run(0)) && runs.many.is_empty());
+    }
 }

@@ -153,7 +153,8 @@ pub fn run(segment: SegmentId, first: u32, count: u32) -> PageRun {
 
 impl World {
     pub fn new(config: PagerConfig, policy: PolicyKind) -> Self {
-        let (pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
+        let (mut pager, log) = (Pager::new(config, policy.build()), AccessLog::new());
+        pager.compare_deadlocks();
         Self {
             recorder: log.recorder(),
             gate: pager.gate(),

@@ -1,0 +1,977 @@
+//! Who of the scopes that hold and wait do so for each other.
+//!
+//! The scopes that hold pins or a purse, and wait, are *members*. Whether they all go on is asked whenever one of them gets
+//! more, or asks for more. Two ways lead to the answer:
+//!
+//! - The *order*. Members have ranks, so that each goes on once those of lower ranks have let go: who has a page in a way that
+//!   excludes a request has a lower rank than who asks, and in `slack` is how many frames are left beside what anybody wants,
+//!   and what is held by him and those behind him, at least. As long as there is such an order, nobody is in a circle. A member that comes is put
+//!   where it belongs, by a look at the lowest and highest ranks at its own pages. If it does not fit, others are moved back.
+//!   So a look costs what has changed, however many hold a page and however many ask for it.
+//! - The *reduction*, if no order is known. Members that could go on are taken away, round by round, each request and each
+//!   page looked at once for each change. The rounds are the new ranks. Who remains waits for ever.
+//!
+//! The order may be lost at any time (`sure` is false then): that costs a reduction, and nothing else.
+
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
+use std::fmt::Write;
+
+use super::scope::{Change, Counted, Scope, pages_of};
+use super::{Effects, PageRun, Pager, Purpose};
+use crate::error::{Error, ErrorKind};
+use crate::ids::{Bytes, PageId, RequestId, ScopeId};
+
+/// What is known of a scope that waits.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Of a member: see the [module documentation](self).
+    rank: Option<i64>,
+    /// Its pages.
+    held: HashMap<PageId, Times>,
+    /// What it [claims](Scope::claim).
+    claim: u32,
+    /// What it asks for, of a member.
+    asks: HashMap<RequestId, Asks>,
+    /// Requests of which that is not known yet.
+    unasked: Vec<RequestId>,
+}
+
+/// How often a scope has a page, and how often for itself alone.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    all: u32,
+    exclusive: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Asks {
+    runs: Vec<PageRun>,
+    writes: bool,
+    reserves: u32,
+}
+
+impl Asks {
+    fn pages(&self) -> impl Iterator<Item = PageId> {
+        self.runs.iter().flat_map(|run| run.pages())
+    }
+
+    /// The frames it wants at most.
+    fn most(&self) -> u64 {
+        pages_of(&self.runs) + u64::from(self.reserves)
+    }
+}
+
+impl Known {
+    pub(super) fn begins_to_wait(&mut self, request: RequestId) {
+        self.unasked.push(request);
+    }
+
+    pub(super) fn is_nothing(&self) -> bool {
+        self.rank.is_none() && self.held.is_empty() && self.asks.is_empty() && self.unasked.is_empty()
+    }
+
+    /// Edges to pages.
+    fn size(&self) -> u64 {
+        self.held.len() as u64 + self.asks.values().map(|asks| pages_of(&asks.runs)).sum::<u64>()
+    }
+}
+
+/// Rank and key.
+type Member = (i64, usize);
+
+/// More frames than there are.
+const PLENTY: i64 = i64::MAX / 2;
+
+/// Members that have to do with a page, by rank.
+#[derive(Debug, Default, PartialEq)]
+struct AtPage {
+    holders: BTreeSet<Member>,
+    /// How many of these have it for themselves alone: one, unless somebody is not counted again yet.
+    locks: u32,
+    /// How many requests of theirs want to read it.
+    readers: BTreeMap<Member, u32>,
+    writers: BTreeMap<Member, u32>,
+}
+
+impl AtPage {
+    /// The highest rank of who holds it.
+    fn top(&self) -> Option<i64> {
+        self.holders.last().map(|(rank, _)| *rank)
+    }
+
+    /// The first of those that holders exclude.
+    fn first_excluded(&self) -> Option<Member> {
+        let first = |asking: &BTreeMap<Member, u32>| asking.first_key_value().map(|(member, _)| *member);
+        let reader = first(&self.readers).filter(|_| self.locks > 0);
+        [first(&self.writers), reader].into_iter().flatten().min()
+    }
+
+    fn asking(&mut self, writes: bool) -> &mut BTreeMap<Member, u32> {
+        if writes { &mut self.writers } else { &mut self.readers }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.holders.is_empty() && self.readers.is_empty() && self.writers.is_empty()
+    }
+}
+
+/// The members, and their order.
+#[derive(Debug, Default)]
+pub(super) struct Members {
+    pages: HashMap<PageId, AtPage>,
+    count: usize,
+    /// Pages that somebody holds.
+    held: u64,
+    /// What they claim beside these.
+    claims: u64,
+    /// How many edges there are between members and pages.
+    edges: u64,
+    /// How many requests want at most so many frames.
+    wants: BTreeMap<u64, u32>,
+    /// Requests that reserve.
+    reserving: u32,
+    /// Whether the ranks are an order in which everybody goes on.
+    sure: bool,
+    /// In that order: so many frames are left, at least, whoever's turn it is.
+    slack: i64,
+    /// No rank is higher.
+    highest: i64,
+    /// Every reduction is compared with the plain one.
+    compares: bool,
+    /// What has been looked at, for tests that count.
+    steps: u64,
+}
+
+impl Members {
+    /// `locks` if it has the page for itself alone from now on, `comes` if it did not have it before. Whether who asks for it
+    /// may have to move.
+    fn hold(&mut self, page: PageId, (rank, key): Member, comes: bool, locks: bool) -> bool {
+        self.steps += 1;
+        let at = self.pages.entry(page).or_default();
+        if comes {
+            let before = at.top();
+            self.held += u64::from(before.is_none());
+            self.edges += 1;
+            at.holders.insert((rank, key));
+            // Who has a place between these two did not meet this page when its turn came.
+            if before.is_none_or(|before| before < rank && before < self.highest) {
+                self.slack -= 1;
+            }
+        }
+        at.locks += u32::from(locks);
+        at.first_excluded().is_some_and(|(first, _)| Some(first) <= at.top())
+    }
+
+    fn let_go(&mut self, page: PageId, member: Member, goes: bool, unlocks: bool) {
+        self.steps += 1;
+        let Some(at) = self.pages.get_mut(&page) else { return };
+        at.locks -= u32::from(unlocks);
+        if goes {
+            self.edges -= 1;
+            at.holders.remove(&member);
+            self.held -= u64::from(at.holders.is_empty());
+        }
+        if at.is_empty() {
+            self.pages.remove(&page);
+        }
+    }
+
+    /// Whether it has to move. Counts the page if nobody holds it.
+    fn ask(&mut self, page: PageId, member: Member, writes: bool, wanted: &mut u64) -> bool {
+        self.steps += 1;
+        self.edges += 1;
+        let at = self.pages.entry(page).or_default();
+        *at.asking(writes).entry(member).or_default() += 1;
+        let Some(top) = at.top() else {
+            *wanted += 1;
+            return false;
+        };
+        (writes || at.locks > 0) && top >= member.0
+    }
+
+    fn ask_no_more(&mut self, asks: &Asks, member: Member) {
+        for page in asks.pages() {
+            self.steps += 1;
+            self.edges -= 1;
+            let Some(at) = self.pages.get_mut(&page) else { continue };
+            let asking = at.asking(asks.writes);
+            if let Some(times) = asking.get_mut(&member) {
+                *times -= 1;
+                if *times == 0 {
+                    asking.remove(&member);
+                }
+            }
+            if at.is_empty() {
+                self.pages.remove(&page);
+            }
+        }
+        self.reserving -= u32::from(asks.reserves > 0);
+        let most = asks.most();
+        if let Some(times) = self.wants.get_mut(&most) {
+            *times -= 1;
+            if *times == 0 {
+                self.wants.remove(&most);
+            }
+        }
+    }
+
+    /// It is no member any more.
+    fn leave(&mut self, key: usize, known: &mut Known) {
+        let Some(rank) = known.rank.take() else { return };
+        self.count -= 1;
+        self.claims -= u64::from(std::mem::take(&mut known.claim));
+        for (page, times) in std::mem::take(&mut known.held) {
+            self.let_go(page, (rank, key), true, times.exclusive > 0);
+        }
+        for (request, asks) in std::mem::take(&mut known.asks) {
+            self.ask_no_more(&asks, (rank, key));
+            known.unasked.push(request);
+        }
+        if self.count == 0 {
+            // Of nobody every order is one.
+            (self.sure, self.slack, self.highest) = (true, PLENTY, 0);
+        }
+    }
+
+    /// Gives a member another rank.
+    fn move_to(&mut self, key: usize, known: &mut Known, to: i64) {
+        let Some(from) = known.rank.replace(to).filter(|from| *from != to) else { return };
+        let (old, new) = ((from, key), (to, key));
+        for page in known.held.keys() {
+            self.steps += 1;
+            let Some(at) = self.pages.get_mut(page) else { continue };
+            let before = at.top();
+            at.holders.remove(&old);
+            at.holders.insert(new);
+            if at.top() > before && before < Some(self.highest) {
+                self.slack -= 1;
+            }
+        }
+        if to > from && from < self.highest {
+            self.slack -= i64::from(known.claim);
+        }
+        for asks in known.asks.values() {
+            for page in asks.pages() {
+                self.steps += 1;
+                let Some(at) = self.pages.get_mut(&page) else { continue };
+                let asking = at.asking(asks.writes);
+                // The first of several requests for one page has moved them all.
+                if let Some(times) = asking.remove(&old) {
+                    asking.insert(new, times);
+                }
+            }
+        }
+        self.highest = self.highest.max(to);
+    }
+
+    /// Frames left beside what anybody wants and what all hold, whatever the order.
+    fn left_in_any_order(&self, frames: u64) -> i64 {
+        let most = self.wants.last_key_value().map_or(0, |(most, _)| *most);
+        frames as i64 - (self.held + self.claims + most) as i64
+    }
+}
+
+impl Pager {
+    /// Has every search for deadlocks compared with a plain one, which is slow.
+    #[doc(hidden)]
+    pub fn compare_deadlocks(&mut self) {
+        self.members.compares = true;
+    }
+
+    /// How many edges between scopes and pages have been looked at, for who waits for whom.
+    #[doc(hidden)]
+    pub fn deadlock_steps(&self) -> u64 {
+        self.members.steps
+    }
+
+    /// A request of this scope waits no more, and none does if `all`.
+    pub(super) fn asks_no_more(&mut self, key: usize, request: RequestId, all: bool) {
+        let Self { scopes, members, .. } = self;
+        let known = &mut scopes[key].known;
+        if let (Some(rank), Some(asks)) = (known.rank, known.asks.remove(&request)) {
+            members.ask_no_more(&asks, (rank, key));
+        }
+        known.unasked.retain(|other| *other != request);
+        if all {
+            members.leave(key, known);
+            known.unasked.clear();
+        }
+    }
+
+    /// Counts what a scope that waits holds and asks for now. The order is kept, if there is one, or lost.
+    fn count(&mut self, key: usize) {
+        let Self { scopes, members, .. } = self;
+        let Scope { holdings, known, declared, .. } = &mut scopes[key];
+        let (counted, paid) = holdings.count();
+        let changes = match counted {
+            Counted::Since(changes) => changes,
+            Counted::Anew(runs) => {
+                members.leave(key, known);
+                runs.into_iter().map(|run| (run, Change::Came)).collect()
+            }
+        };
+        let mut moved = Vec::new();
+        for ((run, exclusive), change) in changes {
+            for page in run.pages() {
+                let times = known.held.entry(page).or_default();
+                let before = *times;
+                match change {
+                    Change::Came => {
+                        times.all += 1;
+                        times.exclusive += u32::from(exclusive);
+                    }
+                    Change::Went => {
+                        invariant!(times.all > 0, "{page:?} is let go of by who does not hold it");
+                        times.all -= 1;
+                        times.exclusive -= u32::from(exclusive);
+                    }
+                }
+                let now = *times;
+                if now.all == 0 {
+                    known.held.remove(&page);
+                }
+                let Some(rank) = known.rank else { continue };
+                match change {
+                    Change::Came => {
+                        let locks = before.exclusive == 0 && now.exclusive > 0;
+                        if members.hold(page, (rank, key), before.all == 0, locks) {
+                            moved.push(page);
+                        }
+                    }
+                    Change::Went => {
+                        let unlocks = before.exclusive > 0 && now.exclusive == 0;
+                        members.let_go(page, (rank, key), now.all == 0, unlocks);
+                    }
+                }
+            }
+        }
+        let claim = declared.saturating_sub(paid);
+        if known.held.is_empty() && claim == 0 {
+            members.leave(key, known);
+            return;
+        }
+        if known.rank.is_none() {
+            self.join(key, &mut moved);
+        }
+        let Self { scopes, members, .. } = self;
+        let known = &mut scopes[key].known;
+        members.claims = members.claims - u64::from(known.claim) + u64::from(claim);
+        members.slack -= i64::from(claim.saturating_sub(known.claim));
+        known.claim = claim;
+        let short = self.register(key, &mut moved);
+        if self.members.sure {
+            self.make_way(moved);
+        }
+        if self.members.sure && short {
+            self.put_last(key);
+        }
+        let left = self.members.left_in_any_order(u64::from(self.frames.target.saturating_sub(self.floor)));
+        self.members.slack = self.members.slack.max(left);
+        self.members.sure &= self.members.slack >= 0;
+    }
+
+    /// A scope that waits becomes a member. Where others ask for what it holds, or hold what it asks for, is its place.
+    fn join(&mut self, key: usize, moved: &mut Vec<PageId>) {
+        let known = &self.scopes[key].known;
+        let (mut above, mut below) = (None, None);
+        for (_, runs, purpose, _) in known.unasked.iter().filter_map(|request| self.asks(*request)) {
+            for page in runs.iter().flat_map(|run| run.pages()) {
+                let Some(at) = self.members.pages.get(&page) else { continue };
+                if purpose == Purpose::Write || at.locks > 0 {
+                    above = above.max(at.top());
+                }
+            }
+        }
+        for (page, times) in &known.held {
+            let Some(at) = self.members.pages.get(page) else { continue };
+            let first = |asking: &BTreeMap<Member, u32>| asking.first_key_value().map(|((rank, _), _)| *rank);
+            let reader = first(&at.readers).filter(|_| times.exclusive > 0);
+            below = [below, first(&at.writers), reader].into_iter().flatten().min();
+        }
+        let rank = match (above, below) {
+            (Some(above), _) => above + 1,
+            (None, Some(below)) => below - 1,
+            (None, None) => 0,
+        };
+        let Self { scopes, members, .. } = self;
+        let known = &mut scopes[key].known;
+        known.rank = Some(rank);
+        members.count += 1;
+        for (page, times) in &known.held {
+            if members.hold(*page, (rank, key), true, times.exclusive > 0) {
+                moved.push(*page);
+            }
+        }
+        members.highest = members.highest.max(rank);
+    }
+
+    /// What a member asks for is known from now on. Whether there are too few frames for that while all keep what they have.
+    fn register(&mut self, key: usize, moved: &mut Vec<PageId>) -> bool {
+        let mut short = false;
+        for request in std::mem::take(&mut self.scopes[key].known.unasked) {
+            let Some((_, runs, purpose, reserves)) = self.asks(request) else { continue };
+            let asks = Asks { runs: runs.to_vec(), writes: purpose == Purpose::Write, reserves };
+            let floor = self.floor_for(request);
+            let Self { scopes, members, .. } = self;
+            let known = &mut scopes[key].known;
+            let Some(rank) = known.rank else { continue };
+            let mut wanted = u64::from(reserves) + u64::from(floor);
+            for page in asks.pages() {
+                if members.ask(page, (rank, key), asks.writes, &mut wanted) {
+                    moved.push(page);
+                }
+            }
+            *members.wants.entry(asks.most()).or_default() += 1;
+            members.reserving += u32::from(reserves > 0);
+            // What is declared by then is not known.
+            members.sure &= reserves == 0;
+            let others = members.claims - u64::from(known.claim);
+            let left = i64::from(self.frames.target) - (members.held + wanted + others) as i64;
+            known.asks.insert(request, asks);
+            if left < 0 {
+                short = true;
+            } else {
+                members.slack = members.slack.min(left);
+            }
+        }
+        short
+    }
+
+    /// Moves those back that ask for one of these pages and are not behind all that hold it, and who waits for these.
+    fn make_way(&mut self, mut pages: Vec<PageId>) {
+        // Whoever is moved again and again may be in a circle.
+        let mut most = 4 * self.members.edges + 64;
+        while let Some(page) = pages.pop() {
+            while let Some(at) = self.members.pages.get(&page)
+                && let (Some(top), Some(first)) = (at.top(), at.first_excluded())
+                && first.0 <= top
+            {
+                let Self { scopes, members, .. } = self;
+                let known = &mut scopes[first.1].known;
+                let size = known.size();
+                // It holds itself what it asks for, or it is looked at too often.
+                if known.held.contains_key(&page) || size > most {
+                    members.sure = false;
+                    return;
+                }
+                most -= size;
+                members.move_to(first.1, known, top + 1);
+                pages.extend(known.held.keys());
+            }
+        }
+    }
+
+    /// There are too few frames for a member as long as all keep what they have: it goes on after all others, if nobody
+    /// waits for it.
+    fn put_last(&mut self, key: usize) {
+        let known = &self.scopes[key].known;
+        let is_awaited = |page: &PageId| self.members.pages.get(page).is_some_and(|at| at.first_excluded().is_some());
+        let left = known.asks.iter().map(|(request, asks)| {
+            let wanted = asks.pages().filter(|page| !known.held.contains_key(page)).count() as u64;
+            let beside = wanted + u64::from(asks.reserves) + u64::from(self.floor_for(*request));
+            i64::from(self.frames.target) - (known.held.len() as u64 + beside) as i64
+        });
+        let left = left.min().unwrap_or(i64::MAX);
+        if left < 0 || known.held.keys().any(is_awaited) {
+            self.members.sure = false;
+            return;
+        }
+        let Self { scopes, members, .. } = self;
+        let last = members.highest + 1;
+        members.move_to(key, &mut scopes[key].known, last);
+        members.slack = members.slack.min(left);
+    }
+
+    /// Frames that a request leaves alone.
+    fn floor_for(&self, request: RequestId) -> u32 {
+        if self.never_refused(request) { 0 } else { self.floor }
+    }
+
+    /// Whether the budget holds what is declared: then a member that lets go takes nothing from others.
+    fn is_roomy(&self) -> bool {
+        self.declared + self.floor <= self.frames.target
+    }
+
+    /// Ends one of the requests that wait for each other for ever because of this scope, and again until there are none. Whether
+    /// there was one.
+    pub(super) fn break_deadlocks(&mut self, scope: ScopeId, fx: &mut Effects) -> bool {
+        let Some(key) = self.scope_key(scope).filter(|key| !self.scopes[*key].waiting.is_empty()) else { return false };
+        self.count(key);
+        if self.scopes[key].known.rank.is_none() || self.members.sure && self.is_roomy() {
+            return false;
+        }
+        self.break_all(fx)
+    }
+
+    /// Looks for circles that may have been closed anywhere.
+    pub(super) fn look_at_all(&mut self, fx: &mut Effects) {
+        self.members.sure = false;
+        self.break_all(fx);
+    }
+
+    fn break_all(&mut self, fx: &mut Effects) -> bool {
+        let mut any = false;
+        while let Some((victim, error)) = self.find_deadlock() {
+            self.stats.deadlocks += 1;
+            self.end(victim, error, fx);
+            any = true;
+        }
+        any
+    }
+
+    /// Who waits for each other, and which request is to end.
+    fn find_deadlock(&mut self) -> Option<(RequestId, Error)> {
+        // Nobody needs to be moved now.
+        self.members.sure = false;
+        let waiting = self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty());
+        for key in waiting.map(|(key, _)| key).collect::<Vec<_>>() {
+            self.count(key);
+        }
+        self.members.sure = false;
+        let left = if self.is_roomy() {
+            let reduced = self.reduce();
+            if reduced.left.is_empty() {
+                self.put_in_order(&reduced);
+            }
+            reduced.left
+        } else {
+            self.left_plainly()
+        };
+        if self.members.compares {
+            let plainly = self.left_plainly();
+            assert!(left == plainly, "{left:?} wait for each other, or {plainly:?}: {self:#?}");
+        }
+        (!left.is_empty()).then(|| self.choose(&left)).flatten()
+    }
+
+    /// Takes away, round by round, the members that could go on if all others but the rest let go.
+    fn reduce(&mut self) -> Reduction {
+        let mut numbers: HashMap<PageId, usize> = HashMap::new();
+        let mut pages: Vec<PageLeft> = Vec::new();
+        let mut nodes: Vec<NodeLeft> = Vec::new();
+        let mut requests: Vec<RequestLeft> = Vec::new();
+        let (mut used, mut declared, mut steps) = (0, 0, 0);
+        for (key, scope) in self.scopes.iter().filter(|(_, scope)| scope.known.rank.is_some()) {
+            let known = &scope.known;
+            let mut node = NodeLeft { key, pages: Vec::with_capacity(known.held.len()), claim: known.claim, open: 0 };
+            for (page, times) in &known.held {
+                let number = *numbers.entry(*page).or_insert_with(|| {
+                    pages.push(PageLeft::default());
+                    pages.len() - 1
+                });
+                pages[number].holders += 1;
+                pages[number].locked |= times.exclusive > 0;
+                node.pages.push(number);
+            }
+            steps += known.size();
+            used += i64::from(known.claim);
+            declared += scope.declared;
+            nodes.push(node);
+        }
+        used += pages.len() as i64;
+        // Requests whose pages nobody has in a way that excludes them, and that are to be tried.
+        let mut next: Vec<usize> = Vec::new();
+        for (at, node) in nodes.iter_mut().enumerate() {
+            for id in &self.scopes[node.key].waiting {
+                let Some((_, runs, purpose, reserves)) = self.asks(*id) else { continue };
+                let mut request = RequestLeft {
+                    node: at,
+                    wanted: u64::from(reserves),
+                    floor: self.floor_for(*id),
+                    reserves,
+                    excluded: 0,
+                };
+                for page in runs.iter().flat_map(|run| run.pages()) {
+                    let Some(number) = numbers.get(&page) else {
+                        request.wanted += 1;
+                        continue;
+                    };
+                    let page = &mut pages[*number];
+                    let excluded = purpose == Purpose::Write || page.locked;
+                    request.excluded += u32::from(excluded);
+                    page.asking.push((requests.len(), excluded));
+                }
+                if request.excluded == 0 {
+                    next.push(requests.len());
+                }
+                node.open += 1;
+                requests.push(request);
+            }
+        }
+        let target = i64::from(self.frames.target);
+        let mut ready: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].open == 0).collect();
+        // Those that wait until no more than so many frames are used.
+        let mut until: BinaryHeap<(i64, usize)> = BinaryHeap::new();
+        let mut undeclared: Vec<usize> = Vec::new();
+        let mut rounds = Vec::with_capacity(nodes.len());
+        let (mut slack, mut lasts) = (PLENTY, true);
+        for round in 0.. {
+            next.append(&mut undeclared);
+            while until.peek().is_some_and(|(until, _)| *until >= used) {
+                next.extend(until.pop().map(|(_, request)| request));
+            }
+            for number in next.drain(..) {
+                steps += 1;
+                let RequestLeft { node, wanted, floor, reserves, .. } = requests[number];
+                let scope = &self.scopes[nodes[node].key];
+                let declares = reserves == 0 || declared + reserves + self.floor <= self.frames.target;
+                let most = target - wanted as i64 - i64::from(floor) + i64::from(nodes[node].claim);
+                if declares && used <= most {
+                    slack = slack.min(most - used);
+                } else if wanted <= u64::from(scope.purse + scope.coming) {
+                    // What is in its purse it gets, whatever a smaller budget waits for; but that may be spent for another one.
+                    lasts = false;
+                } else if declares {
+                    until.push((most, number));
+                    continue;
+                } else {
+                    undeclared.push(number);
+                    continue;
+                }
+                nodes[node].open -= 1;
+                if nodes[node].open == 0 {
+                    ready.push(node);
+                }
+            }
+            if ready.is_empty() {
+                break;
+            }
+            for node in ready.drain(..) {
+                rounds.push((nodes[node].key, round));
+                used -= i64::from(nodes[node].claim);
+                declared -= self.scopes[nodes[node].key].declared;
+                for number in std::mem::take(&mut nodes[node].pages) {
+                    pages[number].holders -= 1;
+                    if pages[number].holders > 0 {
+                        continue;
+                    }
+                    used -= 1;
+                    for (request, excluded) in std::mem::take(&mut pages[number].asking) {
+                        steps += 1;
+                        requests[request].wanted += 1;
+                        requests[request].excluded -= u32::from(excluded);
+                        if excluded && requests[request].excluded == 0 {
+                            next.push(request);
+                        }
+                    }
+                }
+            }
+        }
+        self.members.steps += steps;
+        let left = nodes.iter().filter(|node| node.open > 0).map(|node| node.key).collect();
+        Reduction { left, rounds, slack, lasts }
+    }
+
+    fn put_in_order(&mut self, reduction: &Reduction) {
+        let Self { scopes, members, .. } = self;
+        for (key, round) in &reduction.rounds {
+            members.move_to(*key, &mut scopes[*key].known, *round);
+        }
+        members.highest = reduction.rounds.last().map_or(0, |(_, round)| *round);
+        members.slack = reduction.slack;
+        members.sure = reduction.lasts && members.reserving == 0;
+    }
+
+    /// Members that do not go on, found by looking at each again and again.
+    fn left_plainly(&self) -> Vec<usize> {
+        let waiting = self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty()).map(|(key, _)| key);
+        let (mut nodes, mut holders) = self.nodes(waiting);
+        let mut claims: u64 = nodes.iter().map(|node| u64::from(node.claim)).sum();
+        loop {
+            let before = nodes.len();
+            let declared: u32 = nodes.iter().map(|node| node.scope.declared).sum();
+            let frames = self.frames_beside(declared);
+            nodes.retain(|node| {
+                let all = HeldByAll { pages: &holders, claims, frames, declared };
+                let stays = node.scope.waiting.iter().any(|request| !self.goes_on(node, *request, &all));
+                if !stays {
+                    claims -= u64::from(node.claim);
+                    for page in node.held.keys() {
+                        if let Some((count, _)) = holders.get_mut(page) {
+                            *count -= 1;
+                            if *count == 0 {
+                                holders.remove(page);
+                            }
+                        }
+                    }
+                }
+                stays
+            });
+            if nodes.is_empty() || nodes.len() == before {
+                return nodes.iter().map(|node| node.key).collect();
+            }
+        }
+    }
+
+    /// Those of these scopes that hold something, and how many of them hold a page, and whether one has it for itself.
+    fn nodes(&self, keys: impl Iterator<Item = usize>) -> (Vec<Node<'_>>, HashMap<PageId, (u32, bool)>) {
+        let mut nodes = Vec::new();
+        let mut holders: HashMap<PageId, (u32, bool)> = HashMap::new();
+        for key in keys {
+            let scope = &self.scopes[key];
+            let runs = scope.holdings.runs();
+            let held: HashMap<PageId, bool> =
+                runs.iter().flat_map(|(run, exclusive)| run.pages().map(|page| (page, *exclusive))).collect();
+            let claim = scope.claim();
+            if held.is_empty() && claim == 0 {
+                continue;
+            }
+            for (page, exclusive) in &held {
+                let holder = holders.entry(*page).or_default();
+                *holder = (holder.0 + 1, holder.1 || *exclusive);
+            }
+            nodes.push(Node { key, id: self.scope_id(key), scope, held, claim });
+        }
+        (nodes, holders)
+    }
+
+    /// Which request of those that wait for each other is to end, and what it is told.
+    fn choose(&self, left: &[usize]) -> Option<(RequestId, Error)> {
+        let (nodes, holders) = self.nodes(left.iter().copied());
+        let claims: u64 = nodes.iter().map(|node| u64::from(node.claim)).sum();
+        // Who is in its own way is told of it: nobody else can do anything about that.
+        if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
+            return Some(told);
+        }
+        // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
+        // youngest. One that gives up helps if it holds what no other one does.
+        let declared = nodes.iter().map(|node| node.scope.declared).sum();
+        let all = HeldByAll { pages: &holders, claims, frames: self.frames.target, declared };
+        let victim = nodes
+            .iter()
+            .filter_map(|node| {
+                let Node { id, scope, held, .. } = node;
+                let mut refusable = scope.waiting.iter().rev().copied().filter(|request| !self.never_refused(*request));
+                let any = refusable.clone().next()?;
+                let request = refusable.find(|request| !self.goes_on(node, *request, &all)).unwrap_or(any);
+                let alone = |page: &PageId| holders.get(page).is_some_and(|(count, _)| *count == 1);
+                let helps = node.claim > 0 || held.keys().any(alone);
+                Some(((helps, scope.holdings.at_most().is_none(), scope.priority, scope.serial), *id, request))
+            })
+            .max_by_key(|(cost, ..)| *cost);
+        let (_, chosen, request) = victim?;
+        let mut message = String::new();
+        for node in nodes.iter().take(NAMED) {
+            let asked: u64 =
+                node.scope.waiting.iter().filter_map(|id| self.asks(*id)).map(|(_, runs, ..)| pages_of(runs)).sum();
+            let _ = write!(
+                message,
+                "{} holds {} and asks for {}; ",
+                self.scope_name(Some(node.id)),
+                self.pages_in_words(node.held.len() as u64),
+                self.pages_in_words(asked)
+            );
+        }
+        if nodes.len() > NAMED {
+            let _ = write!(message, "{} more scopes do likewise; ", nodes.len() - NAMED);
+        }
+        let _ = write!(
+            message,
+            "the budget is {}: they wait for each other, and {} gives up",
+            self.pages_in_words(u64::from(self.frames.target)),
+            self.scope_name(Some(chosen))
+        );
+        Some((
+            request,
+            Error::new(ErrorKind::WouldDeadlock, message).remedy(
+                "drop the scope's guards and try again, pin what is needed together as a set, or open the scope for the \
+                 most it will need, so that it is admitted as a unit",
+            ),
+        ))
+    }
+
+    /// Whether a request that waits could be admitted if nobody held anything but `all`.
+    fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
+        let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
+        let mut wanted = u64::from(reserves);
+        for page in runs.iter().flat_map(|run| run.pages()) {
+            match all.pages.get(&page) {
+                None => wanted += 1,
+                // Whoever has it: the scope itself as well.
+                Some((_, locked)) if purpose == Purpose::Write || *locked => return false,
+                Some(_) => {}
+            }
+        }
+        // It wants none, or they are in its purse, whatever a smaller budget waits for.
+        if wanted <= u64::from(node.scope.purse + node.scope.coming) {
+            return true;
+        }
+        let others = all.claims - u64::from(node.claim);
+        let declares = reserves == 0 || all.declared + reserves + self.floor <= self.frames.target;
+        let floor = u64::from(self.floor_for(request));
+        declares && all.pages.len() as u64 + wanted + floor + others <= u64::from(all.frames)
+    }
+
+    /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
+    fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
+        let budget = u64::from(self.frames.target);
+        let most = u64::from(self.frames_beside(node.scope.declared));
+        let told =
+            node.scope.waiting.iter().copied().filter(|request| !self.never_refused(*request)).find_map(|request| {
+                let (_, runs, purpose, reserves) = self.asks(request)?;
+                let pages = || runs.iter().flat_map(|run| run.pages());
+                let writes = purpose == Purpose::Write;
+                let what = if writes { "write" } else { "read" };
+                if let Some(page) = pages().find(|page| node.held.get(page).is_some_and(|locked| writes || *locked)) {
+                    let has = if node.held[&page] {
+                        "which it has pinned to write itself"
+                    } else {
+                        "which it has pinned itself"
+                    };
+                    let (index, segment) = (page.index.0, page.segment);
+                    return Some((request, format!("asks to {what} page {index} of {segment:?}, {has}")));
+                }
+                let held = node.held.len() as u64;
+                let more = pages().filter(|page| !node.held.contains_key(page)).count() as u64 + u64::from(reserves);
+                (held + more + u64::from(self.floor_for(request)) > most).then(|| {
+                    let (held, more, budget) =
+                        (self.pages_in_words(held), self.pages_in_words(more), self.pages_in_words(budget));
+                    (request, format!("holds {held} itself and asks for {more} more, of a budget of {budget}"))
+                })
+            });
+        let (request, what) = told?;
+        let message = format!("{} {what}: it would wait for itself", self.scope_name(Some(node.id)));
+        let error = Error::new(ErrorKind::WouldDeadlock, message)
+            .remedy("let guards go first, and open a scope of its own for each thread or task");
+        Some((request, error))
+    }
+
+    /// "3 pages (6.0 MiB)".
+    fn pages_in_words(&self, pages: u64) -> String {
+        let noun = if pages == 1 { "page" } else { "pages" };
+        format!("{pages} {noun} ({})", Bytes::new(pages * self.config.page_bytes))
+    }
+
+    /// For checks: nobody waits for ever but those that can never be refused, and what is known of the members is so.
+    pub(super) fn check_members(&self) -> Result<(), String> {
+        let refusable = |key: &usize| self.scopes[*key].waiting.iter().any(|request| !self.never_refused(*request));
+        let left = self.left_plainly();
+        // What has been lent is looked at with the next event, which the end of its fill is at the latest.
+        ensure!(
+            !self.grown.is_empty() || !left.iter().any(refusable),
+            "{left:?} wait for each other, and nobody is told"
+        );
+        let Members { pages, count, held, claims, edges, wants, reserving, sure, slack, highest, .. } = &self.members;
+        let mut expected: HashMap<PageId, AtPage> = HashMap::new();
+        let (mut all, mut claimed, mut size, mut most, mut reserve) = (0, 0, 0, BTreeMap::<u64, u32>::new(), 0);
+        for (key, scope) in &self.scopes {
+            let known = &scope.known;
+            let Some(rank) = known.rank else {
+                ensure!(known.held.is_empty() && known.asks.is_empty() && known.claim == 0, "no member: {known:?}");
+                continue;
+            };
+            all += 1;
+            ensure!(!scope.waiting.is_empty() && rank <= *highest, "{key} is a member at {rank}");
+            for request in &scope.waiting {
+                ensure!(known.asks.contains_key(request) != known.unasked.contains(request), "{request:?}: {known:?}");
+            }
+            claimed += u64::from(known.claim);
+            size += known.size();
+            for (page, times) in &known.held {
+                let at = expected.entry(*page).or_default();
+                at.holders.insert((rank, key));
+                at.locks += u32::from(times.exclusive > 0);
+            }
+            for asks in known.asks.values() {
+                *most.entry(asks.most()).or_default() += 1;
+                reserve += u32::from(asks.reserves > 0);
+                for page in asks.pages() {
+                    *expected.entry(page).or_default().asking(asks.writes).entry((rank, key)).or_default() += 1;
+                }
+            }
+        }
+        ensure!(*pages == expected, "at pages is {pages:?}, not {expected:?}");
+        let holds = pages.values().filter(|at| !at.holders.is_empty()).count() as u64;
+        ensure!(
+            (*count, *held, *claims, *edges, wants, *reserving) == (all, holds, claimed, size, &most, reserve),
+            "members are counted as {:?}",
+            self.members
+        );
+        if !*sure {
+            return Ok(());
+        }
+        for (page, at) in pages {
+            let first = at.first_excluded().map(|(rank, _)| rank);
+            ensure!(first.is_none() || at.top() < first, "{page:?} is in the way of who comes first: {at:?}");
+        }
+        for (key, scope) in &self.scopes {
+            let Some(rank) = scope.known.rank else { continue };
+            let behind = |at: &AtPage| at.top() >= Some(rank);
+            let held = pages.iter().filter(|(_, at)| behind(at)).count() as u64;
+            let others = self.scopes.iter().filter(|(other, _)| *other != key).map(|(_, scope)| &scope.known);
+            let claims: u64 = others.filter(|known| known.rank >= Some(rank)).map(|known| u64::from(known.claim)).sum();
+            for (request, asks) in &scope.known.asks {
+                let absent = asks.pages().filter(|page| !pages.get(page).is_some_and(behind)).count() as u64;
+                let all = held + claims + absent + u64::from(asks.reserves + self.floor_for(*request));
+                let left = i64::from(self.frames.target) - all as i64;
+                ensure!(left >= *slack && *slack >= 0, "{request:?} has {left} frames left, and not {slack}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What came of taking members away.
+struct Reduction {
+    /// Keys of those that remain.
+    left: Vec<usize>,
+    /// Keys of those that do not, and in which round they went.
+    rounds: Vec<(usize, i64)>,
+    /// So many frames were left in each round, for each request that was satisfied in it.
+    slack: i64,
+    /// Whether members that come do not change what was found of those that are there, as long as they find room.
+    lasts: bool,
+}
+
+/// A page that members hold which are not taken away yet.
+#[derive(Default)]
+struct PageLeft {
+    holders: u32,
+    locked: bool,
+    /// Requests that want it, and whether they are excluded.
+    asking: Vec<(usize, bool)>,
+}
+
+struct NodeLeft {
+    key: usize,
+    pages: Vec<usize>,
+    claim: u32,
+    /// Requests that are not satisfied yet.
+    open: u32,
+}
+
+struct RequestLeft {
+    node: usize,
+    /// Frames, of pages that nobody holds, and to reserve.
+    wanted: u64,
+    floor: u32,
+    reserves: u32,
+    /// Pages that are held in a way that excludes it.
+    excluded: u32,
+}
+
+/// A scope that holds, and waits.
+struct Node<'a> {
+    key: usize,
+    id: ScopeId,
+    scope: &'a Scope,
+    /// Its pages, and whether it has them for itself.
+    held: HashMap<PageId, bool>,
+    /// See [`Scope::claim`].
+    claim: u32,
+}
+
+/// What some scopes hold, all together.
+struct HeldByAll<'a> {
+    /// By how many of them, and whether one has the page for itself.
+    pages: &'a HashMap<PageId, (u32, bool)>,
+    /// What they claim beside these.
+    claims: u64,
+    /// Of so many frames.
+    frames: u32,
+    /// How many of these they have declared.
+    declared: u32,
+}
+
+/// Scopes named in one message.
+const NAMED: usize = 4;
