@@ -5,14 +5,15 @@
 mod pager_world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use outcore::pager::{
-    Backing, Place, PolicyKind, Priority, ScopePriority, ScopeTerms, State, TryPin, Unpin, WaitCause, WaitsFor,
+    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, TryPin, Unpin, WaitCause, WaitsFor,
+    pin,
 };
 use outcore::{Error, ErrorKind, SegmentId};
-use pager_world::{Use, World, config, page, run};
+use pager_world::{Random, Use, World, config, page, run};
 
 fn world(frames: u32, host: u32, pages: u32) -> (World, SegmentId) {
     let mut world = World::new(config(frames, host, 2, true), PolicyKind::Lru);
@@ -1388,4 +1389,64 @@ fn regression_a_scope_spends_nothing_before_all_it_declares_is_there() {
     assert!(waits.is_ok() || !world.waits(waits.unwrap_err()), "it gets frames like any other");
     assert_eq!(world.guards.len(), 1);
     world.drain();
+}
+
+/// A request wants another number of frames each time that a page of it comes or goes. Pins that are tried without the latch all the
+/// while do not pass it more often than is allowed.
+#[test]
+fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
+    for seed in 1..=4u64 {
+        let (mut world, s) = world(4, 0, 16);
+        let scope = world.growing_scope();
+        world.pin(&[run(s, 0, 1)], false, false).unwrap();
+        settle(&mut world);
+        world.scope = None;
+        let waits = world.pin(&[run(s, 1, 4)], false, false).unwrap().unwrap_err();
+        // Another thread has a page of its own pinned and let go of at any moment.
+        world.checked = false;
+        let (gate, words) = (world.pager.gate(), world.words(s));
+        let (stop, tries, hits) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
+        thread::scope(|threads| {
+            threads.spawn(|| {
+                while !stop.load(Ordering::Acquire) {
+                    if pin::page(&gate, page(s, 0), &words[0], Purpose::Read).is_some() {
+                        hits.fetch_add(1, Ordering::Relaxed);
+                        let _ = pin::unpin(&words[..1], false);
+                    }
+                    tries.fetch_add(1, Ordering::Release);
+                }
+            });
+            while tries.load(Ordering::Acquire) == 0 {
+                thread::yield_now();
+            }
+            let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+            for _ in 0..4_000 {
+                let at = 1 + random.below(4) as u32;
+                match random.below(8) {
+                    0 if world.waiting.len() == 1 => {
+                        world.scope = None;
+                        world.pin(&[run(s, at, 4)], false, false).unwrap().unwrap_err();
+                    }
+                    1 if world.waiting.len() == 2 => world.cancel(1),
+                    2..5 => {
+                        world.scope = Some(scope);
+                        world.pin(&[run(s, at, 1)], false, false).unwrap();
+                        settle(&mut world);
+                        world.unpin(world.guards.len() - 1);
+                    }
+                    _ => {
+                        world.with(|pager, fx| pager.evict(std::iter::once(page(s, at)), fx));
+                    }
+                }
+            }
+            stop.store(true, Ordering::Release);
+        });
+        // The other thread did not say when somebody waited for its pin to end.
+        world.with(|pager, fx| pager.released(&[run(s, 0, 1)], fx));
+        assert!(world.waits(waits));
+        let passed = hits.into_inner() + world.most_passed;
+        assert!(passed <= world.passes, "it was passed {passed} times");
+        world.checked = true;
+        world.drain();
+    }
 }

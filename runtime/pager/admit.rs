@@ -758,7 +758,13 @@ impl Pager {
             }
             _ => {}
         }
-        self.step_out(id, key);
+        self.stand_anew(id, key, blocked, source);
+    }
+
+    /// Has a request stand in line, whether it stands already or not. What is closed for it is not open in between: a pin
+    /// that passed it then would not be counted.
+    fn stand_anew(&mut self, id: RequestId, key: usize, blocked: Blocked, source: Source) {
+        let before = self.leave_lines(id, key);
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
@@ -792,6 +798,7 @@ impl Pager {
         };
         self.requests[key].stand = stand;
         self.standing += 1;
+        self.open_behind(before);
     }
 
     /// Which frames a request may get.
@@ -807,14 +814,20 @@ impl Pager {
 
     /// Has a request leave the lines it stands in.
     fn step_out(&mut self, id: RequestId, key: usize) {
+        let stand = self.leave_lines(id, key);
+        self.open_behind(stand);
+    }
+
+    /// Has a request leave the lines it stands in, which is returned: what is closed for these stays closed.
+    fn leave_lines(&mut self, id: RequestId, key: usize) -> Stand {
         let turn = self.requests[key].turn;
         let mut passed = 0;
         let stand = std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere);
         self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
-        match stand {
+        match &stand {
             Stand::Nowhere => {}
             Stand::Frames { wanted, source, joined } => {
-                passed = self.frame_line.leave(turn, joined, wanted, source);
+                passed = self.frame_line.leave(turn, *joined, *wanted, *source);
                 for page in self.requests[key].pages() {
                     if let Some(waiting) = self.absent.get_mut(&page) {
                         waiting.remove(&(wanted.group.is_none(), id));
@@ -823,27 +836,41 @@ impl Pager {
                         }
                     }
                 }
-                if self.frame_line.line.is_empty() {
-                    self.gate.open();
-                }
             }
             Stand::Pages(pages) => {
                 for (page, joined) in pages {
-                    let Some(line) = self.page_lines.get_mut(&page) else { continue };
-                    passed += line.leave(turn, joined);
+                    let Some(line) = self.page_lines.get_mut(page) else { continue };
+                    passed += line.leave(turn, *joined);
                     if line.is_empty() {
-                        self.page_lines.remove(&page);
-                        if self.segments.contains(page.segment.index()) {
-                            self.reopen(page);
-                        }
+                        self.page_lines.remove(page);
                     } else {
                         // It may have been what was in the others' way.
-                        self.moved.push(page);
+                        self.moved.push(*page);
                     }
                 }
             }
         }
         self.requests[key].passed += passed;
+        stand
+    }
+
+    /// Opens what was closed for who stood like this, where nobody stands any more.
+    fn open_behind(&self, stand: Stand) {
+        match stand {
+            Stand::Nowhere => {}
+            Stand::Frames { .. } => {
+                if self.frame_line.line.is_empty() {
+                    self.gate.open();
+                }
+            }
+            Stand::Pages(pages) => {
+                for (page, _) in pages {
+                    if self.segments.contains(page.segment.index()) {
+                        self.reopen(page);
+                    }
+                }
+            }
+        }
     }
 
     /// The line in which somebody must not be passed by a new request for these pages again.
@@ -1034,19 +1061,19 @@ impl Pager {
         if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
             return;
         }
-        let stood = self.requests[key].stand.clone();
-        let need = if let Stand::Frames { wanted, .. } = &stood { self.frame_line.count(*wanted) } else { 0 };
-        self.step_out(id, key);
-        self.requests[key].turn.class = Class::Growing;
-        match stood {
-            Stand::Nowhere => {}
-            Stand::Frames { .. } => self.stand(id, key, Blocked::Frames { need, room: u32::MAX }),
-            Stand::Pages(pages) => {
-                if let Some((page, _)) = pages.first() {
-                    self.stand(id, key, Blocked::Page(*page));
-                }
+        let blocked = match &self.requests[key].stand {
+            Stand::Nowhere => None,
+            Stand::Frames { wanted, .. } => {
+                Some(Blocked::Frames { need: self.frame_line.count(*wanted), room: u32::MAX })
             }
+            Stand::Pages(pages) => pages.first().map(|(page, _)| Blocked::Page(*page)),
+        };
+        let before = self.leave_lines(id, key);
+        self.requests[key].turn.class = Class::Growing;
+        if let Some(blocked) = blocked {
+            self.stand_anew(id, key, blocked, self.source_of(key));
         }
+        self.open_behind(before);
         self.nearly.push(id);
     }
 
@@ -1064,8 +1091,9 @@ impl Pager {
     }
 
     /// A page is no victim any more, or nobody waits for it any more: pins need not ask, unless it is still one of these.
-    pub(super) fn reopen(&mut self, page: PageId) {
-        if !self.page_lines.contains_key(&page) && !self.entry(page).evict_after() {
+    pub(super) fn reopen(&self, page: PageId) {
+        let evict_after = self.segments[page.segment.index()].entries[page.index.index()].evict_after();
+        if !self.page_lines.contains_key(&page) && !evict_after {
             self.word(page).reopen();
         }
     }

@@ -323,3 +323,43 @@ fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait()
     settle(&mut pager, &mut fx);
     assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
 }
+
+/// Who waited for frames left the line and joined it anew when it wanted another number of them. Alone in it, it opened the gate
+/// meanwhile, and pins without the latch passed it uncounted.
+#[test]
+fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let bring = |pager: &mut Pager, page: u32, fx: &mut Effects| {
+        assert!(matches!(pager.submit(&[run(s, page, 1)], terms, fx), Ok(Submitted::Waiting(_))));
+        settle(pager, fx);
+    };
+    bring(&mut pager, 0, &mut fx);
+    bring(&mut pager, 1, &mut fx);
+    let waits = ask(&mut pager, &[run(s, 1, 2)], Purpose::Read, &mut fx);
+    let wants = |pager: &Pager| pager.request_stand(waits).and_then(|(_, frames, _)| frames);
+    let gate = pager.gate();
+    let opened = || gate.opened.load(crate::sync::Ordering::Relaxed);
+    assert!(gate.is_closed() && wants(&pager) == Some(1) && opened() == 0);
+    for _ in 0..4 {
+        holdings.remove(&[run(s, 1, 1)], false, 0);
+        let _ = words[1].unpin();
+        pager.released(&[run(s, 1, 1)], &mut fx);
+        pager.evict([PageId { segment: s, index: PageIndex(1) }].into_iter(), &mut fx);
+        assert_eq!((wants(&pager), opened()), (Some(2), 0));
+        bring(&mut pager, 1, &mut fx);
+        assert_eq!((wants(&pager), opened()), (Some(1), 0));
+    }
+    pager.cancel(waits, &mut fx);
+    assert!(!gate.is_closed() && opened() == 1);
+    // The same of one that becomes growth while it waits, and of one that waits for its purse.
+    let (other, holdings) = pager.open_scope(ScopeTerms::default());
+    let terms = Terms { scope: Some(other), ..Terms::default() };
+    let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
+    assert!(!pager.is_growth(waits) && words[0].try_pin() == TryPin::Hit);
+    assert!(holdings.add(&[run(s, 0, 1)], false));
+    pager.holds_more(other, &mut fx);
+    assert!(pager.is_growth(waits) && gate.is_closed() && opened() == 1);
+}
