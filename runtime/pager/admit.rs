@@ -234,9 +234,10 @@ impl Pager {
     fn add_request(&mut self, runs: Vec<PageRun>, frames: u32, terms: Terms, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
         self.next_age += 1;
+        let id = RequestId(self.requests.vacant_key() as u64 | u64::from(self.next_serial) << 32);
+        let grows = stage == Stage::Queued && self.begins_to_wait(terms.scope, id);
         let class = match terms.scope {
-            _ if terms.never_refused => Class::Growing,
-            Some(_) if self.grows(terms.scope) => Class::Growing,
+            _ if terms.never_refused || grows => Class::Growing,
             Some(_) => class_of(self.scope(terms.scope).map_or(terms.priority, |scope| scope.priority)),
             None => class_of(terms.priority),
         };
@@ -244,7 +245,7 @@ impl Pager {
             self.segments[run.segment.index()].requests += 1;
         }
         let claimed = pages_of(&runs) as u32;
-        let key = self.requests.insert(Request {
+        self.requests.insert(Request {
             runs,
             terms,
             frames,
@@ -259,7 +260,7 @@ impl Pager {
             cause: WaitCause::None,
             serial: self.next_serial,
         });
-        self.request_id(key)
+        id
     }
 
     fn remove_request(&mut self, key: usize) -> Request {
@@ -350,10 +351,6 @@ impl Pager {
             let request = &pager.requests[pager.request_key(id)?];
             (request.stage == Stage::Queued).then_some(request.terms.scope)
         };
-        if let Some(scope) = waits(self) {
-            // Before anything else goes on: what its scope gets from now on is a reason to try it again.
-            self.begins_to_wait(scope, id);
-        }
         self.pump(fx);
         if let Some(Some(scope)) = waits(self)
             && self.break_deadlocks(scope, fx)
@@ -993,6 +990,7 @@ impl Pager {
             return Err(blocked);
         }
         self.step_out(id, key);
+        self.ends_waiting(terms.scope, id);
         self.frame_line.line.pass(turn);
         for page in &pages {
             if let Some(line) = self.page_lines.get_mut(page) {
@@ -1028,13 +1026,11 @@ impl Pager {
             }
         }
         if frames > 0 {
-            self.ends_waiting(terms.scope, id);
             self.set_aside_for(terms.scope, frames, id);
             self.serve_awaiting(fx);
         } else if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
         } else {
-            self.ends_waiting(terms.scope, id);
             self.lend_if_taken(id, key, fx);
         }
         Ok(())

@@ -640,22 +640,25 @@ impl Pager {
         }
     }
 
-    /// A request has begun to wait.
-    pub(super) fn begins_to_wait(&mut self, scope: Option<ScopeId>, request: RequestId) {
-        let grows = self.is_growth(request);
-        let Some(scope) = self.scope_mut(scope) else { return };
-        if scope.waiting.contains(&request) {
-            return;
-        }
-        scope.all_grow = grows && (scope.all_grow || scope.waiting.is_empty());
+    /// A request of this scope may have to wait. Returns whether it is growth: that is asked once the pager is told of all that
+    /// the scope gets, and what it gets from then on [makes it growth](Self::holds_more).
+    pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> bool {
+        let Some(scope) = self.scope_mut(id) else { return false };
+        invariant!(!scope.waiting.contains(&request), "{request:?} begins to wait twice");
         scope.waiting.push(request);
         scope.holdings.waits(true);
+        let grows = self.grows(id);
+        if let Some(scope) = self.scope_mut(id) {
+            scope.all_grow = grows && (scope.all_grow || scope.waiting.len() == 1);
+        }
+        grows
     }
 
     /// A request waits no more.
     pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
         let Some(scope) = self.scope_mut(id) else { return };
-        let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
+        // One that does not have to wait is the last.
+        let Some(at) = scope.waiting.iter().rposition(|waiting| *waiting == request) else { return };
         scope.waiting.swap_remove(at);
         scope.holdings.waits(false);
         if scope.waiting.is_empty()

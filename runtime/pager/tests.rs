@@ -363,3 +363,33 @@ fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
     pager.holds_more(other, &mut fx);
     assert!(pager.is_growth(waits) && gate.is_closed() && opened() == 1);
 }
+
+/// Another thread of the scope had pinned a page without the latch, and noted it after the request had been found to be new, and
+/// before the scope was known to wait: nobody made it growth, and it stood behind who waited for that very page.
+#[test]
+fn regression_what_a_scope_gets_as_its_request_begins_to_wait_makes_it_growth() {
+    let (policy, meanwhile) = Meddled::new();
+    let (mut pager, s, words) = pager_with(2, policy);
+    let mut fx = Effects::default();
+    for page in 0..2 {
+        touch(&mut pager, &words, run(s, page, 1), Purpose::Read);
+        assert_eq!(words[page as usize].try_pin(), TryPin::Hit);
+    }
+    let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+    let told = Arc::new(std::sync::Mutex::new(false));
+    let (adds, is_told) = (holdings.clone(), told.clone());
+    let note = move |look: u32| {
+        if look == 1 {
+            *is_told.lock().unwrap() = adds.add(&[run(s, 0, 1)], false);
+        }
+    };
+    *meanwhile.lock().unwrap() = Some(Box::new(note));
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
+    assert_eq!(holdings.pages(), 1);
+    // As the other thread does when it is told to.
+    if *told.lock().unwrap() {
+        pager.holds_more(scope, &mut fx);
+    }
+    assert!(pager.is_growth(waits));
+}
