@@ -1450,3 +1450,63 @@ fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
         world.drain();
     }
 }
+
+/// In a scope that declared what it needs it was refused beyond that, and waited for the scope's purse beside a floor that was free.
+#[test]
+fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared() {
+    let (mut world, s) = world(2, 0, 8);
+    world.set_floor(1);
+    let (scope, reserved) = world.reserving_scope(1, ScopePriority::Interactive);
+    reserved.unwrap();
+    let fault = |world: &mut World, page: u32| {
+        world.never_refused = true;
+        let asked = world.pin(&[run(s, page, 1)], false, false).expect("it is never refused");
+        settle(world);
+        world.never_refused = false;
+        asked.err().filter(|id| world.waits(*id))
+    };
+    assert!(fault(&mut world, 1).is_none());
+    assert_eq!((world.guards[0].spent, world.pager.set_aside()), (0, 1), "the floor had a frame, and the purse is full");
+    // It is no part of what the scope was opened for.
+    world.pin(&[run(s, 0, 1)], false, false).expect("this is");
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.guards[1].spent), (2, 1));
+    assert!(world.pin(&[run(s, 3, 1)], false, false).is_none(), "what can be refused is");
+    let waits = fault(&mut world, 2).expect("the floor is used, and the purse as well");
+    assert!(world.pager.stands(waits).unwrap().0);
+    world.unpin(0);
+    settle(&mut world);
+    assert!(!world.waits(waits), "the floor has a frame again");
+    // Where the floor has none it is served by its scope's purse, rather than wait for its own scope.
+    world.unpin(1);
+    world.unpin(0);
+    assert_eq!(world.pager.set_aside(), 1);
+    for (page, spent) in [(4, 0), (5, 1)] {
+        assert!(fault(&mut world, page).is_none());
+        assert_eq!(world.guards.last().unwrap().spent, spent);
+    }
+    world.close_scope(scope);
+    world.drain();
+}
+
+/// What can never be refused waits for a pin of its own scope: others may let go of it, and nobody else can be told.
+#[test]
+fn regression_what_can_never_be_refused_is_not_told_of_its_own_scopes_pins() {
+    for declares in [false, true] {
+        let (mut world, s) = world(3, 0, 8);
+        world.set_floor(1);
+        if declares {
+            world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
+        } else {
+            world.growing_scope();
+        }
+        world.pin(&[run(s, 0, 1)], true, false).unwrap();
+        settle(&mut world);
+        world.never_refused = true;
+        let waits = world.pin(&[run(s, 0, 1)], false, false).expect("it waits").unwrap_err();
+        assert!(world.waits(waits) && world.pager.stats().deadlocks == 0);
+        world.unpin(0);
+        assert!(!world.waits(waits) && world.guards.len() == 1);
+        world.drain();
+    }
+}

@@ -41,7 +41,9 @@ pub struct Terms {
     pub walker: WalkerId,
     /// When it is served, if it has no scope.
     pub priority: ScopePriority,
-    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on.
+    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on: also in a scope that declared what it
+    /// needs, of which this is no part. It spends of the scope's purse only what the floor does not have. It waits where
+    /// others are told `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
     pub never_refused: bool,
 }
 
@@ -244,7 +246,7 @@ impl Pager {
         for run in &runs {
             self.segments[run.segment.index()].requests += 1;
         }
-        let claimed = pages_of(&runs) as u32;
+        let claimed = if terms.never_refused { 0 } else { pages_of(&runs) as u32 };
         self.requests.insert(Request {
             runs,
             terms,
@@ -292,7 +294,7 @@ impl Pager {
         if total > u64::from(frames) {
             return Err(too_large(total, frames, self.config.page_bytes));
         }
-        self.claim(terms.scope, runs, terms.purpose)?;
+        self.claim(&terms, runs)?;
         let writes = terms.purpose == Purpose::Write;
         self.tells_of(terms.walker);
         let mut cause = WaitCause::None;
@@ -305,7 +307,7 @@ impl Pager {
                 self.missed(page, snapshot.state, writes);
             }
             if snapshot.state == State::Poisoned {
-                self.unclaim(terms.scope, total as u32);
+                self.unclaim(terms.scope, if terms.never_refused { 0 } else { total as u32 });
                 return Err(self.lost_error(page));
             }
         }
@@ -576,7 +578,7 @@ impl Pager {
             );
         }
         let runs = std::mem::take(&mut self.requests[key].runs);
-        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write, spent);
+        self.acquired(&terms, &runs, spent);
         // The scope's now, until its pins end.
         self.requests[key].claimed = 0;
         self.requests[key].runs = runs;
@@ -803,8 +805,8 @@ impl Pager {
         let Request { turn, terms, .. } = &self.requests[key];
         match turn.class {
             Class::Interactive | Class::Batch => Source::New,
-            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
             Class::Growing if terms.never_refused => Source::Floor,
+            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
             Class::Growing => Source::Growth,
         }
     }
@@ -960,8 +962,10 @@ impl Pager {
         }
         let needed = missing.len() as u32 + frames;
         let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
-        let spent = purse.min(missing.len() as u32);
-        if blocked.is_none() && declared > 0 && needed > spent {
+        let from_purse = purse.min(missing.len() as u32);
+        // What can never be refused has the floor first, and leaves the purse to the pins for which it was declared.
+        let mut spent = if terms.never_refused { 0 } else { from_purse };
+        if blocked.is_none() && declared > 0 && !terms.never_refused && needed > spent {
             // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
             // frame. Pins that end behind a stream would else add up to more than it declared.
             let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
@@ -978,6 +982,10 @@ impl Pager {
             && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
         {
             if !self.reclaim(Want::Demand, fx) {
+                if spent < from_purse {
+                    spent = from_purse;
+                    continue;
+                }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 // What it would pin itself could go for others.
                 let own = pinned.iter().filter(|page| self.word(**page).load().pins == 1).count() as u32;

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Effects, PageRun, Pager, Purpose};
+use super::{Effects, PageRun, Pager, Purpose, Terms};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 use crate::sync::{AtomicU64, Ordering};
@@ -49,7 +49,7 @@ pub struct Holdings {
 
 #[derive(Debug, Default)]
 struct Held {
-    runs: Vec<(PageRun, bool)>,
+    runs: Vec<HeldRun>,
     pages: u32,
     /// What its scope has spent for these of what it declared.
     paid: u32,
@@ -59,6 +59,14 @@ struct Held {
     changes: Vec<(PageRun, Change)>,
     /// There is more that has changed than is held: the pager counts anew.
     uncounted: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct HeldRun {
+    run: PageRun,
+    exclusive: bool,
+    /// Whether it is among the pages that the scope was opened for. Not so for what could not be refused.
+    claimed: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +82,10 @@ enum Counted {
 }
 
 impl Held {
+    fn runs(&self) -> Vec<(PageRun, bool)> {
+        self.runs.iter().map(|held| (held.run, held.exclusive)).collect()
+    }
+
     fn changed(&mut self, run: PageRun, change: Change) {
         if self.waiting == 0 || self.uncounted {
             return;
@@ -118,14 +130,20 @@ impl Holdings {
     /// the pager [look again](Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
-        self.add_paid(runs, exclusive, 0)
+        self.add_paid(runs, exclusive, 0, true)
+    }
+
+    /// [`add`](Self::add) of pins that could [not be refused](super::Terms::never_refused), and were not claimed.
+    #[must_use]
+    pub fn add_unclaimed(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        self.add_paid(runs, exclusive, 0, false)
     }
 
     /// [`add`](Self::add) of pins for which the scope has spent so many frames.
-    fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
+    fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) -> bool {
         let mut held = self.held.lock();
         for run in runs {
-            held.runs.push((*run, exclusive));
+            held.runs.push(HeldRun { run: *run, exclusive, claimed });
             held.pages += run.count;
             held.changed(*run, Change::Came);
         }
@@ -138,26 +156,38 @@ impl Holdings {
         let mut held = self.held.lock();
         held.count_anew();
         held.paid = held.paid.saturating_sub(spent);
-        let before = held.pages;
-        held.runs.retain(|(run, _)| run.segment != segment);
-        held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
-        self.unclaim(before - held.pages);
+        let gone = |held: &&HeldRun| held.run.segment == segment && held.claimed;
+        self.unclaim(held.runs.iter().filter(gone).map(|held| held.run.count).sum());
+        held.runs.retain(|held| held.run.segment != segment);
+        held.pages = held.runs.iter().map(|held| held.run.count).sum();
     }
 
     /// Takes them away again, with what was spent for them. Called before the pins end, so that what is listed here is pinned.
     pub fn remove(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
+        self.take_out(runs, exclusive, spent, true);
+    }
+
+    /// [`remove`](Self::remove) of pins that could [not be refused](super::Terms::never_refused).
+    pub fn remove_unclaimed(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
+        self.take_out(runs, exclusive, spent, false);
+    }
+
+    fn take_out(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) {
         let mut held = self.held.lock();
         let before = held.pages;
         for run in runs {
             // The last one is the likeliest to end.
-            if let Some(at) = held.runs.iter().rposition(|other| *other == (*run, exclusive)) {
+            let taken = HeldRun { run: *run, exclusive, claimed };
+            if let Some(at) = held.runs.iter().rposition(|other| *other == taken) {
                 held.runs.swap_remove(at);
                 held.pages -= run.count;
                 held.changed(*run, Change::Went);
             }
         }
         held.paid = held.paid.saturating_sub(spent);
-        self.unclaim(before - held.pages);
+        if claimed {
+            self.unclaim(before - held.pages);
+        }
     }
 
     /// The pages the scope was opened for, if it said so.
@@ -175,7 +205,7 @@ impl Holdings {
     }
 
     pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.held.lock().runs.clone()
+        self.held.lock().runs()
     }
 
     fn waits(&self, more: bool) {
@@ -190,7 +220,7 @@ impl Holdings {
     fn count(&self) -> (Counted, u32) {
         let mut held = self.held.lock();
         let counted = if std::mem::take(&mut held.uncounted) {
-            Counted::Anew(held.runs.clone())
+            Counted::Anew(held.runs())
         } else {
             Counted::Since(std::mem::take(&mut held.changes))
         };
@@ -208,11 +238,11 @@ impl Holdings {
         let overlaps = |a: &PageRun, b: &PageRun| {
             a.segment == b.segment && a.first.0 < b.first.0 + b.count && b.first.0 < a.first.0 + a.count
         };
-        let (_, run) = held
+        let run = held
             .runs
             .iter()
-            .filter(|(_, exclusive)| write || *exclusive)
-            .find_map(|(held, _)| runs.iter().find(|run| overlaps(held, run)).map(|run| (held, *run)))?;
+            .filter(|held| write || held.exclusive)
+            .find_map(|held| runs.iter().find(|run| overlaps(&held.run, run)))?;
         run.pages().next()
     }
 }
@@ -542,12 +572,13 @@ impl Pager {
     }
 
     /// The scope a request was granted to has it, and has spent so many frames for it.
-    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool, spent: u32) {
+    pub(super) fn acquired(&mut self, terms: &Terms, runs: &[PageRun], spent: u32) {
+        let (id, exclusive) = (terms.scope, terms.purpose == Purpose::Write);
         let Some(scope) = self.scope_mut(id) else { return };
         if let Some(first) = runs.first().filter(|_| spent > 0) {
             scope.paid.push((*first, spent));
         }
-        if scope.holdings.add_paid(runs, exclusive, spent)
+        if scope.holdings.add_paid(runs, exclusive, spent, !terms.never_refused)
             && let Some(id) = id
         {
             self.look_again(id);
@@ -589,12 +620,17 @@ impl Pager {
         }
     }
 
-    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed.
-    pub(super) fn claim(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
+    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed. What
+    /// can never be refused is not claimed: it has no part in what the scope said.
+    pub(super) fn claim(&self, terms: &Terms, runs: &[PageRun]) -> Result<(), Error> {
+        let Terms { scope: id, purpose, never_refused, .. } = *terms;
         let Some(wanted) = id else { return Ok(()) };
         let Some(scope) = self.scope(id) else {
             return Err(Error::new(ErrorKind::Closed, format!("{wanted:?} has ended")).remedy("open another scope"));
         };
+        if never_refused {
+            return Ok(());
+        }
         if let Some(page) = scope.holdings.excludes(runs, purpose == Purpose::Write) {
             let what = if purpose == Purpose::Write { "write" } else { "read" };
             let message = format!(
