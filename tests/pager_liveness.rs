@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use outcore::pager::{
-    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, TryPin, Unpin, WaitCause, WaitsFor,
+    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin, WaitCause, WaitsFor,
     pin,
 };
 use outcore::{Error, ErrorKind, SegmentId};
@@ -1332,6 +1332,29 @@ fn a_scope_says_what_it_needs_once_and_before_it_pins() {
         world.with(|pager, fx| refused = pager.reserve(scope, 1, fx).err());
         assert_eq!(refused.unwrap().kind(), ErrorKind::InvalidArgument);
     }
+    world.drain();
+}
+
+/// The first of two reservations of a scope was granted, and the second one waited for frames of a purse that never had as many.
+#[test]
+fn regression_a_scope_that_waits_for_its_reservation_makes_no_other() {
+    let (mut world, s) = world(3, 0, 8);
+    world.pin(&[run(s, 0, 2)], false, false).unwrap();
+    settle(&mut world);
+    let (scope, waits) = world.reserving_scope(2, ScopePriority::Interactive);
+    let waits = waits.unwrap_err();
+    let reserve = |world: &mut World| {
+        let mut reserved = None;
+        world.with(|pager, fx| reserved = Some(pager.reserve(scope, 1, fx)));
+        reserved.unwrap()
+    };
+    let refused = reserve(&mut world).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.to_string().contains("already"), "{refused}");
+    // One that was given up is no reason to refuse another.
+    let at = world.waiting.iter().position(|wish| wish.id == waits).unwrap();
+    world.cancel(at);
+    assert!(matches!(reserve(&mut world), Ok(Submitted::Ready(_))));
     world.drain();
 }
 

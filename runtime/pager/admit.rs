@@ -321,7 +321,8 @@ impl Pager {
     /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, or has pins.
+    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, has pins, or has
+    /// reserved before.
     pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
@@ -329,6 +330,11 @@ impl Pager {
         if self.scope(Some(scope)).is_none_or(|scope| scope.holdings().at_most().is_none()) || self.grows(Some(scope)) {
             return Err(Error::new(ErrorKind::InvalidArgument, "a scope says what it needs once, before it pins")
                 .remedy("open another scope for more"));
+        }
+        if self.waits_to_declare(scope) {
+            let message = format!("{} waits for what it has declared already", self.scope_name(Some(scope)));
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("declare all that a scope needs at once, or open another scope for more"));
         }
         let most = self.frames_for(&Terms::default());
         if frames > most {

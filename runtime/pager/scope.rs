@@ -409,6 +409,12 @@ impl Pager {
         self.declared + frames + self.floor <= self.frames.target
     }
 
+    /// Whether a scope waits for what it declares.
+    pub(super) fn waits_to_declare(&self, id: ScopeId) -> bool {
+        let declares = |request: &RequestId| self.asks(*request).is_some_and(|(.., frames)| frames > 0);
+        self.scope(Some(id)).is_some_and(|scope| scope.waiting.iter().any(declares))
+    }
+
     /// So many frames, free or in transit, are to be this scope's.
     pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
         let Some(key) = id.and_then(|id| self.scope_key(id)) else { return };
