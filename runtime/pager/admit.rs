@@ -878,13 +878,13 @@ impl Pager {
         }
     }
 
-    /// The line in which somebody must not be passed by a new request for these pages again.
-    fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
+    /// The line in which somebody must not be passed by a new request for these pages and frames again.
+    fn barred(&self, turn: Turn, pages: &[PageId], frames: u32) -> Option<Blocked> {
         if turn.class == Class::Growing {
             return None;
         }
         if self.frame_line.line.bars(turn) {
-            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()), room: u32::MAX });
+            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()) + frames, room: u32::MAX });
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
@@ -895,7 +895,7 @@ impl Pager {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let Request { terms, turn, frames, .. } = self.requests[key];
         let writes = terms.purpose == Purpose::Write;
-        if let Some(blocked) = self.barred(turn, &pages) {
+        if let Some(blocked) = self.barred(turn, &pages, frames) {
             let cause = if matches!(blocked, Blocked::Page(_)) { WaitCause::Guard } else { WaitCause::Frames };
             return Err((blocked, cause));
         }
