@@ -193,15 +193,18 @@ struct Meddled {
     meanwhile: Meanwhile,
     looks: u32,
     /// As a policy of the user's may. As long as one does, no look says that there is nothing.
-    leaves_out: Option<u32>,
+    leaves_out: Arc<std::sync::Mutex<Option<u32>>>,
+    /// Offered as well, and before all others: whatever it is.
+    offers_first: Vec<PageId>,
     order: Box<dyn Policy>,
 }
 
 impl Meddled {
     fn new() -> (Box<Self>, Meanwhile) {
         let meanwhile = Meanwhile::default();
-        let (looks, leaves_out, order) = (0, None, PolicyKind::Lru.build());
-        (Box::new(Self { meanwhile: meanwhile.clone(), looks, leaves_out, order }), meanwhile)
+        let (looks, leaves_out, order) = (0, Arc::default(), PolicyKind::Lru.build());
+        let policy = Self { meanwhile: meanwhile.clone(), looks, leaves_out, offers_first: Vec::new(), order };
+        (Box::new(policy), meanwhile)
     }
 }
 
@@ -235,7 +238,12 @@ impl Policy for Meddled {
             self.looks += 1;
             meanwhile(self.looks);
         }
-        let left_out = self.leaves_out;
+        let left_out = *self.leaves_out.lock().unwrap();
+        for page in &self.offers_first {
+            if take(*page) != policy::Take::Skip {
+                return None;
+            }
+        }
         self.order.victim(want, &mut |page| {
             if Some(page.index.get()) == left_out { policy::Take::Skip } else { take(page) }
         })
@@ -289,8 +297,8 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
 /// A frame came to a scope's purse after its request had been tried, and before it was known to wait: nobody tried it again.
 #[test]
 fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait() {
-    let (mut policy, meanwhile) = Meddled::new();
-    policy.leaves_out = Some(1);
+    let (policy, meanwhile) = Meddled::new();
+    *policy.leaves_out.lock().unwrap() = Some(1);
     let (mut pager, s, words) = pager_with(2, policy);
     let mut fx = Effects::default();
     let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(1), ..ScopeTerms::default() });
@@ -407,4 +415,28 @@ fn regression_a_reservation_that_is_barred_wants_its_frames() {
     let Ok(Submitted::Waiting(barred)) = pager.reserve(scope, 2, &mut fx) else { panic!("it passes") };
     assert_eq!(pager.request_stand(barred).and_then(|(_, frames, _)| frames), Some(2));
     pager.check_invariants().unwrap();
+}
+
+/// A search was taken to have seen every resident page, because as many offers were made: one page came twice, or was not
+/// resident, and one that could go was left out. It was never looked at again.
+#[test]
+fn regression_a_page_that_a_policy_leaves_out_once_is_found_later() {
+    for twice in [true, false] {
+        let (mut policy, _) = Meddled::new();
+        let left_out = policy.leaves_out.clone();
+        let page = |n: u32| PageId { segment: SegmentId(0), index: PageIndex(n) };
+        policy.offers_first.push(page(if twice { 0 } else { 5 }));
+        let (mut pager, s, words) = pager_with(2, policy);
+        touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+        touch(&mut pager, &words, run(s, 1, 1), Purpose::Read);
+        assert!(words[0].try_pin() == TryPin::Hit && page(0).segment == s);
+        *left_out.lock().unwrap() = Some(1);
+        let mut fx = Effects::default();
+        let waits = ask(&mut pager, &[run(s, 2, 1)], Purpose::Read, &mut fx);
+        assert!(pager.waits_for_frames(waits) && pager.heard().is_none());
+        *left_out.lock().unwrap() = None;
+        pager.pump(&mut fx);
+        settle(&mut pager, &mut fx);
+        assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+    }
 }
