@@ -26,7 +26,7 @@ use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 
 use outcore::SegmentId;
-use outcore::pager::{Backing, PolicyKind};
+use outcore::pager::{Backing, PolicyKind, ScopePriority};
 use pager_world::{Use, World, config, page, run};
 
 /// Hints that wait for room at once; there could be any number, in any order.
@@ -38,6 +38,8 @@ const PASSES: u32 = 2;
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Pin { first: u32, count: u32, purpose: Use },
+    /// Of one page, in the scope there is; whether it can be refused.
+    InScope { first: u32, purpose: Use, refused: bool },
     TakeUp(usize),
     Unpin(usize),
     Cancel(usize),
@@ -51,7 +53,14 @@ enum Event {
 
 fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
     let mut events = Vec::new();
-    if world.guards.len() + world.waiting.len() < setting.actors {
+    let free = world.guards.len() + world.waiting.len() < setting.actors;
+    if free && setting.floor {
+        for purpose in [Use::Read, Use::Write] {
+            for (first, refused) in [(0, true), (1, true), (0, false), (1, false)] {
+                events.push(Event::InScope { first, purpose, refused });
+            }
+        }
+    } else if free {
         for purpose in [Use::Read, Use::Write, Use::Stream] {
             for (first, count) in [(0, 1), (1, 1), (0, 2)] {
                 events.push(Event::Pin { first, count, purpose });
@@ -82,6 +91,11 @@ fn apply(world: &mut World, segment: SegmentId, event: Event) {
             // The lock-free path is the latched one where everything is resident.
             world.pin(&[run(segment, first, count)], purpose, count == 1);
         }
+        Event::InScope { first, purpose, refused } => {
+            world.never_refused = !refused;
+            world.pin(&[run(segment, first, 1)], purpose, true);
+            world.never_refused = false;
+        }
         Event::TakeUp(at) => world.take_up(at),
         Event::Unpin(at) => world.unpin(at),
         Event::Cancel(at) => world.cancel(at),
@@ -108,6 +122,8 @@ struct Setting {
     actors: usize,
     /// Moves that fail in one sequence, at most, if there is a limit.
     failures: Option<u32>,
+    /// Pins are of a scope that has declared one frame, beside a floor of one.
+    floor: bool,
 }
 
 /// A state: how it was reached first.
@@ -145,6 +161,10 @@ impl States {
         let segment = world.segment(Backing::ReadWrite, 2);
         if policy == PolicyKind::Plan {
             world.with(|pager, fx| pager.declare_plan(&[run(segment, 0, 2)], true, fx));
+        }
+        if self.setting.floor {
+            world.set_floor(1);
+            world.reserving_scope(1, ScopePriority::Interactive).1.unwrap();
         }
         for event in path {
             apply(&mut world, segment, *event);
@@ -219,7 +239,7 @@ fn enumerate(setting: Setting, most: usize) -> Seen {
 }
 
 fn lru(frames: u32, host: u32, actors: usize, failures: u32) -> Setting {
-    Setting { frames, host, direct: host == 0, policy: PolicyKind::Lru, actors, failures: Some(failures) }
+    Setting { frames, host, direct: host == 0, policy: PolicyKind::Lru, actors, failures: Some(failures), floor: false }
 }
 
 /// Follows every sequence of any length: there is no state beyond those seen. `states` is a tenth less than there were
@@ -247,6 +267,12 @@ fn every_state_of_two_frames_keeps_the_invariants_and_ends() {
     every_state(lru(2, 0, 1, 0), 62_000);
 }
 
+/// Two frames, of which a scope has declared one and the other is the floor's.
+#[test]
+fn every_state_of_a_scope_beside_a_floor_keeps_the_invariants_and_ends() {
+    every_state(Setting { floor: true, ..lru(2, 0, 2, 0) }, 1);
+}
+
 #[test]
 fn every_sequence_with_one_frame_keeps_the_invariants_and_ends() {
     every_sequence(1, 5, 6_000);
@@ -268,7 +294,7 @@ fn every_sequence(frames: u32, depth: u32, states: usize) {
             // The pager is the same whichever policy names its victims; two are followed far.
             let far = matches!(policy, PolicyKind::Lru | PolicyKind::Plan);
             let (most, depth, states) = if far { (most, depth, states) } else { (most / 20, 2, states / 20) };
-            let setting = Setting { frames, host, direct, policy, actors: 3, failures: None };
+            let setting = Setting { frames, host, direct, policy, actors: 3, failures: None, floor: false };
             let seen = enumerate(setting, most);
             seen.print(setting);
             let enough = seen.depth >= depth && seen.states >= states;

@@ -5,14 +5,15 @@
 mod pager_world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use outcore::pager::{
-    Backing, Place, PolicyKind, Priority, ScopePriority, ScopeTerms, State, TryPin, Unpin, WaitCause, WaitsFor,
+    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin, WaitCause, WaitsFor,
+    pin,
 };
 use outcore::{Error, ErrorKind, SegmentId};
-use pager_world::{Use, World, config, page, run};
+use pager_world::{Random, Use, World, config, page, run};
 
 fn world(frames: u32, host: u32, pages: u32) -> (World, SegmentId) {
     let mut world = World::new(config(frames, host, 2, true), PolicyKind::Lru);
@@ -1334,6 +1335,29 @@ fn a_scope_says_what_it_needs_once_and_before_it_pins() {
     world.drain();
 }
 
+/// The first of two reservations of a scope was granted, and the second one waited for frames of a purse that never had as many.
+#[test]
+fn regression_a_scope_that_waits_for_its_reservation_makes_no_other() {
+    let (mut world, s) = world(3, 0, 8);
+    world.pin(&[run(s, 0, 2)], false, false).unwrap();
+    settle(&mut world);
+    let (scope, waits) = world.reserving_scope(2, ScopePriority::Interactive);
+    let waits = waits.unwrap_err();
+    let reserve = |world: &mut World| {
+        let mut reserved = None;
+        world.with(|pager, fx| reserved = Some(pager.reserve(scope, 1, fx)));
+        reserved.unwrap()
+    };
+    let refused = reserve(&mut world).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+    assert!(refused.to_string().contains("already"), "{refused}");
+    // One that was given up is no reason to refuse another.
+    let at = world.waiting.iter().position(|wish| wish.id == waits).unwrap();
+    world.cancel(at);
+    assert!(matches!(reserve(&mut world), Ok(Submitted::Ready(_))));
+    world.drain();
+}
+
 /// Frames that a scope has spent for pins that end behind a stream come back to it. Counted as anybody's, they hid a circle of
 /// others, which was there for good when that scope had ended and a smaller budget had taken them.
 #[test]
@@ -1388,4 +1412,124 @@ fn regression_a_scope_spends_nothing_before_all_it_declares_is_there() {
     assert!(waits.is_ok() || !world.waits(waits.unwrap_err()), "it gets frames like any other");
     assert_eq!(world.guards.len(), 1);
     world.drain();
+}
+
+/// A request wants another number of frames each time that a page of it comes or goes. Pins that are tried without the latch all the
+/// while do not pass it more often than is allowed.
+#[test]
+fn regression_hits_without_the_latch_do_not_pass_who_changes_its_number() {
+    for seed in 1..=4u64 {
+        let (mut world, s) = world(4, 0, 16);
+        let scope = world.growing_scope();
+        world.pin(&[run(s, 0, 1)], false, false).unwrap();
+        settle(&mut world);
+        world.scope = None;
+        let waits = world.pin(&[run(s, 1, 4)], false, false).unwrap().unwrap_err();
+        // Another thread has a page of its own pinned and let go of at any moment.
+        world.checked = false;
+        let (gate, words) = (world.pager.gate(), world.words(s));
+        let (stop, tries, hits) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
+        thread::scope(|threads| {
+            threads.spawn(|| {
+                while !stop.load(Ordering::Acquire) {
+                    if pin::page(&gate, page(s, 0), &words[0], Purpose::Read).is_some() {
+                        hits.fetch_add(1, Ordering::Relaxed);
+                        let _ = pin::unpin(&words[..1], false);
+                    }
+                    tries.fetch_add(1, Ordering::Release);
+                }
+            });
+            while tries.load(Ordering::Acquire) == 0 {
+                thread::yield_now();
+            }
+            let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+            for _ in 0..4_000 {
+                let at = 1 + random.below(4) as u32;
+                match random.below(8) {
+                    0 if world.waiting.len() == 1 => {
+                        world.scope = None;
+                        world.pin(&[run(s, at, 4)], false, false).unwrap().unwrap_err();
+                    }
+                    1 if world.waiting.len() == 2 => world.cancel(1),
+                    2..5 => {
+                        world.scope = Some(scope);
+                        world.pin(&[run(s, at, 1)], false, false).unwrap();
+                        settle(&mut world);
+                        world.unpin(world.guards.len() - 1);
+                    }
+                    _ => {
+                        world.with(|pager, fx| pager.evict(std::iter::once(page(s, at)), fx));
+                    }
+                }
+            }
+            stop.store(true, Ordering::Release);
+        });
+        // The other thread did not say when somebody waited for its pin to end.
+        world.with(|pager, fx| pager.released(&[run(s, 0, 1)], fx));
+        assert!(world.waits(waits));
+        let passed = hits.into_inner() + world.most_passed;
+        assert!(passed <= world.passes, "it was passed {passed} times");
+        world.checked = true;
+        world.drain();
+    }
+}
+
+/// In a scope that declared what it needs it was refused beyond that, and waited for the scope's purse beside a floor that was free.
+#[test]
+fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared() {
+    let (mut world, s) = world(2, 0, 8);
+    world.set_floor(1);
+    let (scope, reserved) = world.reserving_scope(1, ScopePriority::Interactive);
+    reserved.unwrap();
+    let fault = |world: &mut World, page: u32| {
+        world.never_refused = true;
+        let asked = world.pin(&[run(s, page, 1)], false, false).expect("it is never refused");
+        settle(world);
+        world.never_refused = false;
+        asked.err().filter(|id| world.waits(*id))
+    };
+    assert!(fault(&mut world, 1).is_none());
+    assert_eq!((world.guards[0].spent, world.pager.set_aside()), (0, 1), "the floor had a frame, and the purse is full");
+    // It is no part of what the scope was opened for.
+    world.pin(&[run(s, 0, 1)], false, false).expect("this is");
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.guards[1].spent), (2, 1));
+    assert!(world.pin(&[run(s, 3, 1)], false, false).is_none(), "what can be refused is");
+    let waits = fault(&mut world, 2).expect("the floor is used, and the purse as well");
+    assert!(world.pager.stands(waits).unwrap().0);
+    world.unpin(0);
+    settle(&mut world);
+    assert!(!world.waits(waits), "the floor has a frame again");
+    // Where the floor has none it is served by its scope's purse, rather than wait for its own scope.
+    world.unpin(1);
+    world.unpin(0);
+    assert_eq!(world.pager.set_aside(), 1);
+    for (page, spent) in [(4, 0), (5, 1)] {
+        assert!(fault(&mut world, page).is_none());
+        assert_eq!(world.guards.last().unwrap().spent, spent);
+    }
+    world.close_scope(scope);
+    world.drain();
+}
+
+/// What can never be refused waits for a pin of its own scope: others may let go of it, and nobody else can be told.
+#[test]
+fn regression_what_can_never_be_refused_is_not_told_of_its_own_scopes_pins() {
+    for declares in [false, true] {
+        let (mut world, s) = world(3, 0, 8);
+        world.set_floor(1);
+        if declares {
+            world.reserving_scope(2, ScopePriority::Interactive).1.unwrap();
+        } else {
+            world.growing_scope();
+        }
+        world.pin(&[run(s, 0, 1)], true, false).unwrap();
+        settle(&mut world);
+        world.never_refused = true;
+        let waits = world.pin(&[run(s, 0, 1)], false, false).expect("it waits").unwrap_err();
+        assert!(world.waits(waits) && world.pager.stats().deadlocks == 0);
+        world.unpin(0);
+        assert!(!world.waits(waits) && world.guards.len() == 1);
+        world.drain();
+    }
 }

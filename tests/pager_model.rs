@@ -30,6 +30,8 @@ struct Shape {
     streams: usize,
     /// Scopes that are open at once, of each kind; pins outside of scopes come as well.
     scopes: usize,
+    /// Whether there are pins that can never be refused, of one page each, and a floor for one of them.
+    floor: bool,
 }
 
 fn shape(random: &mut Random) -> Shape {
@@ -45,6 +47,7 @@ fn shape(random: &mut Random) -> Shape {
         writers: random.below(3),
         scopes: random.below(4),
         streams: random.below(3),
+        floor: random.below(3) == 0,
     }
 }
 
@@ -61,6 +64,9 @@ impl Run {
         let mut world = World::new(config(shape.frames, shape.host, shape.staging, shape.direct), shape.policy);
         let file = world.segment(Backing::File, shape.pages / 2);
         let memory = world.segment(Backing::ReadWrite, shape.pages - shape.pages / 2);
+        if shape.floor {
+            world.set_floor(1);
+        }
         Self { world, shape, file, memory, spare: None }
     }
 
@@ -93,7 +99,17 @@ impl Run {
                 let budget = self.world.budget;
                 let scope = random.below(self.world.scopes.len() + 1);
                 self.world.scope = self.world.scopes.get(scope).map(|(id, _)| *id);
-                if random.below(3) < writers {
+                if self.shape.floor && random.below(4) == 0 {
+                    let purpose = Use::from(writers > 0 && random.below(3) == 0);
+                    let (segment, pages) = match purpose {
+                        Use::Write => (self.memory, self.shape.pages - self.shape.pages / 2),
+                        _ => self.segment(random),
+                    };
+                    let wanted = run(segment, random.below(pages as usize) as u32, 1);
+                    self.world.never_refused = true;
+                    self.world.pin(&[wanted], purpose, random.below(2) == 0);
+                    self.world.never_refused = false;
+                } else if random.below(3) < writers {
                     let count = 1 + random.below(2.min(self.shape.pages as usize / 2)) as u32;
                     let pages = self.shape.pages - self.shape.pages / 2;
                     let first = random.below((pages - count + 1) as usize) as u32;
@@ -177,7 +193,8 @@ impl Run {
                 } else {
                     let pages = 1 + random.below(self.world.budget.max(1) as usize) as u32;
                     let priority = [ScopePriority::Interactive, ScopePriority::Batch][random.below(2)];
-                    self.world.reserving_scope(pages.min(self.world.budget), priority);
+                    let most = self.world.budget - u32::from(self.shape.floor);
+                    self.world.reserving_scope(pages.min(most), priority);
                 }
             }
             6 if !self.world.scopes.is_empty() => {
@@ -321,7 +338,7 @@ fn closing_at_any_moment_comes_to_rest() {
 #[test]
 fn regression_an_admission_leaves_the_frames_a_shrink_has_claimed() {
     let mut random = Random(1_187_123_052_157_783_486 | 1);
-    let mut this = Run::new(Shape { streams: 0, ..shape(&mut random) });
+    let mut this = Run::new(Shape { streams: 0, floor: false, ..shape(&mut random) });
     let choices = [
         7_488_604_307_776_002_536u64,
         4_356_448_337_122_454_440,
@@ -355,19 +372,40 @@ fn scopes_never_wait_for_each_other_for_ever() {
     }
 }
 
+/// A read that can never be refused, in a scope that has nothing of the floor, no lock of the page, and not all frames.
+fn never_refused_read(world: &mut World, wanted: PageRun) {
+    let mine = |guard: &pager_world::Guard| guard.scope == world.scope;
+    let locks = |guard: &pager_world::Guard| guard.exclusive && wanted.pages().any(|page| guard.pages.contains(&page));
+    let mut held: Vec<_> = world.guards.iter().filter(|guard| mine(guard)).flat_map(|guard| &guard.pages).collect();
+    held.sort_unstable();
+    held.dedup();
+    // It would wait for itself, and is not told.
+    if world.guards.iter().any(|guard| mine(guard) && locks(guard)) || held.len() as u32 >= world.budget {
+        return;
+    }
+    if let Some(at) = world.guards.iter().position(|guard| guard.never_refused) {
+        world.unpin(at);
+    }
+    world.never_refused = true;
+    world.pin(&[wanted], Use::Read, false);
+    world.never_refused = false;
+}
+
 fn random_scopes(seed: u64) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let (frames, pages) = (3 + random.below(6) as u32, 8 + random.below(8) as u32);
     let host = random.below(3) as u32;
     let mut world = World::new(config(frames, host, 2, host == 0), PolicyKind::Lru);
     let memory = world.segment(Backing::ReadWrite, pages);
+    let floor = random.below(2) as u32;
+    world.set_floor(floor);
     let mut scopes: Vec<Option<ScopeId>> = vec![None; 2 + random.below(4)];
     for step in 0..600 {
         let at = random.below(scopes.len());
         let is_waiting = |world: &World, scope: ScopeId| world.waiting.iter().any(|wish| wish.scope == Some(scope));
         match scopes[at] {
             None if random.below(3) == 0 => {
-                let most = 1 + random.below(frames as usize) as u32;
+                let most = 1 + random.below((frames - floor) as usize) as u32;
                 let priority = [ScopePriority::Interactive, ScopePriority::Batch][random.below(2)];
                 scopes[at] = Some(world.reserving_scope(most, priority).0);
             }
@@ -379,6 +417,10 @@ fn random_scopes(seed: u64) {
                 let count = 1 + random.below(2) as u32;
                 let first = random.below((pages - count + 1) as usize) as u32;
                 let purpose = [Use::Read, Use::Read, Use::Write][random.below(3)];
+                if floor > 0 && at == 0 && random.below(3) == 0 {
+                    never_refused_read(&mut world, run(memory, first, 1));
+                    continue;
+                }
                 let pinned = world.pin(&[run(memory, first, count)], purpose, random.below(2) == 0);
                 let mine = (0..world.guards.len()).filter(|at| world.guards[*at].scope == Some(scope)).nth(1);
                 if let Some(at) = mine.filter(|_| random.below(4) == 0) {

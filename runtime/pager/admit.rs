@@ -41,7 +41,9 @@ pub struct Terms {
     pub walker: WalkerId,
     /// When it is served, if it has no scope.
     pub priority: ScopePriority,
-    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on.
+    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on: also in a scope that declared what it
+    /// needs, of which this is no part. It spends of the scope's purse only what the floor does not have. It waits where
+    /// others are told `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
     pub never_refused: bool,
 }
 
@@ -250,17 +252,18 @@ impl Pager {
     fn add_request(&mut self, runs: Vec<PageRun>, frames: u32, terms: Terms, stage: Stage) -> RequestId {
         self.next_serial = self.next_serial.wrapping_add(1);
         self.next_age += 1;
+        let id = RequestId(self.requests.vacant_key() as u64 | u64::from(self.next_serial) << 32);
+        let grows = stage == Stage::Queued && self.begins_to_wait(terms.scope, id);
         let class = match terms.scope {
-            _ if terms.never_refused => Class::Growing,
-            Some(_) if self.grows(terms.scope) => Class::Growing,
+            _ if terms.never_refused || grows => Class::Growing,
             Some(_) => class_of(self.scope(terms.scope).map_or(terms.priority, |scope| scope.priority)),
             None => class_of(terms.priority),
         };
         for run in &runs {
             self.segments[run.segment.index()].requests += 1;
         }
-        let claimed = pages_of(&runs) as u32;
-        let key = self.requests.insert(Request {
+        let claimed = if terms.never_refused { 0 } else { pages_of(&runs) as u32 };
+        self.requests.insert(Request {
             runs,
             terms,
             frames,
@@ -275,7 +278,7 @@ impl Pager {
             cause: WaitCause::None,
             serial: self.next_serial,
         });
-        self.request_id(key)
+        id
     }
 
     fn remove_request(&mut self, key: usize) -> Request {
@@ -307,7 +310,7 @@ impl Pager {
         if total > u64::from(frames) {
             return Err(too_large(total, frames, self.config.page_bytes));
         }
-        self.claim(terms.scope, runs, terms.purpose)?;
+        self.claim(&terms, runs)?;
         let writes = terms.purpose == Purpose::Write;
         self.tells_of(terms.walker);
         let mut cause = WaitCause::None;
@@ -320,7 +323,7 @@ impl Pager {
                 self.missed(page, snapshot.state, writes);
             }
             if snapshot.state == State::Poisoned {
-                self.unclaim(terms.scope, total as u32);
+                self.unclaim(terms.scope, if terms.never_refused { 0 } else { total as u32 });
                 return Err(self.lost_error(page));
             }
         }
@@ -334,7 +337,8 @@ impl Pager {
     /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, or has pins.
+    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, has pins, or has
+    /// reserved before.
     pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
@@ -342,6 +346,11 @@ impl Pager {
         if self.scope(Some(scope)).is_none_or(|scope| scope.holdings().at_most().is_none()) || self.grows(Some(scope)) {
             return Err(Error::new(ErrorKind::InvalidArgument, "a scope says what it needs once, before it pins")
                 .remedy("open another scope for more"));
+        }
+        if self.waits_to_declare(scope) {
+            let message = format!("{} waits for what it has declared already", self.scope_name(Some(scope)));
+            return Err(Error::new(ErrorKind::InvalidArgument, message)
+                .remedy("declare all that a scope needs at once, or open another scope for more"));
         }
         let most = self.frames_for(&Terms::default());
         if frames > most {
@@ -366,10 +375,6 @@ impl Pager {
             let request = &pager.requests[pager.request_key(id)?];
             (request.stage == Stage::Queued).then_some(request.terms.scope)
         };
-        if let Some(scope) = waits(self) {
-            // Before anything else goes on: what its scope gets from now on is a reason to try it again.
-            self.begins_to_wait(scope, id);
-        }
         self.pump(fx);
         if let Some(Some(scope)) = waits(self)
             && self.break_deadlocks(scope, fx)
@@ -595,7 +600,7 @@ impl Pager {
             );
         }
         let runs = std::mem::take(&mut self.requests[key].runs);
-        self.acquired(terms.scope, &runs, terms.purpose == Purpose::Write, spent);
+        self.acquired(&terms, &runs, spent);
         // The scope's now, until its pins end.
         self.requests[key].claimed = 0;
         self.requests[key].runs = runs;
@@ -776,7 +781,13 @@ impl Pager {
             }
             _ => {}
         }
-        self.step_out(id, key);
+        self.stand_anew(id, key, blocked, source);
+    }
+
+    /// Has a request stand in line, whether it stands already or not. What is closed for it is not open in between: a pin
+    /// that passed it then would not be counted.
+    fn stand_anew(&mut self, id: RequestId, key: usize, blocked: Blocked, source: Source) {
+        let before = self.leave_lines(id, key);
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
@@ -813,6 +824,7 @@ impl Pager {
         };
         self.requests[key].stand = stand;
         self.standing += 1;
+        self.open_behind(before);
     }
 
     /// Which frames a request may get.
@@ -820,22 +832,28 @@ impl Pager {
         let Request { turn, terms, .. } = &self.requests[key];
         match turn.class {
             Class::Interactive | Class::Batch => Source::New,
-            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
             Class::Growing if terms.never_refused => Source::Floor,
+            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
             Class::Growing => Source::Growth,
         }
     }
 
     /// Has a request leave the lines it stands in.
     fn step_out(&mut self, id: RequestId, key: usize) {
+        let stand = self.leave_lines(id, key);
+        self.open_behind(stand);
+    }
+
+    /// Has a request leave the lines it stands in, which is returned: what is closed for these stays closed.
+    fn leave_lines(&mut self, id: RequestId, key: usize) -> Stand {
         let turn = self.requests[key].turn;
         let mut passed = 0;
         let stand = std::mem::replace(&mut self.requests[key].stand, Stand::Nowhere);
         self.standing -= usize::from(!matches!(stand, Stand::Nowhere));
-        match stand {
+        match &stand {
             Stand::Nowhere => {}
             Stand::Frames { wanted, source, joined } => {
-                passed = self.frame_line.leave(turn, joined, wanted, source);
+                passed = self.frame_line.leave(turn, *joined, *wanted, *source);
                 for page in self.requests[key].pages() {
                     if let Some(waiting) = self.absent.get_mut(&page) {
                         waiting.remove(&(wanted.group.is_none(), id));
@@ -844,36 +862,50 @@ impl Pager {
                         }
                     }
                 }
-                if self.frame_line.line.is_empty() {
-                    self.gate.open();
-                }
             }
             Stand::Pages(pages) => {
                 for (page, joined) in pages {
-                    let Some(line) = self.page_lines.get_mut(&page) else { continue };
-                    passed += line.leave(turn, joined);
+                    let Some(line) = self.page_lines.get_mut(page) else { continue };
+                    passed += line.leave(turn, *joined);
                     if line.is_empty() {
-                        self.page_lines.remove(&page);
-                        if self.segments.contains(page.segment.index()) {
-                            self.reopen(page);
-                        }
+                        self.page_lines.remove(page);
                     } else {
                         // It may have been what was in the others' way.
-                        self.moved.push(page);
+                        self.moved.push(*page);
                     }
                 }
             }
         }
         self.requests[key].passed += passed;
+        stand
     }
 
-    /// The line in which somebody must not be passed by a new request for these pages again.
-    fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
+    /// Opens what was closed for who stood like this, where nobody stands any more.
+    fn open_behind(&self, stand: Stand) {
+        match stand {
+            Stand::Nowhere => {}
+            Stand::Frames { .. } => {
+                if self.frame_line.line.is_empty() {
+                    self.gate.open();
+                }
+            }
+            Stand::Pages(pages) => {
+                for (page, _) in pages {
+                    if self.segments.contains(page.segment.index()) {
+                        self.reopen(page);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The line in which somebody must not be passed by a new request for these pages and frames again.
+    fn barred(&self, turn: Turn, pages: &[PageId], frames: u32) -> Option<Blocked> {
         if turn.class == Class::Growing {
             return None;
         }
         if self.frame_line.line.bars(turn) {
-            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()), room: u32::MAX });
+            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()) + frames, room: u32::MAX });
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
@@ -884,7 +916,7 @@ impl Pager {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let Request { terms, turn, frames, .. } = self.requests[key];
         let writes = terms.purpose == Purpose::Write;
-        if let Some(blocked) = self.barred(turn, &pages) {
+        if let Some(blocked) = self.barred(turn, &pages, frames) {
             let cause = if matches!(blocked, Blocked::Page(_)) { WaitCause::Guard } else { WaitCause::Frames };
             return Err((blocked, cause));
         }
@@ -957,8 +989,10 @@ impl Pager {
         }
         let needed = missing.len() as u32 + frames;
         let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
-        let spent = purse.min(missing.len() as u32);
-        if blocked.is_none() && declared > 0 && needed > spent {
+        let from_purse = purse.min(missing.len() as u32);
+        // What can never be refused has the floor first, and leaves the purse to the pins for which it was declared.
+        let mut spent = if terms.never_refused { 0 } else { from_purse };
+        if blocked.is_none() && declared > 0 && !terms.never_refused && needed > spent {
             // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
             // frame. Pins that end behind a stream would else add up to more than it declared.
             let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
@@ -975,6 +1009,10 @@ impl Pager {
             && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
         {
             if !self.reclaim(Want::Demand, fx) {
+                if spent < from_purse {
+                    spent = from_purse;
+                    continue;
+                }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 // What it would pin itself could go for others.
                 let own = pinned.iter().filter(|page| self.word(**page).load().pins == 1).count() as u32;
@@ -987,6 +1025,7 @@ impl Pager {
             return Err(blocked);
         }
         self.step_out(id, key);
+        self.ends_waiting(terms.scope, id);
         self.frame_line.line.pass(turn);
         for page in &pages {
             if let Some(line) = self.page_lines.get_mut(page) {
@@ -1022,13 +1061,11 @@ impl Pager {
             }
         }
         if frames > 0 {
-            self.ends_waiting(terms.scope, id);
             self.set_aside_for(terms.scope, frames, id);
             self.serve_awaiting(fx);
         } else if self.requests[key].remaining == 0 {
             self.all_ready(id, key, fx);
         } else {
-            self.ends_waiting(terms.scope, id);
             self.lend_if_taken(id, key, fx);
         }
         Ok(())
@@ -1055,19 +1092,19 @@ impl Pager {
         if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
             return;
         }
-        let stood = self.requests[key].stand.clone();
-        let need = if let Stand::Frames { wanted, .. } = &stood { self.frame_line.count(*wanted) } else { 0 };
-        self.step_out(id, key);
-        self.requests[key].turn.class = Class::Growing;
-        match stood {
-            Stand::Nowhere => {}
-            Stand::Frames { .. } => self.stand(id, key, Blocked::Frames { need, room: u32::MAX }),
-            Stand::Pages(pages) => {
-                if let Some((page, _)) = pages.first() {
-                    self.stand(id, key, Blocked::Page(*page));
-                }
+        let blocked = match &self.requests[key].stand {
+            Stand::Nowhere => None,
+            Stand::Frames { wanted, .. } => {
+                Some(Blocked::Frames { need: self.frame_line.count(*wanted), room: u32::MAX })
             }
+            Stand::Pages(pages) => pages.first().map(|(page, _)| Blocked::Page(*page)),
+        };
+        let before = self.leave_lines(id, key);
+        self.requests[key].turn.class = Class::Growing;
+        if let Some(blocked) = blocked {
+            self.stand_anew(id, key, blocked, self.source_of(key));
         }
+        self.open_behind(before);
         self.nearly.push(id);
     }
 
@@ -1085,8 +1122,9 @@ impl Pager {
     }
 
     /// A page is no victim any more, or nobody waits for it any more: pins need not ask, unless it is still one of these.
-    pub(super) fn reopen(&mut self, page: PageId) {
-        if !self.page_lines.contains_key(&page) && !self.entry(page).evict_after() {
+    pub(super) fn reopen(&self, page: PageId) {
+        let evict_after = self.segments[page.segment.index()].entries[page.index.index()].evict_after();
+        if !self.page_lines.contains_key(&page) && !evict_after {
             self.word(page).reopen();
         }
     }

@@ -361,7 +361,7 @@ impl Pager {
             (stage, remaining, exclusive, self.request_runs(*id), self.request_passed(*id)).hash(&mut hasher);
             let (turn, frames, pages) = self.request_stand(*id).unwrap_or_else(|| unreachable!("it is live"));
             (turn.class, frames, pages).hash(&mut hasher);
-            self.request_untaken(*id).hash(&mut hasher);
+            (self.request_untaken(*id), self.never_refused(*id)).hash(&mut hasher);
         }
         self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         let mut scopes: Vec<_> =

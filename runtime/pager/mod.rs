@@ -19,6 +19,8 @@
 //! 7. A page whose fill has not ended is pinned only where it was *lent*: to a request for a stream, once the device has
 //!    taken up the copy, which the stream waits for. If such a fill fails, its frame stays the page's, and the page is
 //!    filled again or evicted by nobody, until those pins have ended.
+//! 8. `declared + floor <= frames`, where frames are those that exist and are not leaving: what scopes declared is there, spent
+//!    or not, and the floor beside it.
 //!
 //! # Locking
 //!

@@ -16,21 +16,31 @@ use crate::sync::{Alone, AtomicU64, Ordering};
 /// Says whether a request waits for frames: then every pin asks under the latch, because it may take away a frame that
 /// could have been given. Read by every pin, written when the first begins to wait and the last has ended.
 #[derive(Debug, Default)]
-pub struct Gate(Alone<AtomicU64>);
+pub struct Gate {
+    closed: Alone<AtomicU64>,
+    /// How often it was opened.
+    #[cfg(test)]
+    pub(super) opened: AtomicU64,
+}
 
 impl Gate {
+    /// What is closed already is not written: all cores read it.
     pub(crate) fn close(&self) {
-        self.0.store(1, Ordering::Release);
+        if !self.is_closed() {
+            self.closed.0.store(1, Ordering::Release);
+        }
     }
 
     pub(super) fn open(&self) {
-        self.0.store(0, Ordering::Release);
+        self.closed.0.store(0, Ordering::Release);
+        #[cfg(test)]
+        self.opened.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Whether pins ask under the latch.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.0.load(Ordering::Acquire) != 0
+        self.closed.0.load(Ordering::Acquire) != 0
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use smallvec::SmallVec;
+
 use super::policy::{Take, Want};
 use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 use super::{Effects, Granted, Pager, Place, Priority};
@@ -134,6 +136,9 @@ impl Pager {
 
     /// Takes one of the pages that the policy offers, of the first `looks`.
     fn reclaim_among(&mut self, want: Want, with_put_off: bool, looks: usize, fx: &mut Effects) -> bool {
+        // Whether to find out that this was all, and what of it there has been.
+        let all = looks == usize::MAX && self.put_off.is_empty() && matches!(want, Want::Demand | Want::Room);
+        let mut seen: SmallVec<[PageId; LOOKS]> = SmallVec::new();
         let resident = self.resident();
         let mut offered = 0;
         let Self { policy, segments, put_off, events, .. } = self;
@@ -150,6 +155,9 @@ impl Pager {
             else {
                 return Take::Skip;
             };
+            if all && word.load().is_resident() && !entry.evict_after() {
+                seen.push(page);
+            }
             if entry.held_back() {
                 return Take::Skip;
             }
@@ -179,9 +187,10 @@ impl Pager {
                 true
             }
             None => {
-                // A policy of the user's may leave pages out.
-                let all = offered >= resident && looks == usize::MAX;
-                if all && self.put_off.is_empty() && matches!(want, Want::Demand | Want::Room) {
+                // A policy of the user's may leave pages out, and offer others twice.
+                seen.sort_unstable();
+                seen.dedup();
+                if all && seen.len() >= resident {
                     self.barren.heard = Some(VecDeque::new());
                 }
                 false

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::deadlock::Known;
-use super::{Effects, PageRun, Pager, Purpose};
+use super::{Effects, PageRun, Pager, Purpose, Terms};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
 use crate::sync::{AtomicU64, Ordering};
@@ -47,8 +47,8 @@ pub struct Holdings {
 /// likeliest to go; others are looked up.
 #[derive(Debug, Default)]
 struct Runs {
-    few: Vec<(PageRun, bool)>,
-    many: HashMap<(PageRun, bool), u32>,
+    few: Vec<HeldRun>,
+    many: HashMap<HeldRun, u32>,
     /// How many there are in `many`.
     counted: usize,
 }
@@ -56,7 +56,7 @@ struct Runs {
 impl Runs {
     const FEW: usize = 32;
 
-    fn add(&mut self, run: (PageRun, bool)) {
+    fn add(&mut self, run: HeldRun) {
         if self.few.len() < Self::FEW {
             self.few.push(run);
         } else {
@@ -66,7 +66,7 @@ impl Runs {
     }
 
     /// Whether it was there.
-    fn remove(&mut self, run: (PageRun, bool)) -> bool {
+    fn remove(&mut self, run: HeldRun) -> bool {
         if let Some(at) = self.few.iter().rposition(|other| *other == run) {
             self.few.swap_remove(at);
             return true;
@@ -80,14 +80,14 @@ impl Runs {
         true
     }
 
-    fn iter(&self) -> impl Iterator<Item = (PageRun, bool)> {
+    fn iter(&self) -> impl Iterator<Item = HeldRun> {
         let many = self.many.iter().flat_map(|(run, times)| (0..*times).map(|_| *run));
         self.few.iter().copied().chain(many)
     }
 
-    fn retain(&mut self, stays: impl Fn(&PageRun) -> bool) {
-        self.few.retain(|(run, _)| stays(run));
-        self.many.retain(|(run, _), _| stays(run));
+    fn retain(&mut self, stays: impl Fn(&HeldRun) -> bool) {
+        self.few.retain(&stays);
+        self.many.retain(|run, _| stays(run));
         self.counted = self.many.values().map(|times| *times as usize).sum();
     }
 
@@ -110,6 +110,15 @@ struct Held {
     uncounted: bool,
 }
 
+/// A run that is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct HeldRun {
+    run: PageRun,
+    exclusive: bool,
+    /// Whether it is among the pages that the scope was opened for. Not so for what could not be refused.
+    claimed: bool,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     Came,
@@ -123,6 +132,10 @@ pub(super) enum Counted {
 }
 
 impl Held {
+    fn runs(&self) -> Vec<(PageRun, bool)> {
+        self.runs.iter().map(|held| (held.run, held.exclusive)).collect()
+    }
+
     fn changed(&mut self, run: (PageRun, bool), change: Change) {
         if self.waiting == 0 || self.uncounted {
             return;
@@ -167,14 +180,20 @@ impl Holdings {
     /// the pager [look again](Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
-        self.add_paid(runs, exclusive, 0)
+        self.add_paid(runs, exclusive, 0, true)
+    }
+
+    /// [`add`](Self::add) of pins that could [not be refused](super::Terms::never_refused), and were not claimed.
+    #[must_use]
+    pub fn add_unclaimed(&self, runs: &[PageRun], exclusive: bool) -> bool {
+        self.add_paid(runs, exclusive, 0, false)
     }
 
     /// [`add`](Self::add) of pins for which the scope has spent so many frames.
-    fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32) -> bool {
+    fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) -> bool {
         let mut held = self.held.lock();
         for run in runs {
-            held.runs.add((*run, exclusive));
+            held.runs.add(HeldRun { run: *run, exclusive, claimed });
             held.pages += run.count;
             held.changed((*run, exclusive), Change::Came);
         }
@@ -187,24 +206,35 @@ impl Holdings {
         let mut held = self.held.lock();
         held.count_anew();
         held.paid = held.paid.saturating_sub(spent);
-        let before = held.pages;
-        held.runs.retain(|run| run.segment != segment);
-        held.pages = held.runs.iter().map(|(run, _)| run.count).sum();
-        self.unclaim(before - held.pages);
+        let gone = |held: &HeldRun| held.run.segment == segment && held.claimed;
+        self.unclaim(held.runs.iter().filter(gone).map(|held| held.run.count).sum());
+        held.runs.retain(|held| held.run.segment != segment);
+        held.pages = held.runs.iter().map(|held| held.run.count).sum();
     }
 
     /// Takes them away again, with what was spent for them. Called before the pins end, so that what is listed here is pinned.
     pub fn remove(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
+        self.take_out(runs, exclusive, spent, true);
+    }
+
+    /// [`remove`](Self::remove) of pins that could [not be refused](super::Terms::never_refused).
+    pub fn remove_unclaimed(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
+        self.take_out(runs, exclusive, spent, false);
+    }
+
+    fn take_out(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) {
         let mut held = self.held.lock();
         let before = held.pages;
         for run in runs {
-            if held.runs.remove((*run, exclusive)) {
+            if held.runs.remove(HeldRun { run: *run, exclusive, claimed }) {
                 held.pages -= run.count;
                 held.changed((*run, exclusive), Change::Went);
             }
         }
         held.paid = held.paid.saturating_sub(spent);
-        self.unclaim(before - held.pages);
+        if claimed {
+            self.unclaim(before - held.pages);
+        }
     }
 
     /// The pages the scope was opened for, if it said so.
@@ -222,7 +252,7 @@ impl Holdings {
     }
 
     pub(super) fn runs(&self) -> Vec<(PageRun, bool)> {
-        self.held.lock().runs.iter().collect()
+        self.held.lock().runs()
     }
 
     fn waits(&self, more: bool) {
@@ -237,7 +267,7 @@ impl Holdings {
     pub(super) fn count(&self) -> (Counted, u32) {
         let mut held = self.held.lock();
         let counted = if std::mem::take(&mut held.uncounted) {
-            Counted::Anew(held.runs.iter().collect())
+            Counted::Anew(held.runs())
         } else {
             Counted::Since(std::mem::take(&mut held.changes))
         };
@@ -255,11 +285,11 @@ impl Holdings {
         let overlaps = |a: &PageRun, b: &PageRun| {
             a.segment == b.segment && a.first.0 < b.first.0 + b.count && b.first.0 < a.first.0 + a.count
         };
-        let (_, run) = held
+        let run = held
             .runs
             .iter()
-            .filter(|(_, exclusive)| write || *exclusive)
-            .find_map(|(held, _)| runs.iter().find(|run| overlaps(&held, run)).map(|run| (held, *run)))?;
+            .filter(|held| write || held.exclusive)
+            .find_map(|held| runs.iter().find(|run| overlaps(&held.run, run)).copied())?;
         run.pages().next()
     }
 }
@@ -401,6 +431,12 @@ impl Pager {
     /// of the sum and not of what is free: a frame that a scope is owed may be free, or about to be.
     pub(super) fn may_declare(&self, frames: u32) -> bool {
         self.declared + frames + self.floor <= self.frames.target
+    }
+
+    /// Whether a scope waits for what it declares.
+    pub(super) fn waits_to_declare(&self, id: ScopeId) -> bool {
+        let declares = |request: &RequestId| self.asks(*request).is_some_and(|(.., frames)| frames > 0);
+        self.scope(Some(id)).is_some_and(|scope| scope.waiting.iter().any(declares))
     }
 
     /// So many frames, free or in transit, are to be this scope's.
@@ -566,12 +602,13 @@ impl Pager {
     }
 
     /// The scope a request was granted to has it, and has spent so many frames for it.
-    pub(super) fn acquired(&mut self, id: Option<ScopeId>, runs: &[PageRun], exclusive: bool, spent: u32) {
+    pub(super) fn acquired(&mut self, terms: &Terms, runs: &[PageRun], spent: u32) {
+        let (id, exclusive) = (terms.scope, terms.purpose == Purpose::Write);
         let Some(scope) = self.scope_mut(id) else { return };
         if let Some(first) = runs.first().filter(|_| spent > 0) {
             scope.paid.push((*first, spent));
         }
-        if scope.holdings.add_paid(runs, exclusive, spent)
+        if scope.holdings.add_paid(runs, exclusive, spent, !terms.never_refused)
             && let Some(id) = id
         {
             self.look_again(id);
@@ -604,12 +641,17 @@ impl Pager {
         }
     }
 
-    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed.
-    pub(super) fn claim(&self, id: Option<ScopeId>, runs: &[PageRun], purpose: Purpose) -> Result<(), Error> {
+    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed. What
+    /// can never be refused is not claimed: it has no part in what the scope said.
+    pub(super) fn claim(&self, terms: &Terms, runs: &[PageRun]) -> Result<(), Error> {
+        let Terms { scope: id, purpose, never_refused, .. } = *terms;
         let Some(wanted) = id else { return Ok(()) };
         let Some(scope) = self.scope(id) else {
             return Err(Error::new(ErrorKind::Closed, format!("{wanted:?} has ended")).remedy("open another scope"));
         };
+        if never_refused {
+            return Ok(());
+        }
         if let Some(page) = scope.holdings.excludes(runs, purpose == Purpose::Write) {
             let what = if purpose == Purpose::Write { "write" } else { "read" };
             let message = format!(
@@ -655,23 +697,26 @@ impl Pager {
         }
     }
 
-    /// A request has begun to wait.
-    pub(super) fn begins_to_wait(&mut self, scope: Option<ScopeId>, request: RequestId) {
-        let grows = self.is_growth(request);
-        let Some(scope) = self.scope_mut(scope) else { return };
-        if scope.waiting.contains(&request) {
-            return;
-        }
-        scope.all_grow = grows && (scope.all_grow || scope.waiting.is_empty());
+    /// A request of this scope may have to wait. Returns whether it is growth: that is asked once the pager is told of all that
+    /// the scope gets, and what it gets from then on [makes it growth](Self::holds_more).
+    pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> bool {
+        let Some(scope) = self.scope_mut(id) else { return false };
+        invariant!(!scope.waiting.contains(&request), "{request:?} begins to wait twice");
         scope.waiting.push(request);
         scope.known.begins_to_wait(request);
         scope.holdings.waits(true);
+        let grows = self.grows(id);
+        if let Some(scope) = self.scope_mut(id) {
+            scope.all_grow = grows && (scope.all_grow || scope.waiting.len() == 1);
+        }
+        grows
     }
 
     /// A request waits no more.
     pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
         let Some(scope) = self.scope_mut(id) else { return };
-        let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
+        // One that does not have to wait is the last.
+        let Some(at) = scope.waiting.iter().rposition(|waiting| *waiting == request) else { return };
         scope.waiting.swap_remove(at);
         scope.holdings.waits(false);
         let all = scope.waiting.is_empty();
@@ -699,7 +744,10 @@ mod tests {
 
     #[test]
     fn regression_guards_that_go_in_the_order_they_came_are_not_looked_for_among_all() {
-        let run = |index: u32| (PageRun { segment: SegmentId(0), first: PageIndex(index), count: 1 }, false);
+        let run = |index: u32| {
+            let run = PageRun { segment: SegmentId(0), first: PageIndex(index), count: 1 };
+            HeldRun { run, exclusive: false, claimed: true }
+        };
         let mut runs = Runs::default();
         for index in (0..8000).chain(0..8000) {
             runs.add(run(index));

@@ -193,15 +193,18 @@ struct Meddled {
     meanwhile: Meanwhile,
     looks: u32,
     /// As a policy of the user's may. As long as one does, no look says that there is nothing.
-    leaves_out: Option<u32>,
+    leaves_out: Arc<std::sync::Mutex<Option<u32>>>,
+    /// Offered as well, and before all others: whatever it is.
+    offers_first: Vec<PageId>,
     order: Box<dyn Policy>,
 }
 
 impl Meddled {
     fn new() -> (Box<Self>, Meanwhile) {
         let meanwhile = Meanwhile::default();
-        let (looks, leaves_out, order) = (0, None, PolicyKind::Lru.build());
-        (Box::new(Self { meanwhile: meanwhile.clone(), looks, leaves_out, order }), meanwhile)
+        let (looks, leaves_out, order) = (0, Arc::default(), PolicyKind::Lru.build());
+        let policy = Self { meanwhile: meanwhile.clone(), looks, leaves_out, offers_first: Vec::new(), order };
+        (Box::new(policy), meanwhile)
     }
 }
 
@@ -235,7 +238,12 @@ impl Policy for Meddled {
             self.looks += 1;
             meanwhile(self.looks);
         }
-        let left_out = self.leaves_out;
+        let left_out = *self.leaves_out.lock().unwrap();
+        for page in &self.offers_first {
+            if take(*page) != policy::Take::Skip {
+                return None;
+            }
+        }
         self.order.victim(want, &mut |page| {
             if Some(page.index.get()) == left_out { policy::Take::Skip } else { take(page) }
         })
@@ -289,8 +297,8 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
 /// A frame came to a scope's purse after its request had been tried, and before it was known to wait: nobody tried it again.
 #[test]
 fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait() {
-    let (mut policy, meanwhile) = Meddled::new();
-    policy.leaves_out = Some(1);
+    let (policy, meanwhile) = Meddled::new();
+    *policy.leaves_out.lock().unwrap() = Some(1);
     let (mut pager, s, words) = pager_with(2, policy);
     let mut fx = Effects::default();
     let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(1), ..ScopeTerms::default() });
@@ -322,4 +330,113 @@ fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait()
     assert_eq!(pager.stands(waits), Some((false, Vec::new())), "its purse is full, and nobody tried it");
     settle(&mut pager, &mut fx);
     assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+}
+
+/// Who waited for frames left the line and joined it anew when it wanted another number of them. Alone in it, it opened the gate
+/// meanwhile, and pins without the latch passed it uncounted.
+#[test]
+fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
+    let (mut pager, s, words) = pager(2);
+    let mut fx = Effects::default();
+    let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let bring = |pager: &mut Pager, page: u32, fx: &mut Effects| {
+        assert!(matches!(pager.submit(&[run(s, page, 1)], terms, fx), Ok(Submitted::Waiting(_))));
+        settle(pager, fx);
+    };
+    bring(&mut pager, 0, &mut fx);
+    bring(&mut pager, 1, &mut fx);
+    let waits = ask(&mut pager, &[run(s, 1, 2)], Purpose::Read, &mut fx);
+    let wants = |pager: &Pager| pager.request_stand(waits).and_then(|(_, frames, _)| frames);
+    let gate = pager.gate();
+    let opened = || gate.opened.load(crate::sync::Ordering::Relaxed);
+    assert!(gate.is_closed() && wants(&pager) == Some(1) && opened() == 0);
+    for _ in 0..4 {
+        holdings.remove(&[run(s, 1, 1)], false, 0);
+        let _ = words[1].unpin();
+        pager.released(&[run(s, 1, 1)], &mut fx);
+        pager.evict([PageId { segment: s, index: PageIndex(1) }].into_iter(), &mut fx);
+        assert_eq!((wants(&pager), opened()), (Some(2), 0));
+        bring(&mut pager, 1, &mut fx);
+        assert_eq!((wants(&pager), opened()), (Some(1), 0));
+    }
+    pager.cancel(waits, &mut fx);
+    assert!(!gate.is_closed() && opened() == 1);
+    // The same of one that becomes growth while it waits, and of one that waits for its purse.
+    let (other, holdings) = pager.open_scope(ScopeTerms::default());
+    let terms = Terms { scope: Some(other), ..Terms::default() };
+    let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
+    assert!(!pager.is_growth(waits) && words[0].try_pin() == TryPin::Hit);
+    assert!(holdings.add(&[run(s, 0, 1)], false));
+    pager.holds_more(other, &mut fx);
+    assert!(pager.is_growth(waits) && gate.is_closed() && opened() == 1);
+}
+
+/// Another thread of the scope had pinned a page without the latch, and noted it after the request had been found to be new, and
+/// before the scope was known to wait: nobody made it growth, and it stood behind who waited for that very page.
+#[test]
+fn regression_what_a_scope_gets_as_its_request_begins_to_wait_makes_it_growth() {
+    let (policy, meanwhile) = Meddled::new();
+    let (mut pager, s, words) = pager_with(2, policy);
+    let mut fx = Effects::default();
+    for page in 0..2 {
+        touch(&mut pager, &words, run(s, page, 1), Purpose::Read);
+        assert_eq!(words[page as usize].try_pin(), TryPin::Hit);
+    }
+    let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+    let told = Arc::new(std::sync::Mutex::new(false));
+    let (adds, is_told) = (holdings.clone(), told.clone());
+    let note = move |look: u32| {
+        if look == 1 {
+            *is_told.lock().unwrap() = adds.add(&[run(s, 0, 1)], false);
+        }
+    };
+    *meanwhile.lock().unwrap() = Some(Box::new(note));
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
+    assert_eq!(holdings.pages(), 1);
+    // As the other thread does when it is told to.
+    if *told.lock().unwrap() {
+        pager.holds_more(scope, &mut fx);
+    }
+    assert!(pager.is_growth(waits));
+}
+
+/// A reservation that came while somebody must not be passed was listed with no frame: before all that wanted one, and tried for nothing.
+#[test]
+fn regression_a_reservation_that_is_barred_wants_its_frames() {
+    let (mut pager, s, words) = pager(3);
+    pager.set_passes(0);
+    touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+    assert_eq!(words[0].try_pin(), TryPin::Hit);
+    let mut fx = Effects::default();
+    ask(&mut pager, &[run(s, 1, 3)], Purpose::Read, &mut fx);
+    let (scope, _) = pager.open_scope(ScopeTerms { at_most: Some(2), ..ScopeTerms::default() });
+    let Ok(Submitted::Waiting(barred)) = pager.reserve(scope, 2, &mut fx) else { panic!("it passes") };
+    assert_eq!(pager.request_stand(barred).and_then(|(_, frames, _)| frames), Some(2));
+    pager.check_invariants().unwrap();
+}
+
+/// A search was taken to have seen every resident page, because as many offers were made: one page came twice, or was not
+/// resident, and one that could go was left out. It was never looked at again.
+#[test]
+fn regression_a_page_that_a_policy_leaves_out_once_is_found_later() {
+    for twice in [true, false] {
+        let (mut policy, _) = Meddled::new();
+        let left_out = policy.leaves_out.clone();
+        let page = |n: u32| PageId { segment: SegmentId(0), index: PageIndex(n) };
+        policy.offers_first.push(page(if twice { 0 } else { 5 }));
+        let (mut pager, s, words) = pager_with(2, policy);
+        touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
+        touch(&mut pager, &words, run(s, 1, 1), Purpose::Read);
+        assert!(words[0].try_pin() == TryPin::Hit && page(0).segment == s);
+        *left_out.lock().unwrap() = Some(1);
+        let mut fx = Effects::default();
+        let waits = ask(&mut pager, &[run(s, 2, 1)], Purpose::Read, &mut fx);
+        assert!(pager.waits_for_frames(waits) && pager.heard().is_none());
+        *left_out.lock().unwrap() = None;
+        pager.pump(&mut fx);
+        settle(&mut pager, &mut fx);
+        assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
+    }
 }

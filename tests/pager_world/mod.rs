@@ -55,6 +55,7 @@ pub struct Wish {
     pub passed: Option<u32>,
     /// What it waits for: a purse, if this is not 0.
     pub frames: u32,
+    pub never_refused: bool,
     /// It waits for moves only.
     pub admitted: bool,
     /// Whether it waited for frames after the last call, and the pages in whose lines it stood.
@@ -75,10 +76,18 @@ pub struct Guard {
     pub scope: Option<ScopeId>,
     /// Frames of its scope's purse that were spent for it.
     pub spent: u32,
+    /// Whether it could be refused, and counts among what its scope was opened for.
+    pub never_refused: bool,
     /// Pages whose bytes are there when their moves have ended, on a stream's timeline.
     pub lent: Vec<(PageId, MoveId)>,
     /// Those of them whose fill has failed: what the stream computes is void.
     pub void: Vec<PageId>,
+}
+
+impl Guard {
+    fn state(&self) -> impl Ord + Hash {
+        (&self.pages, self.exclusive, &self.void, self.never_refused, self.spent)
+    }
 }
 
 /// A guard whose scope holds it no more, and of whose end the pager has not been told.
@@ -88,6 +97,11 @@ pub struct Ending {
     runs: Vec<PageRun>,
     /// Whether somebody waits for the pages, if they are unpinned.
     unpinned: Option<bool>,
+}
+
+/// What is never told to who can never be refused.
+fn is_refusal(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall)
 }
 
 #[derive(Debug)]
@@ -130,6 +144,7 @@ pub struct World {
     pub scope: Option<ScopeId>,
     /// Whether requests from now on can never be refused.
     pub never_refused: bool,
+    floor: u32,
     /// Whose uses pins are from now on.
     pub walker: WalkerId,
     /// The most that any request was passed by, and the most that is allowed.
@@ -186,6 +201,7 @@ impl World {
             reserved: Vec::new(),
             scope: None,
             never_refused: false,
+            floor: 0,
             walker: WalkerId::DEFAULT,
             most_passed: 0,
             passes: outcore::pager::PASSES_MAX,
@@ -197,6 +213,12 @@ impl World {
     pub fn set_passes(&mut self, passes: u32) {
         self.passes = passes;
         self.pager.set_passes(passes);
+    }
+
+    /// Keeps so many frames for what can never be refused.
+    pub fn set_floor(&mut self, frames: u32) {
+        self.with(|pager, fx| pager.set_floor(frames, fx)).expect("there are more");
+        self.floor = frames;
     }
 
     pub fn segment(&mut self, backing: Backing, pages: u32) -> SegmentId {
@@ -260,7 +282,7 @@ impl World {
         }
         for (id, result) in fx.done {
             let at = self.waiting.iter().position(|wish| wish.id == id).expect("done, but nobody waits");
-            let Wish { runs, purpose, scope, passed, frames, admitted, .. } = self.waiting.remove(at);
+            let Wish { runs, purpose, scope, passed, frames, admitted, never_refused, .. } = self.waiting.remove(at);
             self.ended.push((id, result.as_ref().map(|granted| granted.cause).map_err(Error::kind)));
             match result {
                 Ok(_) if frames > 0 => {}
@@ -271,9 +293,11 @@ impl World {
                     if passed.is_some() && !admitted && !grown {
                         self.went_first(at, &runs);
                     }
-                    self.acquired(&runs, purpose, scope, after, spent);
+                    self.acquired(&runs, purpose, scope, after, spent, never_refused);
                 }
                 Err(error) => {
+                    let pages: u32 = runs.iter().map(|run| run.count).sum();
+                    assert!(!never_refused || pages > self.budget || !is_refusal(&error), "{error}");
                     if error.kind() == ErrorKind::WouldDeadlock {
                         self.told.extend(scope);
                     }
@@ -412,6 +436,7 @@ impl World {
         scope: Option<ScopeId>,
         after: Option<FillPoint>,
         spent: u32,
+        never_refused: bool,
     ) {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         let frames = pages.iter().map(|page| self.frame(*page).expect("a pinned page has a frame")).collect();
@@ -423,7 +448,7 @@ impl World {
         assert_eq!(after.is_some(), !lent.is_empty(), "what the stream has to wait for");
         assert!(lent.is_empty() || purpose == Use::Stream, "lent to who does not wait");
         let exclusive = purpose == Use::Write;
-        self.guards.push(Guard { pages, exclusive, frames, scope, spent, lent, void: Vec::new() });
+        self.guards.push(Guard { pages, exclusive, frames, scope, spent, never_refused, lent, void: Vec::new() });
         self.check_guard(self.guards.len() - 1);
         if exclusive {
             self.write_through(self.guards.len() - 1);
@@ -480,8 +505,10 @@ impl World {
         let (in_use, active) = self.pager.device_frames();
         let bound = self.budget.max(self.most_in_use);
         assert!(in_use <= bound, "{in_use} frames in use, {bound} allowed");
-        // What a scope was promised is its, also where the budget shrinks later.
-        let promised = (in_use + self.pager.set_aside()).max(self.pager.declared()).min(active);
+        // What a scope was promised is its, and the floor beside it is kept, also where the budget shrinks later.
+        let declared = self.pager.declared();
+        let kept = if declared > 0 { declared + self.floor } else { 0 };
+        let promised = (in_use + self.pager.set_aside()).max(kept).min(active);
         self.most_in_use = promised.max(self.budget.min(active));
         assert!(self.pager.host_frames().0 <= self.config.host_frames);
     }
@@ -500,7 +527,8 @@ impl World {
         let new = self.holdings(scope).is_none_or(|holdings| holdings.pages() == 0)
             && !scope.as_ref().is_some_and(reserved)
             && !self.never_refused;
-        let claims = |holdings: &Arc<Holdings>| holdings.claim(pages.len() as u32);
+        let never_refused = self.never_refused;
+        let claims = |holdings: &Arc<Holdings>| never_refused || holdings.claim(pages.len() as u32);
         if lock_free && self.holdings(scope).is_none_or(claims) {
             let of = |run: &PageRun| {
                 let first = run.first.get() as usize;
@@ -516,20 +544,23 @@ impl World {
             });
             match pinned {
                 Pinned::All { .. } => {
-                    if let Some(holdings) = self.holdings(scope)
-                        && holdings.add(runs, purpose == Use::Write)
-                    {
+                    let writes = purpose == Use::Write;
+                    let add = |holdings: &Arc<Holdings>| match never_refused {
+                        true => holdings.add_unclaimed(runs, writes),
+                        false => holdings.add(runs, writes),
+                    };
+                    if self.holdings(scope).is_some_and(add) {
                         self.with(|pager, fx| pager.holds_more(scope.unwrap(), fx));
                     }
                     if new {
                         self.went_first(self.waiting.len(), runs);
                     }
-                    self.acquired(runs, purpose, scope, None, 0);
+                    self.acquired(runs, purpose, scope, None, 0, never_refused);
                     self.check();
                     return Some(Ok(()));
                 }
                 Pinned::None { wanted } => {
-                    if let Some(holdings) = self.holdings(scope) {
+                    if let Some(holdings) = self.holdings(scope).filter(|_| !never_refused) {
                         holdings.unclaim(pages.len() as u32);
                     }
                     if wanted {
@@ -540,14 +571,14 @@ impl World {
         }
         let mut fx = Effects::default();
         self.pager.record(&self.log);
-        let (never_refused, walker) = (self.never_refused, self.walker);
+        let walker = self.walker;
         let terms = Terms { purpose: purpose.into(), scope, never_refused, walker, ..Terms::default() };
         match self.pager.submit(runs, terms, &mut fx) {
             Ok(Submitted::Ready(Granted { after, spent, .. })) => {
                 if new {
                     self.went_first(self.waiting.len(), runs);
                 }
-                self.acquired(runs, purpose, scope, after, spent);
+                self.acquired(runs, purpose, scope, after, spent, never_refused);
                 self.settle(fx);
                 Some(Ok(()))
             }
@@ -559,6 +590,7 @@ impl World {
                     scope,
                     passed: new.then_some(0),
                     frames: 0,
+                    never_refused,
                     admitted: false,
                     stood: Default::default(),
                 });
@@ -571,7 +603,8 @@ impl World {
                 match error.kind() {
                     ErrorKind::Poisoned => assert!(pages.iter().any(lost), "{error}"),
                     ErrorKind::BudgetTooSmall => {
-                        assert!(pages.len() as u32 > self.budget || scope.is_some(), "{error}")
+                        let most = if never_refused { self.budget } else { self.budget.saturating_sub(self.floor) };
+                        assert!(pages.len() as u32 > most || scope.is_some() && !never_refused, "{error}")
                     }
                     // A fill has failed and its page is still lent.
                     ErrorKind::Io => {
@@ -580,7 +613,7 @@ impl World {
                         let void = |page: &PageId| guards.iter().any(|guard| guard.void.contains(page));
                         assert!(pages.iter().any(void), "{error}");
                     }
-                    ErrorKind::WouldDeadlock => assert!(scope.is_some(), "{error}"),
+                    ErrorKind::WouldDeadlock => assert!(scope.is_some() && !never_refused, "{error}"),
                     _ => panic!("{error}"),
                 }
                 None
@@ -611,7 +644,9 @@ impl World {
             Submitted::Waiting(request) => {
                 let (runs, purpose, scope) = (Vec::new(), Use::Read, Some(id));
                 let (passed, admitted, stood) = (None, false, Default::default());
-                self.waiting.push(Wish { id: request, runs, purpose, scope, passed, frames, admitted, stood });
+                let never_refused = false;
+                let wish = Wish { id: request, runs, purpose, scope, passed, frames, never_refused, admitted, stood };
+                self.waiting.push(wish);
                 Err(request)
             }
         };
@@ -638,7 +673,11 @@ impl World {
         let mut runs: Vec<PageRun> = guard.pages.iter().map(|page| run(page.segment, page.index.get(), 1)).collect();
         PageRun::normalize(&mut runs);
         if let Some(holdings) = self.holdings(guard.scope) {
-            holdings.remove(&runs, guard.exclusive, guard.spent);
+            if guard.never_refused {
+                holdings.remove_unclaimed(&runs, guard.exclusive, guard.spent);
+            } else {
+                holdings.remove(&runs, guard.exclusive, guard.spent);
+            }
         }
         let mut ending = Ending { guard, runs, unpinned: None };
         if unpins {
@@ -709,6 +748,8 @@ impl World {
             }
         }
         assert!(self.moves.is_empty() && self.guards.is_empty(), "it does not come to rest");
+        let refused = self.waiting.iter().find(|wish| wish.never_refused);
+        assert!(refused.is_none(), "{refused:?} can never be refused, and waits for ever\n{:#?}", self.pager);
         while let Some((scope, _)) = self.scopes.first() {
             let scope = *scope;
             self.close_scope(scope);
@@ -759,7 +800,7 @@ impl World {
         self.budget.hash(&mut hasher);
         self.most_in_use.hash(&mut hasher);
         // Moves, and whether they were started, are the pager's; what they carry is the truth.
-        let mut guards: Vec<_> = self.guards.iter().map(|guard| (&guard.pages, guard.exclusive, &guard.void)).collect();
+        let mut guards: Vec<_> = self.guards.iter().map(Guard::state).collect();
         guards.sort();
         guards.hash(&mut hasher);
         let mut held: Vec<_> = self.scopes.iter().map(|(_, holdings)| holdings.pages()).collect();
