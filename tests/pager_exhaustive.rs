@@ -37,13 +37,24 @@ const PASSES: u32 = 2;
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    Pin { first: u32, count: u32, purpose: Use },
+    Pin {
+        first: u32,
+        count: u32,
+        purpose: Use,
+    },
     /// Of one page, in the scope there is; whether it can be refused.
-    InScope { first: u32, purpose: Use, refused: bool },
+    InScope {
+        first: u32,
+        purpose: Use,
+        refused: bool,
+    },
     TakeUp(usize),
     Unpin(usize),
     Cancel(usize),
-    End { at: usize, ok: bool },
+    End {
+        at: usize,
+        ok: bool,
+    },
     Discarded(usize),
     Prefetch(u32),
     Evict(u32),
