@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use outcore::pager::{
-    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin, WaitCause, WaitsFor,
-    pin,
+    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin,
+    WaitCause, WaitsFor, pin,
 };
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Random, Use, World, config, page, run};
@@ -1489,7 +1489,11 @@ fn regression_what_can_never_be_refused_has_the_floor_in_a_scope_that_declared()
         asked.err().filter(|id| world.waits(*id))
     };
     assert!(fault(&mut world, 1).is_none());
-    assert_eq!((world.guards[0].spent, world.pager.set_aside()), (0, 1), "the floor had a frame, and the purse is full");
+    assert_eq!(
+        (world.guards[0].spent, world.pager.set_aside()),
+        (0, 1),
+        "the floor had a frame, and the purse is full"
+    );
     // It is no part of what the scope was opened for.
     world.pin(&[run(s, 0, 1)], false, false).expect("this is");
     settle(&mut world);
