@@ -846,9 +846,12 @@ impl Pager {
     pub(super) fn check_members(&self) -> Result<(), String> {
         let refusable = |key: &usize| self.scopes[*key].waiting.iter().any(|request| !self.never_refused(*request));
         let left = self.left_plainly();
-        // What has been lent is looked at with the next event, which the end of its fill is at the latest.
+        // What has been lent is looked at with the next event, which the end of its fill is at the latest; a guard that was paid
+        // for and is not listed any more, when its end is told, in the same hold of the latch.
+        let in_debt = |scope: &Scope| scope.paid.iter().map(|(_, frames)| frames).sum::<u32>() != scope.holdings().paid();
+        let looks_later = !self.grown.is_empty() || self.scopes.iter().any(|(_, scope)| in_debt(scope));
         ensure!(
-            !self.grown.is_empty() || !left.iter().any(refusable),
+            looks_later || !left.iter().any(refusable),
             "{left:?} wait for each other, and nobody is told"
         );
         let Members { pages, count, held, claims, edges, wants, reserving, sure, slack, highest, .. } = &self.members;
