@@ -16,7 +16,7 @@
 //! the others hold, are there frames for it, and for those whose pages it waits for, and for those whose pages these wait
 //! for? If that comes to an end everywhere, all go on in the other direction, and nobody else is looked at.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt::Write;
 use std::sync::Arc;
 
@@ -246,7 +246,8 @@ pub(super) struct Scope {
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     holdings: Arc<Holdings>,
-    waiting: Vec<RequestId>,
+    /// Its requests that wait, the oldest first.
+    waiting: BTreeSet<RequestId>,
     /// Its pages, and how often it has each, as far as they are counted among what stuck scopes hold.
     counted: HashMap<PageId, u32>,
     /// Its claim, as far as it is counted likewise.
@@ -327,7 +328,7 @@ impl Pager {
         let ScopeTerms { label, priority, at_most } = terms;
         let holdings = Arc::new(Holdings::new(at_most));
         let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
-        let (waiting, serial) = (Vec::new(), self.next_serial);
+        let (waiting, serial) = (BTreeSet::new(), self.next_serial);
         let scope = Scope {
             label: label.into(),
             priority,
@@ -424,14 +425,16 @@ impl Pager {
             );
             let full = scope.coming == 0;
             let reserving = if full { scope.reserving.take() } else { None };
-            // Its own frames may be what it waits for.
-            let waiting = self.scopes[key].waiting.iter().copied();
-            let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
-            self.nearly.extend(near);
+            // Its own frames may be what somebody of it waits for.
+            self.purse_filled(self.scope_id(key));
             if full {
                 self.coming_to.remove(&key);
             }
             if reserving.is_some() {
+                // Those that began to wait before it declared anything stand elsewhere.
+                let waiting = self.scopes[key].waiting.iter().copied();
+                let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
+                self.nearly.extend(near);
                 return reserving;
             }
         }
@@ -556,7 +559,7 @@ impl Pager {
 
     /// The requests of a scope that wait.
     fn waiting_of(&self, id: ScopeId) -> Vec<RequestId> {
-        self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default()
+        self.scope(Some(id)).map(|scope| scope.waiting.iter().copied().collect()).unwrap_or_default()
     }
 
     /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
@@ -648,15 +651,16 @@ impl Pager {
             return;
         }
         scope.all_grow = grows && (scope.all_grow || scope.waiting.is_empty());
-        scope.waiting.push(request);
+        scope.waiting.insert(request);
         scope.holdings.waits(true);
     }
 
     /// A request waits no more.
     pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
         let Some(scope) = self.scope_mut(id) else { return };
-        let Some(at) = scope.waiting.iter().position(|waiting| *waiting == request) else { return };
-        scope.waiting.swap_remove(at);
+        if !scope.waiting.remove(&request) {
+            return;
+        }
         scope.holdings.waits(false);
         if scope.waiting.is_empty()
             && let Some(key) = id.and_then(|id| self.scope_key(id))
