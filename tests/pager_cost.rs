@@ -579,9 +579,8 @@ enum Crowd {
     Grows,
 }
 
-/// Requests that were looked at, for each of `count` that want sets of pages and wait until all have asked, all at once.
-/// Beside them `frames` frames are pinned by others, with the first pages, and in a crowd that grows one with the next. Every
-/// second page of these frames is pinned until all have asked, and the others can go.
+/// Requests that were looked at, for each of `count` that want sets of pages. Until all have asked every frame but that of page
+/// 0, which can go, is pinned by others: with the pages up to `frames`, the last of which each of a crowd that grows holds.
 fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) -> Vec<u32>, pages: u32) -> f64 {
     let shared = frames;
     let mut pager = Pager::new(config(frames + 1, 0), PolicyKind::Lru.build());
