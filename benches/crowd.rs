@@ -1,8 +1,10 @@
 //! What does a crowd cost? `N` tasks want a page each, of four times as many pages as there are frames, all at once: CPU time of
 //! the process until everybody was served, with a waker a task. In the third case each is a scope that has a page pinned, the
 //! same for all, and grows. In the fourth every other task wants one more page, the same for all of these, and the others
-//! want two. Then up to 8,000 tasks that want a page each beside as many frames, all of which are pinned one by one. At last,
-//! up to 16,000 scopes that each hold a page and wait, in ways that are hard for who looks for deadlocks: see [`Crowd`].
+//! want two. Then each wants two pages, or four, or grows by four; or it grows by a page that all of them want, which is there, and
+//! one of its own; or all are pins of one scope. Then up to 8,000 tasks that want a page each beside as many frames, all of which
+//! are pinned one by one. At last, up to 16,000 scopes that each hold a page and wait, in ways that are hard for who looks for
+//! deadlocks: see [`Crowd`].
 //!
 //! Parameters: `--frames` (16), `--most` (100000), `--only` (a part of a case's name).
 
@@ -44,14 +46,55 @@ enum Does {
     Writes,
     Grows,
     Shares,
+    Sets(usize),
+    GrowsBySets,
+    GrowsBesideOne,
+    InOneScope,
+}
+
+impl Does {
+    const ALL: [(Self, &str); 9] = [
+        (Self::Reads, "reads"),
+        (Self::Writes, "writes"),
+        (Self::Grows, "grows"),
+        (Self::Shares, "shares"),
+        (Self::Sets(2), "pairs"),
+        (Self::Sets(4), "sets of 4"),
+        (Self::GrowsBySets, "grows by sets of 4"),
+        (Self::GrowsBesideOne, "grows beside a page that is there"),
+        (Self::InOneScope, "in one scope"),
+    ];
+}
+
+/// A scope that has one page, and wants more.
+fn grows<'a>(runtime: &'a Runtime, holds: &'a Tensor, wants: Vec<Tensor>) -> Pinning<'a> {
+    Box::pin(async move {
+        let scope = runtime.scope().open()?;
+        let _holds = scope.pin(holds).await?;
+        scope.pin_set(&wants).await.map(drop)
+    })
 }
 
 /// Seconds of CPU, and of the clock, until each of `count` tasks has had its page.
 fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does: Does) -> (f64, f64) {
     let mut random = Random::new(count as u64);
+    let own =
+        (does == Does::GrowsBesideOne).then(|| runtime.alloc(DType::U8, &[count as u64, shared.shape()[1]]).unwrap());
+    let one = &runtime.scope().open().unwrap();
+    let _holds = (does == Does::InOneScope).then(|| one.pin(shared).wait().unwrap());
     let tasks: Vec<Option<Pinning<'_>>> = (0..count)
         .map(|number| {
             let row = &rows[(random.next() >> 16) as usize % rows.len()];
+            let mut some = |many: usize| {
+                let mut at: Vec<usize> = Vec::with_capacity(many);
+                while at.len() < many {
+                    let next = (random.next() >> 16) as usize % rows.len();
+                    if !at.contains(&next) {
+                        at.push(next);
+                    }
+                }
+                at.into_iter().map(|at| rows[at].clone()).collect::<Vec<_>>()
+            };
             let pinning: Pinning<'_> = match does {
                 Does::Writes => Box::pin(async move { runtime.pin_mut(row).await.map(drop) }),
                 Does::Reads => Box::pin(async move { runtime.pin(row).await.map(drop) }),
@@ -61,18 +104,30 @@ fn crowd(runtime: &Runtime, rows: &[Tensor], shared: &Tensor, count: usize, does
                     let set = [row.clone(), other.clone()];
                     Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
                 }
-                Does::Grows => Box::pin(async move {
-                    let scope = runtime.scope().open()?;
-                    let _holds = scope.pin(shared).await?;
-                    scope.pin(row).await.map(drop)
-                }),
+                Does::Sets(many) => {
+                    let set = some(many);
+                    Box::pin(async move { runtime.pin_set(&set).await.map(drop) })
+                }
+                Does::Grows => grows(runtime, shared, vec![row.clone()]),
+                Does::GrowsBySets => grows(runtime, shared, some(4)),
+                Does::GrowsBesideOne => {
+                    let own = own.iter().map(|own| own.rows(number as u64..number as u64 + 1).unwrap());
+                    grows(runtime, shared, own.chain([rows[0].clone()]).collect())
+                }
+                Does::InOneScope => {
+                    // It never has all frames at once.
+                    let row = &rows[rows.len() / 2 + (random.next() >> 16) as usize % (rows.len() / 8)];
+                    Box::pin(async move { one.pin(row).await.map(drop) })
+                }
             };
             Some(pinning)
         })
         .collect();
     // Nobody gets a page before everybody waits.
     let frames = rows.len() / 4;
-    let held: Vec<Tensor> = rows[..frames - 1].iter().chain([shared]).cloned().collect();
+    let there = usize::from(does == Does::GrowsBesideOne);
+    drop(runtime.pin_set(&rows[..there]).wait().unwrap());
+    let held: Vec<Tensor> = rows[there..frames - 1].iter().chain([shared]).cloned().collect();
     let holds = runtime.pin_set(&held).wait().unwrap();
     let start = Instant::now();
     (served(tasks, || drop(holds)), start.elapsed().as_secs_f64())
@@ -270,13 +325,9 @@ fn main() {
     println!("tasks that wait for {frames} frames, CPU s (clock s); {hardware}");
     let mut results = Vec::new();
     for count in [1000, 2000, 4000, 8000, 100_000].into_iter().filter(|count| *count <= most) {
-        for (does, what) in
-            [(Does::Reads, "reads"), (Does::Writes, "writes"), (Does::Grows, "grows"), (Does::Shares, "shares")]
-                .into_iter()
-                .filter(|(_, what)| what.contains(&only))
-        {
+        for (does, what) in Does::ALL.into_iter().filter(|(_, what)| what.contains(&only)) {
             let (cpu, clock) = crowd(&runtime, &rows, &shared, count, does);
-            println!("  {count:6} {what:6} {cpu:.2} ({clock:.2})");
+            println!("  {count:6} {what} {cpu:.2} ({clock:.2})");
             results.push(json!({ "tasks": count, "does": what, "cpu_s": cpu, "clock_s": clock }));
         }
     }

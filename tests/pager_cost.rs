@@ -735,3 +735,191 @@ fn regression_readers_that_let_go_do_not_look_at_each_writer_that_waits() {
     println!("requests met in lines for each of 100 readers {few:.1}, of 1000 {many:.1}");
     assert!(few > 0.0 && many < 1.2 * few, "for each of 100 readers {few:.1}, and for each of 1000 {many:.1}");
 }
+
+/// What each of a crowd holds while it waits: a page that is the same for all, in a scope, or nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Crowd {
+    Plain,
+    Grows,
+}
+
+/// Requests that were looked at, for each of `count` that want sets of pages. Until all have asked every frame but that of page
+/// 0, which can go, is pinned by others: with the pages up to `frames`, the last of which each of a crowd that grows holds.
+fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) -> Vec<u32>, pages: u32) -> f64 {
+    let shared = frames;
+    let mut pager = Pager::new(config(frames + 1, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, pages);
+    let mut fx = Effects::default();
+    for index in 0..=frames {
+        touch(&mut pager, &words, segment, index);
+    }
+    let held: Vec<u32> = (1..frames).chain([shared]).collect();
+    held.iter().for_each(|index| assert_eq!(words[*index as usize].try_pin(), TryPin::Hit));
+    let runs = |set: &[u32]| {
+        let mut runs: Vec<PageRun> = set.iter().map(|index| run(segment, *index)).collect();
+        PageRun::normalize(&mut runs);
+        runs
+    };
+    let before = pager.looks();
+    let mut waits = HashMap::new();
+    let mut scopes = Vec::new();
+    for number in 0..count {
+        let scope = (crowd == Crowd::Grows).then(|| {
+            let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+            assert_eq!(words[shared as usize].try_pin(), TryPin::Hit);
+            let _ = holdings.add(&[run(segment, shared)], false);
+            scopes.push(holdings);
+            scope
+        });
+        let terms = Terms { scope, ..Terms::default() };
+        match pager.submit(&runs(&sets(number)), terms, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, number),
+            Submitted::Ready(_) => panic!("nobody has frames for that"),
+        };
+    }
+    let end = |pager: &mut Pager, fx: &mut Effects, set: &[u32]| {
+        if set.iter().filter(|index| words[**index as usize].unpin() == Unpin::Wanted).count() > 0 {
+            pager.released(&runs(set), fx);
+        }
+    };
+    end(&mut pager, &mut fx, &held);
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), &mut fx);
+        }
+        let done = std::mem::take(&mut fx.done);
+        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (id, result) in done {
+            assert!(result.is_ok(), "{result:?}");
+            let number = waits.remove(&id).unwrap();
+            if let Some(holdings) = scopes.get(number as usize) {
+                holdings.remove(&runs(&sets(number)), false, 0);
+            }
+            end(&mut pager, &mut fx, &sets(number));
+        }
+    }
+    assert_eq!(pager.check_invariants(), Ok(()));
+    (pager.looks() - before) as f64 / f64::from(count)
+}
+
+/// Some of `of` pages from `first` on, other ones for each number.
+fn some(number: u32, many: usize, first: u32, of: u32) -> Vec<u32> {
+    let mut x = number.wrapping_mul(0x9E37_79B9) | 1;
+    let mut set = Vec::new();
+    while set.len() < many {
+        x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let index = first + (x >> 8) % of;
+        if !set.contains(&index) {
+            set.push(index);
+        }
+    }
+    set
+}
+
+/// Each of many that grow wants a page that is there, which all of them want, and one of its own: all of them were tried whenever
+/// anything happened. The same with three such pages.
+#[test]
+fn regression_scopes_that_want_a_page_that_is_there_and_one_that_is_not_are_not_all_tried() {
+    for (frames, common) in [(3, 1), (5, 3)] {
+        for crowd in [Crowd::Grows, Crowd::Plain] {
+            // The one that is there is page 0.
+            let sets = |number: u32| (0..common).map(|n| n * 100).chain([1000 + number]).collect::<Vec<_>>();
+            let [few, many] = [250, 2000].map(|count| looks_of_a_crowd(count, frames, crowd, &sets, 1000 + count));
+            println!("{common} common, {crowd:?}: looks for each of 250 {few:.1}, of 2000 {many:.1}");
+            assert!(many < 1.5 * few && many < 40.0, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
+        }
+    }
+}
+
+/// Pairs, and sets of four pages of 64, all different: there were as many groups of these as requests, and each page that came or
+/// went was a step for all that named it.
+#[test]
+fn regression_crowds_of_different_sets() {
+    for (many, crowd) in [(2, Crowd::Plain), (2, Crowd::Grows), (4, Crowd::Plain), (4, Crowd::Grows)] {
+        let sets = |number: u32| some(number, many, 17, 64);
+        let [few, more] = [500, 4000].map(|count| looks_of_a_crowd(count, 16, crowd, &sets, 17 + 64));
+        println!("sets of {many}, {crowd:?}: looks for each of 500 {few:.1}, of 4000 {more:.1}");
+        assert!(more < 4000.0 / 16.0, "each of 500 took {few:.1} looks, and each of 4000 {more:.1}");
+    }
+}
+
+/// Requests that were looked at, for each of `count` of one scope that has four frames set aside.
+fn looks_of_a_scope_with_a_purse(count: u32) -> f64 {
+    let mut pager = Pager::new(config(16, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count);
+    let mut fx = Effects::default();
+    let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(count), ..ScopeTerms::default() });
+    assert!(matches!(pager.reserve(scope, 4, &mut fx), Ok(Submitted::Ready(_))));
+    let before = pager.looks();
+    let terms = Terms { scope: Some(scope), ..Terms::default() };
+    let mut waits = HashMap::new();
+    for index in 0..count {
+        match pager.submit(&[run(segment, index)], terms, &mut fx).unwrap() {
+            Submitted::Waiting(id) => waits.insert(id, index),
+            Submitted::Ready(_) => panic!("it waits for a fill at least"),
+        };
+    }
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), &mut fx);
+        }
+        let done = std::mem::take(&mut fx.done);
+        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (id, result) in done {
+            let spent = result.unwrap().spent;
+            let runs = [run(segment, waits.remove(&id).unwrap())];
+            holdings.remove(&runs, false, spent);
+            assert!(matches!(words[runs[0].first.get() as usize].unpin(), Unpin::Done | Unpin::Wanted));
+            pager.unspent(scope, &runs, spent, &mut fx);
+        }
+    }
+    assert_eq!(pager.check_invariants(), Ok(()));
+    (pager.looks() - before) as f64 / f64::from(count)
+}
+
+/// Each frame that came to a purse had all requests of its scope tried.
+#[test]
+fn regression_a_frame_that_comes_to_a_purse_does_not_have_all_requests_of_its_scope_tried() {
+    let (few, many) = (looks_of_a_scope_with_a_purse(250), looks_of_a_scope_with_a_purse(2000));
+    println!("looks for each of 250 requests of one scope {few:.1}, of 2000 {many:.1}");
+    assert!(many < 1.5 * few, "each of 250 took {few:.1} looks, and each of 2000 {many:.1}");
+}
+
+/// Requests that were looked at for each end of a reader's pin, where `count` scopes wait to write what is read.
+fn looks_beside_writers(count: u32) -> f64 {
+    let mut pager = Pager::new(config(8, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::ReadWrite, SegmentClass::Weights, 2);
+    let mut fx = Effects::default();
+    (0..2).for_each(|index| touch(&mut pager, &words, segment, index));
+    assert_eq!(words[0].try_pin(), TryPin::Hit);
+    let mut scope_that_holds = || {
+        let (scope, holdings) = pager.open_scope(ScopeTerms::default());
+        assert_eq!(words[1].try_pin(), TryPin::Hit);
+        let _ = holdings.add(&[run(segment, 1)], false);
+        (scope, holdings)
+    };
+    let writers: Vec<_> = (0..count).map(|_| scope_that_holds()).collect();
+    let (reader, holdings) = scope_that_holds();
+    for (scope, _) in &writers {
+        let terms = Terms { purpose: Purpose::Write, scope: Some(*scope), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, 0)], terms, &mut fx), Ok(Submitted::Waiting(_))));
+    }
+    let before = pager.looks();
+    for _ in 0..20 {
+        let terms = Terms { scope: Some(reader), ..Terms::default() };
+        assert!(matches!(pager.submit(&[run(segment, 0)], terms, &mut fx), Ok(Submitted::Ready(_))));
+        holdings.remove(&[run(segment, 0)], false, 0);
+        assert_eq!(words[0].unpin(), Unpin::Wanted);
+        pager.released(&[run(segment, 0)], &mut fx);
+    }
+    assert_eq!(pager.check_invariants(), Ok(()));
+    (pager.looks() - before) as f64 / 20.0
+}
+
+/// Each event of a page that is read walked over all that grow and wait to write it.
+#[test]
+fn regression_readers_beside_many_that_wait_to_write() {
+    let (few, many) = (looks_beside_writers(20), looks_beside_writers(1000));
+    println!("looks for each read beside 20 writers {few:.1}, beside 1000 {many:.1}");
+    assert!(many < 1.5 * few, "beside 20 a read took {few:.1} looks, and beside 1000 {many:.1}");
+}

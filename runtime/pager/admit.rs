@@ -7,9 +7,7 @@
 //! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
 //! readers who come one after the other do not keep it from all of them together.
 
-use std::collections::BTreeMap;
-
-use super::line::{Class, Line, Source, Turn, Wanted};
+use super::line::{Class, Line, Room, Source, Turn, Wanted};
 use super::policy::Want;
 use super::scope::{Scope, pages_of};
 use super::state::{Claim, State, TryPin};
@@ -77,7 +75,7 @@ struct LateMove<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Stand {
     Nowhere,
-    /// In the line for frames, wanting so many of these, and the count it joined at.
+    /// In the line for frames, wanting so many of these at least, and the count it joined at.
     Frames {
         wanted: Wanted,
         source: Source,
@@ -221,21 +219,42 @@ impl Pager {
     /// For checks: of a request that waits for its scope's purse, how many frames it lacks. It is tried only when one comes.
     pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
         let request = &self.requests[self.request_key(id)?];
-        let Stand::Frames { source: Source::Purse, .. } = request.stand else { return None };
+        let Stand::Frames { source: Source::Purse(_), .. } = request.stand else { return None };
         let purse = self.scope(request.terms.scope).map_or(0, Scope::may_spend);
         Some(i64::from(self.absent_of(request.pages())) - i64::from(purse))
     }
 
-    /// For checks: of a request that waits for just any frames, how many it lacks.
-    pub(super) fn lacks(&self, id: RequestId) -> Option<i64> {
+    /// How many frames more a request wants than its scope has set aside.
+    pub(super) fn frames_short(&self, id: RequestId) -> u32 {
+        let Some(key) = self.request_key(id) else { return 0 };
+        let request = &self.requests[key];
+        let purse = self.scope(request.terms.scope).map_or(0, Scope::may_spend);
+        (self.absent_of(request.pages()) + request.frames).saturating_sub(purse)
+    }
+
+    /// For checks: of a request that waits for frames, how many it wants at least, how many it lacks, the absent pages that it
+    /// watches, and those it keeps.
+    pub(super) fn watches(&self, id: RequestId) -> Option<(u32, u32, Vec<PageId>, &[PageId])> {
         let request = &self.requests[self.request_key(id)?];
-        let Stand::Frames { source: Source::New | Source::Growth, .. } = request.stand else { return None };
-        Some(i64::from(self.absent_of(request.pages()) + request.frames))
+        let Stand::Frames { wanted, .. } = &request.stand else { return None };
+        let pages = request.pages().filter(|page| self.is_watched(*page, id)).collect();
+        Some((wanted.least, self.absent_of(request.pages()) + request.frames, pages, &wanted.kept))
+    }
+
+    /// For checks: pages that somebody watches, and how many do.
+    pub(super) fn watched(&self) -> impl Iterator<Item = (PageId, usize)> {
+        self.watched.iter().map(|(page, by)| (*page, by.len()))
+    }
+
+    /// How many requests were looked at so far to find who goes on.
+    #[doc(hidden)]
+    pub fn looks(&self) -> u64 {
+        self.looks
     }
 
     /// How many of these pages are absent.
     fn absent_of(&self, pages: impl Iterator<Item = PageId>) -> u32 {
-        pages.filter(|page| self.word(*page).load().state == State::Empty).count() as u32
+        pages.filter(|page| self.is_absent(*page)).count() as u32
     }
 
     /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
@@ -243,7 +262,7 @@ impl Pager {
         let request = &self.requests[self.request_key(id)?];
         let (frames, pages) = match &request.stand {
             Stand::Nowhere => (None, Vec::new()),
-            Stand::Frames { wanted, .. } => (Some(self.frame_line.count(*wanted)), Vec::new()),
+            Stand::Frames { wanted, .. } => (Some(wanted.least), Vec::new()),
             Stand::Pages(pages) => (None, pages.iter().map(|(page, _)| *page).collect()),
         };
         Some((request.turn, frames, pages))
@@ -623,56 +642,83 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Something has happened to a page: its line is served by the next [pump](Self::pump), and who waits for frames knows
-    /// whether it is absent.
+    /// Something has happened to a page: its line is served by the next [pump](Self::pump).
     pub(super) fn changed(&mut self, page: PageId) {
         if self.page_lines.contains_key(&page) {
             self.moved.push(page);
         }
-        self.counted(page);
         self.may_go(page);
     }
 
-    /// If a page is common among those that wait for frames, their groups know where it is.
-    fn counted(&mut self, page: PageId) {
-        if self.frame_line.is_common(page) {
-            let absent = self.word(page).load().state == State::Empty;
-            self.nearly.extend(self.frame_line.turns(page, absent));
-        }
-    }
-
-    /// A page that was absent is on its way, or back: who waits for a frame for it wants one fewer. If several do, it is
-    /// common from now on, as long as one of them waits: each of them has to do with it this once.
+    /// A page that was absent is on its way, or back: who watches it watches another one, or wants one frame fewer.
     pub(super) fn appeared(&mut self, page: PageId) {
-        self.counted(page);
-        let Some(waiting) = self.absent.remove(&page) else { return };
-        let mut groups: BTreeMap<usize, Vec<(RequestId, usize)>> = BTreeMap::new();
-        let several = waiting.iter().filter(|(apart, _)| !apart).nth(1).is_some();
-        for (_, id) in waiting {
-            let Some(key) = self.request_key(id) else { continue };
-            let Stand::Frames { wanted, .. } = self.requests[key].stand else { continue };
-            match wanted.group.filter(|_| several) {
-                Some(group) => groups.entry(group).or_default().push((id, key)),
-                None => self.wants(id, key, Wanted { own: wanted.own.saturating_sub(1), ..wanted }),
-            }
+        for id in self.watched.remove(&page).unwrap_or_default() {
+            self.looks += 1;
+            self.came(id, page);
         }
-        for (group, members) in groups {
-            let to = Some(self.frame_line.group_with(group, page, members.len()));
-            for (id, key) in members {
-                let Stand::Frames { wanted, .. } = self.requests[key].stand else { continue };
-                self.wants(id, key, Wanted { own: wanted.own.saturating_sub(1), group: to });
+    }
+
+    /// A page that a request watches is not absent any more.
+    fn came(&mut self, id: RequestId, page: PageId) {
+        let Some(key) = self.request_key(id) else { return };
+        let request = &self.requests[key];
+        let Stand::Frames { wanted, source, .. } = &request.stand else { return };
+        // In a circle, so that one that comes and goes is not watched again at once.
+        let behind = request.pages().filter(|other| *other > page);
+        let circle = behind.chain(request.pages().filter(|other| *other < page));
+        let other = circle.into_iter().find(|other| self.is_absent(*other) && !self.is_watched(*other, id));
+        if let Some(other) = other {
+            self.watched.entry(other).or_default().insert(id);
+            return;
+        }
+        let now = Wanted { least: wanted.least.saturating_sub(1), kept: wanted.kept.clone() };
+        match *source {
+            Source::Purse(scope) => self.purse_filled(scope),
+            _ => self.eased = true,
+        }
+        self.wants(key, now);
+    }
+
+    /// A request that stands in the line for frames wants another number of these at least.
+    fn wants(&mut self, key: usize, now: Wanted) {
+        let Request { turn, stand: Stand::Frames { wanted, source, .. }, .. } = &mut self.requests[key] else { return };
+        self.frame_line.changes(*turn, wanted, &now, *source);
+        *wanted = now;
+    }
+
+    /// A request watches so many of its absent pages, if there are so many. Returns how many it does watch.
+    fn watch(&mut self, id: RequestId, key: usize, most: u32) -> u32 {
+        let pages = || self.requests[key].pages();
+        let mut watched = pages().filter(|page| self.is_watched(*page, id)).count() as u32;
+        let absent = pages().filter(|page| self.is_absent(*page) && !self.is_watched(*page, id));
+        let more: Vec<PageId> = absent.take(most.saturating_sub(watched) as usize).collect();
+        for page in more {
+            watched += 1;
+            self.watched.entry(page).or_default().insert(id);
+        }
+        watched
+    }
+
+    fn unwatch(&mut self, id: RequestId, key: usize) {
+        if self.watched.is_empty() {
+            return;
+        }
+        for page in self.requests[key].pages() {
+            if let Some(by) = self.watched.get_mut(&page)
+                && by.remove(&id)
+                && by.is_empty()
+            {
+                self.watched.remove(&page);
             }
         }
     }
 
-    /// A request that waits for frames wants another number of these. If that is none, it is tried.
-    fn wants(&mut self, id: RequestId, key: usize, now: Wanted) {
-        let Request { turn, stand: Stand::Frames { wanted, .. }, .. } = &mut self.requests[key] else { return };
-        let before = std::mem::replace(wanted, now);
-        self.frame_line.changes(*turn, before, now);
-        if self.frame_line.count(now) == 0 {
-            self.nearly.push(id);
-        }
+    fn is_watched(&self, page: PageId, id: RequestId) -> bool {
+        self.watched.get(&page).is_some_and(|by| by.contains(&id))
+    }
+
+    fn is_absent(&self, page: PageId) -> bool {
+        self.word(page).load().state == State::Empty
     }
 
     /// Serves whoever can go on.
@@ -684,6 +730,8 @@ impl Pager {
                 if self.asks(id).is_some() {
                     self.attempt(id, fx);
                 }
+            } else if let Some(scope) = self.filled.pop() {
+                self.serve_purse(scope, fx);
             } else if !self.serve_frames(fx) {
                 return;
             }
@@ -720,38 +768,65 @@ impl Pager {
         }
     }
 
-    /// Tries those for whom frames may be enough. Whether one of them went on.
+    /// A frame has come to a scope's purse, or a request of it wants fewer of them.
+    pub(super) fn purse_filled(&mut self, scope: ScopeId) {
+        if self.filled.last() != Some(&scope) {
+            self.filled.push(scope);
+        }
+    }
+
+    /// Tries those that wait for a purse, who wants the fewest frames first, as far as it may be enough.
+    fn serve_purse(&mut self, scope: ScopeId, fx: &mut Effects) {
+        loop {
+            let purse = self.scope(Some(scope)).map_or(0, Scope::may_spend);
+            let Some(id) = self.frame_line.next_of_purse(scope, purse) else { return };
+            self.attempt(id, fx);
+        }
+    }
+
+    /// Tries those for whom frames may be enough. Whether one of them went on, or waits for something else.
     ///
     /// Those that grow are tried in turn, past each other: none waits for those before it. One that fails says how many frames
     /// there can be, and whoever wants more is not tried.
     fn serve_frames(&mut self, fx: &mut Effects) -> bool {
+        self.eased = false;
         if self.frame_line.line.is_empty() {
             return false;
         }
-        let (mut behind, mut most) = (None, u32::MAX);
-        while let Some((turn, id)) = self.frame_line.next_growing(behind, most) {
+        let (mut behind, mut room) = (None, None);
+        while let Some((turn, id)) = self.frame_line.next_growing(behind, room.as_ref()) {
             behind = Some(turn);
-            match self.fails_again(id, fx) {
-                Some(room) => most = most.min(room),
-                None => return true,
+            match self.attempt(id, fx) {
+                Some(Blocked::Frames { room: u32::MAX, .. }) => {}
+                Some(Blocked::Frames { .. }) if self.never_refused(id) => {}
+                Some(Blocked::Frames { room: frames, .. }) => room = Some(Room { frames, kept: self.kept.clone() }),
+                _ => return true,
             }
         }
-        self.frame_line.next_new().any(|id| self.fails_again(id, fx).is_none())
-    }
-
-    /// Tries one who waits for frames. If it wants as many as before and does not get them, how many there can be: one that
-    /// turned out to want another number hid others.
-    fn fails_again(&mut self, id: RequestId, fx: &mut Effects) -> Option<u32> {
-        let stood = self.request_stand(id).and_then(|(_, frames, _)| frames);
-        match self.attempt(id, fx) {
-            Some(Blocked::Frames { need, room }) if Some(need) == stood => Some(room),
-            _ => None,
+        let mut most = u32::MAX;
+        for id in self.frame_line.next_new() {
+            match self.attempt(id, fx) {
+                Some(Blocked::Frames { room, .. }) => most = most.min(room),
+                _ => return true,
+            }
         }
+        // Who wants the fewest may turn out to want more, and hides others until then.
+        let mut last = None;
+        while let Some(id) = self.frame_line.least_new(most).filter(|id| last != Some(*id)) {
+            match self.attempt(id, fx) {
+                Some(Blocked::Frames { room, .. }) => most = most.min(room),
+                _ => return true,
+            }
+            last = Some(id);
+        }
+        false
     }
 
     /// Admits a request, or has it stand in the line of what is in its way, which is returned.
     fn attempt(&mut self, id: RequestId, fx: &mut Effects) -> Option<Blocked> {
         let key = self.request_key(id)?;
+        self.looks += 1;
+        self.kept.clear();
         match self.try_admit(id, key, fx) {
             Ok(()) => None,
             Err((blocked, cause)) => {
@@ -767,12 +842,8 @@ impl Pager {
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            // Of a purse, another number of frames in it and another number of absent pages may come to the same: those that
-            // are absent now have to be known.
-            (Stand::Frames { wanted, source: before, .. }, Blocked::Frames { need, .. })
-                if self.frame_line.count(*wanted) == need && *before == source && source != Source::Purse =>
-            {
-                return;
+            (Stand::Frames { source: before, .. }, Blocked::Frames { room, .. }) if *before == source => {
+                return self.waits_on(id, key, room);
             }
             (Stand::Pages(pages), Blocked::Page(page))
                 if self.requests[key].writes() || pages.iter().any(|(other, _)| *other == page) =>
@@ -791,21 +862,11 @@ impl Pager {
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
-            Blocked::Frames { need, .. } => {
-                let any = matches!(source, Source::New | Source::Growth);
-                let (mut own, mut common) = (need, Vec::new());
-                for page in self.requests[key].pages() {
-                    let absent = self.word(page).load().state == State::Empty;
-                    if any && self.frame_line.is_common(page) {
-                        own = own.saturating_sub(u32::from(absent));
-                        common.push(page);
-                    } else if absent {
-                        self.absent.entry(page).or_default().insert((!any, id));
-                    }
-                }
+            Blocked::Frames { room, .. } => {
+                let wanted = self.wanted_of(id, key, source, &[], room);
                 self.gate.close();
-                let wanted = Wanted { own, group: any.then(|| self.frame_line.group_of(common)) };
-                Stand::Frames { wanted, source, joined: self.frame_line.join(turn, id, left, wanted, source) }
+                let joined = self.frame_line.join(turn, id, left, &wanted, source);
+                Stand::Frames { wanted, source, joined }
             }
             Blocked::Page(page) => {
                 let pages: Vec<PageId> =
@@ -827,14 +888,40 @@ impl Pager {
         self.open_behind(before);
     }
 
+    /// A request that was tried in vain waits for frames as before. What it wants at least is known better.
+    fn waits_on(&mut self, id: RequestId, key: usize, room: u32) {
+        let Stand::Frames { wanted, source, .. } = &self.requests[key].stand else { return };
+        let (before, source) = (wanted.clone(), *source);
+        let now = self.wanted_of(id, key, source, &before.kept, room);
+        if now != before {
+            self.wants(key, now);
+        }
+    }
+
+    /// What a request wants at least that does not go on with `room` frames; it watches the pages.
+    fn wanted_of(&mut self, id: RequestId, key: usize, source: Source, kept: &[PageId], room: u32) -> Wanted {
+        let kept = self.frame_line.kept(source, kept, &self.kept);
+        let own = self.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count() as u32;
+        let enough = match source {
+            // It is tried only when a frame comes to the purse, or one of these pages.
+            Source::Purse(_) => u32::MAX,
+            // Frames are not what it was short of.
+            _ if room == u32::MAX => 1,
+            _ => room.saturating_sub(own) + 1,
+        };
+        let least = self.watch(id, key, enough) + self.requests[key].frames;
+        Wanted { least, kept }
+    }
+
     /// Which frames a request may get.
     fn source_of(&self, key: usize) -> Source {
         let Request { turn, terms, .. } = &self.requests[key];
-        match turn.class {
-            Class::Interactive | Class::Batch => Source::New,
-            Class::Growing if terms.never_refused => Source::Floor,
-            Class::Growing if self.scope(terms.scope).is_some_and(|scope| scope.declared > 0) => Source::Purse,
-            Class::Growing => Source::Growth,
+        let declared = self.scope(terms.scope).is_some_and(|scope| scope.declared > 0);
+        match (turn.class, terms.scope.filter(|_| declared)) {
+            (Class::Interactive | Class::Batch, _) => Source::New,
+            (Class::Growing, _) if terms.never_refused => Source::Floor,
+            (Class::Growing, Some(scope)) => Source::Purse(scope),
+            (Class::Growing, None) => Source::Growth,
         }
     }
 
@@ -853,15 +940,8 @@ impl Pager {
         match &stand {
             Stand::Nowhere => {}
             Stand::Frames { wanted, source, joined } => {
-                passed = self.frame_line.leave(turn, *joined, *wanted, *source);
-                for page in self.requests[key].pages() {
-                    if let Some(waiting) = self.absent.get_mut(&page) {
-                        waiting.remove(&(wanted.group.is_none(), id));
-                        if waiting.is_empty() {
-                            self.absent.remove(&page);
-                        }
-                    }
-                }
+                passed = self.frame_line.leave(turn, *joined, wanted, *source);
+                self.unwatch(id, key);
             }
             Stand::Pages(pages) => {
                 for (page, joined) in pages {
@@ -1015,9 +1095,11 @@ impl Pager {
                 }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
                 // What it would pin itself could go for others.
-                let own = pinned.iter().filter(|page| self.word(**page).load().pins == 1).count() as u32;
+                let own = pinned.iter().copied().filter(|page| self.word(*page).load().pins == 1);
+                self.kept = own.collect();
                 let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + floor);
-                blocked = Some((Blocked::Frames { need: needed - spent, room: there + own }, cause));
+                let room = there + self.kept.len() as u32;
+                blocked = Some((Blocked::Frames { need: needed - spent, room }, cause));
             }
         }
         if let Some(blocked) = blocked {
@@ -1092,11 +1174,11 @@ impl Pager {
         if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
             return;
         }
+        // Known of whoever was tried last.
+        self.kept.clear();
         let blocked = match &self.requests[key].stand {
             Stand::Nowhere => None,
-            Stand::Frames { wanted, .. } => {
-                Some(Blocked::Frames { need: self.frame_line.count(*wanted), room: u32::MAX })
-            }
+            Stand::Frames { wanted, .. } => Some(Blocked::Frames { need: wanted.least, room: u32::MAX }),
             Stand::Pages(pages) => pages.first().map(|(page, _)| Blocked::Page(*page)),
         };
         let before = self.leave_lines(id, key);
@@ -1212,12 +1294,13 @@ impl Pager {
     /// others are in its way, for whom it waits however long that takes.
     fn has_frames_but_for(&self, id: RequestId, more: u32) -> bool {
         let Some(key) = self.request_key(id) else { return false };
-        let Request { terms, stage, stand, .. } = &self.requests[key];
+        let Request { terms, stage, stand, frames, .. } = &self.requests[key];
         let there = self.frames.free_count() + self.transit + more;
         match (stage, stand) {
-            (Stage::Queued, Stand::Frames { wanted, .. }) => {
+            (Stage::Queued, Stand::Frames { .. }) => {
                 let own = self.scope(terms.scope).map_or(0, |scope| scope.purse + scope.coming);
-                self.frame_line.count(*wanted) + self.wanted().saturating_sub(own) <= there
+                let lacks = self.absent_of(self.requests[key].pages()) + frames;
+                lacks + self.wanted().saturating_sub(own) <= there
             }
             (Stage::Shrinking, _) => self.promised() <= there,
             _ => false,

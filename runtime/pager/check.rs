@@ -229,7 +229,12 @@ impl Pager {
                 ensure!(wants, "{waiter:?} waits for {page:?} without wanting it");
             }
         }
-        self.frame_line.check(|page| self.word(page).load().state == State::Empty)?;
+        for (page, by) in self.watched() {
+            ensure!(self.word(page).load().state == State::Empty, "{page:?} is watched by {by}, and is there");
+        }
+        let by_frames: usize = self.request_stages().filter(|(id, ..)| self.waits_for_frames(*id)).count();
+        ensure!(self.frame_line.listed() == by_frames, "{by_frames} wait for frames: {:?}", self.frame_line);
+        let mut watching = 0;
         let mut pins: HashMap<PageId, u32> = HashMap::new();
         for (id, stage, remaining, exclusive) in self.request_stages() {
             let waiting = waits.get(&id).copied().unwrap_or(0);
@@ -251,12 +256,16 @@ impl Pager {
                 let is_there = line.requests().filter(|other| *other == id).count();
                 ensure!(is_there == usize::from(stands_there), "{id:?} is {is_there} times in a line");
             }
-            let (needs, lacks) = (self.lacks(id), frames.map(i64::from));
-            // One that wants more than it lacks hides from who looks for those that could go on.
-            ensure!(
-                needs.is_none_or(|needs| lacks <= Some(needs)),
-                "{id:?} wants {lacks:?} frames, and lacks {needs:?}"
-            );
+            if let Some((least, lacks, watched, kept)) = self.watches(id) {
+                watching += watched.len();
+                // One that wants more than it lacks hides from who looks for those that could go on.
+                ensure!(least <= lacks, "{id:?} wants {least} frames at least, and lacks {lacks}");
+                let aside = self.asks(id).map_or(0, |(.., aside)| aside);
+                ensure!(least == watched.len() as u32 + aside, "{id:?} wants {least} frames, and watches {watched:?}");
+                let mut wanted = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
+                let own = kept.iter().all(|page| wanted.any(|other| other == *page));
+                ensure!(own, "{id:?} keeps {kept:?}, and does not want all of these, or not in this order");
+            }
             let lacks = self.lacks_in_purse(id);
             ensure!(lacks.is_none_or(|lacks| lacks > 0), "{id:?} waits for a purse that has what it wants: {lacks:?}");
             let reserves = self.scopes.iter().any(|(_, scope)| scope.reserving == Some(id) && scope.coming > 0);
@@ -272,6 +281,8 @@ impl Pager {
                 }
             }
         }
+        let all: usize = self.watched().map(|(_, by)| by).sum();
+        ensure!(all == watching, "pages are watched {all} times, and not {watching}");
         for (page, held) in pins {
             let word = self.word(page).load();
             ensure!(word.pins >= held, "{page:?} has {} pins, requests hold {held}", word.pins);
@@ -362,6 +373,7 @@ impl Pager {
             let (turn, frames, pages) = self.request_stand(*id).unwrap_or_else(|| unreachable!("it is live"));
             (turn.class, frames, pages).hash(&mut hasher);
             (self.request_untaken(*id), self.never_refused(*id)).hash(&mut hasher);
+            self.watches(*id).hash(&mut hasher);
         }
         self.shrinking.iter().map(request).collect::<Vec<_>>().hash(&mut hasher);
         let mut scopes: Vec<_> =

@@ -33,7 +33,7 @@ pub(super) struct Known {
     /// What it asks for, of a member.
     asks: HashMap<RequestId, Asks>,
     /// Requests of which that is not known yet.
-    unasked: Vec<RequestId>,
+    unasked: BTreeSet<RequestId>,
 }
 
 /// How often a scope has a page, and how often for itself alone.
@@ -63,7 +63,7 @@ impl Asks {
 
 impl Known {
     pub(super) fn begins_to_wait(&mut self, request: RequestId) {
-        self.unasked.push(request);
+        self.unasked.insert(request);
     }
 
     pub(super) fn is_nothing(&self) -> bool {
@@ -225,7 +225,7 @@ impl Members {
         }
         for (request, asks) in std::mem::take(&mut known.asks) {
             self.ask_no_more(&asks, (rank, key));
-            known.unasked.push(request);
+            known.unasked.insert(request);
         }
         if self.count == 0 {
             // Of nobody every order is one.
@@ -291,7 +291,7 @@ impl Pager {
         if let (Some(rank), Some(asks)) = (known.rank, known.asks.remove(&request)) {
             members.ask_no_more(&asks, (rank, key));
         }
-        known.unasked.retain(|other| *other != request);
+        known.unasked.remove(&request);
         if all {
             members.leave(key, known);
             known.unasked.clear();
@@ -848,12 +848,10 @@ impl Pager {
         let left = self.left_plainly();
         // What has been lent is looked at with the next event, which the end of its fill is at the latest; a guard that was paid
         // for and is not listed any more, when its end is told, in the same hold of the latch.
-        let in_debt = |scope: &Scope| scope.paid.iter().map(|(_, frames)| frames).sum::<u32>() != scope.holdings().paid();
+        let in_debt =
+            |scope: &Scope| scope.paid.iter().map(|(_, frames)| frames).sum::<u32>() != scope.holdings().paid();
         let looks_later = !self.grown.is_empty() || self.scopes.iter().any(|(_, scope)| in_debt(scope));
-        ensure!(
-            looks_later || !left.iter().any(refusable),
-            "{left:?} wait for each other, and nobody is told"
-        );
+        ensure!(looks_later || !left.iter().any(refusable), "{left:?} wait for each other, and nobody is told");
         let Members { pages, count, held, claims, edges, wants, reserving, sure, slack, highest, .. } = &self.members;
         let mut expected: HashMap<PageId, AtPage> = HashMap::new();
         let (mut all, mut claimed, mut size, mut most, mut reserve) = (0, 0, 0, BTreeMap::<u64, u32>::new(), 0);

@@ -8,12 +8,9 @@
 //! line is.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Bound;
 
-use slab::Slab;
-
-use crate::ids::{PageId, RequestId};
+use crate::ids::{PageId, RequestId, ScopeId};
 
 /// How often a waiting request may be passed by later ones.
 pub const PASSES_MAX: u32 = 16;
@@ -84,9 +81,9 @@ impl Line {
         if let Some((_, limit)) = self.turns.remove(&turn) {
             self.limits.remove(&(limit, turn.age));
         }
-        self.readers.remove(&turn);
         self.ages.remove(&turn.age);
         self.barring.remove(&turn.age);
+        self.readers.remove(&turn);
         invariant!(
             self.turns.len() == self.ages.len() && self.turns.len() == self.limits.len() + self.barring.len(),
             "a line of {} has {} ages, {} limits and {} that must not be passed",
@@ -156,68 +153,59 @@ impl Line {
     }
 }
 
-/// Requests that wait for frames, also by how many they want.
+/// Requests that wait for frames, also by how many they want at least.
 ///
-/// # By how many
+/// # At least so many
 ///
-/// A request wants a frame for each of its pages that is absent. A page that only one of them wants is counted by that
-/// request. One that several want may come and go as often as these are served: it is *common*, and none of them counts it.
-/// Those that want the same common pages are a [`Group`], which counts how many of these are absent, for all of its members.
-/// So a page that comes or goes costs a step for each group that wants it, however many requests that are.
+/// A request wants a frame for each of its pages that is absent. It *watches* some of these: one more than there were frames
+/// for it when it was tried last. As long as they are absent there is no use in trying it again with as few frames. When one
+/// comes it watches another one that is absent instead; if there is none it wants one fewer. When one goes nothing is done. So
+/// it never wants fewer frames than it watches pages, and may want more: then it is tried too early, and watches more.
 ///
-/// Groups become finer as pages become common, and go with their last members; so do common pages, with their last groups.
+/// A page that comes costs a step for each request that watches it. One that wants a page of its own, beside others that come
+/// and go, watches its own after at most as many steps as it has pages.
+///
+/// # What it keeps itself
+///
+/// A page that nobody has pinned could go for a request that grows, unless it wants just this page. Those that were so when it
+/// was tried it *keeps*. Requests that keep the same pages stand together; where these are all the frames there can be,
+/// they are passed over in one step.
 #[derive(Debug, Default)]
 pub(super) struct FrameLine {
     pub(super) line: Line,
-    groups: Slab<Group>,
-    /// A group by the sum of what its pages hash to; what is found is compared.
-    by_pages: HashMap<u64, usize>,
-    common: HashMap<PageId, Common>,
-    /// Of each group with new ones, the one that wants the fewest frames, and how many.
-    new: BTreeSet<(u32, Turn, usize)>,
-    /// The groups with some that grow, by the fewest frames that one of these wants.
-    growing: BTreeSet<(u32, usize)>,
-    /// Those that have the floor as well.
-    with_floor: BTreeSet<Turn>,
-    /// How many wait for their scope's purse.
-    with_purse: usize,
-}
-
-/// Requests that want the same common pages.
-#[derive(Debug, Default)]
-struct Group {
-    pages: Vec<PageId>,
-    hash: u64,
-    /// How many of the pages are absent.
-    absent: u32,
-    members: usize,
-    /// New ones by how many frames they want beside those.
+    /// New ones, by how many frames they want at least.
     new: BTreeSet<(u32, Turn)>,
-    /// Those that grow, in turn, by the same.
-    growing: BTreeMap<u32, BTreeSet<Turn>>,
+    /// Those that grow.
+    growing: Growing,
+    /// Those that have the floor as well.
+    with_floor: Growing,
+    /// Those that wait for their scope's purse, by how many frames they want of it.
+    with_purse: HashMap<ScopeId, BTreeSet<(u32, Turn)>>,
 }
 
-/// A page that several requests want.
-#[derive(Debug)]
-struct Common {
-    absent: bool,
-    groups: BTreeSet<usize>,
-}
+/// Requests that grow, by what they keep, and by how many frames they want at least.
+#[derive(Debug, Default)]
+struct Growing(BTreeMap<Vec<PageId>, BTreeMap<u32, BTreeSet<Turn>>>);
 
-/// How many frames a request wants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How many frames a request wants at least: as many as it watches pages, or is to set aside.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
-    /// Beside those that its group counts.
-    pub(super) own: u32,
-    /// None of one that does not wait for just any frames.
-    pub(super) group: Option<usize>,
+    pub(super) least: u32,
+    /// Of one that grows, what it keeps itself, in order.
+    pub(super) kept: Vec<PageId>,
 }
 
-fn hash_of(page: PageId) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    page.hash(&mut hasher);
-    hasher.finish()
+/// Frames that there can be, as one said that failed, and which of these are of pages that it kept itself.
+#[derive(Clone, Debug)]
+pub(super) struct Room {
+    pub(super) frames: u32,
+    pub(super) kept: Vec<PageId>,
 }
+
+/// Sets of pages by which requests that grow are told apart, and pages in one of them. Beyond that they stand with those of which
+/// nothing is known.
+const KEPT: usize = 16;
+const KEPT_PAGES: usize = 8;
 
 /// Which frames a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,253 +217,154 @@ pub(super) enum Source {
     /// The floor's too.
     Floor,
     /// Those of its scope's purse: it is tried when one comes, and not with the line.
-    Purse,
+    Purse(ScopeId),
+}
+
+impl Growing {
+    fn insert(&mut self, turn: Turn, wanted: &Wanted) -> bool {
+        let by_least = self.0.entry(wanted.kept.clone()).or_default();
+        by_least.entry(wanted.least).or_default().insert(turn)
+    }
+
+    fn remove(&mut self, turn: Turn, wanted: &Wanted) -> bool {
+        let Some(by_least) = self.0.get_mut(&wanted.kept) else { return false };
+        let Some(turns) = by_least.get_mut(&wanted.least) else { return false };
+        let was = turns.remove(&turn);
+        if turns.is_empty() {
+            by_least.remove(&wanted.least);
+        }
+        if by_least.is_empty() {
+            self.0.remove(&wanted.kept);
+        }
+        was
+    }
+
+    /// The next one behind `turn`, of those for whom there may be frames.
+    fn next(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<Turn> {
+        let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let of_one = |(kept, by_least): (&Vec<PageId>, &BTreeMap<u32, BTreeSet<Turn>>)| {
+            let most = room.map_or(u32::MAX, |room| {
+                let own = room.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count();
+                room.frames.saturating_sub(own as u32)
+            });
+            by_least.range(..=most).filter_map(|(_, turns)| turns.range(rest).next()).min().copied()
+        };
+        self.0.iter().filter_map(of_one).min()
+    }
+
+    /// What a request keeps that keeps these pages beside what it kept before, as far as it is told apart by that.
+    fn kept(&self, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
+        let mut all: Vec<PageId> = before.iter().chain(pages).copied().collect();
+        all.sort_unstable();
+        all.dedup();
+        if all.len() > KEPT_PAGES {
+            all = pages.to_vec();
+            all.sort_unstable();
+        }
+        let told_apart = all.len() <= KEPT_PAGES && (self.0.len() < KEPT || self.0.contains_key(&all));
+        if told_apart { all } else { Vec::new() }
+    }
 }
 
 impl FrameLine {
-    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, wanted: Wanted, source: Source) -> u64 {
-        let new = match source {
-            Source::New | Source::Growth => self.enter(turn, wanted),
-            Source::Floor => self.with_floor.insert(turn),
-            Source::Purse => {
-                self.with_purse += 1;
-                true
-            }
-        };
+    pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, wanted: &Wanted, source: Source) -> u64 {
+        let new = self.list(turn, wanted, source);
         invariant!(new, "{turn:?} joins the line for frames twice");
         invariant!((source == Source::New) == (turn.class != Class::Growing), "{turn:?} waits for {source:?}");
         self.line.join(turn, id, part)
     }
 
-    pub(super) fn leave(&mut self, turn: Turn, joined: u64, wanted: Wanted, source: Source) -> u32 {
-        let was = match source {
-            Source::New | Source::Growth => self.exit(turn, wanted, true),
-            Source::Floor => self.with_floor.remove(&turn),
-            Source::Purse => {
-                let was = self.with_purse > 0;
-                self.with_purse -= usize::from(was);
-                was
-            }
-        };
+    pub(super) fn leave(&mut self, turn: Turn, joined: u64, wanted: &Wanted, source: Source) -> u32 {
+        let was = self.unlist(turn, wanted, source);
         invariant!(was, "{turn:?} leaves a line for frames that it does not stand in");
         let passed = self.line.leave(turn, joined);
         invariant!(
             !self.line.is_empty()
-                || self.groups.is_empty() && self.common.is_empty() && self.by_pages.is_empty() && self.with_purse == 0,
+                || self.new.is_empty()
+                    && self.growing.0.is_empty()
+                    && self.with_floor.0.is_empty()
+                    && self.with_purse.is_empty(),
             "who waits for frames, by how many, outlives the line"
         );
         passed
     }
 
-    /// How many frames that are.
-    pub(super) fn count(&self, wanted: Wanted) -> u32 {
-        wanted.own + wanted.group.map_or(0, |group| self.groups[group].absent)
+    /// It is known to want another number of frames at least.
+    pub(super) fn changes(&mut self, turn: Turn, before: &Wanted, now: &Wanted, source: Source) {
+        let was = self.unlist(turn, before, source) && self.list(turn, now, source);
+        invariant!(was, "{turn:?} wants {now:?}, and not {before:?} before");
     }
 
-    /// It wants another number of frames now, or the same with another group.
-    pub(super) fn changes(&mut self, turn: Turn, before: Wanted, now: Wanted) {
-        if before.group.is_some() {
-            let was = self.exit(turn, before, before.group != now.group) && self.enter(turn, now);
-            invariant!(was, "{turn:?} wants {now:?}, and not {before:?} before");
+    fn list(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
+        match source {
+            Source::New => self.new.insert((wanted.least, turn)),
+            Source::Growth => self.growing.insert(turn, wanted),
+            Source::Floor => self.with_floor.insert(turn, wanted),
+            Source::Purse(scope) => self.with_purse.entry(scope).or_default().insert((wanted.least, turn)),
         }
     }
 
-    /// Takes a group out of the lists of groups, for a change.
-    fn unlist(&mut self, at: usize) {
-        let Group { absent, new, growing, .. } = &self.groups[at];
-        if let Some((own, turn)) = new.first() {
-            self.new.remove(&(own + absent, *turn, at));
-        }
-        if let Some((own, _)) = growing.first_key_value() {
-            self.growing.remove(&(own + absent, at));
-        }
-    }
-
-    fn list(&mut self, at: usize) {
-        let Group { absent, new, growing, .. } = &self.groups[at];
-        if let Some((own, turn)) = new.first() {
-            self.new.insert((own + absent, *turn, at));
-        }
-        if let Some((own, _)) = growing.first_key_value() {
-            self.growing.insert((own + absent, at));
-        }
-    }
-
-    fn enter(&mut self, turn: Turn, wanted: Wanted) -> bool {
-        let Some(at) = wanted.group else { return false };
-        self.unlist(at);
-        let group = &mut self.groups[at];
-        let new = match turn.class {
-            Class::Growing => group.growing.entry(wanted.own).or_default().insert(turn),
-            _ => group.new.insert((wanted.own, turn)),
-        };
-        group.members += usize::from(new);
-        self.list(at);
-        new
-    }
-
-    /// `for_good` if it does not enter this group again at once: one that has no members goes then.
-    fn exit(&mut self, turn: Turn, wanted: Wanted, for_good: bool) -> bool {
-        let Some(at) = wanted.group else { return false };
-        self.unlist(at);
-        let group = &mut self.groups[at];
-        let was = match turn.class {
-            Class::Growing => {
-                let turns = group.growing.get_mut(&wanted.own);
-                let (was, last) = turns.map_or((false, false), |turns| (turns.remove(&turn), turns.is_empty()));
-                if last {
-                    group.growing.remove(&wanted.own);
+    fn unlist(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
+        match source {
+            Source::New => self.new.remove(&(wanted.least, turn)),
+            Source::Growth => self.growing.remove(turn, wanted),
+            Source::Floor => self.with_floor.remove(turn, wanted),
+            Source::Purse(scope) => {
+                let Some(turns) = self.with_purse.get_mut(&scope) else { return false };
+                let was = turns.remove(&(wanted.least, turn));
+                if turns.is_empty() {
+                    self.with_purse.remove(&scope);
                 }
                 was
             }
-            _ => group.new.remove(&(wanted.own, turn)),
-        };
-        group.members -= usize::from(was);
-        if group.members > 0 || !for_good {
-            self.list(at);
-            return was;
         }
-        let Group { pages, hash, .. } = self.groups.remove(at);
-        if self.by_pages.get(&hash) == Some(&at) {
-            self.by_pages.remove(&hash);
-        }
-        for page in pages {
-            let Some(common) = self.common.get_mut(&page) else { continue };
-            common.groups.remove(&at);
-            if common.groups.is_empty() {
-                self.common.remove(&page);
-            }
-        }
-        was
     }
 
-    /// Whether groups count this page, and not requests.
-    pub(super) fn is_common(&self, page: PageId) -> bool {
-        self.common.contains_key(&page)
+    /// What a request that grows and was tried in vain keeps from now on, so that it is told apart by that.
+    pub(super) fn kept(&self, source: Source, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
+        match source {
+            Source::Growth => self.growing.kept(before, pages),
+            Source::Floor => self.with_floor.kept(before, pages),
+            Source::New | Source::Purse(_) => Vec::new(),
+        }
     }
 
-    /// The group of those that want these common pages, and no others.
-    pub(super) fn group_of(&mut self, pages: Vec<PageId>) -> usize {
-        let hash = pages.iter().fold(0u64, |sum, page| sum.wrapping_add(hash_of(*page)));
-        if let Some(at) = self.by_pages.get(&hash).copied()
-            && self.groups[at].pages.len() == pages.len()
-            && pages.iter().all(|page| self.common.get(page).is_some_and(|common| common.groups.contains(&at)))
-        {
-            return at;
-        }
-        let absent = pages.iter().filter(|page| self.common.get(page).is_some_and(|common| common.absent)).count();
-        let absent = absent as u32;
-        let at = self.groups.insert(Group { hash, absent, ..Group::default() });
-        for page in &pages {
-            if let Some(common) = self.common.get_mut(page) {
-                common.groups.insert(at);
-            }
-        }
-        self.groups[at].pages = pages;
-        // Of two groups with the same pages one is found. Both are right.
-        self.by_pages.entry(hash).or_insert(at);
-        at
+    /// The next that grows, behind `turn` and in turn, of those for whom there may be frames. Those that have the floor are all
+    /// tried: what one of them may have of its scope's purse is nothing to another.
+    pub(super) fn next_growing(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<(Turn, RequestId)> {
+        let next = [self.growing.next(behind, room), self.with_floor.next(behind, None)];
+        let next = next.into_iter().flatten().min()?;
+        self.line.get(next).map(|id| (next, id))
     }
 
-    /// So many members of a group want a page that is becoming common, and is there: the group they are in from now on. They
-    /// [change](Self::changes) over.
-    pub(super) fn group_with(&mut self, at: usize, page: PageId, members: usize) -> usize {
-        self.common.entry(page).or_insert(Common { absent: false, groups: BTreeSet::new() });
-        let group = &mut self.groups[at];
-        if members < group.members {
-            let mut pages = group.pages.clone();
-            pages.push(page);
-            return self.group_of(pages);
-        }
-        // All of them: the pages of a large request come one after the other, and cost a step each.
-        if self.by_pages.get(&group.hash) == Some(&at) {
-            self.by_pages.remove(&group.hash);
-        }
-        group.pages.push(page);
-        group.hash = group.hash.wrapping_add(hash_of(page));
-        self.by_pages.entry(group.hash).or_insert(at);
-        if let Some(common) = self.common.get_mut(&page) {
-            common.groups.insert(at);
-        }
-        at
+    /// Who wants the fewest frames of a scope's purse, if that is at most `most`.
+    pub(super) fn next_of_purse(&self, scope: ScopeId, most: u32) -> Option<RequestId> {
+        let (_, turn) = self.with_purse.get(&scope)?.first().filter(|(least, _)| *least <= most)?;
+        self.line.get(*turn)
     }
 
-    /// A page is absent, or there. Gives some of those that want no frame any more, if there are any.
-    pub(super) fn turns(&mut self, page: PageId, absent: bool) -> Vec<RequestId> {
-        let Some(common) = self.common.get_mut(&page).filter(|common| common.absent != absent) else {
-            return Vec::new();
-        };
-        common.absent = absent;
-        let groups: Vec<usize> = common.groups.iter().copied().collect();
-        for at in &groups {
-            self.unlist(*at);
-            let count = &mut self.groups[*at].absent;
-            *count = if absent { *count + 1 } else { *count - 1 };
-            self.list(*at);
-        }
-        groups.into_iter().flat_map(|at| self.without_need(at)).collect()
-    }
-
-    /// The first of a group's new members, and of those that grow, as far as they want no frame.
-    pub(super) fn without_need(&self, at: usize) -> impl Iterator<Item = RequestId> + use<> {
-        let Group { absent, new, growing, .. } = &self.groups[at];
-        let new = new.first().filter(|(own, _)| own + absent == 0).map(|(_, turn)| *turn);
-        let growing = growing.first_key_value().filter(|(own, _)| *own + absent == 0);
-        let growing = growing.and_then(|(_, turns)| turns.first().copied());
-        let id = |turn: Option<Turn>| turn.and_then(|turn| self.line.get(turn));
-        [id(growing), id(new)].into_iter().flatten()
-    }
-
-    /// The next that grows, behind `turn` and in turn, of those that want at most so many frames, or have the floor.
-    pub(super) fn next_growing(&self, behind: Option<Turn>, most: u32) -> Option<(Turn, RequestId)> {
-        let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
-        let groups = self.growing.range(..=(most, usize::MAX)).map(|(_, at)| &self.groups[*at]);
-        let among = groups.flat_map(|group| group.growing.range(..=most - group.absent).map(|(_, turns)| turns));
-        let next = among.chain([&self.with_floor]).filter_map(|turns| turns.range(rest).next()).min()?;
-        self.line.get(*next).map(|id| (*next, id))
-    }
-
-    /// Of new ones who could go on if any of them can: who must not be passed again, the first, and the one that wants the
-    /// fewest frames. One that wants none comes before the first: it takes none from it.
+    /// Of new ones who are tried whatever they want: who must not be passed again, one that wants no frame, and the first.
+    /// One that wants none takes none from it.
     pub(super) fn next_new(&self) -> impl Iterator<Item = RequestId> + use<> {
         let barring = self.line.barring();
         let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })).map(|(_, id)| id);
         let first = first.filter(|first| barring != Some(*first));
-        let least = self.new.first().and_then(|(need, turn, _)| Some((*need, self.line.get(*turn)?)));
-        let least = least.filter(|(_, least)| barring != Some(*least) && first != Some(*least));
-        let id = least.map(|(_, least)| least);
-        let then = if least.is_some_and(|(need, _)| need == 0) { [id, first] } else { [first, id] };
-        std::iter::once(barring).chain(then).flatten()
+        let none = self.least_new(0);
+        [barring, none.filter(|none| barring != Some(*none) && first != Some(*none)), first].into_iter().flatten()
     }
 
-    /// Everything that is kept twice agrees. `is_absent` says it of common pages.
-    pub(super) fn check(&self, is_absent: impl Fn(PageId) -> bool) -> Result<(), String> {
-        for (page, Common { absent, groups }) in &self.common {
-            let right = *absent == is_absent(*page) && !groups.is_empty();
-            let known = groups.iter().all(|at| self.groups.get(*at).is_some_and(|group| group.pages.contains(page)));
-            if !right || !known {
-                return Err(format!("{page:?} is common: absent {absent}, groups {groups:?}"));
-            }
-        }
-        let (mut new, mut growing) = (BTreeSet::new(), BTreeSet::new());
-        for (at, group) in &self.groups {
-            let common = |page: &PageId| self.common.get(page).filter(|common| common.groups.contains(&at));
-            let absent = group.pages.iter().filter(|page| common(page).is_some_and(|common| common.absent)).count();
-            let members = group.new.len() + group.growing.values().map(BTreeSet::len).sum::<usize>();
-            let known = group.pages.iter().all(|page| common(page).is_some());
-            if (absent, members) != (group.absent as usize, group.members) || members == 0 || !known {
-                return Err(format!("{absent} pages are absent of {group:?}"));
-            }
-            new.extend(group.new.first().map(|(own, turn)| (own + group.absent, *turn, at)));
-            growing.extend(group.growing.keys().next().map(|own| (own + group.absent, at)));
-        }
-        if new != self.new || growing != self.growing {
-            return Err(format!(
-                "who wants the fewest frames: {new:?} {growing:?}, not {:?} {:?}",
-                self.new, self.growing
-            ));
-        }
-        Ok(())
+    /// The new one that wants the fewest frames, as far as is known, if that is at most `most`.
+    pub(super) fn least_new(&self, most: u32) -> Option<RequestId> {
+        let (_, turn) = self.new.first().filter(|(least, _)| *least <= most)?;
+        self.line.get(*turn)
+    }
+
+    /// How many are listed by how many frames they want, for checks.
+    pub(super) fn listed(&self) -> usize {
+        let growing =
+            |growing: &Growing| growing.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum::<usize>();
+        let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
+        self.new.len() + growing(&self.growing) + growing(&self.with_floor) + of_purses
     }
 }
 

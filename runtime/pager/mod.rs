@@ -385,13 +385,20 @@ pub struct Pager {
     frame_line: FrameLine,
     /// Requests that wait for pages, by page; only lines in which somebody stands.
     page_lines: HashMap<PageId, Line>,
-    /// Pages that were absent when somebody began to wait for frames, and have not come since, and who wants them: those that
-    /// wait for just any frames, then others. Not those that are common, of the first: see [`FrameLine`].
-    absent: HashMap<PageId, BTreeSet<(bool, RequestId)>>,
+    /// Absent pages, and who of those that wait for frames watches them: see [`FrameLine`].
+    watched: HashMap<PageId, BTreeSet<RequestId>>,
+    /// Pages that could go but for the request that was tried last, if that failed for want of frames.
+    kept: Vec<PageId>,
     /// Pages to whose lines something has happened.
     moved: Vec<PageId>,
-    /// Requests that wait for no frame any more.
+    /// Requests that wait for frames in another line than before.
     nearly: Vec<RequestId>,
+    /// Scopes whose purses have more, or with a request that wants fewer frames of it.
+    filled: Vec<ScopeId>,
+    /// Somebody wants fewer frames than when those that wait for frames were served last.
+    eased: bool,
+    /// How many requests were looked at to find who goes on.
+    looks: u64,
     /// Closed while somebody waits for frames.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
@@ -501,9 +508,13 @@ impl Pager {
             requests: Slab::new(),
             frame_line: FrameLine::default(),
             page_lines: HashMap::new(),
-            absent: HashMap::new(),
+            watched: HashMap::new(),
+            kept: Vec::new(),
             moved: Vec::new(),
             nearly: Vec::new(),
+            filled: Vec::new(),
+            eased: false,
+            looks: 0,
             gate: Arc::new(Gate::default()),
             scopes: Slab::new(),
             members: Members::default(),
@@ -906,13 +917,21 @@ impl Pager {
         }
         // An admission that failed may have made frames free for nothing; what was taken down may be what somebody waits for.
         self.serve_awaiting(fx);
-        while !(self.moved.is_empty() && self.nearly.is_empty() && self.grown.is_empty()) {
+        while !(self.moved.is_empty()
+            && self.nearly.is_empty()
+            && self.filled.is_empty()
+            && self.grown.is_empty()
+            && !self.eased)
+        {
             self.look_at_grown(fx);
             self.serve_lines(fx);
             self.serve_awaiting(fx);
         }
         self.raise_victims(fx);
-        invariant!(self.moved.is_empty() && self.nearly.is_empty(), "somebody who may go on was not tried");
+        invariant!(
+            self.moved.is_empty() && self.nearly.is_empty() && self.filled.is_empty(),
+            "somebody who may go on was not tried"
+        );
         invariant!(
             self.gate.is_closed() != self.frame_line.line.is_empty(),
             "the gate does not say who waits for frames"

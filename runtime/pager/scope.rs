@@ -12,7 +12,7 @@
 //! other for ever gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends. The
 //! answer is found in `deadlock`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -323,7 +323,8 @@ pub(super) struct Scope {
     /// The request that waits until all that it declared is set aside.
     pub(super) reserving: Option<RequestId>,
     pub(super) holdings: Arc<Holdings>,
-    pub(super) waiting: Vec<RequestId>,
+    /// Its requests that wait, the oldest first.
+    pub(super) waiting: BTreeSet<RequestId>,
     /// What is known of it to who looks for deadlocks.
     pub(super) known: Known,
     /// All its requests that wait are known to be growth.
@@ -382,7 +383,7 @@ impl Pager {
         let ScopeTerms { label, priority, at_most } = terms;
         let holdings = Arc::new(Holdings::new(at_most));
         let (purse, coming, owed, declared, reserving) = (0, 0, 0, 0, None);
-        let (waiting, serial) = (Vec::new(), self.next_serial);
+        let (waiting, serial) = (BTreeSet::new(), self.next_serial);
         let scope = Scope {
             label: label.into(),
             priority,
@@ -484,14 +485,16 @@ impl Pager {
             );
             let full = scope.coming == 0;
             let reserving = if full { scope.reserving.take() } else { None };
-            // Its own frames may be what it waits for.
-            let waiting = self.scopes[key].waiting.iter().copied();
-            let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
-            self.nearly.extend(near);
+            // Its own frames may be what somebody of it waits for.
+            self.purse_filled(self.scope_id(key));
             if full {
                 self.coming_to.remove(&key);
             }
             if reserving.is_some() {
+                // Those that began to wait before it declared anything stand elsewhere.
+                let waiting = self.scopes[key].waiting.iter().copied();
+                let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
+                self.nearly.extend(near);
                 return reserving;
             }
         }
@@ -617,7 +620,7 @@ impl Pager {
 
     /// The requests of a scope that wait.
     fn waiting_of(&self, id: ScopeId) -> Vec<RequestId> {
-        self.scope(Some(id)).map(|scope| scope.waiting.clone()).unwrap_or_default()
+        self.scope(Some(id)).map(|scope| scope.waiting.iter().copied().collect()).unwrap_or_default()
     }
 
     /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
@@ -701,8 +704,8 @@ impl Pager {
     /// the scope gets, and what it gets from then on [makes it growth](Self::holds_more).
     pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> bool {
         let Some(scope) = self.scope_mut(id) else { return false };
-        invariant!(!scope.waiting.contains(&request), "{request:?} begins to wait twice");
-        scope.waiting.push(request);
+        let begins = scope.waiting.insert(request);
+        invariant!(begins, "{request:?} begins to wait twice");
         scope.known.begins_to_wait(request);
         scope.holdings.waits(true);
         let grows = self.grows(id);
@@ -715,9 +718,9 @@ impl Pager {
     /// A request waits no more.
     pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
         let Some(scope) = self.scope_mut(id) else { return };
-        // One that does not have to wait is the last.
-        let Some(at) = scope.waiting.iter().rposition(|waiting| *waiting == request) else { return };
-        scope.waiting.swap_remove(at);
+        if !scope.waiting.remove(&request) {
+            return;
+        }
         scope.holdings.waits(false);
         let all = scope.waiting.is_empty();
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {

@@ -140,7 +140,7 @@ impl Pager {
         let runs = self.request_runs(id)?;
         let (scope, purpose) = self.request_terms(id)?;
         let waits_for = match (frames, pages.first()) {
-            (Some(wanted), _) => WaitsFor::Frames { wanted, budget: self.frames.target },
+            (Some(_), _) => WaitsFor::Frames { wanted: self.frames_short(id), budget: self.frames.target },
             (None, Some(page)) => WaitsFor::Page(*page),
             (None, None) => WaitsFor::Moves,
         };
