@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     scratch_budget: Option<Bytes>,
     /// Memory of the staging ring.
     staging: Bytes,
+    /// Page tables of this process's that a frame of the device can have for itself.
+    frame_tables: Bytes,
     /// The folder of the first model.
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
@@ -169,7 +171,8 @@ pub struct Stats {
     pub device_frames: FrameStats,
     /// Frames of the host tier.
     pub host_frames: FrameStats,
-    /// Page tables that the kernel keeps for device memory, beside the budget. Of a GPU, none.
+    /// Page tables that the kernel keeps for device memory. As far as those of all frames can come to more than 16 MiB, the budget
+    /// holds fewer frames. Of a GPU, none.
     pub page_tables: Bytes,
     /// The scratch file of read-write tensors, once there is one. `None` in a child by `fork`.
     pub scratch: Option<ScratchStats>,
@@ -230,12 +233,15 @@ pub struct MemoryStats {
     pub staging: Bytes,
     /// What read-write tensors hold of a scratch file in memory, whether it was written or not; nothing of one on a disk.
     pub scratch: Bytes,
+    /// The most that page tables can come to: those of the device tier's frames, wherever these are, unless they are a GPU's, and
+    /// those of the host tier. [`Stats::page_tables`] are those there are of the former.
+    pub page_tables: Bytes,
 }
 
 impl MemoryStats {
     /// All of it.
     pub fn total(&self) -> Bytes {
-        self.device + self.host + self.staging + self.scratch
+        self.device + self.host + self.staging + self.scratch + self.page_tables
     }
 }
 
@@ -277,9 +283,10 @@ impl Runtime {
         let chosen = wanted.page_size();
         let page_size = chosen.value;
         let page_bytes = page_size.bytes();
-        let host_frames = frames_of("host", config.host_budget, page_size)?;
+        let host_frames = host_frames_of(config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
-        let device_frames = |budget: Bytes| match frames_of("device", budget, page_size)? {
+        let frame_tables = config.device.tables_of_a_frame(page_size);
+        let device_frames = |budget: Bytes| match device_frames_of(budget, page_size, frame_tables)? {
             0 => {
                 let (page, asked) = (Bytes::new(page_bytes), config.device_budget);
                 let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
@@ -387,6 +394,7 @@ impl Runtime {
                 scratch_options,
                 scratch_budget: config.scratch_budget,
                 staging: Bytes::new(u64::from(staging) * page_bytes),
+                frame_tables,
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
@@ -565,8 +573,17 @@ impl Runtime {
     fn memory(&self, scratch: Bytes) -> MemoryStats {
         let engine = self.engine();
         let (_, frames) = engine.look(Pager::device_frames).unwrap_or_default();
-        let device = if engine.device.gpu().is_none() { u64::from(frames) * self.shared.page_size.bytes() } else { 0 };
-        MemoryStats { device: Bytes::new(device), host: self.shared.host_budget, staging: self.shared.staging, scratch }
+        self.memory_of(frames, scratch)
+    }
+
+    /// The same with a device tier of `frames`.
+    fn memory_of(&self, frames: u32, scratch: Bytes) -> MemoryStats {
+        let Shared { host_budget: host, staging, frame_tables, page_size, .. } = &*self.shared;
+        let of_frames = |each: u64| Bytes::new(u64::from(frames) * each);
+        let device = if self.engine().device.gpu().is_none() { of_frames(page_size.bytes()) } else { Bytes::ZERO };
+        let host_tables = page_size.pages_for(host.get()) * HostSlab::tables_of_a_frame(*page_size).get();
+        let page_tables = of_frames(frame_tables.get()) + Bytes::new(host_tables);
+        MemoryStats { device, host: *host, staging: *staging, scratch, page_tables }
     }
 
     /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
@@ -844,7 +861,7 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
     /// be waiting for; then the budget is as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
-        let frames = frames_of("device", budget, self.shared.page_size)?;
+        let frames = device_frames_of(budget, self.shared.page_size, self.shared.frame_tables)?;
         if frames == 0 {
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("a device budget of {budget} holds no page"))
                 .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
@@ -1049,9 +1066,59 @@ fn check_host_budget(budget: Bytes) -> Result<()> {
         .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
 }
 
-pub(crate) fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
-    u32::try_from(budget.get() / page.bytes()).map_err(|_| {
+/// Page tables of a tier's frames beside its budget: what exceeds this is taken from the budget. With what the runtime itself
+/// takes, both are within the 32 MiB that a process may hold beside its budgets.
+const DEVICE_TABLES_BESIDE: Bytes = Bytes::mib(16);
+const HOST_TABLES_BESIDE: Bytes = Bytes::mib(8);
+
+/// How many frames a device budget holds, if each can have `tables` of its own.
+pub(crate) fn device_frames_of(budget: Bytes, page: PageSize, tables: Bytes) -> Result<u32> {
+    frames_of("device", budget, page, tables, DEVICE_TABLES_BESIDE)
+}
+
+fn host_frames_of(budget: Bytes, page: PageSize) -> Result<u32> {
+    frames_of("host", budget, page, HostSlab::tables_of_a_frame(page), HOST_TABLES_BESIDE)
+}
+
+/// How many frames a budget holds, if each can have `tables`, which count as far as all frames together can have more than
+/// `beside`.
+fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: Bytes) -> Result<u32> {
+    let with_tables = (budget + beside).get() / (page.bytes() + tables.get());
+    u32::try_from(with_tables.min(budget.get() / page.bytes())).map_err(|_| {
         Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
             .remedy("choose larger pages")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DeviceChoice;
+
+    #[test]
+    fn page_tables_count_beyond_what_is_beside_the_budget() {
+        for page in [4, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap()) {
+            let tables = DeviceChoice::Host.tables_of_a_frame(page);
+            let held = |frames: u64| frames * (page.bytes() + tables.get());
+            for frames in [1, 2, 12, 1000, 4096, 4097, 31_000, 1 << 20] {
+                let budget = Bytes::new(frames * page.bytes() + page.bytes() / 2);
+                let found = u64::from(device_frames_of(budget, page, tables).unwrap());
+                let beside = (budget + DEVICE_TABLES_BESIDE).get();
+                assert!(found >= 1 && held(found) <= beside, "{frames} of {page:?}: {found}");
+                // As many as that allows, and as many as there are pages where that many have few tables.
+                assert!(found == frames || held(found + 1) > beside, "{frames} of {page:?}: {found}");
+                assert!(
+                    found == frames || frames * tables.get() > DEVICE_TABLES_BESIDE.get(),
+                    "{frames} of {page:?}: {found}"
+                );
+            }
+        }
+        let (page, budget) = (PageSize::DEFAULT, Bytes::gib(64));
+        // Of 64 GiB and 8 MiB each frame takes a 512th more.
+        assert_eq!(host_frames_of(budget, page).unwrap(), 32708);
+        // A GPU's memory is in no table of this process.
+        let simulated = DeviceChoice::Simulated { seed: 1 }.tables_of_a_frame(page);
+        assert_eq!(device_frames_of(budget, page, simulated).unwrap(), 32768);
+        assert!(host_frames_of(Bytes::new(u64::MAX), page).is_err());
+    }
 }
