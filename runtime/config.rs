@@ -586,7 +586,8 @@ impl RuntimeBuilder {
     /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
     /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
     /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
-    /// what this process may use, and no more; an allocation beyond that ends with [`OutOfMemory`](ErrorKind::OutOfMemory).
+    /// what this process may use, and no more; an allocation beyond that, or a larger device budget, ends with
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory).
     /// [`Stats::memory`](crate::Stats::memory) has the sum.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());

@@ -57,6 +57,30 @@ pub(crate) struct Shared {
     chosen: Chosen<PageSize>,
     /// Frames of the largest device budget so far.
     most_frames: AtomicU32,
+    /// Frames of device budgets that are about to be set: they count as if they were.
+    raising: Mutex<Vec<u32>>,
+}
+
+/// A device budget that is about to be set.
+struct Raising<'a> {
+    of: &'a Mutex<Vec<u32>>,
+    frames: u32,
+}
+
+impl<'a> Raising<'a> {
+    fn new(of: &'a Mutex<Vec<u32>>, frames: u32) -> Self {
+        of.lock().push(frames);
+        Self { of, frames }
+    }
+}
+
+impl Drop for Raising<'_> {
+    fn drop(&mut self) {
+        let mut all = self.of.lock();
+        if let Some(at) = all.iter().position(|frames| *frames == self.frames) {
+            all.swap_remove(at);
+        }
+    }
 }
 
 impl Shared {
@@ -401,6 +425,7 @@ impl Runtime {
                 wanted,
                 chosen: settings.page_size,
                 most_frames: AtomicU32::new(frames),
+                raising: Mutex::default(),
             }),
         })
     }
@@ -555,25 +580,33 @@ impl Runtime {
         if !scratch.is_in_memory() {
             return Ok(());
         }
-        // Where the limit cannot be read, the kernel will say.
-        let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
-        let MemoryStats { device, host, staging, .. } = self.memory(held);
-        if sum(&[device, host, staging, held, more]) <= limit {
-            return Ok(());
+        let raising = self.shared.raising.lock().iter().copied().max().unwrap_or(0);
+        let frames = self.device_frames().max(raising);
+        fits_memory(self.memory_of(frames, sum(&[held, more])), || format!("{more} more of scratch in {folder}"))
+    }
+
+    /// Whether scratch in memory leaves room for a device tier of `frames`. From here on they count, also if it does not.
+    fn allow_frames(&self, frames: u32, budget: Bytes) -> Result<Raising<'_>> {
+        // Before the file is asked for: whoever makes one from now on finds this.
+        let raising = Raising::new(&self.shared.raising, frames);
+        let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
+        let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().device.gpu().is_none());
+        if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
+            let folder = scratch.path().display();
+            let what = || format!("a device budget of {budget}, beside scratch in {folder}");
+            scratch.ask(|held| fits_memory(self.memory_of(frames, held), what))?;
         }
-        let message = format!(
-            "{more} more of scratch in {folder} are memory, of which this process may use {limit}: the scratch file has \
-             {held}, the budgets are {device} of the device tier and {host} of the host tier, and {staging} are for staging"
-        );
-        Err(Error::new(ErrorKind::OutOfMemory, message)
-            .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+        Ok(raising)
+    }
+
+    /// Frames that the device tier may have now.
+    fn device_frames(&self) -> u32 {
+        self.engine().look(Pager::device_frames).unwrap_or_default().1
     }
 
     /// What of this machine's memory is the runtime's, if its scratch file has so much of it.
     fn memory(&self, scratch: Bytes) -> MemoryStats {
-        let engine = self.engine();
-        let (_, frames) = engine.look(Pager::device_frames).unwrap_or_default();
-        self.memory_of(frames, scratch)
+        self.memory_of(self.device_frames(), scratch)
     }
 
     /// The same with a device tier of `frames`.
@@ -856,6 +889,8 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) for growing if a scratch file in memory leaves less of what this process may use; it
+    /// waits for an allocation there that is under way.
     /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room takes longer than the
     /// [runtime waits](crate::RuntimeBuilder::io_timeout); the budget is then as it was set, and is met as writes end.
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
@@ -869,6 +904,7 @@ impl Runtime {
         let engine = self.engine();
         engine.at_home()?;
         let lookahead = self.shared.page_size.pages_for(self.settings(frames).lookahead.value.get()) as u32;
+        let raising = self.allow_frames(frames, budget)?;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
@@ -883,6 +919,7 @@ impl Runtime {
                 Ok::<(), Error>(())
             })
             .unwrap_or(Ok(()))?;
+        drop(raising);
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
@@ -1050,6 +1087,23 @@ impl Runtime {
 
 /// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
 const SNAPSHOT_SLICE: usize = 1024;
+
+/// Whether memory of which scratch is a part is what this process may use.
+fn fits_memory(memory: MemoryStats, what: impl Fn() -> String) -> Result<()> {
+    // Where the limit cannot be read, the kernel will say.
+    let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
+    if memory.total() <= limit {
+        return Ok(());
+    }
+    let MemoryStats { device, host, staging, scratch, page_tables } = memory;
+    let message = format!(
+        "{} would be too much memory, of which this process may use {limit}: the scratch file would have {scratch}, the budgets \
+         {device} for the device tier and {host} for the host tier, staging {staging}, and page tables {page_tables}",
+        what()
+    );
+    Err(Error::new(ErrorKind::OutOfMemory, message)
+        .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+}
 
 /// The host tier is locked, and so takes its memory whether it is used or not.
 fn check_host_budget(budget: Bytes) -> Result<()> {

@@ -239,6 +239,43 @@ fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
     runtime.close().unwrap();
 }
 
+/// A budget that was raised when tensors were in memory already was not looked at.
+#[test]
+fn regression_a_larger_budget_counts_with_scratch_in_memory() {
+    let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
+    // Large pages, so that no limit on mappings is in the way.
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::mib(16)).unwrap())
+        .device_budget(Bytes::mib(64))
+        .scratch_dir("/dev/shm")
+        .scratch_allocation(ScratchAllocation::AtWriteBack)
+        .open()
+        .unwrap();
+    let half = Bytes::new(limit.get() / 2);
+    let Ok(tensor) = runtime.alloc(DType::U8, &[half.get()]) else {
+        return eprintln!("SKIPPED: /dev/shm takes no {half}");
+    };
+    if !runtime.stats().scratch.unwrap().in_memory {
+        return eprintln!("SKIPPED: /dev/shm is no folder in memory here");
+    }
+    let larger = half + Bytes::mib(64);
+    let error = runtime.set_device_budget(larger).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    let named = [limit.to_string(), larger.to_string(), "/dev/shm".into()];
+    assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
+    // Nothing has changed, and what was refused counts no more.
+    assert_eq!(runtime.stats().device.1, Bytes::mib(64));
+    runtime.alloc(DType::U8, &[half.get() - (256 << 20)]).unwrap();
+    // What fits may be had, and so may a smaller one.
+    runtime.set_device_budget(Bytes::mib(128)).unwrap();
+    runtime.set_device_budget(Bytes::mib(32)).unwrap();
+    drop(tensor);
+    runtime.set_device_budget(larger).unwrap();
+    assert!(runtime.stats().device.1 > Bytes::new(half.get() / 2));
+    runtime.close().unwrap();
+}
+
 /// What the kernel says this process has, of all its mappings but for those of files, as its own code is.
 fn resident() -> u64 {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
