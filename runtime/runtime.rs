@@ -24,7 +24,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
 use crate::settings::{Chosen, Settings, Wanted};
@@ -208,6 +208,8 @@ pub struct Stats {
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
     pub read_retries: u64,
+    /// [Walkers](Runtime::walker) that have begun and not ended; [`Runtime::walkers`] says what each has used, and where it is.
+    pub walkers: usize,
     /// Requests that wait for what others hold, and smaller budgets that do.
     pub waiting: usize,
     /// Of those that have for a second or more, who waits for what and who holds it, as [`Runtime::waiting`] says it: a line
@@ -708,6 +710,12 @@ impl Runtime {
         ScopeBuilder::new(self.shared.clone())
     }
 
+    /// What each pass in progress has used, and where it is: first what is pinned without a [`Walker`], then walkers in the order in
+    /// which they began. Takes longer the more there are.
+    pub fn walkers(&self) -> Vec<WalkerStats> {
+        self.engine().recorded(|pager| pager.walker_stats()).unwrap_or_default()
+    }
+
     /// Begins a pass over a model, where there are several at a time: see [`Walker`].
     ///
     /// # Errors
@@ -936,12 +944,14 @@ impl Runtime {
             // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
             let unseen = engine.unseen();
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
-            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames(), pager.frames())
+            let tiers = (pager.device_frames(), pager.host_frames(), pager.frames());
+            (pager.stats(), unseen, state, lookahead, tiers, pager.walkers())
         });
         let (waiting, long_waits) = engine.waits();
         let in_a_child = seen.is_none();
-        let (mut pager, unseen, (policy, planned), lookahead, device, host, (device_frames, host_frames)) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0), Default::default()));
+        let (mut pager, unseen, (policy, planned), lookahead, tiers, walkers) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, Default::default(), 0));
+        let (device, host, (device_frames, host_frames)) = tiers;
         pager.uses += unseen;
         pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
@@ -966,6 +976,7 @@ impl Runtime {
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
+            walkers,
             waiting,
             long_waits: long_waits.to_string(),
         }
