@@ -19,6 +19,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
+use outcore::device::HostDevice;
 use outcore::{Bytes, DType, ErrorKind, PageSize, PinGuard, Result, Runtime, Scope, Tensor};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -167,7 +168,9 @@ fn served(mut tasks: Vec<Option<Pinning<'_>>>, then: impl FnOnce()) -> f64 {
 /// is let go after that.
 fn beside_pins(count: u64) -> f64 {
     let page = PageSize::new(Bytes::kib(4)).unwrap();
-    let budget = Bytes::new(count * page.bytes());
+    // Page tables count in it, but for 16 MiB.
+    let tables = count * HostDevice::tables_of_a_frame(page).get();
+    let budget = Bytes::new(count * page.bytes() + tables.saturating_sub(16 << 20));
     let policy = outcore::PolicyKind::Lru;
     let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
     let runtime = builder.open().unwrap();

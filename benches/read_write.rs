@@ -2,21 +2,26 @@
 //! changed and written back, in turns with the store's own raw mixed reads and writes of the same blocks; then the
 //! tensor is read back and verified.
 //!
+//! And how long does a fault take while room is taken for a large tensor, in the same file? Faults of one page, with another
+//! thread that allocates and drops without end, and without it, in turns.
+//!
 //! Parameters: `--size` (4GiB), `--budget` (512MiB), `--page` (2MiB), `--depth` of the raw run (16), `--raw` bytes of a
-//! raw run (1GiB), `--rounds` (3), `--dir`.
+//! raw run, and of the tensor whose pages fault (1GiB), `--alloc` bytes that are allocated beside faults (4GiB), `--faults` of a
+//! round (300), `--rounds` (3), `--dir`.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
 mod support;
 
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
 use std::time::Instant;
 
 use outcore::device::{HostSlab, HostSlabConfig, Token};
 use outcore::store::{Completion, Completions, FileUse, IoKind, IoOp, Priority, ScratchFile, StoreOptions};
-use outcore::{Bytes, DType, HostFrameId, IoBackend, PageSize, PolicyKind, Runtime, Tensor};
-use serde_json::json;
+use outcore::{Bytes, DType, HostFrameId, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use serde_json::{Value, json};
 use support::{Random, Spread, gib_s};
 
 struct ToChannel(mpsc::Sender<Completion>);
@@ -121,6 +126,93 @@ fn value(generation: u64, n: u64) -> u64 {
     generation << 32 | n
 }
 
+/// Microseconds of so many faults, one after the other.
+fn faults(runtime: &Runtime, pages: &mut impl Iterator<Item = Tensor>, count: usize) -> Vec<f64> {
+    let fault = |page: Tensor| {
+        let start = Instant::now();
+        drop(runtime.pin(&page).wait().unwrap());
+        start.elapsed().as_secs_f64() * 1e6
+    };
+    pages.take(count).map(fault).collect()
+}
+
+/// The same while another thread allocates so many bytes and drops them, again and again, and the seconds of each `alloc`.
+fn faults_beside_alloc(
+    runtime: &Runtime,
+    pages: &mut impl Iterator<Item = Tensor>,
+    count: usize,
+    bytes: Bytes,
+) -> (Vec<f64>, Vec<f64>) {
+    let (done, begun) = (AtomicBool::new(false), Barrier::new(2));
+    std::thread::scope(|scope| {
+        let allocates = scope.spawn(|| {
+            let mut took = Vec::new();
+            begun.wait();
+            while !done.load(Ordering::Relaxed) {
+                let start = Instant::now();
+                let tensor = runtime.alloc(DType::U8, &[bytes.get()]).unwrap();
+                took.push(start.elapsed().as_secs_f64());
+                drop(tensor);
+            }
+            took
+        });
+        begun.wait();
+        let faults = faults(runtime, pages, count);
+        done.store(true, Ordering::Relaxed);
+        (faults, allocates.join().unwrap())
+    })
+}
+
+/// Faults with and without an `alloc` beside them: medians and worst of each round.
+fn beside_alloc(dir: &Path, page: PageSize, written: Bytes, rounds: u64) -> Value {
+    let bytes: Bytes = support::param("alloc", "4GiB");
+    let count: usize = support::param("faults", "300");
+    // Least recently used first, in a cycle: every pin is a fault.
+    let builder = Runtime::builder().device_budget(Bytes::new(16 * page.bytes())).page_size(page);
+    let runtime = builder.policy(PolicyKind::Lru).lookahead(Lookahead::Off).scratch_dir(dir).open().unwrap();
+    let table = runtime.alloc(DType::U8, &[page.pages_for(written.get()), page.bytes()]).unwrap();
+    let row = |n: u64| table.rows(n..n + 1).unwrap();
+    let rows = table.shape()[0];
+    for n in 0..rows {
+        runtime.pin_mut(&row(n)).wait().unwrap().bytes_mut().fill(n as u8);
+    }
+    let mut pages = (0..rows).cycle().map(row);
+    // What is dirty still is written back by these.
+    drop(faults(&runtime, &mut pages, rows as usize));
+    let mut random = Random::new(9);
+    let (mut medians, mut worst, mut allocs) = ([const { Vec::new() }; 2], [const { Vec::new() }; 2], Vec::new());
+    for _ in 0..rounds {
+        let mut order = [false, true];
+        random.shuffle(&mut order);
+        for beside in order {
+            let before = runtime.stats().pager.faults;
+            let times = if beside {
+                let (times, took) = faults_beside_alloc(&runtime, &mut pages, count, bytes);
+                allocs.extend(took);
+                times
+            } else {
+                faults(&runtime, &mut pages, count)
+            };
+            assert_eq!(runtime.stats().pager.faults - before, count as u64);
+            let spread = Spread::of(&times);
+            medians[usize::from(beside)].push(spread.median);
+            worst[usize::from(beside)].push(spread.most);
+        }
+    }
+    drop(pages);
+    drop(table);
+    runtime.close().unwrap();
+    let [(alone, alone_worst), (beside, beside_worst)] =
+        [0, 1].map(|n| (Spread::of(&medians[n]), Spread::of(&worst[n])));
+    let alloc = Spread::of(&allocs);
+    println!("  faults of {}, us, medians of {rounds} rounds of {count}:", Bytes::new(page.bytes()));
+    println!("    alone              {alone:.0}   the worst {alone_worst:.0}");
+    println!("    beside an alloc    {beside:.0}   the worst {beside_worst:.0}");
+    println!("    alloc of {bytes}  {alloc:.3} s, {} times", allocs.len());
+    json!({ "alone": alone.json(), "alone_worst": alone_worst.json(), "beside": beside.json(),
+        "beside_worst": beside_worst.json(), "alloc_bytes": bytes.get(), "alloc_s": alloc.json(), "allocs": allocs.len() })
+}
+
 fn main() {
     let size: Bytes = support::param("size", "4GiB");
     let budget: Bytes = support::param("budget", "512MiB");
@@ -187,12 +279,13 @@ fn main() {
     println!("  read back          {:9.2} GiB/s, {} read, verified", of(&check), Bytes::new(check.read));
     drop((tensor, pages));
     runtime.close().unwrap();
+    let beside = beside_alloc(&dir, page, raw_bytes, rounds);
     support::json_line(
         "read_write",
         &hardware,
         json!({ "tensor_bytes": size.get(), "budget_bytes": budget.get(), "page_bytes": page.bytes(),
             "raw_gib_per_second": raw_rate.json(), "gib_per_second": rate.json(), "share": share, "goal": 0.85,
             "written_per_pass": written.json(), "first_write_gib_per_second": of(&first),
-            "read_back_gib_per_second": of(&check), "verified": true }),
+            "read_back_gib_per_second": of(&check), "verified": true, "fault_us": beside }),
     );
 }

@@ -6,13 +6,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::device::{CudaDeviceSelector, DeviceHook, LinkModel};
+use crate::device::{CudaDeviceSelector, DeviceHook, HostDevice, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
-use crate::runtime::{Runtime, frames_of};
+use crate::runtime::{Runtime, device_frames_of};
 use crate::settings::{IN_FLIGHT, Settings, Wanted};
 use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 
@@ -151,6 +151,16 @@ pub enum DeviceChoice {
     },
     /// The memory of a GPU. Only builds with the feature `cuda` can open one.
     Cuda(CudaDeviceSelector),
+}
+
+impl DeviceChoice {
+    /// Page tables of this process's that a frame of the device tier can have for itself.
+    pub(crate) fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
+        match self {
+            Self::Host => HostDevice::tables_of_a_frame(page_size),
+            Self::Simulated { .. } | Self::Cuda(_) => Bytes::ZERO,
+        }
+    }
 }
 
 impl FromStr for DeviceChoice {
@@ -372,13 +382,15 @@ impl RuntimeBuilder {
     }
 
     /// Memory for pages in the device tier, in bytes or as a share of what is free there. Whole pages count; the rest is
-    /// left.
+    /// left. In this machine's memory page tables count too, as far as [those of all pages](HostDevice::tables_of_a_frame) can come
+    /// to more than 16 MiB: with pages of up to 2 MiB that is from 4,097 pages on.
     pub fn device_budget(mut self, budget: impl Into<DeviceBudget>) -> Self {
         self.device_budget = budget.into();
         self
     }
 
-    /// Memory for pages in the host tier. Zero, the default, means that pages go between disk and device directly.
+    /// Memory for pages in the host tier. Zero, the default, means that pages go between disk and device directly. Page tables,
+    /// a 512th of it, count as far as they are more than 8 MiB.
     pub fn host_budget(mut self, budget: Bytes) -> Self {
         self.host_budget = budget;
         self
@@ -427,7 +439,10 @@ impl RuntimeBuilder {
         let wanted = self.wanted()?;
         let page_size = wanted.page_size();
         let frames = match self.device_budget {
-            DeviceBudget::Bytes(budget) => frames_of("device", budget, page_size.value)?,
+            DeviceBudget::Bytes(budget) => {
+                let page = page_size.value;
+                device_frames_of(budget, page, self.device.tables_of_a_frame(page))?
+            }
             DeviceBudget::Free { .. } => 0,
         };
         Ok(wanted.settings(page_size, frames))
@@ -571,7 +586,8 @@ impl RuntimeBuilder {
     /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
     /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
     /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
-    /// what this process may use, and no more; an allocation beyond that ends with [`OutOfMemory`](ErrorKind::OutOfMemory).
+    /// what this process may use, and no more; an allocation beyond that, or a larger device budget, ends with
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory).
     /// [`Stats::memory`](crate::Stats::memory) has the sum.
     pub fn scratch_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.scratch_dir = Some(dir.into());

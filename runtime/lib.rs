@@ -81,7 +81,10 @@ pub use ids::{
 };
 pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
 pub use pager::policy::opt::Optimum;
-pub use pager::{FrameStats, PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor};
+pub use pager::{
+    FrameStats, PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor, WalkerPlace,
+    WalkerStats,
+};
 pub use pin::{
     Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
     ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Walker, Write,

@@ -24,7 +24,7 @@ use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
 use crate::pager::policy::opt::Optimum;
-use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats};
+use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
 use crate::settings::{Chosen, Settings, Wanted};
@@ -46,6 +46,8 @@ pub(crate) struct Shared {
     scratch_budget: Option<Bytes>,
     /// Memory of the staging ring.
     staging: Bytes,
+    /// Page tables of this process's that a frame of the device can have for itself.
+    frame_tables: Bytes,
     /// The folder of the first model.
     model_dir: OnceLock<PathBuf>,
     scratch: Mutex<Option<(ScratchFile, FileId)>>,
@@ -53,8 +55,34 @@ pub(crate) struct Shared {
     /// What settings follow from, but for the device budget.
     wanted: Wanted,
     chosen: Chosen<PageSize>,
+    /// What they were last, with a device tier of so many frames.
+    settings: Mutex<(u32, Settings)>,
     /// Frames of the largest device budget so far.
     most_frames: AtomicU32,
+    /// Frames of device budgets that are about to be set: they count as if they were.
+    raising: Mutex<Vec<u32>>,
+}
+
+/// A device budget that is about to be set.
+struct Raising<'a> {
+    of: &'a Mutex<Vec<u32>>,
+    frames: u32,
+}
+
+impl<'a> Raising<'a> {
+    fn new(of: &'a Mutex<Vec<u32>>, frames: u32) -> Self {
+        of.lock().push(frames);
+        Self { of, frames }
+    }
+}
+
+impl Drop for Raising<'_> {
+    fn drop(&mut self) {
+        let mut all = self.of.lock();
+        if let Some(at) = all.iter().position(|frames| *frames == self.frames) {
+            all.swap_remove(at);
+        }
+    }
 }
 
 impl Shared {
@@ -169,7 +197,8 @@ pub struct Stats {
     pub device_frames: FrameStats,
     /// Frames of the host tier.
     pub host_frames: FrameStats,
-    /// Page tables that the kernel keeps for device memory, beside the budget. Of a GPU, none.
+    /// Page tables that the kernel keeps for device memory. As far as those of all frames can come to more than 16 MiB, the budget
+    /// holds fewer frames. Of a GPU, none.
     pub page_tables: Bytes,
     /// The scratch file of read-write tensors, once there is one. `None` in a child by `fork`.
     pub scratch: Option<ScratchStats>,
@@ -179,6 +208,8 @@ pub struct Stats {
     pub spans_dropped: u64,
     /// Reads that failed and were tried again.
     pub read_retries: u64,
+    /// [Walkers](Runtime::walker) that have begun and not ended; [`Runtime::walkers`] says what each has used, and where it is.
+    pub walkers: usize,
     /// Requests that wait for what others hold, and smaller budgets that do.
     pub waiting: usize,
     /// Of those that have for a second or more, who waits for what and who holds it, as [`Runtime::waiting`] says it: a line
@@ -230,12 +261,15 @@ pub struct MemoryStats {
     pub staging: Bytes,
     /// What read-write tensors hold of a scratch file in memory, whether it was written or not; nothing of one on a disk.
     pub scratch: Bytes,
+    /// The most that page tables can come to: those of the device tier's frames, wherever these are, unless they are a GPU's, and
+    /// those of the host tier. [`Stats::page_tables`] are those there are of the former.
+    pub page_tables: Bytes,
 }
 
 impl MemoryStats {
     /// All of it.
     pub fn total(&self) -> Bytes {
-        self.device + self.host + self.staging + self.scratch
+        self.device + self.host + self.staging + self.scratch + self.page_tables
     }
 }
 
@@ -277,9 +311,10 @@ impl Runtime {
         let chosen = wanted.page_size();
         let page_size = chosen.value;
         let page_bytes = page_size.bytes();
-        let host_frames = frames_of("host", config.host_budget, page_size)?;
+        let host_frames = host_frames_of(config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
-        let device_frames = |budget: Bytes| match frames_of("device", budget, page_size)? {
+        let frame_tables = config.device.tables_of_a_frame(page_size);
+        let device_frames = |budget: Bytes| match device_frames_of(budget, page_size, frame_tables)? {
             0 => {
                 let (page, asked) = (Bytes::new(page_bytes), config.device_budget);
                 let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
@@ -387,12 +422,15 @@ impl Runtime {
                 scratch_options,
                 scratch_budget: config.scratch_budget,
                 staging: Bytes::new(u64::from(staging) * page_bytes),
+                frame_tables,
                 model_dir: OnceLock::new(),
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
                 wanted,
-                chosen: settings.page_size,
+                chosen: settings.page_size.clone(),
+                settings: Mutex::new((frames, settings)),
                 most_frames: AtomicU32::new(frames),
+                raising: Mutex::default(),
             }),
         })
     }
@@ -546,26 +584,43 @@ impl Runtime {
         if !scratch.is_in_memory() {
             return Ok(());
         }
-        // Where the limit cannot be read, the kernel will say.
-        let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
-        let MemoryStats { device, host, staging, .. } = self.memory(held);
-        if sum(&[device, host, staging, held, more]) <= limit {
-            return Ok(());
+        let raising = self.shared.raising.lock().iter().copied().max().unwrap_or(0);
+        let frames = self.device_frames().max(raising);
+        fits_memory(self.memory_of(frames, sum(&[held, more])), || format!("{more} more of scratch in {folder}"))
+    }
+
+    /// Whether scratch in memory leaves room for a device tier of `frames`. From here on they count, also if it does not.
+    fn allow_frames(&self, frames: u32, budget: Bytes) -> Result<Raising<'_>> {
+        // Before the file is asked for: whoever makes one from now on finds this.
+        let raising = Raising::new(&self.shared.raising, frames);
+        let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
+        let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().device.gpu().is_none());
+        if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
+            let folder = scratch.path().display();
+            let what = || format!("a device budget of {budget}, beside scratch in {folder}");
+            scratch.ask(|held| fits_memory(self.memory_of(frames, held), what))?;
         }
-        let message = format!(
-            "{more} more of scratch in {folder} are memory, of which this process may use {limit}: the scratch file has \
-             {held}, the budgets are {device} of the device tier and {host} of the host tier, and {staging} are for staging"
-        );
-        Err(Error::new(ErrorKind::OutOfMemory, message)
-            .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+        Ok(raising)
+    }
+
+    /// Frames that the device tier may have now.
+    fn device_frames(&self) -> u32 {
+        self.engine().look(Pager::device_frames).unwrap_or_default().1
     }
 
     /// What of this machine's memory is the runtime's, if its scratch file has so much of it.
     fn memory(&self, scratch: Bytes) -> MemoryStats {
-        let engine = self.engine();
-        let (_, frames) = engine.look(Pager::device_frames).unwrap_or_default();
-        let device = if engine.device.gpu().is_none() { u64::from(frames) * self.shared.page_size.bytes() } else { 0 };
-        MemoryStats { device: Bytes::new(device), host: self.shared.host_budget, staging: self.shared.staging, scratch }
+        self.memory_of(self.device_frames(), scratch)
+    }
+
+    /// The same with a device tier of `frames`.
+    fn memory_of(&self, frames: u32, scratch: Bytes) -> MemoryStats {
+        let Shared { host_budget: host, staging, frame_tables, page_size, .. } = &*self.shared;
+        let of_frames = |each: u64| Bytes::new(u64::from(frames) * each);
+        let device = if self.engine().device.gpu().is_none() { of_frames(page_size.bytes()) } else { Bytes::ZERO };
+        let host_tables = page_size.pages_for(host.get()) * HostSlab::tables_of_a_frame(*page_size).get();
+        let page_tables = of_frames(frame_tables.get()) + Bytes::new(host_tables);
+        MemoryStats { device, host: *host, staging: *staging, scratch, page_tables }
     }
 
     /// `source` comes last of what can fail: nothing that it took into the store is left there without a segment.
@@ -650,6 +705,12 @@ impl Runtime {
     /// What a task that holds guards and asks for more pins in: see [`Scope`](crate::Scope).
     pub fn scope(&self) -> ScopeBuilder {
         ScopeBuilder::new(self.shared.clone())
+    }
+
+    /// What each pass in progress has used, and where it is: first what is pinned without a [`Walker`], then walkers in the order in
+    /// which they began. Takes longer the more there are.
+    pub fn walkers(&self) -> Vec<WalkerStats> {
+        self.engine().recorded(|pager| pager.walker_stats()).unwrap_or_default()
     }
 
     /// Begins a pass over a model, where there are several at a time: see [`Walker`].
@@ -836,12 +897,14 @@ impl Runtime {
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
     /// with the new budget end with that error too. What the device says if frames cannot be made.
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) for growing if a scratch file in memory leaves less of what this process may use; it
+    /// waits for an allocation there that is under way.
     /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes longer than the
     /// [runtime waits](crate::RuntimeBuilder::io_timeout); the budget is then as it was set, and is met as writes end.
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for shrinking in a waker or a closure on a stream, whose thread it may
     /// be waiting for; then the budget is as before.
     pub fn set_device_budget(&self, budget: Bytes) -> Result<()> {
-        let frames = frames_of("device", budget, self.shared.page_size)?;
+        let frames = device_frames_of(budget, self.shared.page_size, self.shared.frame_tables)?;
         if frames == 0 {
             return Err(Error::new(ErrorKind::BudgetTooSmall, format!("a device budget of {budget} holds no page"))
                 .remedy(format!("give at least {}", Bytes::new(self.shared.page_size.bytes()))));
@@ -849,6 +912,7 @@ impl Runtime {
         let engine = self.engine();
         engine.usable()?;
         let lookahead = self.shared.page_size.pages_for(self.settings(frames).lookahead.value.get()) as u32;
+        let raising = self.allow_frames(frames, budget)?;
         // Frames exist on the device before the pager may hand them out.
         let most = engine.device.frame_count().max(frames);
         engine.device.grow_frames(most)?;
@@ -861,6 +925,7 @@ impl Runtime {
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);
             Ok::<(), Error>(())
         })??;
+        drop(raising);
         // Elsewhere a smaller budget may still be waited for; this one has been met.
         if may_wait("a budget").is_err() { Ok(()) } else { engine.await_budget() }
     }
@@ -874,12 +939,14 @@ impl Runtime {
             // Counted here, and not recorded: to tell the policy of thousands of uses takes too long.
             let unseen = engine.unseen();
             let (state, lookahead) = (pager.policy_state(), pager.lookahead());
-            (pager.stats(), unseen, state, lookahead, pager.device_frames(), pager.host_frames(), pager.frames())
+            let tiers = (pager.device_frames(), pager.host_frames(), pager.frames());
+            (pager.stats(), unseen, state, lookahead, tiers, pager.walkers())
         });
         let (waiting, long_waits) = engine.waits();
         let in_a_child = !engine.is_at_home();
-        let (mut pager, unseen, (policy, planned), lookahead, device, host, (device_frames, host_frames)) =
-            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, (0, 0), (0, 0), Default::default()));
+        let (mut pager, unseen, (policy, planned), lookahead, tiers, walkers) =
+            seen.unwrap_or((PagerStats::default(), 0, ("none", false), 0, Default::default(), 0));
+        let (device, host, (device_frames, host_frames)) = tiers;
         pager.uses += unseen;
         pager.hits += unseen;
         let bytes = |frames: u32| Bytes::new(u64::from(frames) * page);
@@ -904,14 +971,24 @@ impl Runtime {
             scratch: self.scratch_stats(),
             spans_dropped: engine.observer.dropped(),
             read_retries: engine.store.retries(),
+            walkers,
             waiting,
             long_waits: long_waits.to_string(),
         }
     }
 
-    /// With a device tier of `frames`.
+    /// With a device tier of `frames`. To write the reasons takes longer than all else that [`stats`](Self::stats) tells, so they
+    /// are kept for as long as they hold.
     fn settings(&self, frames: u32) -> Settings {
-        self.shared.wanted.settings(self.shared.chosen.clone(), frames)
+        let found = || self.shared.wanted.settings(self.shared.chosen.clone(), frames);
+        if !self.engine().is_at_home() {
+            return found();
+        }
+        let mut last = self.shared.settings.lock();
+        if last.0 != frames {
+            *last = (frames, found());
+        }
+        last.1.clone()
     }
 
     /// What the scratch file in memory holds. Nothing in a child by `fork`, where a thread that is not there may hold the
@@ -1030,6 +1107,23 @@ impl Runtime {
 /// Pages that [`Runtime::snapshot`] looks at under one hold of the latch: some ten microseconds.
 const SNAPSHOT_SLICE: usize = 1024;
 
+/// Whether memory of which scratch is a part is what this process may use.
+fn fits_memory(memory: MemoryStats, what: impl Fn() -> String) -> Result<()> {
+    // Where the limit cannot be read, the kernel will say.
+    let Ok(limit) = MemoryLimit::detect().map(|memory| memory.limit) else { return Ok(()) };
+    if memory.total() <= limit {
+        return Ok(());
+    }
+    let MemoryStats { device, host, staging, scratch, page_tables } = memory;
+    let message = format!(
+        "{} would be too much memory, of which this process may use {limit}: the scratch file would have {scratch}, the budgets \
+         {device} for the device tier and {host} for the host tier, staging {staging}, and page tables {page_tables}",
+        what()
+    );
+    Err(Error::new(ErrorKind::OutOfMemory, message)
+        .remedy("name a scratch folder on a disk, let tensors go, or choose smaller budgets"))
+}
+
 /// The host tier is locked, and so takes its memory whether it is used or not.
 fn check_host_budget(budget: Bytes) -> Result<()> {
     if budget == Bytes::ZERO {
@@ -1045,9 +1139,59 @@ fn check_host_budget(budget: Bytes) -> Result<()> {
         .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
 }
 
-pub(crate) fn frames_of(tier: &str, budget: Bytes, page: PageSize) -> Result<u32> {
-    u32::try_from(budget.get() / page.bytes()).map_err(|_| {
+/// Page tables of a tier's frames beside its budget: what exceeds this is taken from the budget. With what the runtime itself
+/// takes, both are within the 32 MiB that a process may hold beside its budgets.
+const DEVICE_TABLES_BESIDE: Bytes = Bytes::mib(16);
+const HOST_TABLES_BESIDE: Bytes = Bytes::mib(8);
+
+/// How many frames a device budget holds, if each can have `tables` of its own.
+pub(crate) fn device_frames_of(budget: Bytes, page: PageSize, tables: Bytes) -> Result<u32> {
+    frames_of("device", budget, page, tables, DEVICE_TABLES_BESIDE)
+}
+
+fn host_frames_of(budget: Bytes, page: PageSize) -> Result<u32> {
+    frames_of("host", budget, page, HostSlab::tables_of_a_frame(page), HOST_TABLES_BESIDE)
+}
+
+/// How many frames a budget holds, if each can have `tables`, which count as far as all frames together can have more than
+/// `beside`.
+fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: Bytes) -> Result<u32> {
+    let with_tables = (budget + beside).get() / (page.bytes() + tables.get());
+    u32::try_from(with_tables.min(budget.get() / page.bytes())).map_err(|_| {
         Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
             .remedy("choose larger pages")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DeviceChoice;
+
+    #[test]
+    fn page_tables_count_beyond_what_is_beside_the_budget() {
+        for page in [4, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap()) {
+            let tables = DeviceChoice::Host.tables_of_a_frame(page);
+            let held = |frames: u64| frames * (page.bytes() + tables.get());
+            for frames in [1, 2, 12, 1000, 4096, 4097, 31_000, 1 << 20] {
+                let budget = Bytes::new(frames * page.bytes() + page.bytes() / 2);
+                let found = u64::from(device_frames_of(budget, page, tables).unwrap());
+                let beside = (budget + DEVICE_TABLES_BESIDE).get();
+                assert!(found >= 1 && held(found) <= beside, "{frames} of {page:?}: {found}");
+                // As many as that allows, and as many as there are pages where that many have few tables.
+                assert!(found == frames || held(found + 1) > beside, "{frames} of {page:?}: {found}");
+                assert!(
+                    found == frames || frames * tables.get() > DEVICE_TABLES_BESIDE.get(),
+                    "{frames} of {page:?}: {found}"
+                );
+            }
+        }
+        let (page, budget) = (PageSize::DEFAULT, Bytes::gib(64));
+        // Of 64 GiB and 8 MiB each frame takes a 512th more.
+        assert_eq!(host_frames_of(budget, page).unwrap(), 32708);
+        // A GPU's memory is in no table of this process.
+        let simulated = DeviceChoice::Simulated { seed: 1 }.tables_of_a_frame(page);
+        assert_eq!(device_frames_of(budget, page, simulated).unwrap(), 32768);
+        assert!(host_frames_of(Bytes::new(u64::MAX), page).is_err());
+    }
 }

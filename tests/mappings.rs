@@ -47,6 +47,12 @@ fn status(field: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
 }
 
+/// A device budget that holds so many frames, and their page tables as far as they count.
+fn budget_of(frames: u64, page: Bytes) -> Bytes {
+    let tables = HostDevice::tables_of_a_frame(PageSize::new(page).unwrap());
+    Bytes::new(frames * page.get() + (frames * tables.get()).saturating_sub(16 << 20))
+}
+
 fn open(page: Bytes, budget: Bytes) -> Result<Runtime> {
     Runtime::builder()
         .page_size(PageSize::new(page)?)
@@ -126,7 +132,8 @@ fn regression_small_tensors_take_no_mappings_from_frames() {
     alone(TEST, || {
         let frames = HostDevice::frames_allowed(limit()) - 200;
         let start = Instant::now();
-        let rt = open(SMALL, Bytes::new(frames * SMALL.get())).unwrap();
+        let rt = open(SMALL, budget_of(frames, SMALL)).unwrap();
+        assert_eq!(rt.stats().device_frames.free, frames);
         let small: Vec<Tensor> = (0..4000).map(|_| rt.alloc(DType::U8, &[SMALL.get()]).unwrap()).collect();
         // Scattered over a range twice as large, so that frames have gaps between them.
         let large = rt.alloc(DType::U8, &[2 * frames, SMALL.get()]).unwrap();
@@ -327,9 +334,9 @@ fn regression_seventy_thousand_small_tensors_beside_little_room() {
     });
 }
 
-/// A file of `rows` rows of 64 KiB, a page each, of which none has a block on disk.
-fn sparse_model(dir: &Path, rows: u64) -> std::path::PathBuf {
-    let (path, row) = (dir.join("sparse.safetensors"), 64_u64 << 10);
+/// A file of `rows` rows of `row` bytes, a page each, of which none has a block on disk.
+fn sparse_model(dir: &Path, rows: u64, row: u64) -> std::path::PathBuf {
+    let path = dir.join("sparse.safetensors");
     let header = format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[{rows},{row}],\"data_offsets\":[0,{}]}}}}", rows * row);
     let header = format!("{header:<width$}", width = row as usize - 8);
     let mut file = File::create(&path).unwrap();
@@ -343,9 +350,9 @@ fn sparse_model(dir: &Path, rows: u64) -> std::path::PathBuf {
 fn walk(size: u64) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let rows = size / (64 << 10);
-    let path = sparse_model(dir.path(), rows);
+    let path = sparse_model(dir.path(), rows, 64 << 10);
     let (budget, held) = (Bytes::mib(64), |field: &str| status(field) + status("VmPTE:"));
-    let before = held("VmRSS:");
+    let (before, tables_before) = (held("VmRSS:"), status("VmPTE:"));
     let rt = open(Bytes::kib(64), budget).unwrap();
     let tensor = rt.open_model(&path).unwrap().tensor("w").unwrap();
     let start = Instant::now();
@@ -364,9 +371,11 @@ fn walk(size: u64) {
         Bytes::new(status("VmPTE:"))
     );
     assert!(grown <= allowed, "the process grew by {grown} bytes, {allowed} are allowed");
-    // A table of 4 KiB for each frame that is somewhere, one for each 2 MiB of the pool, and those above them.
-    let most = 4096 * (budget.get() / (64 << 10) + budget.get() / (2 << 20) + size / (1 << 30) + 8);
-    assert!(tables > Bytes::ZERO && tables.get() <= most, "{tables}");
+    // Those of the frames, and one for each GiB of addresses, with a few at the ends.
+    let most = rt.stats().memory.page_tables.get() + 4096 * ((size + budget.get()) / (1 << 30) + 4);
+    assert!(tables > Bytes::ZERO && tables.get() <= most, "{tables} of {most}");
+    let there = status("VmPTE:") - tables_before;
+    assert!(there <= most + (1 << 20), "there are {there} bytes of tables, and {most} were expected at most");
     assert!(tables.get() <= status("VmPTE:") + (1 << 20), "{tables} are counted, there are {}", status("VmPTE:"));
     drop(tensor);
     assert!(rt.stats().page_tables.get() <= 4096 * (budget.get() / (2 << 20) + 8), "{}", rt.stats().page_tables);
@@ -376,6 +385,42 @@ fn walk(size: u64) {
 #[test]
 fn page_tables_of_a_sparse_walk_are_given_back() {
     alone("page_tables_of_a_sparse_walk_are_given_back", || walk(64 << 30));
+}
+
+/// With small pages tables come to as much as the pages. A budget holds both, but for 16 MiB: with every page in a slot of its
+/// own it is used up, and not exceeded.
+#[test]
+fn page_tables_of_small_pages_are_within_the_budget() {
+    alone("page_tables_of_small_pages_are_within_the_budget", || {
+        let (budget, beside) = (Bytes::mib(24), Bytes::mib(16));
+        let frames = (budget + beside).get() / (2 * SMALL.get());
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let (slots, a_slot) = (frames + 512, (2 << 20) / SMALL.get());
+        let path = sparse_model(dir.path(), slots * a_slot, SMALL.get());
+        let rt = open(SMALL, budget).unwrap();
+        let stats = rt.stats();
+        assert_eq!(stats.device.1, Bytes::new(frames * SMALL.get()));
+        assert_eq!(stats.memory.device + stats.memory.page_tables, budget + beside);
+        let tensor = rt.open_model(path).unwrap().tensor("w").unwrap();
+        let before = status("VmPTE:");
+        for slot in 0..slots {
+            assert!(holds(&rt, &tensor.rows(slot * a_slot..slot * a_slot + 1).unwrap(), 0).unwrap());
+        }
+        let stats = rt.stats();
+        assert_eq!(stats.device_frames.used, frames);
+        // One for each GiB of addresses is beside them.
+        let (upper, there) = (Bytes::new(4096 * (slots / 512 + 4)), Bytes::new(status("VmPTE:") - before));
+        println!(
+            "{there} of tables, {} counted, {} at most, {upper} above",
+            stats.page_tables, stats.memory.page_tables
+        );
+        assert!(stats.page_tables <= stats.memory.page_tables + upper);
+        assert!(stats.page_tables.get() >= frames * 4096, "a table for each frame");
+        // What the runtime keeps of its pages has tables too.
+        assert!(there <= stats.memory.page_tables + upper + Bytes::mib(1), "{there} of tables");
+        drop(tensor);
+        rt.close().unwrap();
+    });
 }
 
 #[test]

@@ -9,9 +9,13 @@ mod harness;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
 
 use harness::{Scene, scene_ended};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, ScratchAllocation};
+use outcore::device::{Completion, Completions, Device, HostDevice, HostDeviceConfig};
+use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
+use outcore::{Bytes, DType, ErrorKind, FrameId, IoBackend, Lookahead, PageSize, Runtime, ScratchAllocation};
 
 const MODEL: u64 = 256 << 20;
 const DEVICE: u64 = 24 << 20;
@@ -187,7 +191,10 @@ fn a_scratch_budget_is_not_exceeded() {
             (stats.memory.device, stats.memory.host, stats.memory.scratch),
             (Bytes::mib(4), Bytes::mib(2), scratch)
         );
-        assert_eq!(stats.memory.total(), Bytes::mib(6) + stats.memory.staging + scratch);
+        // A table of 4 KiB for each frame of the device tier, and for each 2 MiB of the host tier.
+        assert_eq!(stats.memory.page_tables, Bytes::kib(4 * ((4 << 20) / PAGE + 1)));
+        let sum = Bytes::mib(6) + stats.memory.staging + scratch + stats.memory.page_tables;
+        assert_eq!(stats.memory.total(), sum);
         drop(first);
         let third = runtime.alloc(DType::U8, &[6 << 20]).unwrap();
         drop((second, third));
@@ -199,7 +206,7 @@ fn a_scratch_budget_is_not_exceeded() {
 /// Scratch in memory counts with the budgets: together they are what the process may use, and no more.
 #[test]
 fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
-    let limit = outcore::machine::MemoryLimit::detect().unwrap().limit;
+    let limit = MemoryLimit::detect().unwrap().limit;
     let runtime = Runtime::builder()
         .device_budget(Bytes::mib(64))
         .scratch_dir("/dev/shm")
@@ -221,6 +228,43 @@ fn scratch_in_memory_is_refused_what_the_process_may_not_use() {
     assert_eq!(runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap_err().kind(), ErrorKind::OutOfMemory);
     drop(half);
     runtime.alloc(DType::U8, &[largest / 2 + (4 << 20)]).unwrap();
+    runtime.close().unwrap();
+}
+
+/// A budget that was raised when tensors were in memory already was not looked at.
+#[test]
+fn regression_a_larger_budget_counts_with_scratch_in_memory() {
+    let limit = MemoryLimit::detect().unwrap().limit;
+    // Large pages, so that no limit on mappings is in the way.
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::mib(16)).unwrap())
+        .device_budget(Bytes::mib(64))
+        .scratch_dir("/dev/shm")
+        .scratch_allocation(ScratchAllocation::AtWriteBack)
+        .open()
+        .unwrap();
+    let half = Bytes::new(limit.get() / 2);
+    let Ok(tensor) = runtime.alloc(DType::U8, &[half.get()]) else {
+        return eprintln!("SKIPPED: /dev/shm takes no {half}");
+    };
+    if !runtime.stats().scratch.unwrap().in_memory {
+        return eprintln!("SKIPPED: /dev/shm is no folder in memory here");
+    }
+    let larger = half + Bytes::mib(64);
+    let error = runtime.set_device_budget(larger).unwrap_err();
+    let text = error.to_string();
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{text}");
+    let named = [limit.to_string(), larger.to_string(), "/dev/shm".into()];
+    assert!(named.iter().all(|part| text.contains(part)) && error.advice().is_some(), "{text}");
+    // Nothing has changed, and what was refused counts no more.
+    assert_eq!(runtime.stats().device.1, Bytes::mib(64));
+    runtime.alloc(DType::U8, &[half.get() - (256 << 20)]).unwrap();
+    // What fits may be had, and so may a smaller one.
+    runtime.set_device_budget(Bytes::mib(128)).unwrap();
+    runtime.set_device_budget(Bytes::mib(32)).unwrap();
+    drop(tensor);
+    runtime.set_device_budget(larger).unwrap();
+    assert!(runtime.stats().device.1 > Bytes::new(half.get() / 2));
     runtime.close().unwrap();
 }
 
@@ -351,6 +395,85 @@ fn regression_trim_gives_back_what_it_says() {
         let child = Scene::of("child_trims").tell("OUTCORE_CHILD_PAGE", page.to_string());
         child.tell("OUTCORE_CHILD_MODEL", &path).run().well(&format!("pages of {page}"));
     }
+}
+
+#[derive(Debug)]
+struct Ignore;
+
+impl Completions for Ignore {
+    fn completed(&self, _done: &mut Vec<Completion>) {}
+}
+
+fn huge_pages_given() -> u64 {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap();
+    let count = text.lines().find_map(|line| line.strip_prefix("thp_fault_alloc "));
+    count.map_or(0, |count| count.parse().unwrap())
+}
+
+/// Run by the test below, in a control group of its own, which counts what the kernel has really got back: a huge page of which
+/// a part is unmapped is charged as a whole, and the process's own counters do not show it.
+#[test]
+fn child_gives_parts_of_huge_pages_back() {
+    const HUGE: u64 = 2 << 20;
+    const BLOCKS: u64 = 64;
+    if std::env::var_os("OUTCORE_CHILD_PARTS").is_none() {
+        return;
+    }
+    let page = 64 << 10;
+    let config = HostDeviceConfig {
+        page_size: PageSize::new(Bytes::new(page)).unwrap(),
+        frames: (BLOCKS * HUGE / page) as u32,
+        link: None,
+        warm: false,
+    };
+    let charged = || MemoryLimit::detect().unwrap().usage.get();
+    assert_ne!(MemoryLimit::detect().unwrap().source, LimitSource::Machine);
+    let device = HostDevice::new(config, Arc::new(Ignore)).unwrap();
+    let base = device.reserve(device.frame_count()).unwrap();
+    let (empty, given) = (charged(), huge_pages_given());
+    for n in 0..device.frame_count() {
+        device.map(FrameId::new(n), base.offset(u64::from(n) * page)).unwrap();
+    }
+    let full = charged();
+    assert!(full - empty >= BLOCKS * HUGE, "{} were charged for {BLOCKS} huge pages", full - empty);
+    if huge_pages_given() - given < BLOCKS {
+        return println!("the child had no huge pages");
+    }
+    // Of each block one frame stays, not always the same one.
+    let a_block = (HUGE / page) as u32;
+    for n in (0..device.frame_count()).filter(|n| n % a_block != n / a_block % a_block) {
+        device.discard(FrameId::new(n)).unwrap();
+    }
+    let (gone, discarded) = (full.saturating_sub(charged()), BLOCKS * (HUGE - page));
+    println!("{gone} of {discarded} bytes are gone");
+    // The kernel counts in batches.
+    assert!(gone + (4 << 20) >= discarded, "of {discarded} bytes that were discarded {gone} are gone");
+    for n in (0..device.frame_count()).filter(|n| n % a_block == n / a_block % a_block) {
+        assert_eq!(device.frame_memory(FrameId::new(n)).unwrap(), Bytes::new(page));
+    }
+    device.close().unwrap();
+    println!("the child ran");
+}
+
+/// Frames smaller than a huge page are parts of one, and the kernel keeps it whole until it is told to look.
+#[test]
+fn parts_of_huge_pages_are_given_back() {
+    const TEST: &str = "parts_of_huge_pages_are_given_back";
+    if Machine::detect().unwrap().huge_pages == HugePages::Never {
+        return eprintln!("SKIPPED {TEST}: this kernel gives no huge pages");
+    }
+    let child = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/cgroup_run.sh"))
+        .arg("1GiB")
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "child_gives_parts_of_huge_pages_back", "--nocapture"])
+        .env("OUTCORE_CHILD_PARTS", "1")
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    if child.status.code() == Some(77) || text.contains("the child had no huge pages") {
+        return eprintln!("SKIPPED {TEST}: {text}");
+    }
+    assert!(child.status.success() && text.contains("the child ran"), "{text}");
 }
 
 /// What a tier holds is counted in frames, and what of them holds nothing in bytes.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::Synthetic;
 use outcore::{
-    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker,
+    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker, WalkerId,
 };
 
 const PAGE: usize = 64 << 10;
@@ -253,4 +253,44 @@ fn regression_a_walker_of_another_runtime_pins_nothing() {
     }
     drop(walker.pin(&mine).wait().unwrap());
     assert_eq!(other.stats().pager.uses, 2);
+}
+
+/// What each walker has used is its own, and its place is the one in its order.
+#[test]
+fn walkers_are_told_with_their_uses_and_places() {
+    let runtime = builder(16).lookahead(Lookahead::Off).open().unwrap();
+    let layers: Vec<Tensor> = (0..24).map(|_| runtime.alloc(DType::U8, &[PAGE as u64]).unwrap()).collect();
+    assert_eq!(runtime.stats().walkers, 0);
+    let (one, other) = (runtime.walker().unwrap(), runtime.walker().unwrap());
+    one.plan(&layers, true);
+    other.plan(&layers, true);
+    for step in 0..30 {
+        drop(one.pin(&layers[step % 24]).wait().unwrap());
+        if step >= 4 {
+            drop(other.pin(&layers[(step - 4) % 24]).wait().unwrap());
+        }
+    }
+    drop(runtime.pin(&layers[0]).wait().unwrap());
+    assert_eq!(runtime.stats().walkers, 2);
+    let all = runtime.walkers();
+    let uses: Vec<_> = all.iter().map(|walker| (walker.id, walker.uses)).collect();
+    assert_eq!(uses, [(WalkerId::DEFAULT, 1), (one.id(), 30), (other.id(), 26)]);
+    // The second one is in the gap that is kept, and finds all that the first has left it.
+    assert_eq!(all[2].hits, 26);
+    let stats = runtime.stats().pager;
+    assert_eq!(all.iter().map(|walker| walker.hits).sum::<u64>(), stats.hits);
+    assert_eq!(all.iter().map(|walker| walker.uses).sum::<u64>(), stats.uses);
+    let places: Vec<_> = all.iter().map(|walker| walker.places.as_slice()).collect();
+    assert!(places[0].is_empty());
+    assert!(matches!(places[1], [at] if (at.next, at.pages, at.followers) == (6, 24, 2)), "{:?}", places[1]);
+    assert!(matches!(places[2], [at] if (at.next, at.pages, at.followers) == (2, 24, 2)), "{:?}", places[2]);
+    drop(other);
+    assert_eq!((runtime.stats().walkers, runtime.walkers().len()), (1, 2));
+    // A policy without plans knows no places.
+    let lru = builder(4).policy(PolicyKind::Lru).open().unwrap();
+    let walker = lru.walker().unwrap();
+    assert!(lru.walkers().iter().all(|walker| walker.places.is_empty()));
+    drop((one, walker, layers));
+    runtime.close().unwrap();
+    lru.close().unwrap();
 }

@@ -642,6 +642,12 @@ impl HostDevice {
         max_map_count.saturating_sub(MAPPINGS_FOR_OTHERS) / 2
     }
 
+    /// Bytes of the page tables that one frame can have for itself, wherever it is: of a page of 4 KiB as many as it has, of 2 MiB
+    /// one in 512.
+    pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
+        Tables::of_a_frame(page_size)
+    }
+
     /// A device that reports completions to `sink`.
     ///
     /// # Errors

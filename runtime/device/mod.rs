@@ -287,7 +287,8 @@ pub trait Device: Send + Sync + fmt::Debug {
         Ok(memory.limit.saturating_sub(memory.usage))
     }
     /// Bytes of page tables that the kernel keeps for the device's addresses, of this process's memory. Counted as frames come
-    /// and go, and not looked up. By default none.
+    /// and go, and not looked up: those of the frames, of which each has at most [so many](HostDevice::tables_of_a_frame), and one
+    /// for each GiB of addresses in which a frame is. By default none.
     fn page_tables(&self) -> Bytes {
         Bytes::ZERO
     }

@@ -18,6 +18,7 @@ use std::thread::{self, JoinHandle};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
+use super::tables::Tables;
 use super::{Device, HostPointer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
@@ -281,6 +282,11 @@ impl Slab {
 }
 
 impl HostSlab {
+    /// Bytes of the page tables that each frame adds: a 512th of it.
+    pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
+        Tables::of_a_frame_among_others(page_size)
+    }
+
     /// Maps a slab. Memory is committed as it is locked or first used.
     ///
     /// # Errors

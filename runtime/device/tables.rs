@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use super::sys::{self, Region};
+use crate::ids::{Bytes, PageSize};
 
 /// Counts what is in each slot of a region.
 #[derive(Debug)]
@@ -33,6 +34,19 @@ impl Tables {
     /// Bytes of one table.
     pub(super) fn table_bytes() -> u64 {
         sys::system_page_bytes()
+    }
+
+    /// Bytes of the tables of the slots that a frame is in: the most that it can have for itself. Those above them, one for each
+    /// GiB of addresses, are the addresses' and not the frame's.
+    pub(super) fn of_a_frame(frame: PageSize) -> Bytes {
+        let page = sys::system_page_bytes();
+        let slot = page * (page / 8);
+        Bytes::new(frame.bytes().div_ceil(slot) * page)
+    }
+
+    /// Bytes of tables that a frame has of those that it shares with the frames beside it, where there is nothing between them.
+    pub(super) fn of_a_frame_among_others(frame: PageSize) -> Bytes {
+        Bytes::new(frame.bytes() / (sys::system_page_bytes() / 8))
     }
 
     fn at(&self, unit: u64, address: u64) -> usize {
@@ -92,6 +106,16 @@ impl Tables {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_frame_has_a_table_for_each_slot_it_is_in() {
+        let page = sys::system_page_bytes();
+        let tables = |len: u64| Tables::of_a_frame(PageSize::new(Bytes::new(len)).unwrap()).get() / page;
+        let slot = page * page / 8;
+        assert_eq!([page, slot / 2, slot, 4 * slot].map(tables), [1, 1, 1, 4]);
+        let shared = Tables::of_a_frame_among_others(PageSize::new(Bytes::new(slot)).unwrap());
+        assert_eq!(shared.get(), page);
+    }
 
     #[test]
     fn the_last_frame_of_a_slot_takes_the_table_with_it() {

@@ -60,7 +60,7 @@ mod table;
 mod tests;
 mod waiting;
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ pub use access::{Access, AccessLog, PageChain, PageUse, PageUses, Recorded, Reco
 pub use admit::{Purpose, Terms};
 pub use line::PASSES_MAX;
 pub use pin::Gate;
-pub use policy::{Policy, PolicyKind};
+pub use policy::{Policy, PolicyKind, WalkerPlace};
 pub use scope::{Holdings, ScopePriority, ScopeTerms};
 pub use state::{PageWord, PageWords, Snapshot, State, TryPin, Unpin};
 pub use waiting::{Holder, Waiter, WaitsFor, WhoWaits};
@@ -324,6 +324,27 @@ pub struct PagerStats {
     pub latched_hits: u64,
 }
 
+/// One pass in progress: what it has used, and where it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WalkerStats {
+    /// The walker.
+    pub id: WalkerId,
+    /// Pages it has used: one count for each page of each pin.
+    pub uses: u64,
+    /// Of these, uses that found the page resident since an earlier use, its own or another walker's: so many reads were spared.
+    pub hits: u64,
+    /// Where it is in each order that it follows; empty if it follows none, or the policy follows none.
+    pub places: Vec<WalkerPlace>,
+}
+
+/// What a walker has used.
+#[derive(Clone, Copy, Debug, Default)]
+struct Walked {
+    uses: u64,
+    hits: u64,
+}
+
 /// Frames of a tier, now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
@@ -439,7 +460,10 @@ pub struct Pager {
     /// The page used last, as long as nothing else the policy hears of has happened to any page.
     staying: Option<PageId>,
     /// Walkers that have begun and not ended, but for the default one.
-    walkers: HashSet<WalkerId>,
+    /// Those that have begun, without the current one's latest uses.
+    walkers: HashMap<WalkerId, Walked>,
+    /// Of the current one, since it is.
+    walked: Walked,
     next_walker: u32,
     /// Whose uses and plans the policy was told that it hears of.
     walker: WalkerId,
@@ -537,7 +561,8 @@ impl Pager {
             hints: VecDeque::new(),
             prefetching: 0,
             staying: None,
-            walkers: HashSet::new(),
+            walkers: HashMap::from([(WalkerId::DEFAULT, Walked::default())]),
+            walked: Walked::default(),
             next_walker: 0,
             walker: WalkerId::DEFAULT,
             writable: 0,
@@ -611,14 +636,15 @@ impl Pager {
     pub fn begin_walker(&mut self) -> WalkerId {
         self.next_walker = self.next_walker.wrapping_add(1).max(1);
         let walker = WalkerId(self.next_walker);
-        self.walkers.insert(walker);
+        self.walkers.insert(walker, Walked::default());
         walker
     }
 
     /// A walker has ended. Uses of it that are told of later are the default walker's.
     pub fn end_walker(&mut self, walker: WalkerId, fx: &mut Effects) {
-        if self.walkers.remove(&walker) {
+        if walker != WalkerId::DEFAULT && self.is_walking(walker) {
             self.tells_of(WalkerId::DEFAULT);
+            self.walkers.remove(&walker);
             self.policy.walker_ended(walker);
             self.pump(fx);
         }
@@ -626,11 +652,30 @@ impl Pager {
 
     /// Walkers that have begun and not ended, but for the default one.
     pub fn walkers(&self) -> usize {
-        self.walkers.len()
+        self.walkers.len() - 1
+    }
+
+    /// What each has used, and where it is: the default walker first, then in the order in which they began.
+    pub fn walker_stats(&self) -> Vec<WalkerStats> {
+        let mut all: Vec<WalkerStats> = self
+            .walkers
+            .iter()
+            .map(|(id, walked)| {
+                let Walked { uses, hits } = if *id == self.walker { self.walked } else { Walked::default() };
+                WalkerStats { id: *id, uses: walked.uses + uses, hits: walked.hits + hits, places: Vec::new() }
+            })
+            .collect();
+        all.sort_unstable_by_key(|walker| walker.id);
+        for place in self.policy.places() {
+            if let Ok(at) = all.binary_search_by_key(&place.walker, |walker| walker.id) {
+                all[at].places.push(place);
+            }
+        }
+        all
     }
 
     fn is_walking(&self, walker: WalkerId) -> bool {
-        walker == WalkerId::DEFAULT || self.walkers.contains(&walker)
+        self.walkers.contains_key(&walker)
     }
 
     /// The policy hears of this walker from now on.
@@ -640,6 +685,11 @@ impl Pager {
         }
         let walker = if self.is_walking(walker) { walker } else { WalkerId::DEFAULT };
         if walker != self.walker {
+            let Walked { uses, hits } = std::mem::take(&mut self.walked);
+            if let Some(before) = self.walkers.get_mut(&self.walker) {
+                before.uses += uses;
+                before.hits += hits;
+            }
             self.walker = walker;
             self.staying = None;
             self.policy.walker(walker);
@@ -710,6 +760,8 @@ impl Pager {
         self.stats.uses += u64::from(count);
         self.stats.prefetched += first;
         self.stats.hits += u64::from(count) - first;
+        self.walked.uses += u64::from(count);
+        self.walked.hits += u64::from(count) - first;
         self.traced(page, !first_use, write);
         for _ in 1..count {
             if self.uses.is_none() && self.trace.is_full() {

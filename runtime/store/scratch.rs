@@ -245,6 +245,13 @@ impl ScratchFile {
         Ok(run)
     }
 
+    /// Asks `allows` what it says of all that the file holds, when nobody is taking more: who is [asked](Self::reserve_if) next
+    /// is told of what has come of it.
+    pub(crate) fn ask(&self, allows: impl FnOnce(Bytes) -> Result<()>) -> Result<()> {
+        let _turn = self.0.growing.lock();
+        allows(self.held())
+    }
+
     /// The byte of the file at which a slot starts.
     pub fn offset_of(&self, slot: SlotIndex) -> u64 {
         slot.0 * self.0.page_size.bytes()

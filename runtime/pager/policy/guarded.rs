@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use super::{LruPolicy, Policy, Take, Want};
+use super::{LruPolicy, Policy, Take, WalkerPlace, Want};
 use crate::error::{Error, ErrorKind, caught};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use crate::pager::bits::Bits;
@@ -201,6 +201,9 @@ impl Policy for Guarded {
     }
     fn has_plan(&self) -> bool {
         self.look(|policy| policy.has_plan()).unwrap_or(false)
+    }
+    fn places(&self) -> Vec<WalkerPlace> {
+        self.look(|policy| policy.places()).unwrap_or_default()
     }
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         self.tell(|policy| policy.next_fill(present))

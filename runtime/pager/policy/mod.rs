@@ -76,6 +76,20 @@ pub enum Take {
     Stop,
 }
 
+/// Where a walker is in the order that it follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WalkerPlace {
+    /// The walker.
+    pub walker: WalkerId,
+    /// How many uses of the order are before its next one.
+    pub next: u64,
+    /// Uses of the order, or of one cycle of it.
+    pub pages: u64,
+    /// How many walkers follow the same order, this one among them.
+    pub followers: u64,
+}
+
 /// The order in which pages leave and come. [`RuntimeBuilder::custom_policy`](crate::RuntimeBuilder::custom_policy) opens
 /// a runtime with one of the user's.
 ///
@@ -127,6 +141,10 @@ pub trait Policy: Send + fmt::Debug {
     /// Whether a plan, declared or recognised, is being followed.
     fn has_plan(&self) -> bool {
         false
+    }
+    /// Where walkers are in the orders they follow. One whose uses are in classes that are looked at apart may be in several.
+    fn places(&self) -> Vec<WalkerPlace> {
+        Vec::new()
     }
     /// The next page worth filling ahead of use, if any. `present` tells whether a page is resident or on its way.
     fn next_fill(&mut self, _present: &dyn Fn(PageId) -> bool) -> Option<PageId> {

@@ -43,7 +43,7 @@ use smallvec::SmallVec;
 
 use super::active::{Active, Keep, NEVER, Place, RESYNC_RUN, Stopped, Stretch};
 use super::cycle::CycleRecorder;
-use super::{Policy, Take, Want};
+use super::{Policy, Take, WalkerPlace, Want};
 use crate::ids::{PageId, SegmentId, WalkerId};
 use crate::pager::order::Order;
 
@@ -794,6 +794,21 @@ impl Policy for PlanPolicy {
 
     fn has_plan(&self) -> bool {
         self.plans.iter().any(|(_, active)| active.is_followed())
+    }
+
+    fn places(&self) -> Vec<WalkerPlace> {
+        let mut all = Vec::new();
+        for (_, active) in &self.plans {
+            let following = || active.places.iter().filter(|place| !place.suspended);
+            let (pages, followers) = (active.len(), following().count() as u64);
+            all.extend(following().map(|at| WalkerPlace {
+                walker: at.walker,
+                next: at.place as u64,
+                pages,
+                followers,
+            }));
+        }
+        all
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {

@@ -14,7 +14,7 @@
 //! of a segment, because chains and sweeps are in order there.
 
 use super::bare::BareCache;
-use super::{Policy, PolicyKind, Take, Want};
+use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 use crate::pager::numbers::{PageNumbers, fit};
 
@@ -539,6 +539,10 @@ impl Policy for SharesPolicy {
 
     fn has_plan(&self) -> bool {
         self.parts.iter().any(|part| part.policy.has_plan())
+    }
+
+    fn places(&self) -> Vec<WalkerPlace> {
+        self.parts.iter().flat_map(|part| part.policy.places()).collect()
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
