@@ -23,7 +23,8 @@
 //!
 //! A huge page that is in use in part stays whole, with all its memory, and what is being read into cannot be split. So
 //! it is split as soon as it is there, before anybody has it: its pages stay side by side, and each goes back to the system by
-//! itself. Where the kernel does not split, which is found out once, there are no blocks.
+//! itself. Where the kernel does not split, which is found out once, there are no blocks. The frame that is used first gets
+//! memory of its own, so that the first page need not wait for a block; the others of its block get theirs at the next use.
 //!
 //! # Locking
 //!
@@ -136,6 +137,8 @@ struct Layout {
     free: FreeRanges,
     /// Of the arenas, what was handed out: how many pages from where.
     handed: BTreeMap<u64, u32>,
+    /// The frame that was used first.
+    first: Option<FrameId>,
     /// Claims of the frames' mappings.
     claims: Vec<Claim>,
     /// Places that frames have left and that could not be made inaccessible.
@@ -339,12 +342,21 @@ impl Core {
     fn make_block(&self, layout: &mut MutexGuard<'_, Layout>, frame: FrameId) -> Result<()> {
         let Some((first, count, start)) = self.block(layout, frame) else { return Ok(()) };
         let block = first..first + count;
+        let Some(of_all) = layout.first else {
+            layout.first = Some(frame);
+            return Ok(());
+        };
         let untouched = |n: usize| {
             let state = &layout.frames[n];
             state.at.is_none() && !state.warming && (n == frame.index() || !state.used)
         };
         let holed = layout.holes.iter().any(|hole| (start..start + HUGE_PAGE_BYTES).contains(hole));
-        if holed || !block.clone().all(untouched) {
+        let has_first = block.contains(&of_all.index());
+        if holed || !block.clone().all(|n| untouched(n) || n == of_all.index()) {
+            return Ok(());
+        }
+        if has_first {
+            self.make_rest(layout, block, of_all.index());
             return Ok(());
         }
         self.ballast.lock().hold(|| format!("give memory to {frame:?}"))?;
@@ -381,6 +393,62 @@ impl Core {
         warming(layout, false);
         self.warmed.notify_all();
         Ok(())
+    }
+
+    /// Gives memory to all of a block but one, which may be anywhere.
+    fn make_rest(&self, layout: &mut MutexGuard<'_, Layout>, block: Range<usize>, but: usize) {
+        let region = match Region::reserve(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "frames that get their memory") {
+            Ok(region) => region,
+            Err(error) => {
+                tracing::debug!(%error, "frames get their memory one by one");
+                return;
+            }
+        };
+        let runs = [block.start..but, but + 1..block.end];
+        let warming = |layout: &mut Layout, warming| {
+            runs.iter().cloned().flatten().for_each(|n| layout.frames[n].warming = warming);
+        };
+        warming(layout, true);
+        let made = MutexGuard::unlocked(layout, || {
+            // SAFETY: the region is this call's, and nobody else knows its addresses.
+            unsafe { sys::commit(region.base(), HUGE_PAGE_BYTES, true) }
+                // SAFETY: as above, and committed.
+                .and_then(|()| unsafe { sys::populate_side_by_side(region.base(), HUGE_PAGE_BYTES) })
+        });
+        if let Err(cause) = made {
+            tracing::debug!(%cause, "frames get their memory at their first uses, in small pages");
+        } else {
+            for run in runs.iter().filter(|run| !run.is_empty()) {
+                self.settle_at_home(
+                    layout,
+                    run.clone(),
+                    region.base() + self.page_bytes() * (run.start - block.start) as u64,
+                );
+            }
+        }
+        warming(layout, false);
+        self.warmed.notify_all();
+    }
+
+    /// Moves memory at `from` to the homes of frames, which follow each other and have none.
+    fn settle_at_home(&self, layout: &mut Layout, run: Range<usize>, from: u64) {
+        let (home, len) = (layout.frames[run.start].home, self.page_bytes() * run.len() as u64);
+        let homes = (home..).step_by(self.page_bytes() as usize);
+        // SAFETY: `from` is the caller's; homes are the core's, and none of these frames has memory, so nothing is there.
+        if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
+            let error = self.refused("move memory to frames".to_owned(), cause);
+            tracing::debug!(%error, "frames get their memory one by one");
+            // The kernel may have left nothing there at all.
+            if let Err(cause) = sys::refill(home, len)
+                && cause.raw_os_error() != Some(libc::EEXIST)
+            {
+                layout.holes.extend(homes.take(run.len()));
+            }
+            return;
+        }
+        for (n, home) in run.zip(homes) {
+            layout.placed(FrameId::new(n as u32), Some(home), true, self.page_size, &self.tables);
+        }
     }
 
     /// Gives a frame's memory back. Nobody uses it.
@@ -1069,9 +1137,17 @@ mod tests {
             unsafe { std::slice::from_raw_parts(pointer(at(page)), PAGE as usize) }.to_vec()
         };
         device.map(FrameId::new(3), at(7)).unwrap();
+        assert_eq!(
+            count(memory()),
+            0,
+            "the first frame waits for no other's memory, and gets its own when it is written to"
+        );
+        write(7, 3);
+        device.map(FrameId::new(4), at(9)).unwrap();
         if device.core.blocks {
             assert_eq!(count(memory()), u64::from(BLOCK), "the whole block, and nothing else");
         }
+        assert_eq!(read(7), vec![3; PAGE as usize]);
         // A frame of no block has memory of its own, once it is written to.
         device.map(FrameId::new(BLOCK + 1), at(8)).unwrap();
         assert_eq!(memory()[BLOCK as usize..].iter().sum::<u64>(), 0);
@@ -1153,7 +1229,8 @@ mod tests {
         if !device.core.blocks {
             return eprintln!("SKIPPED: the kernel has no huge pages, or does not split them");
         }
-        let base = device.reserve(1).unwrap();
+        let base = device.reserve(2).unwrap();
+        device.map(FrameId::new(5), base.offset(PAGE)).unwrap();
         device.map(FrameId::new(3), base).unwrap();
         let pages = std::fs::File::open("/proc/self/pagemap").unwrap();
         let small = sys::system_page_bytes();
@@ -1166,7 +1243,7 @@ mod tests {
             return eprintln!("SKIPPED: only root is told where memory is");
         }
         assert!((0..PAGE / small).all(|nth| number(nth) == number(0) + nth));
-        device.release(base, 1).unwrap();
+        device.release(base, 2).unwrap();
     }
 
     /// A block whose address has a hole is left alone.
@@ -1174,7 +1251,8 @@ mod tests {
     fn frames_beside_a_hole_get_their_own_memory() {
         const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
         let device = device(BLOCK);
-        let base = device.reserve(1).unwrap();
+        let base = device.reserve(2).unwrap();
+        device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
         let hole = device.core.layout.lock().frames[5].home;
         device.core.layout.lock().holes.push(hole);
         device.map(FrameId::new(1), base).unwrap();
@@ -1183,7 +1261,7 @@ mod tests {
         let memory = (0..BLOCK).map(|n| device.frame_memory(FrameId::new(n)).unwrap().get()).sum::<u64>();
         assert_eq!(memory, PAGE);
         device.core.layout.lock().holes.clear();
-        device.release(base, 1).unwrap();
+        device.release(base, 2).unwrap();
     }
 
     /// Frames that a smaller budget took away, and their neighbours: the first use of one brings in no memory of others that
