@@ -1,7 +1,8 @@
 //! How long after opening is the first page there? With a large host tier much memory is locked, and told to the kernel,
-//! while the first page is asked for. Beside it a fault of the same runtime once all that has been done.
+//! while the first page is asked for; and frames smaller than a huge page get their memory with others. Beside it a fault of a
+//! runtime without a host tier whose frames have been used.
 //!
-//! Parameters: `--hosts` (0,2GiB,8GiB), `--opens` of each (20), `--size` of the file (256MiB), `--dir`.
+//! Parameters: `--hosts` (0,2GiB,8GiB), `--opens` of each (20), `--size` of the file (256MiB), `--page` in KiB (2048), `--dir`.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
@@ -10,7 +11,7 @@ mod support;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use outcore::{Bytes, IoBackend, Lookahead, PolicyKind, Runtime, Tensor};
+use outcore::{Bytes, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::{Value, json};
 use support::{Random, Spread};
 
@@ -31,7 +32,8 @@ fn main() {
     let size: Bytes = support::param("size", "256MiB");
     let dir = support::dir();
     let hardware = support::hardware(&dir);
-    let page = Bytes::mib(2).get();
+    let page = support::param::<u64>("page", "2048") << 10;
+    let page_size = PageSize::new(Bytes::new(page)).unwrap();
     let file = support::model(&dir, size.get() / page, page, page);
     let backends = [IoBackend::IoUring, IoBackend::Threads];
     let mut cases: Vec<(Bytes, IoBackend, bool)> = Vec::new();
@@ -43,7 +45,8 @@ fn main() {
     let mut first = vec![Vec::new(); cases.len()];
     let mut random = Random::new(11);
     let open = |host: Bytes, backend: IoBackend| {
-        let builder = Runtime::builder().device_budget(Bytes::mib(64)).host_budget(host).io(backend);
+        let builder = Runtime::builder().page_size(page_size).device_budget(Bytes::new(32 * page));
+        let builder = builder.host_budget(host).io(backend);
         builder.policy(PolicyKind::Lru).lookahead(Lookahead::Off).open().unwrap()
     };
     // An unloaded fault: of a runtime without a host tier, which has nothing else to do, by backend and kind of caller.
@@ -72,7 +75,10 @@ fn main() {
             runtime.close().unwrap();
         }
     }
-    println!("first page after opening, ms: median [least - most] of {opens} opens; 2 MiB pages; {hardware}");
+    println!(
+        "first page after opening, ms: median [least - most] of {opens} opens; pages of {}; {hardware}",
+        Bytes::new(page)
+    );
     let mut rows: Vec<Value> = Vec::new();
     for ((host, backend, awaits), times) in cases.into_iter().zip(&first) {
         let kind = 2 * usize::from(backend == IoBackend::Threads) + usize::from(awaits);

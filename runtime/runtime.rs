@@ -29,7 +29,7 @@ use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, 
 use crate::segment::Segment;
 use crate::settings::{Chosen, Settings, Wanted};
 use crate::store::{
-    FileUse, IoBackend, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, Store, scratch_on_a_disk,
+    FileUse, IoBackend, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store, scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
@@ -509,7 +509,9 @@ impl Runtime {
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the shape's size overflows or does not fill whole blocks of
     /// the type; [`DiskFull`](ErrorKind::DiskFull) if the scratch file cannot grow by it;
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if its [budget](RuntimeBuilder::scratch_budget) does not allow it;
-    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory) if it is in memory, and this process may not use as much. Of these three none
+    /// comes while room of tensors that were dropped is on its way back: that is waited for, as long as a read or a write
+    /// [may take](RuntimeBuilder::io_timeout), but not in a waker or a closure on a stream.
     /// [`TooManyMappings`](ErrorKind::TooManyMappings) if the kernel allows the process no more of them.
     pub fn alloc(&self, dtype: DType, shape: &[u64]) -> Result<Tensor> {
         self.alloc_for(SegmentClass::Other, dtype, shape)
@@ -533,8 +535,7 @@ impl Runtime {
             .remedy("choose extents of at least 1"));
         }
         self.still_open()?;
-        let (scratch, file) = self.scratch()?;
-        let slots = scratch.reserve_if(Bytes::new(bytes), |held, more| self.allow_scratch(&scratch, held, more))?;
+        let (scratch, file, slots) = self.reserve_scratch(Bytes::new(bytes))?;
         let label = format!("{dtype} {shape:?}");
         let source = |_| Ok(Source::Scratch { file, scratch, slots, label });
         let segment = self.add_segment(Backing::ReadWrite, class, bytes, source)?;
@@ -546,14 +547,19 @@ impl Runtime {
         if closing { Err(crate::pager::closing()) } else { Ok(()) }
     }
 
-    fn scratch(&self) -> Result<(ScratchFile, FileId)> {
-        let mut scratch = self.shared.scratch.lock();
-        if let Some((file, id)) = &*scratch {
-            return Ok((file.clone(), *id));
-        }
+    /// Room for a tensor in the scratch file, which is made for the first one.
+    fn reserve_scratch(&self, bytes: Bytes) -> Result<(ScratchFile, FileId, SlotRun)> {
         let (page_size, options) = (self.shared.page_size, &self.shared.scratch_options);
-        let file = match &self.shared.scratch_dir {
-            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path), options)?,
+        let reserve = |file: &ScratchFile| file.reserve_if(bytes, |held, more| self.allow_scratch(file, held, more));
+        let mut scratch = self.shared.scratch.lock();
+        if let Some((file, id)) = scratch.clone() {
+            drop(scratch);
+            let slots = self.when_there_is_room(&file, || reserve(&file))?;
+            return Ok((file, id, slots));
+        }
+        // Under the lock: as long as nothing is in it, another folder may be better.
+        let (file, slots) = match &self.shared.scratch_dir {
+            None => scratch_on_a_disk(page_size, self.shared.model_dir.get().map(PathBuf::as_path), options, reserve)?,
             Some(dir) => {
                 let file = ScratchFile::create_with(dir, page_size, options.clone())?;
                 if file.is_in_memory() {
@@ -562,12 +568,37 @@ impl Runtime {
                         "the scratch file is in memory: what is written back leaves none, and counts as memory"
                     );
                 }
-                file
+                let slots = reserve(&file)?;
+                (file, slots)
             }
         };
         let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
-        Ok((file, id))
+        Ok((file, id, slots))
+    }
+
+    /// Reserves again for as long as it is refused while room of tensors that were dropped is on its way back.
+    fn when_there_is_room(&self, file: &ScratchFile, reserve: impl Fn() -> Result<SlotRun>) -> Result<SlotRun> {
+        let deadline = self.engine().io_timeout().and_then(|limit| Instant::now().checked_add(limit));
+        loop {
+            let leaving = file.leaving();
+            let error = match reserve() {
+                Err(error) if leaving.bytes > Bytes::ZERO => error,
+                done => return done,
+            };
+            let kinds = [ErrorKind::DiskFull, ErrorKind::BudgetTooSmall, ErrorKind::OutOfMemory];
+            if !kinds.contains(&error.kind()) {
+                return Err(error);
+            }
+            let there = format!("{} of tensors that were dropped are on their way back", leaving.bytes);
+            if let Err(refused) = may_wait("room in the scratch file") {
+                let remedy = refused.advice().unwrap_or_default();
+                return Err(error.context(format!("{there}, which this thread cannot wait for")).remedy(remedy));
+            }
+            if !file.await_room(leaving, deadline) {
+                return Err(error.context(format!("{there}, and the disk does not get on with them")));
+            }
+        }
     }
 
     /// Whether the scratch file may hold so much more.
@@ -883,7 +914,8 @@ impl Runtime {
     /// First goes the memory of frames that no page has, of the device tier and of the host tier; then copies in the host tier
     /// that are on disk or in the device tier too; then clean pages of the device tier that nobody uses. Nothing is written
     /// back for it, nothing is copied, and dirty pages stay. On a GPU it is the GPU's memory that is given back; its driver has
-    /// locked the host tier, which stays as it is. The staging ring stays anywhere.
+    /// locked the host tier, which stays as it is. The staging ring stays anywhere. Pages of the host tier smaller than 2 MiB are
+    /// parts of huge pages: the kernel keeps one until all of it was given back, or until memory runs short.
     ///
     /// Budgets stay too: frames get memory again when pages come, and what was locked is locked again then. Fills ahead of use
     /// go on, where an order of use is known: they take some of it again, at most the [lookahead](Stats::lookahead).
@@ -896,7 +928,9 @@ impl Runtime {
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if it holds no page; requests that wait and can never be served
-    /// with the new budget end with that error too. What the device says if frames cannot be made.
+    /// with the new budget end with that error too. What the device says if frames cannot be made, or the system does not take
+    /// their memory back, as with [`TooManyMappings`](ErrorKind::TooManyMappings): then the budget is as it was set, nobody
+    /// gets these frames, and the system is asked again by the next call of this, by [`trim`](Self::trim), and once a second.
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) for growing if a scratch file in memory leaves less of what this process may use; it
     /// waits for an allocation there that is under way.
     /// [`TimedOut`](ErrorKind::TimedOut) if a write that makes room, or a read into a frame that is to go, takes longer than the

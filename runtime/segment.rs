@@ -35,6 +35,6 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        self.shared.engine.with(|pager, fx| pager.remove_segment(self.id, fx));
+        self.shared.engine.remove_segment(self.id);
     }
 }

@@ -10,12 +10,18 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::time::Duration;
 
 use harness::{Scene, scene_ended};
-use outcore::device::{Completion, Completions, Device, HostDevice, HostDeviceConfig};
+use outcore::device::{Completion, Completions, Device, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig};
 use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
-use outcore::{Bytes, DType, ErrorKind, FrameId, IoBackend, Lookahead, PageSize, Runtime, ScratchAllocation};
+use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::{
+    Bytes, DType, Error, ErrorKind, FrameId, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder,
+    ScratchAllocation, Tensor,
+};
 
 const MODEL: u64 = 256 << 20;
 const DEVICE: u64 = 24 << 20;
@@ -513,4 +519,243 @@ fn frames_and_tails_are_counted() {
     drop(tensors);
     assert_eq!(seen(), ((0, 8, 0), (0, 4, 0)));
     runtime.close().unwrap();
+}
+
+/// Refuses to give memory back for as long as it is told to.
+#[derive(Default)]
+struct Keeping(AtomicBool);
+
+impl DeviceHook for Keeping {
+    fn before(&self, call: DeviceCall) -> outcore::Result<()> {
+        if call == DeviceCall::Discard && self.0.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::TooManyMappings, "no mapping is left").remedy("raise vm.max_map_count"));
+        }
+        Ok(())
+    }
+}
+
+/// What the system refuses to take stays in memory: a smaller budget is then an error, and a trim has given nothing.
+#[test]
+fn regression_memory_that_stays_is_not_counted_as_given_back() {
+    let keeping = Arc::new(Keeping::default());
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(8 * PAGE))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .lookahead(Lookahead::Off)
+        .device_hook(keeping.clone())
+        .open()
+        .unwrap();
+    let table = runtime.alloc(DType::U8, &[16, PAGE]).unwrap();
+    let pass = |byte: u8| {
+        for row in 0..16 {
+            let mut guard = runtime.pin_mut(&table.rows(row..row + 1).unwrap()).wait().unwrap();
+            assert!(guard.bytes().iter().all(|old| *old == byte));
+            guard.bytes_mut().fill(byte + 1);
+        }
+    };
+    pass(0);
+    keeping.0.store(true, Ordering::SeqCst);
+    assert_eq!(runtime.trim(Bytes::new(8 * PAGE)), Bytes::ZERO);
+    let refused = |frames: u64| {
+        let error = runtime.set_device_budget(Bytes::new(frames * PAGE)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TooManyMappings, "{error}");
+        assert!(error.advice().is_some_and(|advice| advice.contains("vm.max_map_count")), "{error}");
+    };
+    // The budget holds for pages, whatever is left in memory; and asking again asks the system again.
+    refused(4);
+    refused(4);
+    pass(1);
+    // What has not gone is there for a larger one.
+    runtime.set_device_budget(Bytes::new(6 * PAGE)).unwrap_err();
+    runtime.set_device_budget(Bytes::new(8 * PAGE)).unwrap();
+    pass(2);
+    refused(3);
+    keeping.0.store(false, Ordering::SeqCst);
+    runtime.set_device_budget(Bytes::new(3 * PAGE)).unwrap();
+    assert_eq!(runtime.stats().device.1, Bytes::new(3 * PAGE));
+    pass(3);
+    drop(table);
+    assert_eq!(runtime.trim(Bytes::new(8 * PAGE)), Bytes::new(3 * PAGE));
+    runtime.close().unwrap();
+}
+
+/// Holds writes back until it is opened.
+#[derive(Default)]
+struct Gate {
+    /// Whether it is open, and how many have come to it.
+    state: Mutex<(bool, u32)>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn open(&self) {
+        self.state.lock().unwrap().0 = true;
+        self.changed.notify_all();
+    }
+    fn await_arrival(&self) {
+        drop(self.changed.wait_while(self.state.lock().unwrap(), |(_, arrived)| *arrived == 0).unwrap());
+    }
+}
+
+impl CallHook for Gate {
+    fn before(&self, call: &IoCall) -> Injected {
+        if call.kind == IoKind::Write {
+            let mut state = self.state.lock().unwrap();
+            state.1 += 1;
+            self.changed.notify_all();
+            drop(self.changed.wait_while(state, |(open, _)| !*open).unwrap());
+        }
+        Injected::Nothing
+    }
+}
+
+/// A runtime whose scratch budget holds one tensor, of which the last handle has gone while a page of it is being written.
+fn with_room_on_its_way(set: impl FnOnce(RuntimeBuilder) -> RuntimeBuilder) -> (Runtime, Arc<Gate>) {
+    let gate = Arc::new(Gate::default());
+    let builder = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::mib(4))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .scratch_budget(Bytes::mib(8))
+        .store(StoreOptions::new(IoBackend::Threads).hook(gate.clone()));
+    let runtime = set(builder).open().unwrap();
+    let table = one_tensor(&runtime).unwrap();
+    runtime.pin_mut(&table.rows(0..4).unwrap()).wait().unwrap().bytes_mut().fill(1);
+    runtime.evict(&table);
+    gate.await_arrival();
+    drop(table);
+    (runtime, gate)
+}
+
+fn one_tensor(runtime: &Runtime) -> outcore::Result<Tensor> {
+    runtime.alloc(DType::U8, &[6 << 20 >> 16, 1 << 16])
+}
+
+/// It was told to let tensors go, which it had just done.
+#[test]
+fn regression_room_that_is_on_its_way_back_is_waited_for() {
+    let (runtime, gate) = with_room_on_its_way(|builder| builder);
+    let tensor = std::thread::scope(|threads| {
+        let allocated = threads.spawn(|| one_tensor(&runtime));
+        gate.open();
+        allocated.join().unwrap().unwrap()
+    });
+    let full = runtime.alloc(DType::U8, &[6 << 20]).unwrap_err();
+    assert!(full.kind() == ErrorKind::BudgetTooSmall && !full.to_string().contains("way back"), "{full}");
+    drop(tensor);
+    runtime.close().unwrap();
+}
+
+/// But not for ever, nor where it would never come.
+#[test]
+fn room_that_does_not_come_back_is_named() {
+    let (runtime, gate) = with_room_on_its_way(|builder| builder.io_timeout(Some(Duration::from_millis(50))));
+    let check = |error: Error| {
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::BudgetTooSmall, "{text}");
+        assert!(text.contains("6.0 MiB of tensors that were dropped") && error.advice().is_some(), "{text}");
+    };
+    check(one_tensor(&runtime).unwrap_err());
+    let stream = runtime.compute_stream().unwrap();
+    let (tell, told) = mpsc::channel();
+    let inside = runtime.clone();
+    stream.call(move || tell.send(one_tensor(&inside).unwrap_err()).unwrap());
+    let error = told.recv().unwrap();
+    assert!(error.to_string().contains("cannot wait"), "{error}");
+    check(error);
+    stream.synchronize().unwrap();
+    drop(stream);
+    gate.open();
+    runtime.close().unwrap();
+}
+
+/// Run by the test below, in a process of its own.
+#[test]
+fn child_has_many_walkers() {
+    if std::env::var_os("OUTCORE_CHILD_WALKERS").is_none() {
+        return;
+    }
+    const PAGES: u64 = 1024;
+    const USES: u64 = 20_000;
+    let page = 4 << 10;
+    let runtime = Runtime::builder()
+        .page_size(PageSize::new(Bytes::new(page)).unwrap())
+        .device_budget(Bytes::new(PAGES * page))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+        .open()
+        .unwrap();
+    let table = runtime.alloc(DType::U8, &[PAGES, page]).unwrap();
+    let rows: Vec<Tensor> = (0..PAGES).map(|row| table.rows(row..row + 1).unwrap()).collect();
+    rows.iter().for_each(|row| runtime.pin_mut(row).wait().unwrap().bytes_mut().fill(1));
+    let before = resident();
+    let walkers: Vec<_> = (0..500).map(|_| runtime.walker().unwrap()).collect();
+    // In no order that repeats.
+    let mut random = 1_u64;
+    for _ in 0..USES / 100 {
+        for walker in &walkers {
+            for _ in 0..100 {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                drop(walker.pin(&rows[(random >> 33) as usize % rows.len()]).wait().unwrap());
+            }
+        }
+    }
+    let grown = resident().saturating_sub(before);
+    println!("500 walkers: {grown} bytes");
+    assert!(grown <= 24 << 20, "{grown} bytes for what walkers have done");
+    drop(walkers);
+    drop((rows, table));
+    runtime.close().unwrap();
+    println!("the child ran");
+}
+
+/// What is remembered of walkers' orders is bounded for all of them together.
+#[test]
+fn regression_many_walkers_stay_within_the_allowance() {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_has_many_walkers", "--nocapture"])
+        .env("OUTCORE_CHILD_WALKERS", "1")
+        .output()
+        .unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && text.contains("the child ran"), "{text}");
+    eprintln!("{}", text.lines().find(|line| line.starts_with("500 walkers")).unwrap());
+}
+
+/// Run by the test below, where the folder's file system is an overlay that keeps its files in memory.
+#[test]
+fn child_looks_at_an_overlay() {
+    let Some(folder) = std::env::var_os("OUTCORE_CHILD_OVERLAY") else { return };
+    let runtime = Runtime::builder().device_budget(Bytes::mib(8)).scratch_dir(folder).open().unwrap();
+    let tensor = runtime.alloc(DType::U8, &[1 << 20]).unwrap();
+    let stats = runtime.stats();
+    assert!(stats.scratch.unwrap().in_memory);
+    assert_eq!(stats.memory.scratch, Bytes::mib(2));
+    drop(tensor);
+    runtime.close().unwrap();
+    println!("the child ran");
+}
+
+/// Live systems and some containers have their files in memory, under an overlay.
+#[test]
+fn regression_an_overlay_in_memory_counts_as_memory() {
+    let script = r#"
+        set -e
+        mount -t tmpfs none "$1" && mkdir "$1/lower" "$1/upper" "$1/work" "$1/all"
+        mount -t overlay none -o "lowerdir=$1/lower,upperdir=$1/upper,workdir=$1/work" "$1/all" || exit 77
+        OUTCORE_CHILD_OVERLAY="$1/all" exec "$2" --exact child_looks_at_an_overlay --nocapture
+    "#;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh"]).arg(folder.path()).arg(std::env::current_exe().unwrap());
+    let child = match command.output() {
+        Ok(child) => child,
+        Err(error) => return eprintln!("SKIPPED: {error}"),
+    };
+    let text = format!("{}{}", String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    let refused = text.contains("unshare failed") || text.contains("mount:");
+    if child.status.code() == Some(77) || !child.status.success() && refused {
+        return eprintln!("SKIPPED: no overlay can be mounted here: {text}");
+    }
+    assert!(child.status.success() && text.contains("the child ran"), "{text}");
 }

@@ -17,10 +17,14 @@
 //!
 //! # Pages smaller than a huge page
 //!
-//! Their frames get memory together with the others whose homes share a huge page with theirs, a *block*, in one piece. Each
-//! is then moved by itself, which splits the mapping of the huge page and leaves its memory in one piece. So the kernel
-//! hands the disk one range for each frame, where frames of scattered small pages take one for every 4 KiB: the disk then
-//! reads at half its rate, and less. The frames at the end that fill no huge page do without.
+//! Their frames get memory together with the others whose homes share a huge page with theirs, a *block*, in one piece. So
+//! the kernel hands the disk one range for each frame, where frames of scattered small pages take one for every 4 KiB: the
+//! disk then reads at half its rate, and less. The frames at the end that fill no huge page do without.
+//!
+//! A huge page that is in use in part stays whole, with all its memory, and what is being read into cannot be split. So
+//! it is split as soon as it is there, before anybody has it: its pages stay side by side, and each goes back to the system by
+//! itself. Where the kernel does not split, which is found out once, there are no blocks. The frame that is used first gets
+//! memory of its own, so that the first page need not wait for a block; the others of its block get theirs at the next use.
 //!
 //! # Locking
 //!
@@ -133,6 +137,8 @@ struct Layout {
     free: FreeRanges,
     /// Of the arenas, what was handed out: how many pages from where.
     handed: BTreeMap<u64, u32>,
+    /// The frame that was used first.
+    first: Option<FrameId>,
     /// Claims of the frames' mappings.
     claims: Vec<Claim>,
     /// Places that frames have left and that could not be made inaccessible.
@@ -219,6 +225,8 @@ impl Drop for Layout {
 struct Core {
     page_size: PageSize,
     huge: bool,
+    /// Frames smaller than a huge page get their memory in blocks.
+    blocks: bool,
     layout: Mutex<Layout>,
     /// Page tables, of the frames where they are.
     tables: AtomicU64,
@@ -318,7 +326,7 @@ impl Core {
 
     /// The frames of the block that `frame` is in, if there are so many: the first, how many, and the first one's home.
     fn block(&self, layout: &Layout, frame: FrameId) -> Option<(usize, usize, u64)> {
-        if self.huge {
+        if self.huge || !self.blocks {
             return None;
         }
         let home = layout.frames.get(frame.index())?.home;
@@ -334,12 +342,21 @@ impl Core {
     fn make_block(&self, layout: &mut MutexGuard<'_, Layout>, frame: FrameId) -> Result<()> {
         let Some((first, count, start)) = self.block(layout, frame) else { return Ok(()) };
         let block = first..first + count;
+        let Some(of_all) = layout.first else {
+            layout.first = Some(frame);
+            return Ok(());
+        };
         let untouched = |n: usize| {
             let state = &layout.frames[n];
             state.at.is_none() && !state.warming && (n == frame.index() || !state.used)
         };
         let holed = layout.holes.iter().any(|hole| (start..start + HUGE_PAGE_BYTES).contains(hole));
-        if holed || !block.clone().all(untouched) {
+        let has_first = block.contains(&of_all.index());
+        if holed || !block.clone().all(|n| untouched(n) || n == of_all.index()) {
+            return Ok(());
+        }
+        if has_first {
+            self.make_rest(layout, block, of_all.index());
             return Ok(());
         }
         self.ballast.lock().hold(|| format!("give memory to {frame:?}"))?;
@@ -364,23 +381,88 @@ impl Core {
         };
         warming(layout, true);
         // SAFETY: committed above; `warming` keeps the frames at home, where nobody uses them.
-        let populated = MutexGuard::unlocked(layout, || unsafe { sys::populate(start, HUGE_PAGE_BYTES) });
-        warming(layout, false);
-        self.warmed.notify_all();
+        let populated = MutexGuard::unlocked(layout, || unsafe { sys::populate_side_by_side(start, HUGE_PAGE_BYTES) });
         if let Err(cause) = populated {
             tracing::debug!(%cause, "frames get their memory at their first uses, in small pages");
+            for n in block.clone() {
+                if let Err(error) = self.empty(layout, FrameId::new(n as u32)) {
+                    tracing::warn!(%error, frame = n, "a frame keeps its part of a huge page");
+                }
+            }
         }
+        warming(layout, false);
+        self.warmed.notify_all();
         Ok(())
     }
 
-    /// Has the kernel take back what `frame`, which has no memory any more, had of its block: it keeps a huge page whole for as
-    /// long as anything of it is in use, unless it is told to look at what is.
-    fn split_block(&self, layout: &Layout, frame: FrameId) {
-        let Some((first, count, _)) = self.block(layout, frame) else { return };
-        let others = layout.frames.get(first..first + count).unwrap_or_default();
-        if let Some(at) = others.iter().find_map(|other| other.at) {
-            sys::split(at);
+    /// Gives memory to all of a block but one, which may be anywhere.
+    fn make_rest(&self, layout: &mut MutexGuard<'_, Layout>, block: Range<usize>, but: usize) {
+        let region = match Region::reserve(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "frames that get their memory") {
+            Ok(region) => region,
+            Err(error) => {
+                tracing::debug!(%error, "frames get their memory one by one");
+                return;
+            }
+        };
+        let runs = [block.start..but, but + 1..block.end];
+        let warming = |layout: &mut Layout, warming| {
+            runs.iter().cloned().flatten().for_each(|n| layout.frames[n].warming = warming);
+        };
+        warming(layout, true);
+        let made = MutexGuard::unlocked(layout, || {
+            // SAFETY: the region is this call's, and nobody else knows its addresses.
+            unsafe { sys::commit(region.base(), HUGE_PAGE_BYTES, true) }
+                // SAFETY: as above, and committed.
+                .and_then(|()| unsafe { sys::populate_side_by_side(region.base(), HUGE_PAGE_BYTES) })
+        });
+        if let Err(cause) = made {
+            tracing::debug!(%cause, "frames get their memory at their first uses, in small pages");
+        } else {
+            for run in runs.iter().filter(|run| !run.is_empty()) {
+                self.settle_at_home(
+                    layout,
+                    run.clone(),
+                    region.base() + self.page_bytes() * (run.start - block.start) as u64,
+                );
+            }
         }
+        warming(layout, false);
+        self.warmed.notify_all();
+    }
+
+    /// Moves memory at `from` to the homes of frames, which follow each other and have none.
+    fn settle_at_home(&self, layout: &mut Layout, run: Range<usize>, from: u64) {
+        let (home, len) = (layout.frames[run.start].home, self.page_bytes() * run.len() as u64);
+        let homes = (home..).step_by(self.page_bytes() as usize);
+        // SAFETY: `from` is the caller's; homes are the core's, and none of these frames has memory, so nothing is there.
+        if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
+            let error = self.refused("move memory to frames".to_owned(), cause);
+            tracing::debug!(%error, "frames get their memory one by one");
+            // The kernel may have left nothing there at all.
+            if let Err(cause) = sys::refill(home, len)
+                && cause.raw_os_error() != Some(libc::EEXIST)
+            {
+                layout.holes.extend(homes.take(run.len()));
+            }
+            return;
+        }
+        for (n, home) in run.zip(homes) {
+            layout.placed(FrameId::new(n as u32), Some(home), true, self.page_size, &self.tables);
+        }
+    }
+
+    /// Gives a frame's memory back. Nobody uses it.
+    fn empty(&self, layout: &mut Layout, frame: FrameId) -> Result<()> {
+        let state = layout.frame(frame)?;
+        let (Some(at), accessible) = (state.at, state.accessible) else { return Ok(()) };
+        layout.placed(frame, None, false, self.page_size, &self.tables);
+        let around = layout.around(at, self.page_bytes());
+        // SAFETY: the frame is at `at`, and nothing else about it; the caller says that nobody uses it any more.
+        if let Err(cause) = unsafe { sys::vacate(around.start, around.end - around.start) } {
+            layout.placed(frame, Some(at), accessible, self.page_size, &self.tables);
+            return Err(self.refused(format!("give the memory of {frame:?} back"), cause));
+        }
+        Ok(())
     }
 
     /// Contract rule 1; `frame` is not being warmed.
@@ -664,9 +746,11 @@ impl HostDevice {
                 .remedy(format!("choose pages of at least {}", Bytes::new(kernel_page))));
         }
         sys::probe_relocate()?;
+        let huge = page_size.bytes() >= HUGE_PAGE_BYTES;
         let core = Arc::new(Core {
             page_size,
-            huge: page_size.bytes() >= HUGE_PAGE_BYTES,
+            huge,
+            blocks: !huge && sys::splits_huge_pages(),
             layout: Mutex::default(),
             tables: AtomicU64::new(0),
             ballast: Mutex::new(Ballast::new()?),
@@ -778,15 +862,12 @@ impl Device for HostDevice {
             pages.unwrap_or_default().iter().filter_map(|id| id.checked_sub(1)).map(FrameId::new).collect()
         });
         for frame in occupants {
-            let Some(at) = layout.frame(frame)?.at else { continue };
-            if core.send_home(&mut layout, frame).is_ok() {
-                continue;
-            }
-            // No room for it at home: its memory goes. If even that is refused it stays, until it is mapped elsewhere.
-            // SAFETY: the frame is at `at`, which nobody uses any more, as the caller says.
-            match unsafe { sys::vacate(at, core.page_bytes()) } {
-                Ok(()) => layout.placed(frame, None, false, core.page_size, &core.tables),
-                Err(cause) => tracing::warn!(%cause, ?frame, "a free frame stays behind a range that was released"),
+            // Where there is no room for it at home its memory goes. If even that is refused it stays, until it is mapped
+            // elsewhere.
+            if core.send_home(&mut layout, frame).is_err()
+                && let Err(error) = core.empty(&mut layout, frame)
+            {
+                tracing::warn!(%error, ?frame, "a free frame stays behind a range that was released");
             }
         }
         layout.handed.remove(&base);
@@ -878,18 +959,7 @@ impl Device for HostDevice {
         while layout.frame(frame)?.warming {
             core.warmed.wait(&mut layout);
         }
-        let state = layout.frame(frame)?;
-        if let (Some(at), accessible) = (state.at, state.accessible) {
-            layout.placed(frame, None, false, core.page_size, &core.tables);
-            let around = layout.around(at, core.page_bytes());
-            // SAFETY: the frame is at `at`, and nothing else about it; the caller says that nobody uses it any more.
-            if let Err(cause) = unsafe { sys::vacate(around.start, around.end - around.start) } {
-                layout.placed(frame, Some(at), accessible, core.page_size, &core.tables);
-                return Err(core.refused(format!("discard {frame:?}"), cause));
-            }
-            core.split_block(&layout, frame);
-        }
-        Ok(())
+        core.empty(&mut layout, frame)
     }
 
     fn create_stream(&self, kind: StreamKind) -> Result<StreamId> {
@@ -1073,7 +1143,17 @@ mod tests {
             unsafe { std::slice::from_raw_parts(pointer(at(page)), PAGE as usize) }.to_vec()
         };
         device.map(FrameId::new(3), at(7)).unwrap();
-        assert_eq!(count(memory()), u64::from(BLOCK), "the whole block, and nothing else");
+        assert_eq!(
+            count(memory()),
+            0,
+            "the first frame waits for no other's memory, and gets its own when it is written to"
+        );
+        write(7, 3);
+        device.map(FrameId::new(4), at(9)).unwrap();
+        if device.core.blocks {
+            assert_eq!(count(memory()), u64::from(BLOCK), "the whole block, and nothing else");
+        }
+        assert_eq!(read(7), vec![3; PAGE as usize]);
         // A frame of no block has memory of its own, once it is written to.
         device.map(FrameId::new(BLOCK + 1), at(8)).unwrap();
         assert_eq!(memory()[BLOCK as usize..].iter().sum::<u64>(), 0);
@@ -1099,12 +1179,86 @@ mod tests {
         device.release(base, 2 * BLOCK).unwrap();
     }
 
+    /// Whether the memory behind an address is a part of a huge page, which the kernel keeps whole as long as any part of it is in
+    /// use. `None` where this may not be asked.
+    fn is_in_a_huge_page(at: DeviceAddress) -> Option<bool> {
+        use std::os::unix::fs::FileExt;
+        // Bits of pagemap(5) and kpageflags.
+        const PRESENT: u64 = 1 << 63;
+        const NUMBER: u64 = (1 << 55) - 1;
+        const COMPOUND: u64 = 1 << 15 | 1 << 16;
+        let entry = |path: &str, at: u64| {
+            let mut bytes = [0; 8];
+            std::fs::File::open(path).ok()?.read_exact_at(&mut bytes, 8 * at).ok()?;
+            Some(u64::from_ne_bytes(bytes))
+        };
+        let page = entry("/proc/self/pagemap", at.get() / sys::system_page_bytes()).unwrap();
+        assert_ne!(page & PRESENT, 0, "no memory at {at:?}");
+        Some(entry("/proc/kpageflags", Some(page & NUMBER).filter(|number| *number != 0)?)? & COMPOUND != 0)
+    }
+
+    /// While the disk reads into a frame the kernel holds its memory, and then splits no huge page that it is in: what
+    /// others of its block gave back would have stayed.
+    #[test]
+    fn regression_frames_leave_a_block_while_the_kernel_holds_another_of_it() {
+        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        let device = device(BLOCK);
+        let base = device.reserve(BLOCK).unwrap();
+        let at = |page: u32| base.offset(u64::from(page) * PAGE);
+        (0..BLOCK).for_each(|n| device.map(FrameId::new(n), at(n)).unwrap());
+        let mut pipe = [0; 2];
+        // SAFETY: `pipe` has room for both.
+        assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
+        let held = libc::iovec { iov_base: pointer(at(7)).cast(), iov_len: sys::system_page_bytes() as usize };
+        // SAFETY: the frame is behind the page, and outlives the pipe.
+        assert_eq!(unsafe { libc::vmsplice(pipe[1], &raw const held, 1, 0) }, held.iov_len as isize);
+        // Frame 0 is the one by which older kernels tell whether a huge page is shared.
+        (0..BLOCK).filter(|n| n % 5 != 2).for_each(|n| device.discard(FrameId::new(n)).unwrap());
+        let whole = (0..BLOCK).filter(|n| n % 5 == 2).map(|n| is_in_a_huge_page(at(n))).collect::<Vec<_>>();
+        if whole.contains(&None) {
+            eprintln!("SKIPPED: only root is told what the kernel's pages are");
+        }
+        assert!(!whole.contains(&Some(true)), "memory that was given back stays in huge pages");
+        for end in pipe {
+            // SAFETY: it is open, and this test's.
+            unsafe { libc::close(end) };
+        }
+        device.release(base, BLOCK).unwrap();
+    }
+
+    /// A block is split, and in one piece nevertheless.
+    #[test]
+    fn the_pages_of_a_block_lie_side_by_side() {
+        use std::os::unix::fs::FileExt;
+        const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
+        let device = device(BLOCK);
+        if !device.core.blocks {
+            return eprintln!("SKIPPED: the kernel has no huge pages, or does not split them");
+        }
+        let base = device.reserve(2).unwrap();
+        device.map(FrameId::new(5), base.offset(PAGE)).unwrap();
+        device.map(FrameId::new(3), base).unwrap();
+        let pages = std::fs::File::open("/proc/self/pagemap").unwrap();
+        let small = sys::system_page_bytes();
+        let number = |nth: u64| {
+            let mut bytes = [0; 8];
+            pages.read_exact_at(&mut bytes, 8 * (base.get() / small + nth)).unwrap();
+            u64::from_ne_bytes(bytes) & ((1 << 55) - 1)
+        };
+        if number(0) == 0 {
+            return eprintln!("SKIPPED: only root is told where memory is");
+        }
+        assert!((0..PAGE / small).all(|nth| number(nth) == number(0) + nth));
+        device.release(base, 2).unwrap();
+    }
+
     /// A block whose address has a hole is left alone.
     #[test]
     fn frames_beside_a_hole_get_their_own_memory() {
         const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
         let device = device(BLOCK);
-        let base = device.reserve(1).unwrap();
+        let base = device.reserve(2).unwrap();
+        device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
         let hole = device.core.layout.lock().frames[5].home;
         device.core.layout.lock().holes.push(hole);
         device.map(FrameId::new(1), base).unwrap();
@@ -1113,7 +1267,7 @@ mod tests {
         let memory = (0..BLOCK).map(|n| device.frame_memory(FrameId::new(n)).unwrap().get()).sum::<u64>();
         assert_eq!(memory, PAGE);
         device.core.layout.lock().holes.clear();
-        device.release(base, 1).unwrap();
+        device.release(base, 2).unwrap();
     }
 
     /// Frames that a smaller budget took away, and their neighbours: the first use of one brings in no memory of others that

@@ -10,6 +10,7 @@
 use std::ffi::c_void;
 use std::io;
 use std::ptr;
+use std::sync::OnceLock;
 
 use super::mappings::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
@@ -213,15 +214,6 @@ pub(super) fn probe_relocate() -> Result<()> {
     })
 }
 
-/// Splits the huge page that `address` is in, if it is one that is mapped in part: the kernel then takes back what is not
-/// mapped, which it would do otherwise only when memory runs short. No content changes. Where the disk is reading into that huge
-/// page, it stays whole.
-pub(super) fn split(address: u64) {
-    // Of a huge page that is mapped in part, the kernel splits what it is told to make cold.
-    // SAFETY: advice, which changes no content, whoever's the memory is.
-    let _ = unsafe { libc::madvise(pointer(address), system_page_bytes() as usize, libc::MADV_COLD) };
-}
-
 /// Brings the memory of a committed range in, without changing its content. On kernels without `MADV_POPULATE_WRITE`
 /// (before 5.14) it writes zeros, and so needs a range that holds nothing yet.
 ///
@@ -240,6 +232,74 @@ pub(super) unsafe fn populate(address: u64, len: u64) -> io::Result<()> {
         }
         other => other,
     }
+}
+
+/// Brings the memory of a committed range in, a huge page at a time, and makes small pages of it that lie side by side. From then
+/// on each part of it goes back to the system by itself: the kernel keeps a huge page whole for as long as anything of it is
+/// in use.
+///
+/// # Errors
+/// What the kernel says. Then the range may be in huge pages still.
+///
+/// # Safety
+/// As for [`populate`], and nothing has been written to the range.
+pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { populate(address, len) }?;
+    let mark = |byte: u8| {
+        for offset in (0..len).step_by(system_page_bytes() as usize) {
+            // SAFETY: inside the committed range, which the caller alone uses.
+            unsafe { pointer(address + offset).cast::<u8>().write_volatile(byte) };
+        }
+    };
+    // Since Linux 6.12 a split leaves nothing of pages that hold only zeros.
+    mark(1);
+    // Nor are they to be made one again.
+    // SAFETY: advice about a range the caller owns; it changes no content.
+    let _ = unsafe { libc::madvise(pointer(address), size(len)?, libc::MADV_NOHUGEPAGE) };
+    let page = system_page_bytes();
+    for start in (address..address + len).step_by(HUGE_PAGE_BYTES as usize) {
+        // The kernel splits a huge page of which a part is to be cold. It passes over one that somebody else, such as its own
+        // migration, holds at that moment; of small pages it only notes that they are.
+        for part in [start, start + HUGE_PAGE_BYTES / 2] {
+            // SAFETY: advice, which changes no content.
+            check(unsafe { libc::madvise(pointer(part), size(page)?, libc::MADV_COLD) })?;
+        }
+    }
+    mark(0);
+    Ok(())
+}
+
+/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. Tried once in a process, on a
+/// few of them.
+pub(super) fn splits_huge_pages() -> bool {
+    static SPLITS: OnceLock<bool> = OnceLock::new();
+    const TRIED: u64 = 2;
+    *SPLITS.get_or_init(|| {
+        let before = huge_pages_split();
+        let tried = Region::reserve(TRIED * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "a probe").and_then(|region| {
+            // SAFETY: the region is ours and nobody else knows its addresses.
+            let made = unsafe { commit(region.base(), region.len(), true) }
+                // SAFETY: as above, and committed.
+                .and_then(|()| unsafe { populate_side_by_side(region.base(), region.len()) });
+            made.map_err(|cause| Error::io("try how huge pages are split", cause))
+        });
+        // Others may split some meanwhile, which is rare and no harm: then what is made in huge pages may stay whole.
+        let splits = tried.is_ok() && before.zip(huge_pages_split()).is_some_and(|(was, is)| is >= was + TRIED);
+        if !splits {
+            tracing::debug!(
+                ?tried,
+                "huge pages are not split here: frames smaller than one are made of scattered pages"
+            );
+        }
+        splits
+    })
+}
+
+/// How many huge pages the kernel has split since it was started.
+fn huge_pages_split() -> Option<u64> {
+    let counters = std::fs::read_to_string("/proc/vmstat").ok()?;
+    counters.lines().find_map(|line| line.strip_prefix("thp_split_page ")?.trim().parse().ok())
 }
 
 /// How many bytes of a range of memory of its own the system has given.

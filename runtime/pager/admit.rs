@@ -449,6 +449,7 @@ impl Pager {
         }
         let id = self.add_request(Vec::new(), 0, Terms::default(), Stage::Shrinking);
         self.shrinking.push(id);
+        self.discard_again(fx);
         self.pump(fx);
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let _ = fx.done.swap_remove(at);

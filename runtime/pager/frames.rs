@@ -7,7 +7,7 @@ use super::order::Order;
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, SegmentId, StagingId};
 
 /// Frames of the device tier. A frame is free, owned by a page, being given back to the system, or retired because the
-/// budget shrank.
+/// budget shrank; or it is to be retired, and the system has refused its memory.
 #[derive(Debug)]
 pub(super) struct DeviceFrames {
     /// Whether a page has the frame; which one is in the page's entry.
@@ -23,6 +23,8 @@ pub(super) struct DeviceFrames {
     discarding: BTreeSet<FrameId>,
     /// How many of those leave the budget; which ones makes no difference.
     retiring: u32,
+    /// Frames that were to leave the budget, and whose memory the system did not take. They are tried again when somebody asks.
+    refused: Vec<FrameId>,
     pub(super) target: u32,
 }
 
@@ -36,6 +38,7 @@ impl DeviceFrames {
             retired: Vec::new(),
             discarding: BTreeSet::new(),
             retiring: 0,
+            refused: Vec::new(),
             target: count,
         }
     }
@@ -56,9 +59,9 @@ impl DeviceFrames {
         self.bare = self.bare.min(self.free_count());
         Some(frame)
     }
-    /// Frames that exist and are not retired.
+    /// Frames that are in the budget.
     pub(super) fn active(&self) -> u32 {
-        self.existing() - self.retiring
+        self.existing() - self.retiring - self.refused.len() as u32
     }
     /// Frames that have memory, or still have some of it.
     pub(super) fn existing(&self) -> u32 {
@@ -107,12 +110,33 @@ impl DeviceFrames {
             self.bare += 1;
         }
     }
+    /// The system has not taken a frame's memory. Returns whether it was to leave the budget.
+    pub(super) fn discard_refused(&mut self, frame: FrameId) -> bool {
+        if !self.discarding.remove(&frame) {
+            return false;
+        }
+        let leaves = self.retiring > 0;
+        if leaves {
+            self.retiring -= 1;
+            self.refused.push(frame);
+        } else {
+            self.free.push_back(frame);
+        }
+        leaves
+    }
+    /// Frames whose memory the system is to be offered once more.
+    pub(super) fn discard_again(&mut self) -> Vec<FrameId> {
+        self.retiring += self.refused.len() as u32;
+        self.discarding.extend(&self.refused);
+        std::mem::take(&mut self.refused)
+    }
     pub(super) fn is_owned(&self, frame: FrameId) -> bool {
         self.owned.get(frame.index()).copied().unwrap_or(false)
     }
-    /// Each frame is exactly one of free, owned, being discarded, retired.
+    /// Each frame is exactly one of free, owned, being discarded, refused, retired.
     pub(super) fn check(&self) -> Result<(), String> {
-        let mut seen: Vec<FrameId> = self.free.iter().chain(&self.retired).chain(&self.discarding).copied().collect();
+        let apart = self.free.iter().chain(&self.retired).chain(&self.discarding).chain(&self.refused);
+        let mut seen: Vec<FrameId> = apart.copied().collect();
         let owned = (0..self.owned.len()).filter(|frame| self.owned[*frame]);
         seen.extend(owned.map(|frame| FrameId(frame as u32)));
         seen.sort_unstable();
@@ -129,7 +153,9 @@ impl DeviceFrames {
                 self.retiring -= 1;
                 continue;
             }
-            if let Some(frame) = self.retired.pop() {
+            if let Some(frame) = self.refused.pop() {
+                self.free.push_back(frame);
+            } else if let Some(frame) = self.retired.pop() {
                 self.free.push_front(frame);
                 self.bare += 1;
             } else {

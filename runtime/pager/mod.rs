@@ -240,7 +240,7 @@ pub struct Effects {
     pub moves: Vec<Move>,
     /// Moves already started that became more urgent.
     pub raised: Vec<(MoveId, Priority)>,
-    /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`].
+    /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`] or [`Pager::discard_refused`].
     pub discard: Vec<FrameId>,
     /// Requests that ended.
     pub done: Vec<(RequestId, Result<Granted, Error>)>,

@@ -659,6 +659,22 @@ impl Pager {
         self.pump(fx);
     }
 
+    /// The system has not taken a frame's memory. If it was to leave the budget, it still is, and nobody gets it meanwhile;
+    /// whoever waits for the smaller budget is told.
+    pub fn discard_refused(&mut self, frame: FrameId, error: &Error, fx: &mut Effects) {
+        if self.frames.discard_refused(frame) {
+            for id in std::mem::take(&mut self.shrinking) {
+                self.finish(id, Err(error.clone()), fx);
+            }
+        }
+        self.pump(fx);
+    }
+
+    /// Offers the system once more what it has [refused](Self::discard_refused).
+    pub fn discard_again(&mut self, fx: &mut Effects) {
+        fx.discard.extend(self.frames.discard_again());
+    }
+
     /// The error for a page whose bytes were lost.
     pub(super) fn lost_error(&self, page: PageId) -> Error {
         let cause = self.lost.iter().find(|(lost, _)| *lost == page).map(|(_, cause)| cause.clone());

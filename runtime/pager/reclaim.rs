@@ -397,6 +397,7 @@ impl Pager {
 
     fn trim_frames(&mut self, count: u32, evicting: bool, fx: &mut Effects) -> u32 {
         let mut given = 0;
+        self.discard_again(fx);
         while given < count && !self.closing {
             let promised = self.awaiting.len() as u32 + self.purses + self.coming + self.floor;
             let spare = self.frames.free_count() > promised && self.frames.free_count() > self.frames.bare_count();

@@ -242,17 +242,38 @@ fn direct_refused(file: &File, path: &Path, cause: io::Error) -> Error {
     .caused_by(cause)
 }
 
+/// An overlay whose files are kept in memory.
+const OVERLAY_IN_MEMORY: &str = "overlayfs in memory";
+
 /// Whether what is on a file system of this [name](filesystem_name) is in memory.
 pub(super) fn is_memory(filesystem: &str) -> bool {
-    matches!(filesystem, "tmpfs" | "ramfs")
+    matches!(filesystem, "tmpfs" | "ramfs" | OVERLAY_IN_MEMORY)
+}
+
+/// Whether a file's file system says where on a disk its bytes are.
+fn has_extents(file: &File) -> bool {
+    /// `struct fiemap` with room for no extent: then the kernel only counts them.
+    #[repr(C)]
+    struct Count {
+        start: u64,
+        length: u64,
+        flags: u32,
+        mapped: u32,
+        room: u32,
+        reserved: u32,
+    }
+    const FS_IOC_FIEMAP: libc::Ioctl = 0xC020_660B_u32 as libc::Ioctl;
+    let mut count = Count { start: 0, length: u64::MAX, flags: 0, mapped: 0, room: 0, reserved: 0 };
+    // SAFETY: the descriptor is open, and the kernel writes no more than `count`, which has room for no extent.
+    unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut count) == 0 }
 }
 
 /// Whether another machine, or a program on this one, serves a file system of this [name](filesystem_name).
-fn is_remote(filesystem: &str) -> bool {
+pub(super) fn is_remote(filesystem: &str) -> bool {
     matches!(filesystem, "nfs" | "fuse" | "9p" | "lustre" | "smb" | "ceph" | "gpfs" | "afs" | "orangefs")
 }
 
-/// `"ext4"`, or the magic number of a file system we have no name for.
+/// `"ext4"`; [`OVERLAY_IN_MEMORY`]; or the magic number of a file system we have no name for.
 pub(super) fn filesystem_name(file: &File) -> String {
     // SAFETY: statfs is plain data, for which all zero bytes is a value.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
@@ -266,6 +287,9 @@ pub(super) fn filesystem_name(file: &File) -> String {
         0x9123_683E => "btrfs",
         0x0102_1994 => "tmpfs",
         0x8584_58F6 => "ramfs",
+        // It has its files in another file system, of which it does not say the name. Of those that can be in that place, the
+        // ones on a disk have extents; ZFS alone has none, and is taken for memory.
+        0x794C_7630 if file.metadata().is_ok_and(|meta| meta.is_file()) && !has_extents(file) => OVERLAY_IN_MEMORY,
         0x794C_7630 => "overlayfs",
         0x6969 => "nfs",
         0x6573_5546 => "fuse",
@@ -296,6 +320,22 @@ mod tests {
         assert_eq!(then.difference(&shorter).unwrap(), "its size went from 30 to 29 bytes");
         let all = FileIdentity { inode: 3, size: 29, modified_nanoseconds: 6, ..then };
         assert_eq!(then.difference(&all).unwrap().matches(", its ").count(), 2);
+    }
+
+    #[test]
+    fn a_disk_has_extents_and_memory_has_none() {
+        let named = |folder: &std::path::Path| {
+            let file = tempfile::tempfile_in(folder).ok()?;
+            Some((filesystem_name(&file), has_extents(&file)))
+        };
+        for folder in [std::path::Path::new(env!("CARGO_MANIFEST_DIR")), "/dev/shm".as_ref()] {
+            match named(folder) {
+                Some((name, extents)) if matches!(name.as_str(), "tmpfs" | "ext4" | "xfs" | "btrfs") => {
+                    assert_eq!(extents, !is_memory(&name), "{name}");
+                }
+                other => eprintln!("SKIPPED {}: {other:?}", folder.display()),
+            }
+        }
     }
 
     #[test]

@@ -36,41 +36,85 @@ pub(super) fn cache_folder() -> Option<PathBuf> {
     cache(&|name: &str| env::var_os(name).map(PathBuf::from))
 }
 
-/// Makes a scratch file in the first folder that is on a disk and takes one. `model` is a folder that holds one.
+/// Makes a scratch file in the first folder that is on a disk and has the room that `reserve` takes. What other machines
+/// serve comes after what is local. `model` is a folder that holds one.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if there is none; it names all of them, and why not.
-pub(crate) fn scratch_on_a_disk(
+/// [`ErrorKind::DiskFull`] if folders take a file, and none has room; [`ErrorKind::Unsupported`] if none takes one; the error
+/// names all of them, and why not. What else `reserve` says.
+pub(crate) fn scratch_on_a_disk<T>(
     page_size: PageSize,
     model: Option<&Path>,
     options: &ScratchOptions,
-) -> Result<ScratchFile> {
+    reserve: impl FnMut(&ScratchFile) -> Result<T>,
+) -> Result<(ScratchFile, T)> {
     let variable = |name: &str| env::var_os(name).map(PathBuf::from);
-    first_on_a_disk(folders(variable, model), page_size, options)
+    first_on_a_disk(folders(variable, model), page_size, options, reserve)
 }
 
-fn first_on_a_disk(folders: Vec<PathBuf>, page_size: PageSize, options: &ScratchOptions) -> Result<ScratchFile> {
-    let mut refusals = Vec::new();
-    for folder in folders {
+fn first_on_a_disk<T>(
+    folders: Vec<PathBuf>,
+    page_size: PageSize,
+    options: &ScratchOptions,
+    mut reserve: impl FnMut(&ScratchFile) -> Result<T>,
+) -> Result<(ScratchFile, T)> {
+    let (mut refusals, mut full) = (Vec::new(), false);
+    let mut remote = Vec::new();
+    let local = folders.into_iter().filter_map(|folder| {
         // A cache folder need not be there yet. What is wrong with it, the next call says.
         let _there = fs::create_dir_all(&folder);
-        match ScratchFile::create_with(&folder, page_size, options.clone()) {
-            Ok(file) if file.is_in_memory() => refusals.push(format!("{} is in memory", folder.display())),
-            Ok(file) => {
-                tracing::debug!(folder = %folder.display(), "scratch file");
-                return Ok(file);
+        Some(match ScratchFile::create_with(&folder, page_size, options.clone()) {
+            Ok(file) if file.is_in_memory() => Err(format!("{} is in memory", folder.display())),
+            Ok(file) if file.is_remote() => {
+                remote.push(file);
+                return None;
             }
-            Err(error) => refusals.push(error.to_string()),
+            Ok(file) => Ok(file),
+            Err(error) => Err(error.to_string()),
+        })
+    });
+    let mut take = |file: std::result::Result<ScratchFile, String>| {
+        let refusal = match file.map(|file| (reserve(&file), file)) {
+            Ok((Ok(reserved), file)) => {
+                tracing::debug!(folder = %file.path().display(), "scratch file");
+                return Some(Ok((file, reserved)));
+            }
+            Ok((Err(error), _)) if error.kind() == ErrorKind::DiskFull => {
+                full = true;
+                error.to_string()
+            }
+            Ok((Err(error), _)) => return Some(Err(error)),
+            Err(refusal) => refusal,
+        };
+        refusals.push(refusal);
+        None
+    };
+    let mut found = None;
+    for file in local {
+        found = take(file);
+        if found.is_some() {
+            break;
         }
     }
-    let message = format!("no folder for the scratch file is on a disk: {}", refusals.join("; "));
-    Err(Error::new(ErrorKind::Unsupported, message)
-        .remedy("name one on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); one in memory is taken if it is named"))
+    let found = found.or_else(|| remote.into_iter().find_map(|file| take(Ok(file))));
+    found.unwrap_or_else(|| {
+        let remedy =
+            "name one on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); one in memory is taken if it is named";
+        let refusals = refusals.join("; ");
+        Err(if full {
+            let message = format!("no folder for the scratch file has room: {refusals}");
+            Error::new(ErrorKind::DiskFull, message).remedy(format!("free space in one, or {remedy}"))
+        } else {
+            let message = format!("no folder for the scratch file is on a disk: {refusals}");
+            Error::new(ErrorKind::Unsupported, message).remedy(remedy)
+        })
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::Bytes;
 
     #[test]
     fn folders_come_in_their_order() {
@@ -101,12 +145,36 @@ mod tests {
             return eprintln!("SKIPPED: {} is in memory here", disk.path().display());
         }
         let missing = disk.path().join("made/when/needed");
-        let file = first_on_a_disk(vec![memory.into(), missing.clone()], page, &ScratchOptions::default()).unwrap();
+        let first = |folders| first_on_a_disk(folders, page, &ScratchOptions::default(), |_| Ok(()));
+        let (file, ()) = first(vec![memory.into(), missing.clone()]).unwrap();
         assert_eq!(file.path(), missing);
-        let error =
-            first_on_a_disk(vec![memory.into(), "/proc/none".into()], page, &ScratchOptions::default()).unwrap_err();
+        let error = first(vec![memory.into(), "/proc/none".into()]).unwrap_err();
         let text = error.to_string();
         assert!(error.kind() == ErrorKind::Unsupported && error.advice().is_some(), "{text}");
         assert!(text.contains("/dev/shm is in memory") && text.contains("/proc/none"), "{text}");
+    }
+
+    /// A folder that takes a file need not have the room: the next one is asked.
+    #[test]
+    fn regression_a_folder_that_is_full_is_passed_over_and_named() {
+        let (full, next) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let page = PageSize::DEFAULT;
+        if ScratchFile::create(full.path(), page, false).unwrap().is_in_memory() {
+            return eprintln!("SKIPPED: {} is in memory here", full.path().display());
+        }
+        let first = |folders: &[&Path], wish: Bytes| {
+            let folders = folders.iter().map(|folder| folder.to_path_buf()).collect();
+            first_on_a_disk(folders, page, &ScratchOptions::default(), |file| {
+                let wish = if file.path() == full.path() { Bytes::new(1 << 60) } else { wish };
+                file.reserve(wish)
+            })
+        };
+        let (file, run) = first(&[full.path(), next.path()], Bytes::mib(2)).unwrap();
+        assert_eq!((file.path(), file.held()), (next.path(), Bytes::mib(2)));
+        drop(run);
+        let error = first(&[full.path(), "/proc/none".as_ref()], Bytes::mib(2)).unwrap_err();
+        let text = error.to_string();
+        assert!(error.kind() == ErrorKind::DiskFull && error.advice().is_some(), "{text}");
+        assert!(text.contains(full.path().to_str().unwrap()) && text.contains("/proc/none"), "{text}");
     }
 }

@@ -28,11 +28,12 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use twox_hash::XxHash3_64;
 
-use super::file::{filesystem_name, is_memory};
+use super::file::{filesystem_name, is_memory, is_remote};
 use super::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
@@ -122,6 +123,18 @@ struct Inner {
     /// The turn to take room.
     growing: Mutex<()>,
     slots: Mutex<Slots>,
+    leaving: Mutex<Leaving>,
+    /// Signalled when room has been given back that others knew to be on its way.
+    left: Condvar,
+}
+
+/// Room that is on its way back: nobody has its tensors any more, but moves of their pages have not ended, or it is being given
+/// back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Leaving {
+    pub(crate) bytes: Bytes,
+    /// How often some of it has come back.
+    times: u64,
 }
 
 #[derive(Debug, Default)]
@@ -182,6 +195,8 @@ impl ScratchFile {
             keeps: AtomicBool::new(false),
             growing: Mutex::new(()),
             slots: Mutex::default(),
+            leaving: Mutex::default(),
+            left: Condvar::new(),
         })))
     }
 
@@ -234,7 +249,8 @@ impl ScratchFile {
             (slots.take(wanted, i64::MAX as u64 / page).ok_or_else(too_large)?, before)
         };
         // From here on its drop gives everything back.
-        let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default() };
+        let leaves = AtomicBool::new(false);
+        let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
         if let Err(cause) = inner.take_room(run.offset(), run.len()) {
             let wish = run.len();
             drop(run);
@@ -280,6 +296,32 @@ impl ScratchFile {
         let slots = self.0.slots.lock();
         let free = if self.0.keeps.load(Ordering::Relaxed) { 0 } else { slots.free.total() };
         Bytes::new((slots.count - free) * self.0.page_size.bytes())
+    }
+
+    /// Whether another machine or program serves its file system.
+    pub(super) fn is_remote(&self) -> bool {
+        is_remote(&filesystem_name(&self.0.file))
+    }
+
+    /// What is on its way back.
+    pub(crate) fn leaving(&self) -> Leaving {
+        *self.0.leaving.lock()
+    }
+
+    /// Waits until some of it has come back since `seen`, or until `deadline`. Whether it has.
+    pub(crate) fn await_room(&self, seen: Leaving, deadline: Option<Instant>) -> bool {
+        let mut leaving = self.0.leaving.lock();
+        while leaving.times == seen.times {
+            match deadline {
+                None => self.0.left.wait(&mut leaving),
+                Some(deadline) => {
+                    if self.0.left.wait_until(&mut leaving, deadline).timed_out() {
+                        break;
+                    }
+                }
+            }
+        }
+        leaving.times != seen.times
     }
 
     /// The length of the file.
@@ -347,8 +389,9 @@ impl Inner {
 
     /// Refuses at once what the file system cannot have: slice by slice, it would take all there is from everybody first.
     fn check_room(&self, len: u64) -> io::Result<()> {
-        let fits =
-            || file_system(&self.file).is_none_or(|stat| stat.f_blocks == 0 || len <= in_bytes(stat.f_bfree, &stat));
+        // SAFETY: the call has no preconditions.
+        let root = unsafe { libc::geteuid() } == 0;
+        let fits = || file_system(&self.file).is_none_or(|stat| stat.f_blocks == 0 || len <= obtainable(&stat, root));
         if fits() {
             return Ok(());
         }
@@ -408,7 +451,7 @@ impl Inner {
     }
 
     fn cannot_take(&self, wanted: u64, cause: io::Error) -> Error {
-        let free = file_system(&self.file).map(|stat| Bytes::new(in_bytes(stat.f_bavail, &stat)));
+        let free = file_system(&self.file).map(|stat| Bytes::new(obtainable(&stat, false)));
         let free = free.map_or_else(|| "an unknown amount".into(), |free| free.to_string());
         let what = format!(
             "take {} for the scratch file in {}: {free} is free",
@@ -469,9 +512,19 @@ pub struct SlotRun {
     count: u64,
     /// Of each slot; 0 is "not recorded".
     checksums: Box<[AtomicU64]>,
+    /// Its room is on its way back.
+    leaves: AtomicBool,
 }
 
 impl SlotRun {
+    /// Nobody has its tensor any more: its room will come back.
+    pub(crate) fn leave(&self) {
+        if !self.leaves.swap(true, Ordering::Relaxed) {
+            let mut leaving = self.scratch.0.leaving.lock();
+            leaving.bytes = leaving.bytes + Bytes::new(self.len());
+        }
+    }
+
     /// How many slots the run has: at least one.
     pub fn slot_count(&self) -> u64 {
         self.count
@@ -536,6 +589,12 @@ impl Drop for SlotRun {
         }
         scratch.give_room_back(self.offset(), self.len());
         scratch.slots.lock().give_back(self.first, self.count);
+        if *self.leaves.get_mut() {
+            let mut leaving = scratch.leaving.lock();
+            leaving.bytes = leaving.bytes.saturating_sub(Bytes::new(self.count * scratch.page_size.bytes()));
+            leaving.times += 1;
+            scratch.left.notify_all();
+        }
     }
 }
 
@@ -601,6 +660,11 @@ fn file_system(file: &File) -> Option<libc::statvfs> {
     (answer == 0).then_some(stat)
 }
 
+/// What a file can still have. File systems keep some for root.
+fn obtainable(stat: &libc::statvfs, root: bool) -> u64 {
+    in_bytes(if root { stat.f_bfree } else { stat.f_bavail }, stat)
+}
+
 fn in_bytes(blocks: u64, stat: &libc::statvfs) -> u64 {
     blocks.saturating_mul(stat.f_frsize)
 }
@@ -664,6 +728,16 @@ mod tests {
         let all = scratch.reserve(size).unwrap();
         assert_eq!((all.offset(), scratch.size(), scratch.free()), (0, size, Bytes::ZERO));
         assert!(!punches(&scratch, "room") || allocated(&scratch) >= size.get(), "what was given back is taken again");
+    }
+
+    /// Only root may have what file systems keep for it: whoever else asked for some of that took all there was first.
+    #[test]
+    fn regression_what_is_kept_for_root_is_refused_to_others_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let scratch = scratch(directory.path());
+        let mut stat = file_system(&scratch.0.file).unwrap();
+        (stat.f_frsize, stat.f_blocks, stat.f_bfree, stat.f_bavail) = (4096, 1000, 200, 150);
+        assert_eq!((obtainable(&stat, true), obtainable(&stat, false)), (200 * 4096, 150 * 4096));
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The keeper: a thread that looks after what nobody else has time for.
 //!
-//! It tells the pager of hits when a thread's ring fills, so that the thread need not. Once a second, while
-//! something waits, it looks for reads and writes that take longer than the runtime was told to wait, and ends the
-//! requests that wait for them; what the kernel still uses stays its own. And it says, once for each time that nothing
-//! goes on, who waits for what.
+//! It tells the pager of hits when a thread's ring fills, so that the thread need not. Once a second it offers the system
+//! once more what memory it has not taken back from a smaller budget, and, while something waits, it looks for reads and
+//! writes that take longer than the runtime was told to wait, and ends the requests that wait for them; what the kernel still
+//! uses stays its own. And it says, once for each time that nothing goes on, who waits for what.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -85,6 +85,7 @@ fn run(engine: &Weak<Engine>) {
             if Instant::now() >= next {
                 next = Instant::now() + TICK;
                 engine.log.mark_all();
+                engine.change(|pager, fx| pager.discard_again(fx))?;
                 engine.end_overdue()?;
                 told = engine.tell_of_long_waits(told)?;
             }

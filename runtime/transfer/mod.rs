@@ -44,7 +44,9 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Result, caught};
 use crate::format::ModelHeader;
-use crate::ids::{Bytes, FileId, FillPoint, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier, WalkerId};
+use crate::ids::{
+    Bytes, FileId, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier, WalkerId,
+};
 use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
 use crate::pager::pin::{self, Pinned, Words};
 use crate::pager::policy::guarded::{Fate, Panicked};
@@ -835,12 +837,7 @@ impl Engine {
             for io in released {
                 self.release(io);
             }
-            let discarded: Vec<_> = fx.discard.drain(..).collect();
-            for frame in &discarded {
-                if let Err(error) = self.device.discard(*frame) {
-                    tracing::warn!(%error, ?frame, "give a frame's memory back");
-                }
-            }
+            let discarded: Vec<_> = fx.discard.drain(..).map(|frame| (frame, self.device.discard(frame))).collect();
             if ended.is_empty() && discarded.is_empty() && taken.is_empty() {
                 break;
             }
@@ -849,8 +846,8 @@ impl Engine {
             for (id, point) in taken {
                 latched.pager.taken(id, point, &mut fx);
             }
-            for frame in discarded {
-                latched.pager.discarded(frame, &mut fx);
+            for (frame, discarded) in discarded {
+                tell_of_discard(&mut latched.pager, frame, discarded, &mut fx);
             }
             for (planned, result) in ended {
                 self.complete(&mut latched.pager, planned, result, &mut fx);
@@ -902,15 +899,19 @@ impl Engine {
             if frames.is_empty() {
                 break;
             }
-            for frame in &frames {
-                let memory = self.device.frame_memory(*frame).unwrap_or_default();
-                match self.device.discard(*frame) {
-                    Ok(()) => given = given + memory,
-                    Err(error) => tracing::warn!(%error, ?frame, "give a frame's memory back"),
-                }
-            }
             left -= (frames.len() as u32).min(left);
-            self.with(|pager, fx| frames.iter().for_each(|frame| pager.discarded(*frame, fx)));
+            let discard = |frame: FrameId| {
+                let memory = self.device.frame_memory(frame).unwrap_or_default();
+                let discarded = self.device.discard(frame);
+                given = given + if discarded.is_ok() { memory } else { Bytes::ZERO };
+                (frame, discarded)
+            };
+            let discarded: Vec<_> = frames.into_iter().map(discard).collect();
+            self.with(|pager, fx| {
+                for (frame, discarded) in discarded {
+                    tell_of_discard(pager, frame, discarded, fx);
+                }
+            });
         }
         given
     }
@@ -947,6 +948,25 @@ impl Engine {
     fn segment_io(&self, id: SegmentId) -> Result<Arc<SegmentIo>> {
         let found = self.segments.read().get(id.index()).cloned().flatten();
         found.ok_or_else(|| Error::new(ErrorKind::Internal, format!("{id:?} is not known to the transfer engine")))
+    }
+
+    /// Nobody has a segment any more.
+    pub(crate) fn remove_segment(&self, id: SegmentId) {
+        if !self.process.is_here() {
+            return;
+        }
+        // Before the pager hears of it: its room may be back before this call is.
+        if let Ok(io) = self.segment_io(id)
+            && let Source::Scratch { slots, .. } = &io.source
+        {
+            slots.leave();
+        }
+        self.with(|pager, fx| pager.remove_segment(id, fx));
+    }
+
+    /// How long a read or a write may take before those who wait for it are told.
+    pub(crate) fn io_timeout(&self) -> Option<Duration> {
+        self.io_timeout
     }
 
     fn forget(&self, id: SegmentId) -> Option<Arc<SegmentIo>> {
@@ -1539,6 +1559,16 @@ impl Engine {
         let (bytes, named) = (Bytes::new(bytes), named.join(", "));
         let what = format!("{count} pages are lost ({bytes}): {named}{rest}; the first, because of");
         Some(Error::new(first.error.kind(), what).caused_by(first.error.clone()))
+    }
+}
+
+fn tell_of_discard(pager: &mut Pager, frame: FrameId, discarded: Result<()>, fx: &mut Effects) {
+    match discarded {
+        Ok(()) => pager.discarded(frame, fx),
+        Err(error) => {
+            tracing::warn!(%error, ?frame, "a frame keeps its memory");
+            pager.discard_refused(frame, &error, fx);
+        }
     }
 }
 

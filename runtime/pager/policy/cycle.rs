@@ -8,13 +8,19 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Uses remembered: a cycle longer than this is not recognised. 1 MiB.
+/// Uses remembered at most: a cycle longer than this is not recognised. 1 MiB.
 const HISTORY: usize = 1 << 18;
+/// Uses that all recorders of a policy may remember together. 8 MiB.
+const ALL: usize = 8 * HISTORY;
+/// The fewest uses that are worth remembering.
+const LEAST: usize = 1 << 10;
 /// Uses in a row that have to be the same for a period to be looked at.
 const CONTEXT: usize = 8;
-/// Places kept of the last uses, one each; and of one in sixteen uses, chosen by what led to it, for longer cycles. 68 KiB.
+/// Places kept of the last uses, one each, no more than of one in four uses remembered; and of one in sixteen, chosen by what
+/// led to it, for longer cycles. 68 KiB at most.
 const NEAR: usize = 1 << 10;
-const FAR: usize = 1 << 14;
+const NEAR_PER: usize = 4;
+const FAR_PER: usize = 16;
 /// Of a context's mixed hash, the bits that choose.
 const CHOSEN_SHIFT: u32 = 60;
 /// The fewest uses that have to agree, however short the cycle.
@@ -34,8 +40,10 @@ struct Candidate {
 }
 
 /// Pages go by their numbers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct CycleRecorder {
+    /// Uses it may remember: a power of two, or none.
+    most: usize,
     history: VecDeque<u32>,
     /// Uses so far.
     now: u64,
@@ -49,6 +57,30 @@ pub(super) struct CycleRecorder {
 }
 
 impl CycleRecorder {
+    /// How many uses each of so many recorders may remember.
+    pub(super) fn share(recorders: usize) -> usize {
+        let each = ALL / recorders.max(1);
+        if each < LEAST { 0 } else { 1 << each.min(HISTORY).ilog2() }
+    }
+
+    /// One that remembers so many uses at most, as [`share`](Self::share) says it.
+    pub(super) fn new(most: usize) -> Self {
+        let (near, far) = (Vec::new(), Vec::new());
+        Self { most, history: VecDeque::new(), now: 0, context: 0, near, far, candidate: None }
+    }
+
+    /// It remembers so many uses at most from now on: what is older is forgotten.
+    pub(super) fn remember_most(&mut self, most: usize) {
+        if most == self.most {
+            return;
+        }
+        self.most = most;
+        self.history.drain(..self.history.len().saturating_sub(most));
+        self.history.shrink_to(most);
+        (self.near, self.far) = (Vec::new(), Vec::new());
+        self.candidate = self.candidate.filter(|candidate| candidate.period < self.history.len() as u64);
+    }
+
     /// Takes in a use. Returns one period of the order, ending with this use, once
     /// it repeats.
     pub(super) fn push(&mut self, page: u32) -> Option<Vec<u32>> {
@@ -77,8 +109,8 @@ impl CycleRecorder {
     }
 
     /// Whether a cycle of so many uses could be a part of one that is recognised, which repeats within it.
-    pub(super) const fn may_be_a_part(uses: u64) -> bool {
-        uses <= HISTORY as u64 / 8
+    pub(super) fn may_be_a_part(&self, uses: u64) -> bool {
+        uses <= self.most as u64 / 8
     }
 
     /// Nothing is remembered.
@@ -88,12 +120,12 @@ impl CycleRecorder {
 
     /// `None` if the use is none of its own; otherwise what [`look_back`](Self::look_back) found.
     fn remember(&mut self, page: u32) -> Option<Option<u64>> {
-        if self.history.back() == Some(&page) {
-            // Neighbouring tensors share a page: one stay, not two uses.
+        // Neighbouring tensors share a page: one stay, not two uses.
+        if self.history.back() == Some(&page) || self.most == 0 {
             return None;
         }
         self.now += 1;
-        if self.history.len() == HISTORY {
+        if self.history.len() == self.most {
             self.history.pop_front();
         }
         self.history.push_back(page);
@@ -112,19 +144,20 @@ impl CycleRecorder {
             return None;
         }
         if self.near.is_empty() {
-            (self.near, self.far) = (vec![0; NEAR], vec![0; FAR]);
+            (self.near, self.far) = (vec![0; NEAR.min(self.most / NEAR_PER)], vec![0; self.most / FAR_PER]);
         }
-        let Self { history, near, far, .. } = self;
+        let Self { history, near, far, most, .. } = self;
+        let (near_len, far_len) = (near.len(), far.len());
         // The polynomial's high bits depend on all of it.
         let mixed = (self.context ^ self.context >> 32).wrapping_mul(BASE);
         let now = self.now as u32;
-        let mut before = std::mem::replace(&mut near[(mixed >> 32) as usize % NEAR], now);
+        let mut before = std::mem::replace(&mut near[(mixed >> 32) as usize % near_len], now);
         // What is older is more likely to be another context's.
-        let mut reach = 4 * NEAR as u32;
+        let mut reach = 4 * near_len as u32;
         if mixed >> CHOSEN_SHIFT == 0 {
-            let far = std::mem::replace(&mut far[(mixed >> 32) as usize % FAR], now);
+            let far = std::mem::replace(&mut far[(mixed >> 32) as usize % far_len], now);
             if before == 0 || now.wrapping_sub(before) > reach {
-                (before, reach) = (far, HISTORY as u32);
+                (before, reach) = (far, *most as u32);
             }
         }
         let period = now.wrapping_sub(before);
@@ -137,7 +170,7 @@ impl CycleRecorder {
     }
 
     pub(super) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self::new(self.most);
     }
 
     /// The pages with these numbers are gone.
@@ -165,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_cycle_with_a_changing_page_in_it_is_recognised_in_its_second_pass() {
-        let mut recorder = CycleRecorder::default();
+        let mut recorder = CycleRecorder::new(HISTORY);
         let mut found = None;
         for (at, n) in (0..3).flat_map(|pass| std::iter::once(1000 + pass * 7).chain(0..100)).enumerate() {
             if let Some(plan) = recorder.push(n) {
@@ -180,7 +213,7 @@ mod tests {
 
     /// How many uses it takes to recognise passes, and the period.
     fn recognised(uses: impl Iterator<Item = u32>) -> Option<(usize, usize)> {
-        let mut recorder = CycleRecorder::default();
+        let mut recorder = CycleRecorder::new(HISTORY);
         uses.enumerate().find_map(|(at, page)| recorder.push(page).map(|plan| (at + 1, plan.len())))
     }
 
@@ -224,11 +257,38 @@ mod tests {
 
     #[test]
     fn random_use_is_not_a_cycle() {
-        let mut recorder = CycleRecorder::default();
+        let mut recorder = CycleRecorder::new(HISTORY);
         let mut x = 12345u32;
         for _ in 0..20_000 {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             assert!(recorder.push((x >> 16) % 500).is_none());
+        }
+    }
+
+    /// Bytes that a recorder has allocated.
+    fn bytes(recorder: &CycleRecorder) -> usize {
+        4 * (recorder.history.capacity() + recorder.near.capacity() + recorder.far.capacity())
+    }
+
+    #[test]
+    fn recorders_share_their_memory() {
+        for recorders in [0, 1, 8, 9, 64, 500, 2048, 2049, 1_000_000] {
+            let most = CycleRecorder::share(recorders);
+            assert!(most <= HISTORY && most * recorders <= ALL);
+            let mut recorder = CycleRecorder::new(most);
+            let mut random = Random(1);
+            (0..HISTORY + 100).for_each(|_| assert!(recorder.push(random.below(1 << 30)).is_none()));
+            assert!(bytes(&recorder) <= most * 4 * 21 / 16, "{} of {most}", bytes(&recorder));
+            assert_eq!(most >= LEAST, recorders <= ALL / LEAST);
+            // A smaller share is one at once, and what is left of it is enough to go on.
+            recorder.remember_most(most / 2);
+            assert!(bytes(&recorder) <= most / 2 * 4 * 21 / 16);
+            if most / 2 < LEAST {
+                continue;
+            }
+            let pages = LEAST as u32 / 4;
+            let found = (0..4 * pages).find_map(|n| recorder.push(n % pages));
+            assert_eq!(found.map(|plan| plan.len()), Some(pages as usize), "{recorders}");
         }
     }
 }

@@ -80,6 +80,8 @@ pub struct PlanPolicy {
     epoch: u64,
     /// Plans that were left so far.
     left: u64,
+    /// Uses that each walker's recorder may remember.
+    share: usize,
 }
 
 /// A walker, whether it follows a plan or not.
@@ -100,8 +102,8 @@ struct Walk {
 }
 
 impl Walk {
-    fn new(id: WalkerId) -> Self {
-        let recorder = CycleRecorder::default();
+    fn new(id: WalkerId, share: usize) -> Self {
+        let recorder = CycleRecorder::new(share);
         Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0 }
     }
 }
@@ -179,6 +181,7 @@ pub(crate) fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
 impl PlanPolicy {
     /// Without a plan.
     pub fn new() -> Self {
+        let share = CycleRecorder::share(1);
         Self {
             frames: 0,
             host_frames: 0,
@@ -186,11 +189,12 @@ impl PlanPolicy {
             unit: 1,
             recency: Order::new(),
             plans: Slab::new(),
-            walkers: vec![Walk::new(WalkerId::DEFAULT)],
+            walkers: vec![Walk::new(WalkerId::DEFAULT, share)],
             current: 0,
             uses: 0,
             epoch: EPOCH_MIN,
             left: 0,
+            share,
         }
     }
 
@@ -319,6 +323,7 @@ impl PlanPolicy {
         self.set_off();
         self.weigh();
         self.forget_left();
+        self.share_memory();
         self.divide_all();
     }
 
@@ -339,7 +344,18 @@ impl PlanPolicy {
         }
         self.weigh();
         self.forget_left();
+        self.share_memory();
         self.divide_all();
+    }
+
+    /// Divides what recorders may remember among the walkers that may have something to record.
+    fn share_memory(&mut self) {
+        let declared = |walk: &Walk| walk.plan.is_some_and(|plan| self.plans[plan].declared);
+        let share = CycleRecorder::share(self.walkers.iter().filter(|walk| !declared(walk)).count());
+        if share != self.share {
+            self.share = share;
+            self.walkers.iter_mut().for_each(|walk| walk.recorder.remember_most(share));
+        }
     }
 
     fn forget_left(&mut self) {
@@ -655,7 +671,8 @@ impl Policy for PlanPolicy {
         let known = self.walkers.iter().position(|walk| walk.id == walker);
         self.current = known.unwrap_or(self.walkers.len());
         if known.is_none() {
-            self.walkers.push(Walk::new(walker));
+            self.walkers.push(Walk::new(walker, self.share));
+            self.share_memory();
         }
     }
 
@@ -665,6 +682,7 @@ impl Policy for PlanPolicy {
         if walker != WalkerId::DEFAULT {
             self.walkers.remove(at);
             self.current = 0;
+            self.share_memory();
         }
         if self.walkers.len() == 1 {
             // Nobody is left to compare it with.
@@ -700,7 +718,7 @@ impl Policy for PlanPolicy {
                 self.leave(self.current, true);
             } else if !suspended {
                 let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
-                if doubted && CycleRecorder::may_be_a_part(active.len()) {
+                if doubted && walk.recorder.may_be_a_part(active.len()) {
                     walk.recorder.push_believed(number);
                 } else if !walk.recorder.is_empty() {
                     walk.recorder.clear();
