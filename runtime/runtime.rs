@@ -53,6 +53,8 @@ pub(crate) struct Shared {
     /// What settings follow from, but for the device budget.
     wanted: Wanted,
     chosen: Chosen<PageSize>,
+    /// What they were last, with a device tier of so many frames.
+    settings: Mutex<(u32, Settings)>,
     /// Frames of the largest device budget so far.
     most_frames: AtomicU32,
 }
@@ -391,7 +393,8 @@ impl Runtime {
                 scratch: Mutex::new(None),
                 host_budget: Bytes::new(u64::from(host_frames) * page_bytes),
                 wanted,
-                chosen: settings.page_size,
+                chosen: settings.page_size.clone(),
+                settings: Mutex::new((frames, settings)),
                 most_frames: AtomicU32::new(frames),
             }),
         })
@@ -914,9 +917,18 @@ impl Runtime {
         }
     }
 
-    /// With a device tier of `frames`.
+    /// With a device tier of `frames`. To write the reasons takes longer than all else that [`stats`](Self::stats) tells, so they
+    /// are kept for as long as they hold.
     fn settings(&self, frames: u32) -> Settings {
-        self.shared.wanted.settings(self.shared.chosen.clone(), frames)
+        let found = || self.shared.wanted.settings(self.shared.chosen.clone(), frames);
+        if !self.engine().is_at_home() {
+            return found();
+        }
+        let mut last = self.shared.settings.lock();
+        if last.0 != frames {
+            *last = (frames, found());
+        }
+        last.1.clone()
     }
 
     /// What the scratch file in memory holds. Nothing in a child by `fork`, where a thread that is not there may hold the

@@ -2,8 +2,9 @@
 //! what memory there is. Each comes with its reason.
 
 use std::fmt;
+use std::sync::Arc;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::config::Lookahead;
 use crate::ids::{Bytes, PageSize};
@@ -14,8 +15,13 @@ use crate::store::DiskProfile;
 pub struct Chosen<T> {
     /// The setting.
     pub value: T,
-    /// Why.
-    pub reason: String,
+    /// Why. Written once, and shared by all who are told.
+    #[serde(serialize_with = "as_text")]
+    pub reason: Arc<str>,
+}
+
+fn as_text<S: Serializer>(text: &str, to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(text)
 }
 
 impl<T: fmt::Display> fmt::Display for Chosen<T> {
@@ -104,7 +110,7 @@ impl Wanted {
 
     /// The size of pages.
     pub fn page_size(&self) -> Chosen<PageSize> {
-        let chosen = |value, reason: String| Chosen { value, reason };
+        let chosen = |value, reason: String| Chosen { value, reason: reason.into() };
         if let Some(asked) = self.page_size {
             return chosen(asked, "asked for".into());
         }
@@ -140,7 +146,7 @@ impl Wanted {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
                 let pages = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                Chosen { value: pages as u32, reason: format!("{needs}, from {DEPTH_LEAST} to {DEPTH_MOST} reads") }
+                Chosen { value: pages as u32, reason: format!("{needs}, from {DEPTH_LEAST} to {DEPTH_MOST} reads").into() }
             }
         };
         let pages = self.lookahead.pages_where(page, frames, self.in_flight());
@@ -149,11 +155,11 @@ impl Wanted {
             Lookahead::Auto => format!("{needs}; a part of {frames} frames"),
             _ => "asked for".to_owned(),
         };
-        let lookahead = Chosen { value: bytes(pages), reason };
+        let lookahead = Chosen { value: bytes(pages), reason: reason.into() };
         let share = (u64::from(frames) / STEP_SHARE).min(page.pages_for(STEP.get())).max(2);
         let step = Chosen {
             value: bytes(share as u32),
-            reason: format!("{STEP}, but no more than 1/{STEP_SHARE} of the device budget, and two pages"),
+            reason: format!("{STEP}, but no more than 1/{STEP_SHARE} of the device budget, and two pages").into(),
         };
         Settings { page_size, lookahead, depth, step, disk: self.disk }
     }
@@ -202,7 +208,7 @@ mod tests {
         let settings = Wanted { lookahead: Lookahead::Off, ..wanted }.settings(wanted.page_size(), 1000);
         assert_eq!((settings.page_size.value, settings.depth.value), (asked, 3));
         assert_eq!(settings.lookahead.value, Bytes::ZERO);
-        assert_eq!(settings.page_size.reason, "asked for");
+        assert_eq!(&*settings.page_size.reason, "asked for");
         // Without a model pages are as they always are.
         let none = Wanted { page_size: None, model: false, ..wanted };
         assert_eq!(none.page_size().value, PageSize::DEFAULT);
@@ -212,7 +218,7 @@ mod tests {
     fn as_much_is_in_flight_as_the_disk_needs() {
         let of = |disk, size| {
             let wanted = wanted(Bytes::gib(1), Some(disk));
-            let page = Chosen { value: PageSize::new(size).unwrap(), reason: String::new() };
+            let page = Chosen { value: PageSize::new(size).unwrap(), reason: "".into() };
             let frames = page.value.pages_for(Bytes::gib(1).get()) as u32;
             let settings = wanted.settings(page, frames);
             (settings.depth.value, settings.lookahead.value)

@@ -506,11 +506,21 @@ fn settings_that_nobody_made_are_chosen_and_told() {
         assert_eq!(stats.settings.disk, disk);
         let reasons = [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
         assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
+        // Reasons are not written anew for each look.
+        let again = runtime.stats().settings;
+        let shared = [
+            (&stats.settings.page_size.reason, &again.page_size.reason),
+            (&stats.settings.lookahead.reason, &again.lookahead.reason),
+            (&stats.settings.depth.reason, &again.depth.reason),
+            (&stats.settings.step.reason, &again.step.reason),
+        ];
+        assert!(shared.iter().all(|(one, other)| Arc::ptr_eq(one, other)), "{again:?}");
         // They follow the budget, but for the size of pages.
         runtime.set_device_budget(Bytes::mib(2 * budget)).unwrap();
         let after = runtime.stats();
         assert_eq!((after.page_size, after.lookahead), (stats.page_size, after.settings.lookahead.value));
         assert!(after.lookahead >= stats.lookahead, "{budget}: {:?}", after.settings);
+        assert_ne!(after.settings.lookahead.reason, again.lookahead.reason);
         let model = runtime.open_parsed(header.clone()).unwrap();
         for header in &model.header().tensors {
             let tensor = model.tensor(&header.name).unwrap();
