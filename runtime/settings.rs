@@ -146,7 +146,10 @@ impl Wanted {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
                 let pages = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                Chosen { value: pages as u32, reason: format!("{needs}, from {DEPTH_LEAST} to {DEPTH_MOST} reads").into() }
+                Chosen {
+                    value: pages as u32,
+                    reason: format!("{needs}, from {DEPTH_LEAST} to {DEPTH_MOST} reads").into(),
+                }
             }
         };
         let pages = self.lookahead.pages_where(page, frames, self.in_flight());

@@ -21,9 +21,11 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result, closest};
 
 pub mod gguf;
+pub(crate) mod names;
 mod open;
 pub mod safetensors;
 
+use names::Expert;
 pub use open::open;
 
 /// A tensor as a model file declares it.
@@ -51,12 +53,14 @@ impl TensorHeader {
 
     /// Of a tensor of experts of which a pass uses only those that its tokens draw, the bytes that one of them has. GGUF keeps a
     /// layer's experts in one tensor (`blk.0.ffn_up_exps.weight`), safetensors each in its own (`mlp.experts.3.up_proj.weight`).
+    ///
+    /// None of what an expert has only numbers of, such as a bias, nor of what all tokens use.
     pub fn expert_piece(&self) -> Option<u64> {
-        if self.name.contains("_exps.") {
-            return self.shape.first().filter(|_| self.shape.len() == 3).and_then(|count| self.len.checked_div(*count));
-        }
-        let (_, one) = self.name.split_once(".experts.")?;
-        one.starts_with(|first: char| first.is_ascii_digit()).then_some(self.len)
+        let piece = match names::expert(&self.name)? {
+            Expert::All => self.shape.first().filter(|_| self.shape.len() >= 3).and_then(|n| self.len.checked_div(*n)),
+            Expert::One(_) => Some(self.len).filter(|_| self.shape.len() >= 2),
+        };
+        piece.filter(|bytes| *bytes > 0)
     }
 
     /// The byte behind its last one, from the start of the file.
@@ -313,6 +317,31 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
+
+    #[test]
+    fn what_one_expert_has_of_a_tensor() {
+        let piece = |name: &str, shape: &[u64]| {
+            let len = 2 * shape.iter().product::<u64>();
+            TensorHeader { name: name.into(), dtype: DType::F16, shape: shape.to_vec(), file: 0, offset: 0, len }
+                .expert_piece()
+        };
+        assert_eq!(piece("blk.0.ffn_gate_exps.weight", &[8, 64, 32]), Some(2 * 64 * 32));
+        assert_eq!(piece("blk.0.ffn_gate.3.weight", &[64, 32]), Some(2 * 64 * 32));
+        assert_eq!(piece("model.layers.0.block_sparse_moe.experts.7.w1.weight", &[64, 32]), Some(2 * 64 * 32));
+        assert_eq!(piece("model.layers.0.mlp.experts.gate_up_proj", &[8, 32, 128]), Some(2 * 32 * 128));
+        for (name, shape) in [
+            ("blk.0.ffn_gate_exps.bias", &[8, 64][..]),
+            ("blk.0.ffn_norm_exps.weight", &[64]),
+            ("blk.0.ffn_gate_exps.weight", &[0, 64, 32]),
+            ("blk.0.ffn_gate_exps.weight", &[]),
+            ("blk.0.ffn_gate.weight", &[64, 32]),
+            ("blk.0.ffn_gate_shexp.weight", &[64, 32]),
+            ("model.layers.0.mlp.experts.3.up_proj.bias", &[64]),
+            ("model.layers.0.mlp.shared_experts.0.up_proj.weight", &[64, 32]),
+        ] {
+            assert_eq!(piece(name, shape), None, "{name} {shape:?}");
+        }
+    }
 
     #[test]
     fn regression_the_closest_name_is_the_one_of_fewest_edits() {

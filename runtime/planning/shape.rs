@@ -7,9 +7,9 @@ use serde_json::{Map, Value};
 use super::experts::Experts;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::names::expert;
 use crate::format::{Metadata, ModelHeader, TensorHeader, gguf};
 use crate::ids::Bytes;
-use crate::sim::is_routed_expert;
 
 /// The sizes of a transformer that its memory and its time depend on. All counts are from 1 up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -322,7 +322,7 @@ impl Stored {
             if seen.insert(place(tensor)) {
                 parameters = parameters.saturating_add(tensor.elements());
                 weights = weights.saturating_add(tensor.len);
-                if is_routed_expert(&tensor.name) {
+                if expert(&tensor.name).is_some() {
                     of_experts.0 = of_experts.0.saturating_add(tensor.elements());
                     of_experts.1 = of_experts.1.saturating_add(tensor.len);
                 }

@@ -33,6 +33,7 @@ use integer_encoding::{VarInt, VarIntReader};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::names::expert;
 use crate::format::{ModelHeader, TensorHeader};
 use crate::ids::{Bytes, PageId, PageSize, SegmentId};
 use crate::pager::{PageUse, PageUses};
@@ -205,7 +206,7 @@ impl TensorClass {
             Self::Embedding
         } else if has(&["norm"]) {
             Self::Norm
-        } else if has(&["_exps.", ".experts."]) {
+        } else if expert(name).is_some() {
             Self::Experts
         } else if has(&["attn"]) {
             Self::Attention

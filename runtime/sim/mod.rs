@@ -52,7 +52,6 @@ pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
 pub use simulate::{Flow, Guest, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
 pub use trace::{LINE_BYTES_MAX, Trace};
 pub use weights::ClassBytes;
-pub(crate) use workload::is_routed_expert;
 pub use workload::{Even, Share, Span, Step, Workload};
 
 /// Uses of a trace, and how many found their page.

@@ -30,6 +30,7 @@ use super::capture::TensorClass;
 use super::long::{LongTrace, LongTraceWriter, Progress};
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::format::ModelHeader;
+use crate::format::names::{Expert, expert};
 use crate::ids::PageSize;
 
 /// What a synthetic workload is like.
@@ -203,7 +204,10 @@ impl Layout {
             let layer = tensor.name.split('.').find_map(|word| word.parse().ok());
             let rows = tensor.shape.first().copied().unwrap_or(1);
             let part = |expert, offset, len| Part { class, layer, expert, offset, len, rows };
-            let named = tensor.name.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next()?.parse().ok());
+            let named = match expert(&tensor.name) {
+                Some(Expert::One(number)) => Some(u64::from(number)),
+                _ => None,
+            };
             match named {
                 Some(expert) if expert < EXPERTS_MAX => parts.push(part(Some(expert), offset, tensor.len)),
                 None if class == TensorClass::Experts && (2..EXPERTS_MAX).contains(&rows) => {

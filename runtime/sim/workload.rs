@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::names::{Expert, Role, role};
 use crate::format::{Metadata, ModelHeader, TensorHeader};
 use crate::ids::SegmentClass;
 use crate::pager::Backing;
@@ -183,12 +184,12 @@ impl Workload {
                 _ => Share::All,
             };
             let step = Step { spans: vec![span(tensor)], share, writes: false };
-            let place = if layered { role.place() } else { Place::default() };
+            let used_at = if layered { place(*role) } else { Place::default() };
             if *role == Role::Embedding && layered && tied {
                 let output = Step { share: Share::All, ..step.clone() };
-                steps.push(((Role::Output.place(), at), output));
+                steps.push(((place(Role::Output), at), output));
             }
-            steps.push(((place, at), step));
+            steps.push(((used_at, at), step));
         }
         steps.sort_by_key(|(order, _)| *order);
         let segments = model.files.iter().map(|file| (Backing::File, file.len)).collect();
@@ -257,96 +258,19 @@ fn experts_of(metadata: &Metadata) -> Option<u32> {
     metadata.get_u32(key).filter(|used| *used > 0)
 }
 
-/// Whether a tensor of this name holds experts that are routed to: a pass uses only those that its tokens draw. An expert
-/// that all tokens share is none.
-pub(crate) fn is_routed_expert(name: &str) -> bool {
-    matches!(role(name), Role::Layer { expert: Some(_), .. })
-}
-
-/// The part a tensor plays in a pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Role {
-    Embedding,
-    Other,
-    Layer { layer: u32, part: u32, expert: Option<Expert> },
-    Norm,
-    Output,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Expert {
-    /// The tensor holds all of a layer's experts.
-    All,
-    /// It belongs to one.
-    One(u32),
-}
-
 /// Where in a pass a tensor is used: stage, layer, expert, part.
 type Place = (u32, u32, u32, u32);
 
-impl Role {
-    fn place(self) -> Place {
-        match self {
-            Self::Embedding => (0, 0, 0, 0),
-            Self::Other => (1, 0, 0, 0),
-            Self::Layer { layer, part, expert: Some(Expert::One(n)) } => (2, layer, n + 1, part),
-            // What all experts share, and what comes after them.
-            Self::Layer { layer, part, .. } => (2, layer, 0, part),
-            Self::Norm => (3, 0, 0, 0),
-            Self::Output => (4, 0, 0, 0),
-        }
+fn place(role: Role) -> Place {
+    match role {
+        Role::Embedding => (0, 0, 0, 0),
+        Role::Other => (1, 0, 0, 0),
+        Role::Layer { layer, part, expert: Some(Expert::One(n)) } => (2, layer, n + 1, part),
+        // What all experts share, and what comes after them.
+        Role::Layer { layer, part, .. } => (2, layer, 0, part),
+        Role::Norm => (3, 0, 0, 0),
+        Role::Output => (4, 0, 0, 0),
     }
-}
-
-/// Parts of a layer in the order of their use, by what their names begin with behind the layer's number.
-const PARTS: [&[&str]; 12] = [
-    &["attn_norm", "input_layernorm"],
-    &["attn_qkv", "attn_q.", "self_attn.q_proj", "attn_q_a", "self_attn.q_a_proj"],
-    &["attn_k.", "self_attn.k_proj", "attn_kv", "self_attn.kv_a_proj", "self_attn.kv_b_proj"],
-    &["attn_v.", "self_attn.v_proj"],
-    &["attn_q_norm", "self_attn.q_norm"],
-    &["attn_k_norm", "self_attn.k_norm"],
-    &["attn_output", "self_attn.o_proj"],
-    &["ffn_norm", "post_attention_layernorm"],
-    &["ffn_gate_inp", "mlp.gate.", "block_sparse_moe.gate."],
-    &["ffn_gate", "mlp.gate_proj", "mlp.experts", "block_sparse_moe.experts"],
-    &["ffn_up", "mlp.up_proj"],
-    &["ffn_down", "mlp.down_proj"],
-];
-
-fn role(name: &str) -> Role {
-    match name.split_once('.').map_or(name, |(first, _)| first) {
-        "token_embd" => return Role::Embedding,
-        "output_norm" => return Role::Norm,
-        "output" | "lm_head" => return Role::Output,
-        _ => {}
-    }
-    let name = name.strip_prefix("language_model.").unwrap_or(name);
-    if name.starts_with("model.embed_tokens.") {
-        return Role::Embedding;
-    }
-    if name.starts_with("model.norm.") {
-        return Role::Norm;
-    }
-    let rest = name.strip_prefix("blk.").or_else(|| name.strip_prefix("model.layers."));
-    let Some((number, inside)) = rest.and_then(|rest| rest.split_once('.')) else { return Role::Other };
-    let Ok(layer) = number.parse() else { return Role::Other };
-    let listed = PARTS.iter().position(|names| names.iter().any(|start| inside.starts_with(start)));
-    let mut part = listed.unwrap_or(PARTS.len()) as u32;
-    let mut expert = inside.split('.').next().filter(|part| part.ends_with("_exps")).map(|_| Expert::All);
-    if inside.split('.').any(|part| part == "experts") {
-        expert = Some(Expert::All);
-    }
-    if let Some((_, of_one)) = inside.split_once("experts.")
-        && let Some((number, projection)) = of_one.split_once('.')
-        && let Ok(number @ 0..0x00FF_FFFF) = number.parse()
-    {
-        expert = Some(Expert::One(number));
-        // gate, up, down; or w1, w3, w2.
-        let order = [["gate", "w1"], ["up", "w3"], ["down", "w2"]];
-        part = order.iter().position(|names| names.iter().any(|name| projection.starts_with(name))).unwrap_or(3) as u32;
-    }
-    Role::Layer { layer, part, expert }
 }
 
 #[cfg(test)]
@@ -354,7 +278,7 @@ mod tests {
     use super::*;
 
     fn places(names: &[&str]) -> Vec<Place> {
-        names.iter().map(|name| role(name).place()).collect()
+        names.iter().map(|name| place(role(name))).collect()
     }
 
     #[test]
@@ -398,22 +322,6 @@ mod tests {
             "lm_head.weight",
         ];
         assert!(places(&hub).windows(2).all(|pair| pair[0] < pair[1]), "{:?}", places(&hub));
-    }
-
-    #[test]
-    fn experts_are_known_by_their_names() {
-        let expert = |name: &str| match role(name) {
-            Role::Layer { expert, .. } => expert,
-            other => panic!("{name}: {other:?}"),
-        };
-        assert_eq!(expert("blk.4.ffn_up_exps.weight"), Some(Expert::All));
-        assert_eq!(expert("blk.4.ffn_up_shexp.weight"), None);
-        assert_eq!(expert("model.layers.4.mlp.experts.gate_up_proj"), Some(Expert::All));
-        assert_eq!(expert("model.layers.4.mlp.shared_experts.up_proj.weight"), None);
-        assert_eq!(expert("model.layers.4.mlp.experts.17.up_proj.weight"), Some(Expert::One(17)));
-        assert_eq!(expert("model.layers.4.block_sparse_moe.experts.2.w3.weight"), Some(Expert::One(2)));
-        assert_eq!(role("blk.x.attn_q.weight"), Role::Other);
-        assert_eq!(role("t7"), Role::Other);
     }
 
     #[test]
