@@ -703,7 +703,8 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::format::{FileState, Metadata};
+    use crate::dtype::DType;
+    use crate::format::{FileState, Metadata, TensorHeader};
 
     #[test]
     fn regression_of_a_model_on_several_disks_the_slowest_counts() {
@@ -724,6 +725,40 @@ mod tests {
         let files = vec![file("a", "/", 10), file("b", "/proc", 5), file("c", "/", 20), file("d", "/proc", 3)];
         let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
         assert_eq!(Measure::of(&header).files, [PathBuf::from("c"), PathBuf::from("b")]);
+    }
+
+    /// A mixture of 30 billion weights in 17.3 GiB, of which one expert's part of a tensor is 864 KiB: with all of it resident,
+    /// pages of half a MiB would be more than the kernel allows.
+    #[test]
+    fn regression_a_mixtures_pages_are_no_smaller_than_mappings_allow() {
+        let state = FileState::of(&fs::metadata("/").unwrap());
+        let (shape, len) = (vec![128, 768, 2048], 128 * 768 * 2048 * 9 / 16);
+        let tensor = |layer: u64| TensorHeader {
+            name: format!("blk.{layer}.ffn_up_exps.weight"),
+            dtype: DType::Q4_K,
+            shape: shape.clone(),
+            file: 0,
+            offset: layer * len,
+            len,
+        };
+        let files = vec![ModelFile { path: "model".into(), len: 48 * len, state }];
+        let tensors = (0..48).map(tensor).collect();
+        let header = ModelHeader::new(files, tensors, Metadata::Safetensors(BTreeMap::new())).unwrap();
+        let disk = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
+        let builder = Runtime::builder().for_model(&header).disk(disk);
+        let Some(frames) = HostDevice::frames_left() else { return eprintln!("SKIPPED: /proc/self/maps is not there") };
+        let limit = frames << 19;
+        for (budget, page) in [
+            (Bytes::gib(1), 512),
+            (Bytes::new(limit / 2), 512),
+            (Bytes::new(limit + limit / 10), 1024),
+            (Bytes::new(2 * limit + limit / 10), 2048),
+            (Bytes::new(4 * limit + limit / 10), 4096),
+        ] {
+            let chosen = builder.clone().device_budget(budget).settings().unwrap().page_size;
+            assert_eq!(chosen.value.bytes() >> 10, page, "{budget}: {chosen:?}");
+            assert!(page == 512 || chosen.reason.contains("vm.max_map_count"), "{chosen:?}");
+        }
     }
 
     /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on it.

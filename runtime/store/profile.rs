@@ -13,6 +13,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::{Condvar, Mutex};
 use serde::{Serialize, Serializer};
 
 use super::file::{filesystem_name, is_memory, open_direct};
@@ -51,9 +52,12 @@ const NEARLY_ALL: f64 = 0.9;
 const SIDE_BY_SIDE: f64 = 1.5;
 /// Of a large read, the part at least that is taken to be the transfer and not the beginning.
 const TRANSFER_LEAST: f64 = 0.25;
-/// Measurements that have not ended. More are not begun: each has a buffer and threads.
-const UNDER_WAY_MOST: u32 = 4;
+/// Threads that have not ended. More are not begun.
+const UNDER_WAY_MOST: u32 = 64;
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+/// Disks that are being measured.
+static MEASURED_NOW: Mutex<Vec<String>> = Mutex::new(Vec::new());
+static TURN_ENDED: Condvar = Condvar::new();
 
 /// What a disk needs to be read at its full rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -105,7 +109,9 @@ impl DiskProfile {
     pub fn measure(path: &Path) -> Result<Option<Self>> {
         let path = path.to_owned();
         said(within(WAIT, &format!("measure the disk of {}", path.display()), move |end| {
-            measured(&path, open(&path)?, &StoreOptions::new(IoBackend::Auto), end)
+            let file = open(&path)?;
+            let _turn = Turn::await_until(&Disk::of(&file, &path)?, end)?;
+            measured(&path, file, &StoreOptions::new(IoBackend::Auto), end)
         }))
     }
 
@@ -139,14 +145,19 @@ impl DiskProfile {
             let file = open(&path)?;
             let disk = Disk::of(&file, &path)?;
             let since_1970 = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            let mut note = disk.note();
-            if let Some(profile) = note.believed(since_1970()) {
+            let believed = || disk.note().believed(since_1970());
+            if let Some(profile) = believed() {
+                return Ok(profile);
+            }
+            let _turn = Turn::await_until(&disk, end)?;
+            // Whoever had the turn before has measured it.
+            if let Some(profile) = believed() {
                 return Ok(profile);
             }
             let profile = measured(&path, file, &StoreOptions::new(backend), end)?;
             tracing::info!(path = %path.display(), ?profile, "disk measured");
             // Another process may have measured meanwhile.
-            note = disk.note();
+            let mut note = disk.note();
             note.add(profile, since_1970());
             disk.remember(&note);
             Ok(note.best(since_1970()).unwrap_or(profile))
@@ -192,7 +203,7 @@ fn open(path: &Path) -> Result<File> {
     file.map_err(|cause| Error::io(format!("open {}", path.display()), cause))
 }
 
-/// Measurements that have not ended are counted.
+/// Threads that have not ended are counted.
 struct UnderWay;
 
 impl UnderWay {
@@ -201,7 +212,7 @@ impl UnderWay {
         if UNDER_WAY.fetch_add(1, Ordering::Relaxed) < UNDER_WAY_MOST {
             return Ok(one);
         }
-        Err(Error::new(ErrorKind::TimedOut, format!("{UNDER_WAY_MOST} other measurements of disks have not ended"))
+        Err(Error::new(ErrorKind::TimedOut, format!("{UNDER_WAY_MOST} threads that ask for disks have not ended"))
             .remedy("check their disks or network file systems; the kernel log says more"))
     }
 }
@@ -209,6 +220,33 @@ impl UnderWay {
 impl Drop for UnderWay {
     fn drop(&mut self) {
         UNDER_WAY.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A disk is measured by one at a time: two would be in each other's way.
+struct Turn(String);
+
+impl Turn {
+    fn await_until(disk: &Disk, end: Instant) -> Result<Self> {
+        let late = || {
+            Error::new(ErrorKind::TimedOut, "another measurement of this disk has not ended")
+                .remedy("check the disk or the network file system; the kernel log says more")
+        };
+        let mut now = MEASURED_NOW.try_lock_until(end).ok_or_else(late)?;
+        while now.iter().any(|other| other == disk.identity()) {
+            if TURN_ENDED.wait_until(&mut now, end).timed_out() {
+                return Err(late());
+            }
+        }
+        now.push(disk.identity().to_owned());
+        Ok(Self(disk.identity().to_owned()))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        MEASURED_NOW.lock().retain(|disk| *disk != self.0);
+        TURN_ENDED.notify_all();
     }
 }
 
@@ -299,8 +337,8 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
     Ok(DiskProfile::from_times(small, large, &points))
 }
 
-/// Where the parts of a file begin and end that are not holes, nor room that was never written: to read those is to read no disk. All of it where
-/// the file system does not say.
+/// Where the parts of a file begin and end that are not holes, nor room that was never written: to read those is to read no
+/// disk. All of it where the file system does not say.
 fn written(file: &File, len: u64) -> Vec<(u64, u64)> {
     let seek = |at: u64, whence| {
         // SAFETY: the descriptor is open for as long as `file` is borrowed; the call touches no memory of ours.
@@ -379,8 +417,6 @@ impl Iterator for Blocks {
 mod tests {
     use std::io::{Seek, SeekFrom, Write};
     use std::sync::Arc;
-
-    use parking_lot::Mutex;
 
     use super::*;
     use crate::store::{CallHook, Injected, IoCall};
@@ -484,6 +520,11 @@ mod tests {
         }
     }
 
+    fn can_be_measured(path: &Path) -> bool {
+        let file = open(path).unwrap();
+        !is_memory(&filesystem_name(&file)) && open_direct(&file, false).is_ok()
+    }
+
     fn file_of(folder: &Path, len: u64) -> PathBuf {
         let path = folder.join("file");
         let mut file = File::create_new(&path).unwrap();
@@ -496,7 +537,7 @@ mod tests {
     fn regression_a_disk_that_does_not_answer_holds_nobody_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = file_of(folder.path(), 40 * MIB);
-        if DiskProfile::measure(&path).unwrap().is_none() {
+        if !can_be_measured(&path) {
             return eprintln!("SKIPPED: {} is on no disk that can be measured", path.display());
         }
         let (release, stuck) = mpsc::channel();
@@ -519,10 +560,32 @@ mod tests {
     }
 
     #[test]
+    fn regression_those_that_ask_at_once_get_one_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file_of(folder.path(), 40 * MIB);
+        let answers: Vec<_> = thread::scope(|scope| {
+            let asking: Vec<_> = (0..8).map(|_| scope.spawn(|| DiskProfile::of(&path))).collect();
+            asking.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        // Beside other work it may take longer than anybody waits.
+        let known: Vec<_> = answers.iter().flatten().collect();
+        assert!(known.windows(2).all(|two| two[0] == two[1]), "{answers:?}");
+        let late = |error: &Error| error.kind() == ErrorKind::TimedOut;
+        assert!(answers.iter().all(|answer| answer.as_ref().err().is_none_or(late)), "{answers:?}");
+        // Whoever holds a turn for ever holds up its disk only, and not for ever.
+        let disk = Disk::of(&open(&path).unwrap(), &path).unwrap();
+        let _turn = Turn::await_until(&disk, Instant::now() + WAIT).unwrap();
+        let late = Turn::await_until(&disk, Instant::now()).err().map(|error| error.kind());
+        assert_eq!(late, Some(ErrorKind::TimedOut));
+        let other = Disk::of(&open(Path::new("/proc")).unwrap(), &path).unwrap();
+        assert!(Turn::await_until(&other, Instant::now() + WAIT).is_ok());
+    }
+
+    #[test]
     fn a_disk_that_fails_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = file_of(folder.path(), 40 * MIB);
-        if DiskProfile::measure(&path).unwrap().is_none() {
+        if !can_be_measured(&path) {
             return eprintln!("SKIPPED: {} is on no disk that can be measured", path.display());
         }
         let options = StoreOptions::new(IoBackend::Threads).hook(Arc::new(Broken));

@@ -159,6 +159,10 @@ impl Disk {
         Ok(Self { identity, note: cache_folder().map(|folder| folder.join(name)) })
     }
 
+    pub fn identity(&self) -> &str {
+        &self.identity
+    }
+
     /// What is known of it.
     pub fn note(&self) -> Note {
         let written =
