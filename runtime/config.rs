@@ -1,14 +1,16 @@
 //! How to open a runtime.
 
+use std::cmp::Reverse;
+use std::collections::HashSet;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::device::{CudaDeviceSelector, DeviceHook, HostDevice, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{ModelHeader, TensorHeader};
+use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
@@ -300,6 +302,47 @@ impl fmt::Debug for PolicyChoice {
 /// Longer than a drive that recovers takes, and its driver's own tries.
 const IO_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// The disks of a model, measured at most once for a builder and its clones.
+#[derive(Debug, Default)]
+struct Measure {
+    /// A file on each disk.
+    files: Vec<PathBuf>,
+    /// What the slowest needs, or why that is not known.
+    found: OnceLock<std::result::Result<DiskProfile, Arc<str>>>,
+}
+
+impl Measure {
+    /// The largest file on each disk tells most about it.
+    fn of(header: &ModelHeader) -> Self {
+        let mut files: Vec<&ModelFile> = header.files.iter().collect();
+        files.sort_by_key(|file| Reverse(file.len));
+        let mut disks = HashSet::new();
+        files.retain(|file| disks.insert(file.state.device()));
+        Self { files: files.into_iter().map(|file| file.path.clone()).collect(), found: OnceLock::new() }
+    }
+
+    /// Settings have their defaults where this fails, and a runtime opens as well.
+    fn found(&self, backend: IoBackend) -> std::result::Result<DiskProfile, Arc<str>> {
+        let look = || {
+            let found = self.files.iter().map(|file| DiskProfile::of_disk(file, backend));
+            slowest(found).map_err(|error| {
+                let why = error.map_or_else(|| "the model has no file".to_owned(), |error| error.to_string());
+                tracing::info!(why, "no disk is measured");
+                why.into()
+            })
+        };
+        self.found.get_or_init(look).clone()
+    }
+}
+
+/// A pass waits for the slowest of its disks. If none is known, the first one's error.
+fn slowest(found: impl Iterator<Item = Result<DiskProfile>>) -> std::result::Result<DiskProfile, Option<Error>> {
+    let mut first = None;
+    let known = found.filter_map(|found| found.map_err(|error| first.get_or_insert(error).clone()).ok());
+    let slowest = known.min_by_key(|disk| disk.bytes_per_second);
+    slowest.ok_or(first)
+}
+
 /// Opens a [`Runtime`]. Every setting has a default; the device budget's is 1 GiB.
 #[derive(Clone)]
 #[must_use]
@@ -309,7 +352,7 @@ pub struct RuntimeBuilder {
     pub(crate) device_budget: DeviceBudget,
     pub(crate) host_budget: Bytes,
     pub(crate) page_size: Option<PageSize>,
-    pub(crate) model: Option<PathBuf>,
+    model: Option<Arc<Measure>>,
     pub(crate) piece: Option<Bytes>,
     pub(crate) disk: Option<DiskProfile>,
     pub(crate) policy: PolicyChoice,
@@ -396,16 +439,23 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Bytes of a page. Unless it is set, [`PageSize::DEFAULT`], or what [`for_model`](Self::for_model) says.
+    /// Bytes of a page. Unless it is set, [`PageSize::DEFAULT`], or what [`for_model`](Self::for_model) or [`disk`](Self::disk)
+    /// says.
     pub fn page_size(mut self, size: PageSize) -> Self {
         self.page_size = Some(size);
         self
     }
 
     /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs, what the device
-    /// budget holds, and how large its experts are, if it has any. The disk is measured for that, within a fifth of a second, once a day; what was measured is kept in
-    /// `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`). What was chosen, and why, is in
+    /// budget holds, how many frames the kernel allows, and how large the model's experts are, if it has any. The disk is
+    /// [measured](DiskProfile::measure) for that, within a quarter of a second as a rule and a second in any case, unless that is
+    /// [remembered](DiskProfile::remembered_in), or all that depends on it is set. Of a model on several disks the slowest counts.
+    /// A builder and its clones measure once, at the first [`settings`](Self::settings) or [`open`](Self::open). Where it cannot be
+    /// measured, settings have their defaults, and say why. What was chosen, and why, is in
     /// [`Stats::settings`](crate::Stats::settings).
+    ///
+    /// To have a disk measured anew, [forget](DiskProfile::forget) it, as `outcore doctor` does, or give what
+    /// [`DiskProfile::measure`] finds to [`disk`](Self::disk).
     ///
     /// ```no_run
     /// use outcore::{Bytes, Runtime, format};
@@ -418,9 +468,8 @@ impl RuntimeBuilder {
     /// # Ok::<(), outcore::Error>(())
     /// ```
     pub fn for_model(mut self, header: &ModelHeader) -> Self {
-        // The largest tells most about the disk.
-        self.model = header.files.iter().max_by_key(|file| file.len).map(|file| file.path.clone());
-        self.piece = header.tensors.iter().filter_map(TensorHeader::expert_piece).min().map(Bytes::new);
+        self.model = Some(Arc::new(Measure::of(header)));
+        self.piece = header.expert_piece();
         self
     }
 
@@ -434,9 +483,9 @@ impl RuntimeBuilder {
     /// known by then, nor is what a GPU holds.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what reading the model's file reports.
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page.
     pub fn settings(&self) -> Result<Settings> {
-        let wanted = self.wanted()?;
+        let wanted = self.wanted();
         let page_size = wanted.page_size();
         let frames = match self.device_budget {
             DeviceBudget::Bytes(budget) => {
@@ -449,22 +498,35 @@ impl RuntimeBuilder {
     }
 
     /// What settings are chosen from.
-    pub(crate) fn wanted(&self) -> Result<Wanted> {
+    pub(crate) fn wanted(&self) -> Wanted {
         let budget = match (&self.device, self.device_budget) {
             (DeviceChoice::Cuda(_), _) | (_, DeviceBudget::Free { .. }) => None,
             (_, DeviceBudget::Bytes(budget)) => Some(budget),
         };
-        let measured = || self.model.as_deref().map(DiskProfile::of).transpose();
-        let disk = if self.disk.is_some() { self.disk } else { measured()?.flatten() };
-        Ok(Wanted {
+        let depth = self.store.asked_depth();
+        let (disk, unknown) = match (self.disk, &self.model) {
+            (Some(disk), _) => (Some(disk), None),
+            (None, None) => (None, None),
+            (None, Some(_)) if self.page_size.is_some() && depth.is_some() && self.lookahead != Lookahead::Auto => {
+                (None, Some("no disk was measured: all that depends on it was asked for".into()))
+            }
+            (None, Some(model)) => match model.found(self.store.backend()) {
+                Ok(disk) => (Some(disk), None),
+                Err(why) => (None, Some(why)),
+            },
+        };
+        Wanted {
             page_size: self.page_size,
             lookahead: self.lookahead,
-            depth: self.store.asked_depth(),
+            depth,
             budget,
             model: self.model.is_some() || self.disk.is_some(),
             piece: self.piece,
+            // Where that cannot be told, the device is not limited either.
+            frames: HostDevice::frames_left().unwrap_or(u64::MAX),
             disk,
-        })
+            unknown,
+        }
     }
 
     /// Which page goes when a frame is needed.
@@ -648,5 +710,99 @@ impl RuntimeBuilder {
     /// store say if they cannot be opened.
     pub fn open(self) -> Result<Runtime> {
         Runtime::open(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+
+    use super::*;
+    use crate::dtype::DType;
+    use crate::format::{FileState, Metadata, TensorHeader};
+
+    #[test]
+    fn regression_of_a_model_on_several_disks_the_slowest_counts() {
+        let disk = |mib| DiskProfile::new(Bytes::mib(mib), Bytes::mib(4));
+        let failed = |what: &str| Error::new(ErrorKind::TimedOut, what);
+        let of = |found: Vec<Result<DiskProfile>>| slowest(found.into_iter());
+        assert_eq!(of(vec![Ok(disk(2000)), Ok(disk(150)), Ok(disk(900))]).unwrap(), disk(150));
+        assert_eq!(of(vec![Err(failed("one")), Ok(disk(900))]).unwrap(), disk(900));
+        let none = of(vec![Err(failed("one")), Err(failed("other"))]).unwrap_err();
+        assert!(none.is_some_and(|error| error.to_string().contains("one")));
+        assert!(of(Vec::new()).unwrap_err().is_none());
+
+        // The largest file on each.
+        let file = |path: &str, on: &str, len| {
+            let state = FileState::of(&fs::metadata(on).unwrap());
+            ModelFile { path: path.into(), len, state }
+        };
+        let files = vec![file("a", "/", 10), file("b", "/proc", 5), file("c", "/", 20), file("d", "/proc", 3)];
+        let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
+        assert_eq!(Measure::of(&header).files, [PathBuf::from("c"), PathBuf::from("b")]);
+    }
+
+    /// A mixture of 30 billion weights in 17.3 GiB, of which one expert's part of a tensor is 864 KiB: with all of it resident,
+    /// pages of half a MiB would be more than the kernel allows.
+    #[test]
+    fn regression_a_mixtures_pages_are_no_smaller_than_mappings_allow() {
+        let state = FileState::of(&fs::metadata("/").unwrap());
+        let (shape, len) = (vec![128, 768, 2048], 128 * 768 * 2048 * 9 / 16);
+        let tensor = |layer: u64| TensorHeader {
+            name: format!("blk.{layer}.ffn_up_exps.weight"),
+            dtype: DType::Q4_K,
+            shape: shape.clone(),
+            file: 0,
+            offset: layer * len,
+            len,
+        };
+        let files = vec![ModelFile { path: "model".into(), len: 48 * len, state }];
+        let tensors = (0..48).map(tensor).collect();
+        let header = ModelHeader::new(files, tensors, Metadata::Safetensors(BTreeMap::new())).unwrap();
+        let disk = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
+        let builder = Runtime::builder().for_model(&header).disk(disk);
+        let Some(frames) = HostDevice::frames_left() else { return eprintln!("SKIPPED: /proc/self/maps is not there") };
+        let limit = frames << 19;
+        for (budget, page) in [
+            (Bytes::gib(1), 512),
+            (Bytes::new(limit / 2), 512),
+            (Bytes::new(limit + limit / 10), 1024),
+            (Bytes::new(2 * limit + limit / 10), 2048),
+            (Bytes::new(4 * limit + limit / 10), 4096),
+        ] {
+            let chosen = builder.clone().device_budget(budget).settings().unwrap().page_size;
+            assert_eq!(chosen.value.bytes() >> 10, page, "{budget}: {chosen:?}");
+            assert!(page == 512 || chosen.reason.contains("vm.max_map_count"), "{chosen:?}");
+        }
+    }
+
+    /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on it.
+    #[test]
+    fn regression_settings_say_why_no_disk_was_measured_and_agree() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        fs::write(&path, "short").unwrap();
+        let state = FileState::of(&fs::metadata(&path).unwrap());
+        let files = vec![ModelFile { path: path.clone(), len: 5, state }];
+        let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
+        let builder = Runtime::builder().for_model(&header);
+        let before = builder.clone().device_budget(Bytes::mib(32)).settings().unwrap();
+        assert_eq!((before.disk, before.page_size.value), (None, PageSize::DEFAULT));
+        assert!(before.lookahead.reason.contains("model"), "{before:?}");
+        fs::remove_file(&path).unwrap();
+        assert_eq!(builder.clone().device_budget(Bytes::mib(32)).settings().unwrap(), before);
+        let runtime = builder.device_budget(Bytes::mib(32)).open().unwrap();
+        assert_eq!(runtime.stats().settings, before);
+        runtime.close().unwrap();
+        // A file that is not there is no error before the model is opened.
+        let builder = Runtime::builder().for_model(&header);
+        let reason = builder.settings().unwrap().lookahead.reason;
+        assert!(reason.contains("model") && reason != before.lookahead.reason, "{reason}");
+        // Where all was asked for, the disk is not asked.
+        let all = Runtime::builder().for_model(&header).page_size(PageSize::DEFAULT).lookahead(Lookahead::Off);
+        let all = all.store(StoreOptions::new(IoBackend::Auto).depth(crate::store::QueueDepth::ONE));
+        assert!(all.wanted().unknown.is_some_and(|why| why.contains("asked for")));
+        assert!(all.model.is_some_and(|model| model.found.get().is_none()));
     }
 }

@@ -239,6 +239,9 @@ impl Machine {
     }
 }
 
+/// How many mappings a kernel allows a process, unless it is told otherwise.
+pub(crate) const MAX_MAP_COUNT: u64 = 65_530;
+
 /// How many mappings a process may have.
 ///
 /// # Errors

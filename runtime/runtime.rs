@@ -307,7 +307,7 @@ impl Runtime {
 
     pub(crate) fn open(config: RuntimeBuilder) -> Result<Self> {
         let process = Opened::here()?;
-        let wanted = config.wanted()?;
+        let wanted = config.wanted();
         let chosen = wanted.page_size();
         let page_size = chosen.value;
         let page_bytes = page_size.bytes();

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
@@ -49,17 +50,22 @@ pub struct Settings {
 
 /// Frames that a tier has at least, where pages can be chosen so: below that, one page less is a large part of the budget.
 const FRAMES_LEAST: u64 = 12;
+/// What holds as many pages of the usual size.
+pub(crate) const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
 /// The smallest page that is chosen: below it, moving pages costs more than reading them.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
-/// A page takes the disk no longer than this, in milliseconds: so long does a fault wait for it at least.
-const PAGE_MS: u64 = 20;
+/// A page's bytes take the disk no longer than this, or than it takes the disk to begin: so long does a fault wait at least. The
+/// beginning is the same for every size, so it makes no page smaller: small reads cost most where it takes long.
+const PAGE_TIME: Duration = Duration::from_millis(20);
 /// Reads in flight with which the disk can have all it needs.
 const DEPTH_MOST: u64 = 32;
 /// What is in flight at least in any case.
 const DEPTH_LEAST: u64 = 8;
-/// What is kept in flight, of a disk's rate, in milliseconds: no disk and no system is so even that less would do. Twice what the
-/// disk needs at its best is in flight in any case.
-const IN_FLIGHT_MS: u64 = 8;
+/// What is kept in flight, of a disk's rate, for so long: no disk and no system is so even that less would do. Twice what the
+/// disk needs at its best is in flight in any case, by measurement, and by its rate and what it takes to begin.
+const IN_FLIGHT_TIME: Duration = Duration::from_millis(8);
+/// More is never in flight: the most reads there can be, of huge pages.
+const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
 /// The same of a disk of which nothing is known: a drive of 2 GB/s.
 pub(crate) const IN_FLIGHT: Bytes = Bytes::mib(16);
 /// A step's size: large enough that waking the threads that compute costs little beside it, small enough that the next step's
@@ -69,7 +75,7 @@ const STEP: Bytes = Bytes::mib(8);
 const STEP_SHARE: u64 = 32;
 
 /// What is chosen from.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Wanted {
     /// What was asked for.
     pub page_size: Option<PageSize>,
@@ -80,9 +86,19 @@ pub(crate) struct Wanted {
     pub budget: Option<Bytes>,
     /// Whether a model was named.
     pub model: bool,
-    /// Of a model with experts, the smallest part of a tensor that one of them has.
+    /// Of a model with experts, the part of a tensor that one of them has.
     pub piece: Option<Bytes>,
+    /// Frames that the kernel allows a device in this machine's memory.
+    pub frames: u64,
     pub disk: Option<DiskProfile>,
+    /// Why the disk is not known, if it should be.
+    pub unknown: Option<Arc<str>>,
+}
+
+/// What a disk reads in so long.
+fn read_within(disk: &DiskProfile, time: Duration) -> u64 {
+    let bytes = u128::from(disk.bytes_per_second.get()).saturating_mul(time.as_micros()) / 1_000_000;
+    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 /// The power of two that is not above `bytes`.
@@ -92,19 +108,29 @@ fn power_below(bytes: u64) -> u64 {
 
 /// The largest page of which a device budget in this machine's memory holds as many as there have to be, on a disk of which
 /// nothing is known: no larger than a huge page, nor than `piece`, what is used by itself of a model with experts. A larger page
-/// would bring in parts of experts that nobody asked for.
-pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>) -> PageSize {
+/// would bring in parts of experts that nobody asked for. Where that would come to more than `frames` frames, as many as the
+/// kernel allows, it is larger, whatever else it should be: smaller ones could not be had at all.
+pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>, frames: u64) -> PageSize {
     let fitting = (budget.get() / FRAMES_LEAST).min(piece.map_or(u64::MAX, Bytes::get));
     let size = power_below(fitting).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
-    PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT)
+    at_most_frames(PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT), budget, frames)
+}
+
+/// `page`, or the smallest above of which `budget` holds no more than `frames`. Where that would leave too few of them, `page`:
+/// the device then says what is wanting.
+fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
+    let larger = (0..).map_while(|doubled| PageSize::new(Bytes::new(page.bytes().checked_shl(doubled)?)).ok());
+    let allowed = larger.into_iter().find(|page| budget.get() / page.bytes() <= frames);
+    allowed.filter(|larger| budget.get() / larger.bytes() >= FRAMES_LEAST).unwrap_or(page)
 }
 
 impl Wanted {
     /// What is to be in flight for the disk's full rate.
     fn in_flight(&self) -> Bytes {
         self.disk.map_or(IN_FLIGHT, |disk| {
-            let for_a_while = disk.bytes_per_second.get().saturating_mul(IN_FLIGHT_MS) / 1000;
-            Bytes::new(disk.in_flight.get().saturating_mul(2).max(for_a_while))
+            let needed = disk.in_flight.get().max(read_within(&disk, disk.latency));
+            let bytes = needed.saturating_mul(2).max(read_within(&disk, IN_FLIGHT_TIME));
+            Bytes::new(bytes).min(IN_FLIGHT_MOST)
         })
     }
 
@@ -118,29 +144,42 @@ impl Wanted {
         let Some(budget) = self.budget.filter(|_| self.model) else {
             return chosen(usual, "a huge page; no model in this machine's memory was named".into());
         };
-        let fits = page_within(budget, self.piece);
+        let fits = page_within(budget, self.piece, u64::MAX);
         let quick = self.disk.and_then(|disk| {
-            let size = power_below(disk.bytes_per_second.get().saturating_mul(PAGE_MS) / 1000);
+            let size = power_below(read_within(&disk, disk.latency.max(PAGE_TIME)));
             PageSize::new(Bytes::new(size.clamp(PAGE_LEAST.get(), usual.bytes()))).ok()
         });
-        match quick.filter(|quick| quick.bytes() < fits.bytes()) {
-            Some(quick) => chosen(quick, format!("the disk reads no more within {PAGE_MS} ms")),
-            None if fits.bytes() < page_within(budget, None).bytes() => {
-                chosen(fits, "no larger than one expert's part of a tensor".into())
-            }
-            None if fits == usual => {
-                chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"))
-            }
-            None => chosen(fits, format!("the device budget of {budget} holds {FRAMES_LEAST} of no larger ones")),
+        let wished = quick.filter(|quick| quick.bytes() < fits.bytes()).unwrap_or(fits);
+        let allowed = at_most_frames(wished, budget, self.frames);
+        if allowed.bytes() > wished.bytes() {
+            let reason = format!(
+                "the kernel allows {} frames (vm.max_map_count); of {} the device budget of {budget} has more",
+                self.frames,
+                Bytes::new(wished.bytes())
+            );
+            return chosen(allowed, reason);
         }
+        if wished.bytes() < fits.bytes() {
+            return chosen(wished, format!("the disk reads no more within {PAGE_TIME:?}, once it has begun"));
+        }
+        if fits.bytes() < page_within(budget, None, u64::MAX).bytes() {
+            return chosen(fits, "no larger than one expert's part of a tensor".into());
+        }
+        if fits == usual {
+            return chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"));
+        }
+        chosen(fits, format!("the device budget of {budget} holds {FRAMES_LEAST} of no larger ones"))
     }
 
     /// The rest, for a device tier of `frames` pages of this size.
     pub fn settings(&self, page_size: Chosen<PageSize>, frames: u32) -> Settings {
         let page = page_size.value;
         let needs = match self.disk {
-            Some(disk) => format!("the disk reads {}/s and needs {} in flight", disk.bytes_per_second, disk.in_flight),
-            None => "no disk was measured".to_owned(),
+            Some(DiskProfile { bytes_per_second, latency, in_flight, .. }) => format!(
+                "the disk reads {bytes_per_second}/s, takes {:.1} ms to begin, and needs {in_flight} in flight",
+                1e3 * latency.as_secs_f64()
+            ),
+            None => self.unknown.as_deref().unwrap_or("no disk was measured").to_owned(),
         };
         let depth = match self.depth {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
@@ -171,12 +210,25 @@ impl Wanted {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::HostDevice;
+    use crate::machine::MAX_MAP_COUNT;
 
-    const DISK: DiskProfile = DiskProfile { bytes_per_second: Bytes::gib(2), in_flight: Bytes::mib(8) };
+    const DISK: DiskProfile = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
 
     fn wanted(budget: Bytes, disk: Option<DiskProfile>) -> Wanted {
         let lookahead = Lookahead::Auto;
-        Wanted { page_size: None, lookahead, depth: None, budget: Some(budget), model: true, piece: None, disk }
+        let frames = HostDevice::frames_allowed(MAX_MAP_COUNT);
+        Wanted {
+            page_size: None,
+            lookahead,
+            depth: None,
+            budget: Some(budget),
+            model: true,
+            piece: None,
+            frames,
+            disk,
+            unknown: None,
+        }
     }
 
     fn page(budget: Bytes, disk: Option<DiskProfile>) -> Bytes {
@@ -185,7 +237,7 @@ mod tests {
 
     #[test]
     fn pages_are_huge_pages_unless_few_fit_or_the_disk_is_slow() {
-        assert_eq!(page(Bytes::gib(64), Some(DISK)), Bytes::mib(2));
+        assert_eq!(page(Bytes::gib(60), Some(DISK)), Bytes::mib(2));
         assert_eq!(page(Bytes::mib(24), Some(DISK)), Bytes::mib(2));
         assert_eq!(page(Bytes::mib(23), Some(DISK)), Bytes::mib(1));
         assert_eq!(page(Bytes::mib(6), None), Bytes::kib(512));
@@ -195,20 +247,105 @@ mod tests {
         let experts = Wanted { piece: Some(Bytes::kib(900)), ..wanted(Bytes::gib(1), Some(DISK)) }.page_size();
         assert_eq!(experts.value.bytes(), 512 << 10);
         assert!(experts.reason.contains("expert"), "{experts:?}");
-        let slow = DiskProfile { bytes_per_second: Bytes::mib(25), in_flight: Bytes::mib(1) };
+        let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
         assert_eq!(page(Bytes::gib(1), Some(slow)), Bytes::kib(512));
-        assert!(wanted(Bytes::gib(1), Some(slow)).page_size().reason.contains("20 ms"));
-        let stopped = DiskProfile { bytes_per_second: Bytes::ZERO, in_flight: Bytes::ZERO };
+        assert!(wanted(Bytes::gib(1), Some(slow)).page_size().reason.contains("20ms"));
+        let stopped = DiskProfile::new(Bytes::ZERO, Bytes::ZERO);
         assert_eq!(page(Bytes::gib(1), Some(stopped)), Bytes::kib(64));
-        let unheard_of = DiskProfile { bytes_per_second: Bytes::new(u64::MAX / 1000), in_flight: Bytes::gib(1) };
+        let unheard_of = DiskProfile::new(Bytes::new(u64::MAX / 1000), Bytes::gib(1));
         assert_eq!(page(Bytes::gib(1), Some(unheard_of)), Bytes::mib(2));
+    }
+
+    /// Whatever a page should be otherwise: no smaller than the kernel lets frames be.
+    #[test]
+    fn regression_a_chosen_page_is_no_smaller_than_mappings_allow() {
+        let frames = HostDevice::frames_allowed(MAX_MAP_COUNT);
+        let of = |budget: u64, piece: u64, disk| {
+            let piece = Some(Bytes::new(piece));
+            Wanted { piece, ..wanted(Bytes::new(budget), disk) }.page_size()
+        };
+        // A mixture of 30 billion weights at 4.5 bits: one expert's part is 864 KiB, the file 17.3 GiB.
+        let piece = 768 * 2048 * 9 / 16;
+        let limit = frames << 19;
+        assert_eq!(of(limit, piece, None).value.bytes(), 512 << 10);
+        // A last part of a page makes no frame.
+        assert_eq!(of(limit + (1 << 19) - 1, piece, None).value.bytes(), 512 << 10);
+        let above = of(limit + (1 << 19), piece, None);
+        assert_eq!(above.value.bytes(), 1 << 20);
+        assert!(above.reason.contains("vm.max_map_count") && above.reason.contains("512.0 KiB"), "{above:?}");
+        assert_eq!(of(18_575_400_000, piece, Some(DISK)).value.bytes(), 1 << 20);
+        // What a slow disk would have smaller, and budgets above what huge pages come to.
+        let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
+        for budget in [1 << 20, 8 << 30, 16 << 30, 32 << 30, 63 << 30, 64 << 30, 1 << 40, 5 << 40] {
+            for piece in [1, 3_584, piece, 14 << 20, u64::MAX] {
+                for disk in [None, Some(DISK), Some(slow)] {
+                    let page = of(budget, piece, disk).value.bytes();
+                    assert!(budget / page <= frames, "{budget} {piece}: {page}");
+                }
+            }
+        }
+        assert_eq!(of(64 << 30, u64::MAX, None).value.bytes(), 4 << 20);
+        // Where no size would do, the device has to say so.
+        let crowded = Wanted { frames: 3, ..wanted(Bytes::gib(1), None) };
+        assert_eq!(crowded.page_size().value, PageSize::DEFAULT);
+        assert_eq!(page_within(Bytes::new(u64::MAX), None, 0), PageSize::DEFAULT);
+    }
+
+    /// A disk that takes long to begin is not slow: a page's bytes count, not the way to them. Each line is a disk: MB/s,
+    /// microseconds to begin, MiB in flight by measurement; then the page, reads at once, and MiB ahead.
+    #[test]
+    fn regression_pages_and_reads_of_disks_that_take_long_to_begin() {
+        for (rate, latency, in_flight, page, depth, ahead) in [
+            // Disks that turn.
+            (150, 5_000, 1, 2 << 10, 8, 16),
+            (150, 9_000, 1, 2 << 10, 8, 16),
+            (150, 13_000, 1, 2 << 10, 8, 16),
+            (250, 9_000, 8, 2 << 10, 8, 32),
+            // Drives.
+            (7_000, 80, 8, 2 << 10, 27, 108),
+            (2_000, 150, 8, 2 << 10, 8, 32),
+            (500, 200, 2, 2 << 10, 8, 16),
+            // Another machine's.
+            (1_000, 25_000, 16, 2 << 10, 24, 96),
+            (1_000, 25_000, 1, 2 << 10, 24, 96),
+            (40, 100_000, 1, 2 << 10, 8, 16),
+            (12_000, 1_000, 32, 2 << 10, 32, 128),
+            // Cards, and what is slower.
+            (20, 1_000, 1, 256, 8, 4),
+            (5, 1_000, 1, 64, 32, 4),
+        ] {
+            let disk = DiskProfile::new(Bytes::new(rate * 1_000_000), Bytes::mib(in_flight));
+            let disk = disk.latency(Duration::from_micros(latency));
+            let wanted = wanted(Bytes::gib(64).saturating_sub(Bytes::gib(4)), Some(disk));
+            let wanted = Wanted { frames: u64::MAX, ..wanted };
+            let chosen = wanted.page_size();
+            let frames = chosen.value.pages_for(Bytes::gib(60).get()) as u32;
+            let settings = wanted.settings(chosen, frames);
+            let found =
+                (settings.page_size.value.bytes() >> 10, settings.depth.value, settings.lookahead.value.get() >> 20);
+            assert_eq!(found, (page, depth, ahead), "{disk:?}");
+            // What a page alone comes to is at least half of what a huge page would.
+            let alone = |bytes: f64| bytes / (latency as f64 / 1e6 + bytes / (rate as f64 * 1e6));
+            let share = alone(settings.page_size.value.bytes() as f64) / alone(PageSize::DEFAULT.bytes() as f64);
+            assert!(share > 0.9 || rate <= 20 && share > 0.5, "{disk:?}: {share}");
+        }
+        let far = DiskProfile::new(Bytes::new(u64::MAX), Bytes::new(u64::MAX)).latency(Duration::MAX);
+        assert_eq!(wanted(Bytes::gib(1), Some(far)).in_flight(), IN_FLIGHT_MOST);
+    }
+
+    #[test]
+    fn why_a_disk_is_not_known_is_told() {
+        let wanted = Wanted { unknown: Some("it is in memory".into()), ..wanted(Bytes::gib(1), None) };
+        let settings = wanted.settings(wanted.page_size(), 512);
+        assert_eq!((settings.depth.value, settings.page_size.value), (8, PageSize::DEFAULT));
+        assert!(settings.depth.reason.contains("in memory") && settings.lookahead.reason.contains("in memory"));
     }
 
     #[test]
     fn what_was_asked_for_is_taken() {
         let asked = PageSize::new(Bytes::kib(4)).unwrap();
         let wanted = Wanted { page_size: Some(asked), depth: Some(3), ..wanted(Bytes::gib(1), Some(DISK)) };
-        let settings = Wanted { lookahead: Lookahead::Off, ..wanted }.settings(wanted.page_size(), 1000);
+        let settings = Wanted { lookahead: Lookahead::Off, ..wanted.clone() }.settings(wanted.page_size(), 1000);
         assert_eq!((settings.page_size.value, settings.depth.value), (asked, 3));
         assert_eq!(settings.lookahead.value, Bytes::ZERO);
         assert_eq!(&*settings.page_size.reason, "asked for");
@@ -231,9 +368,9 @@ mod tests {
         assert_eq!(of(DISK, Bytes::kib(256)), (32, Bytes::kib(256 * 132)));
         assert_eq!(of(DISK, Bytes::kib(64)).0, 32);
         // A disk that needs much in flight, and one that is slow.
-        let far = DiskProfile { bytes_per_second: Bytes::gib(2), in_flight: Bytes::mib(32) };
+        let far = DiskProfile::new(Bytes::gib(2), Bytes::mib(32));
         assert_eq!(of(far, Bytes::mib(2)), (32, Bytes::mib(64)));
-        let slow = DiskProfile { bytes_per_second: Bytes::mib(100), in_flight: Bytes::mib(1) };
+        let slow = DiskProfile::new(Bytes::mib(100), Bytes::mib(1));
         assert_eq!(of(slow, Bytes::mib(1)), (8, Bytes::mib(8)));
     }
 }

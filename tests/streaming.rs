@@ -492,18 +492,18 @@ fn settings_that_nobody_made_are_chosen_and_told() {
     let lengths = [3 << 20; 15];
     let file = common::synthetic(&lengths);
     let header = outcore::format::open(&file.path).unwrap();
-    let disk = DiskProfile::of(&file.path).unwrap();
     for (budget, page) in [(24, 2 << 10), (16, 1 << 10), (4, 256)] {
         let builder = Runtime::builder().for_model(&header).device_budget(Bytes::mib(budget));
         let before = builder.settings().unwrap();
-        let runtime = builder.open().unwrap();
+        let runtime = builder.clone().open().unwrap();
         let stats = runtime.stats();
         // A disk too slow for such pages has smaller ones.
-        let slow = disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
+        let slow = before.disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
         assert!(slow || stats.page_size == kib(page), "{budget}: {:?}", stats.settings);
         assert_eq!((&stats.settings, stats.page_size), (&before, before.page_size.value));
         assert_eq!(stats.lookahead, stats.settings.lookahead.value);
-        assert_eq!(stats.settings.disk, disk);
+        // One builder, one measurement.
+        assert_eq!(builder.settings().unwrap(), before);
         let reasons = [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
         assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
         // Reasons are not written anew for each look.
@@ -546,8 +546,16 @@ fn settings_that_nobody_made_are_chosen_and_told() {
         );
         assert_eq!((settings.disk, settings.depth.reason.contains("asked")), (Some(known), true), "{settings:?}");
     }
-    // A model whose file has gone is told before anything is opened.
+    // Where all is asked for that depends on the disk, it is not measured.
+    let depth = StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap());
+    let asked = Runtime::builder().for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off).store(depth);
+    assert_eq!(asked.settings().unwrap().disk, None);
+    // A model whose file has gone has settings all the same; to open it is an error.
     drop(file);
-    let error = Runtime::builder().for_model(&header).open().unwrap_err();
+    let runtime = Runtime::builder().for_model(&header).open().unwrap();
+    let settings = runtime.stats().settings;
+    assert!(settings.disk.is_none() && settings.depth.reason.contains("open "), "{settings:?}");
+    let error = runtime.open_parsed(header).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    runtime.close().unwrap();
 }

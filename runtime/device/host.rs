@@ -58,7 +58,9 @@ use crate::ranges::FreeRanges;
 const WARM_SLICE_BYTES: u64 = 2 << 20;
 /// Mappings that are not for frames when [`HostDevice::frames_allowed`] counts: the rest of the process's, those held back,
 /// and those of the regions of a runtime.
-const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + mappings::BALLAST + 16 * mappings::A_REGION;
+const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + MAPPINGS_OF_OURS;
+/// Of those, outcore's.
+const MAPPINGS_OF_OURS: u64 = mappings::BALLAST + 16 * mappings::A_REGION;
 /// The first arena has as many bytes, and every later one as many as there are by then, up to the most.
 const ARENA_LEAST: u64 = 1 << 30;
 const ARENA_MOST: u64 = 64 << 30;
@@ -728,6 +730,11 @@ impl HostDevice {
     /// one in 512.
     pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
         Tables::of_a_frame(page_size)
+    }
+
+    /// How many frames one more host device can have beside all that this process has now; `None` where the kernel does not say.
+    pub(crate) fn frames_left() -> Option<u64> {
+        Some(mappings::claimable()?.saturating_sub(MAPPINGS_OF_OURS) / 2)
     }
 
     /// A device that reports completions to `sink`.

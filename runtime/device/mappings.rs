@@ -109,6 +109,11 @@ impl Count {
         claimed.saturating_add((self.others + LEFT_AT_LEAST).max(LEFT)) <= self.limit
     }
 
+    /// What can still be claimed beside `claimed`: so many more it [holds](Self::holds).
+    fn claimable(self, claimed: u64) -> u64 {
+        self.limit.saturating_sub((self.others + LEFT_AT_LEAST).max(LEFT)).saturating_sub(claimed)
+    }
+
     fn left(self) -> u64 {
         self.limit.saturating_sub(self.others + self.ours)
     }
@@ -152,6 +157,11 @@ fn each_start(mut file: impl Read, mut each: impl FnMut(u64)) -> io::Result<()> 
             }
         }
     }
+}
+
+/// How many mappings this process can still claim; `None` where the kernel does not say.
+pub(super) fn claimable() -> Option<u64> {
+    Some(Count::now().ok()?.claimable(CLAIMED.load(Ordering::Relaxed)))
 }
 
 /// A number of mappings that something of outcore's can come to; given back on drop.
@@ -316,8 +326,10 @@ mod tests {
     fn what_others_have_counts_against_a_claim() {
         let count = Count { limit: 65_530, others: 30, ours: 0 };
         assert!(count.holds(65_530 - 1024) && !count.holds(65_530 - 1023));
+        assert_eq!((count.claimable(0), count.claimable(506), count.claimable(65_000)), (64_506, 64_000, 0));
         let crowded = Count { limit: 65_530, others: 60_000, ours: 0 };
         assert!(crowded.holds(5_530 - 512) && !crowded.holds(5_530 - 511));
+        assert_eq!(crowded.claimable(0), 5_530 - 512);
         let error = crowded.told("7 frames", 14, "");
         assert_eq!(error.kind(), ErrorKind::TooManyMappings);
         assert!(error.advice().is_some_and(|advice| advice.contains("vm.max_map_count=131072")), "{error}");

@@ -19,6 +19,7 @@ use twox_hash::XxHash3_64;
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result, closest};
+use crate::ids::Bytes;
 
 pub mod gguf;
 pub(crate) mod names;
@@ -95,6 +96,10 @@ pub(crate) struct FileState {
 }
 
 impl FileState {
+    pub(crate) fn device(&self) -> u64 {
+        self.device
+    }
+
     pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {
         use std::os::unix::fs::MetadataExt;
         Self {
@@ -144,6 +149,21 @@ impl ModelHeader {
         }
         let by_name = unique_names(&tensors)?;
         Ok(Self { files, tensors, metadata, by_name })
+    }
+
+    /// Of a model with experts, what one of them has of a tensor: no less than a quarter of their bytes is in pieces of this size
+    /// or less, so that it is a matrix's, and not that of what belongs to a matrix, such as its scales.
+    pub fn expert_piece(&self) -> Option<Bytes> {
+        let mut pieces: Vec<(u64, u64)> =
+            self.tensors.iter().filter_map(|tensor| Some((tensor.expert_piece()?, tensor.len))).collect();
+        pieces.sort_unstable();
+        let all: u128 = pieces.iter().map(|(_, len)| u128::from(*len)).sum();
+        let mut so_far = 0;
+        let piece = pieces.into_iter().find(|(_, len)| {
+            so_far += u128::from(*len);
+            4 * so_far >= all
+        });
+        piece.map(|(piece, _)| Bytes::new(piece))
     }
 
     /// Whether what [`open`] promised still holds, as far as memory depends on it.
@@ -341,6 +361,66 @@ mod tests {
         ] {
             assert_eq!(piece(name, shape), None, "{name} {shape:?}");
         }
+    }
+
+    /// A model's experts by name, shape and bytes of an element.
+    fn experts(tensors: &[(&str, &[u64], u64)]) -> Option<Bytes> {
+        let (mut at, mut all) = (0, Vec::new());
+        for (name, shape, element) in tensors {
+            let len = element * shape.iter().product::<u64>();
+            // As the layers of a model repeat them.
+            for layer in 0..3 {
+                let name = format!("model.layers.{layer}.{name}");
+                all.push(TensorHeader { name, dtype: DType::U8, shape: shape.to_vec(), file: 0, offset: at, len });
+                at += len;
+            }
+        }
+        let state = FileState { device: 1, inode: 1, len: at, modified: (0, 0) };
+        let file = ModelFile { path: "model".into(), len: at, state };
+        ModelHeader::new(vec![file], all, Metadata::Safetensors(BTreeMap::new())).unwrap().expert_piece()
+    }
+
+    #[test]
+    fn regression_an_experts_piece_is_its_matrices_and_not_their_scales() {
+        // FP8 with a scale for each block of 128 by 128.
+        let matrix = Some(Bytes::new(7168 * 2048));
+        let fp8: [(&str, &[u64], u64); 4] = [
+            ("mlp.experts.0.gate_proj.weight", &[2048, 7168], 1),
+            ("mlp.experts.0.gate_proj.weight_scale_inv", &[16, 56], 4),
+            ("mlp.experts.1.gate_proj.weight", &[2048, 7168], 1),
+            ("mlp.experts.1.gate_proj.weight_scale_inv", &[16, 56], 4),
+        ];
+        assert_eq!(experts(&fp8), matrix);
+        // Four bits in groups of 128, with scales, zeros, an order, and a bias.
+        let gptq: [(&str, &[u64], u64); 5] = [
+            ("mlp.experts.0.up_proj.qweight", &[256, 768], 4),
+            ("mlp.experts.0.up_proj.qzeros", &[16, 96], 4),
+            ("mlp.experts.0.up_proj.scales", &[16, 768], 2),
+            ("mlp.experts.0.up_proj.g_idx", &[2048], 4),
+            ("mlp.experts.0.up_proj.bias", &[768], 2),
+        ];
+        assert_eq!(experts(&gptq), Some(Bytes::new(256 * 768 * 4)));
+        // Four bits with a scale for 32 elements, all experts in one.
+        let mxfp4: [(&str, &[u64], u64); 2] = [
+            ("mlp.experts.gate_up_proj_blocks", &[32, 5760, 90, 16], 1),
+            ("mlp.experts.gate_up_proj_scales", &[32, 5760, 90], 1),
+        ];
+        assert_eq!(experts(&mxfp4), Some(Bytes::new(5760 * 90 * 16)));
+        // Of matrices of several sizes, the smallest third.
+        let mixed: [(&str, &[u64], u64); 2] =
+            [("mlp.experts.0.w1.weight", &[512, 1024], 1), ("mlp.experts.0.w2.weight", &[1024, 1024], 1)];
+        assert_eq!(experts(&mixed), Some(Bytes::new(512 * 1024)));
+        // Whatever is called an expert's: a byte, or nothing at all.
+        let hostile: [(&str, &[u64], u64); 4] = [
+            ("x.experts.0.y", &[1, 1], 1),
+            ("x.experts.1.y", &[0, 7], 1),
+            ("x.experts.2.y", &[], 1),
+            ("mlp.experts.0.gate_proj.weight", &[2048, 7168], 1),
+        ];
+        assert_eq!(experts(&hostile), matrix);
+        assert_eq!(experts(&hostile[1..2]), None);
+        assert_eq!(experts(&hostile[..1]), Some(Bytes::new(1)));
+        assert_eq!(experts(&[]), None);
     }
 
     #[test]

@@ -207,6 +207,7 @@ impl GivenExperts {
             shared_ffn: 0,
             parameters,
             weights,
+            piece: None,
         })
     }
 }

@@ -18,6 +18,8 @@ pub struct Experts {
     pub parameters: u64,
     /// Their weights as they are stored.
     pub weights: Bytes,
+    /// What one expert has of a tensor, where the tensors are known.
+    pub piece: Option<Bytes>,
 }
 
 impl Experts {
@@ -52,7 +54,7 @@ mod tests {
     use super::*;
 
     fn experts(count: u64, active: u64) -> Experts {
-        Experts { count, active, ffn: 1, shared_ffn: 0, parameters: 1, weights: Bytes::new(1) }
+        Experts { count, active, ffn: 1, shared_ffn: 0, parameters: 1, weights: Bytes::new(1), piece: None }
     }
 
     #[test]

@@ -9,11 +9,13 @@ use super::policy::recommend;
 use super::shape::Shape;
 use super::units::Bandwidth;
 use crate::config::Lookahead;
+use crate::device::HostDevice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
+use crate::machine;
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
-use crate::settings::page_within;
+use crate::settings::{HUGE_PAGES_LEAST, page_within};
 use crate::sim::MachineModel;
 
 /// What a request pins at most where not everything fits: tiles as large as the example's.
@@ -260,7 +262,11 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     }
 
     let room = usable.saturating_sub(besides);
-    let page = page_of(room);
+    // A budget is no larger than what is paged.
+    let paged = groups(job, &memory, kv_paged, PageSize::DEFAULT)
+        .iter()
+        .fold(0, |sum: u64, group| sum.saturating_add(group.bytes));
+    let page = page_of(room.min(Bytes::new(paged.max(HUGE_PAGES_LEAST.get()))));
     let groups = groups(job, &memory, kv_paged, page);
     let pages_of = |group: &Group| page.pages_for(group.bytes);
     let (all, first) = groups.iter().fold((0u64, 0u64), |(all, first), group| {
@@ -320,7 +326,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
             Work::Train { .. } => memory.weights + memory.gradients + memory.optimizer,
         },
         kv_paged,
-        paged: Bytes::new(groups.iter().fold(0, |sum: u64, group| sum.saturating_add(group.bytes))),
+        paged: Bytes::new(paged),
         used: bytes(used),
         streamed: bytes(streamed),
         in_host: bytes(in_host),
@@ -383,8 +389,11 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
     }
 }
 
-/// As a runtime that is told of the model chooses it, on a disk that is fast enough.
+/// As a runtime that is told of the model chooses it, on a disk that is fast enough and a kernel that allows as many mappings as
+/// kernels do unless they are told otherwise.
 fn page_size(room: Bytes, gpu: bool, shape: &Shape) -> PageSize {
-    let piece = shape.experts.is_some().then(|| Bytes::new(shape.expert_piece() as u64));
-    if gpu { PageSize::DEFAULT } else { page_within(room, piece) }
+    if gpu {
+        return PageSize::DEFAULT;
+    }
+    page_within(room, shape.used_piece(), HostDevice::frames_allowed(machine::MAX_MAP_COUNT))
 }

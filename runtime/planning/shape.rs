@@ -242,7 +242,11 @@ impl Shape {
         let used = Bytes::new(((weights as f64 * share) as u64).min(weights));
         let experts = self.experts.map(|experts| {
             let share = experts.weights.get() as f64 / self.used.get().max(1) as f64;
-            Experts { weights: Bytes::new(((used.get() as f64 * share) as u64).min(used.get())), ..experts }
+            Experts {
+                weights: Bytes::new(((used.get() as f64 * share) as u64).min(used.get())),
+                piece: None,
+                ..experts
+            }
         });
         Self { dtype, weights: Bytes::new(weights), used, experts, ..self.clone() }
     }
@@ -265,6 +269,12 @@ impl Shape {
         let Some(experts) = &self.experts else { return 0.0 };
         let matrices = if self.gated { 3 } else { 2 };
         experts.weights.get() as f64 / (self.layers as f64 * experts.count as f64 * f64::from(matrices))
+    }
+
+    /// What is used by itself of a model with experts, as a runtime that is told of the model has it.
+    pub(super) fn used_piece(&self) -> Option<Bytes> {
+        let experts = self.experts.as_ref()?;
+        Some(experts.piece.unwrap_or_else(|| Bytes::new(self.expert_piece() as u64)))
     }
 
     /// Elements of the feed-forward layers that one token passes through side by side.
@@ -301,6 +311,7 @@ struct Stored {
     used_parameters: u64,
     /// Parameters and bytes of tensors that hold experts.
     of_experts: (u64, u64),
+    expert_piece: Option<Bytes>,
     experts: Option<Experts>,
     vocab: Option<u64>,
     gated: bool,
@@ -348,6 +359,7 @@ impl Stored {
             used: weights.saturating_sub(apart.1),
             used_parameters: parameters.saturating_sub(apart.0),
             of_experts,
+            expert_piece: header.expert_piece(),
             experts: None,
             vocab: embedding.and_then(|tensor| tensor.shape.first().copied()),
             gated: header.tensors.iter().any(|tensor| gates.iter().any(|gate| tensor.name.contains(gate))),
@@ -367,7 +379,9 @@ impl Stored {
         });
         check_active(active, used, declared.count)?;
         let Declared { count, ffn, shared_ffn, .. } = declared;
-        self.experts = Some(Experts { count, active: used, ffn, shared_ffn, parameters, weights: Bytes::new(weights) });
+        let weights = Bytes::new(weights);
+        let piece = self.expert_piece;
+        self.experts = Some(Experts { count, active: used, ffn, shared_ffn, parameters, weights, piece });
         Ok(())
     }
 

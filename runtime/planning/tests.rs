@@ -1,9 +1,12 @@
 //! Forecasts, advice and targets of whole jobs.
 
 use super::*;
+use crate::device::HostDevice;
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::ids::{Bytes, PageSize};
+use crate::machine;
+use crate::settings::page_within;
 use crate::sim::MachineModel;
 
 fn llama_70b(work: Work) -> Job {
@@ -435,4 +438,32 @@ fn extreme_jobs_have_an_answer_or_an_error() {
         [refused, too_small, moving, resident].iter().all(|count| *count > 20),
         "{refused} {too_small} {moving} {resident}"
     );
+}
+
+/// What is planned can be opened, whatever the experts, and a runtime that is given the budget chooses the same.
+#[test]
+fn regression_planned_pages_are_no_smaller_than_mappings_allow() {
+    let frames = HostDevice::frames_allowed(machine::MAX_MAP_COUNT);
+    let mut mixture = infer();
+    mixture.shape.experts = Some(Experts {
+        count: 128,
+        active: 8,
+        ffn: 768,
+        shared_ffn: 0,
+        parameters: 60_000_000_000,
+        weights: Bytes::new(120_000_000_000),
+        piece: Some(Bytes::new(768 * 2048 * 9 / 16)),
+    });
+    for job in [infer(), mixture] {
+        for device in [1, 8, 15, 26, 40, 70, 100, 300, 4000] {
+            let found = run(&job, &resources(device, 0, "1GB/s", None));
+            let planned = (device, found.device_budget, found.page_size);
+            assert!(found.device_budget.get() / found.page_size.bytes() <= frames, "{planned:?}");
+            assert_eq!(
+                page_within(found.device_budget, job.shape.used_piece(), frames),
+                found.page_size,
+                "{planned:?}"
+            );
+        }
+    }
 }

@@ -75,6 +75,10 @@ impl StoreOptions {
         self
     }
 
+    pub(crate) fn backend(&self) -> IoBackend {
+        self.backend
+    }
+
     /// The depth that was asked for.
     pub(crate) fn asked_depth(&self) -> Option<u32> {
         self.depth.map(|depth| depth.limits().background)

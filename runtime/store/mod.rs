@@ -37,6 +37,7 @@ mod place;
 mod probe;
 mod profile;
 mod queue;
+mod remembered;
 mod scratch;
 mod threads;
 mod uring;

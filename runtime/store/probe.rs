@@ -1,13 +1,14 @@
 //! What works here, and how fast: opening a store by probing, and measuring a file through the store that will serve it.
 
-use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::file::{filesystem_name, is_memory, open_direct};
@@ -192,7 +193,8 @@ pub fn probe_file(
         points: Vec::new(),
     };
     let mut times = Vec::new();
-    let mut reader = Reader::open(path, open()?, backend, QueueDepth::ONE, Bytes::new(IO_ALIGNMENT))?;
+    let page = Bytes::new(IO_ALIGNMENT);
+    let mut reader = Reader::open(path, open()?, &StoreOptions::new(backend).depth(QueueDepth::ONE), page)?;
     probe.backend = reader.store.backend();
     let begin = Instant::now();
     for n in 0..LATENCY_SAMPLES.min(size / IO_ALIGNMENT) {
@@ -200,7 +202,7 @@ pub fn probe_file(
         if start.duration_since(begin) > LATENCY_TIME {
             break;
         }
-        reader.read_blocks(n, 1, size / IO_ALIGNMENT, QueueDepth::ONE)?;
+        reader.read_blocks(n, 1, size / IO_ALIGNMENT, page, QueueDepth::ONE)?;
         times.push(start.elapsed());
     }
     probe.page_latency = Latency::of(&mut times);
@@ -214,12 +216,14 @@ pub fn probe_file(
             continue;
         }
         for &depth in depths {
-            let mut reader = Reader::open(path, open()?, backend, depth, Bytes::new(block))?;
+            let (options, room) = (StoreOptions::new(backend).depth(depth), u64::from(depth.get()) * block);
+            let block = Bytes::new(block);
+            let mut reader = Reader::open(path, open()?, &options, Bytes::new(room))?;
             let (start, cpu) = (Instant::now(), process_cpu());
-            reader.read_blocks(first, count, in_file, depth)?;
+            reader.read_blocks(first, count, in_file, block, depth)?;
             let (elapsed, cpu) = (start.elapsed(), process_cpu().saturating_sub(cpu));
             first += count;
-            let (block, bytes) = (Bytes::new(block), Bytes::new(count * block));
+            let bytes = Bytes::new(count * block.get());
             probe.points.push(ReadPoint { block, depth, bytes, elapsed, cpu });
         }
     }
@@ -259,59 +263,96 @@ impl Completions for ToChannel {
     }
 }
 
-/// Reads blocks of a file, `depth` at a time and no more, each into its own part of one buffer.
+/// Reads blocks of a file into one buffer. Nobody looks at what is in there, so reads may be into the same part of it.
 pub(super) struct Reader {
     store: Arc<dyn Store>,
     /// Freed only once the store has closed: until then the kernel may write to it.
     buffer: ManuallyDrop<Buffer>,
     file: FileId,
-    block: u32,
-    depth: QueueDepth,
     ended: mpsc::Receiver<Completion>,
 }
 
+/// How a number of reads is made.
+pub(super) struct Reads {
+    pub block: Bytes,
+    /// In flight at once, and begun in any case.
+    pub depth: QueueDepth,
+    /// Nothing more begins after that.
+    pub until: Option<Instant>,
+    /// Nobody waits longer than that: [`ErrorKind::TimedOut`].
+    pub end: Option<Instant>,
+}
+
 impl Reader {
-    pub(super) fn open(path: &Path, file: File, backend: IoBackend, depth: QueueDepth, block: Bytes) -> Result<Self> {
+    /// With a buffer of `room` bytes.
+    ///
+    /// # Errors
+    /// What opening the store reports; [`ErrorKind::OutOfMemory`] if there is none for the buffer.
+    pub(super) fn open(path: &Path, file: File, options: &StoreOptions, room: Bytes) -> Result<Self> {
         let (sink, ended) = mpsc::channel();
-        let store = StoreOptions::new(backend).depth(depth).open(Arc::new(ToChannel(sink)))?;
+        let buffer = Buffer::new(room.get() as usize)?;
+        let store = options.open(Arc::new(ToChannel(sink)))?;
         let file = store.add_file(file, path.into(), FileUse::Model)?;
-        let buffer = ManuallyDrop::new(Buffer::new(block.get() as usize * depth.get() as usize)?);
-        Ok(Self { store, buffer, file, block: block.get() as u32, depth, ended })
+        Ok(Self { store, buffer: ManuallyDrop::new(buffer), file, ended })
     }
 
-    /// Reads `count` blocks of the `in_file` there are, `depth` at a time, spread over the file: a run from `first` on, in
-    /// strides that visit every block before any comes again.
-    pub(super) fn read_blocks(&mut self, first: u64, count: u64, in_file: u64, depth: QueueDepth) -> Result<()> {
-        let stride = (in_file / 2 + 1..).find(|&s| gcd(s, in_file) == 1).unwrap_or(1);
-        let mut submitted = 0;
-        let mut free: Vec<u64> = (0..u64::from(depth.min(self.depth).get())).collect();
-        let mut in_flight = 0u64;
+    /// Reads the block at each of `offsets`, and returns how many it has read. After an error reads may be in flight; then
+    /// nothing more may be read.
+    pub(super) fn read(&mut self, offsets: &mut dyn Iterator<Item = u64>, reads: &Reads) -> Result<u64> {
+        let Reads { block, depth, until, end } = *reads;
+        let block = block.get() as usize;
+        let parts = (self.buffer.layout.size() / block).max(1) as u64;
+        let (mut begun, mut in_flight) = (0, 0);
+        let mut free: Vec<u64> = (0..u64::from(depth.get())).collect();
         let mut outcome = Ok(());
-        while in_flight > 0 || (submitted < count && outcome.is_ok()) {
-            while submitted < count && outcome.is_ok() {
-                let Some(part) = free.pop() else { break };
-                let index = ((first + submitted) as u128 * stride as u128 % in_file as u128) as u64;
+        loop {
+            while outcome.is_ok()
+                && (begun < u64::from(depth.get()) || until.is_none_or(|until| Instant::now() < until))
+                && let Some(slot) = free.pop()
+            {
+                let Some(offset) = offsets.next() else { break };
                 self.store.submit(IoOp {
-                    token: Token(part),
+                    token: Token(slot),
                     kind: IoKind::Read,
                     file: self.file,
-                    offset: index * u64::from(self.block),
-                    buffer: self.buffer.at(part as usize * self.block as usize),
-                    len: self.block,
-                    valid: self.block,
+                    offset,
+                    buffer: self.buffer.at((slot % parts) as usize * block),
+                    len: block as u32,
+                    valid: block as u32,
                     priority: Priority::Prefetch,
                 });
-                submitted += 1;
+                begun += 1;
                 in_flight += 1;
             }
-            let Ok(completion) = self.ended.recv() else {
-                return Err(Error::new(ErrorKind::Internal, "the store reports no more").remedy("report this as a bug"));
+            if in_flight == 0 {
+                return outcome.map(|()| begun);
+            }
+            let ended = match end {
+                Some(end) => self.ended.recv_timeout(end.saturating_duration_since(Instant::now())),
+                None => self.ended.recv().map_err(RecvTimeoutError::from),
             };
+            let completion = ended.map_err(|error| match error {
+                RecvTimeoutError::Timeout => {
+                    Error::new(ErrorKind::TimedOut, format!("{in_flight} reads have not ended in time"))
+                        .remedy("check the disk or the network file system; the kernel log says more")
+                }
+                RecvTimeoutError::Disconnected => {
+                    Error::new(ErrorKind::Internal, "the store reports no more").remedy("report this as a bug")
+                }
+            })?;
             in_flight -= 1;
             free.push(completion.token.0);
             outcome = outcome.and(completion.result);
         }
-        outcome
+    }
+
+    /// Reads `count` of the `in_file` blocks there are, spread over the file: a run from `first` on, in strides that visit every
+    /// block before any comes again.
+    fn read_blocks(&mut self, first: u64, count: u64, in_file: u64, block: Bytes, depth: QueueDepth) -> Result<()> {
+        let stride = (in_file / 2 + 1..).find(|&s| gcd(s, in_file) == 1).unwrap_or(1);
+        let index = |n: u64| (n as u128 * stride as u128 % in_file as u128) as u64;
+        let mut offsets = (first..first + count).map(|n| index(n) * block.get());
+        self.read(&mut offsets, &Reads { block, depth, until: None, end: None }).map(drop)
     }
 }
 
@@ -328,7 +369,7 @@ impl Drop for Reader {
 /// Bytes of a huge page on the machines this runs on.
 const HUGE_PAGE: usize = 2 << 20;
 
-fn gcd(a: u64, b: u64) -> u64 {
+pub(super) fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
@@ -349,7 +390,11 @@ impl Buffer {
         })?;
         // SAFETY: the layout's size is not zero.
         let memory = unsafe { alloc(layout) };
-        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
+        let memory = NonNull::new(memory).ok_or_else(|| {
+            let message = format!("no memory for a buffer of {}", Bytes::new(len as u64));
+            Error::new(ErrorKind::OutOfMemory, message)
+                .remedy("raise the limit on this process's memory (ulimit -v, or its control group)")
+        })?;
         if len >= HUGE_PAGE {
             // SAFETY: the range is this allocation's own; the advice changes no byte of it, and refusal changes nothing.
             unsafe { libc::madvise(memory.as_ptr().cast(), len & !(HUGE_PAGE - 1), libc::MADV_HUGEPAGE) };
@@ -364,7 +409,7 @@ impl Buffer {
 
     fn at(&self, offset: usize) -> HostPointer {
         debug_assert!(offset < self.layout.size());
-        // SAFETY: `offset` is inside the allocation: the reader numbers its parts below the depth.
+        // SAFETY: `offset` is inside the allocation: it is that of a part, and parts are as many as fit.
         HostPointer(unsafe { self.memory.add(offset) })
     }
 }
@@ -397,6 +442,14 @@ mod tests {
         }
         assert_eq!("URING".parse::<IoBackend>().unwrap(), IoBackend::IoUring);
         assert!("mmap".parse::<IoBackend>().is_err());
+    }
+
+    /// More than any machine has is an error, and no end of the process.
+    #[test]
+    fn regression_a_buffer_that_cannot_be_had_is_an_error() {
+        for (len, kind) in [(1 << 46, ErrorKind::OutOfMemory), (usize::MAX, ErrorKind::InvalidArgument)] {
+            assert_eq!(Buffer::new(len).err().map(|error| error.kind()), Some(kind), "{len}");
+        }
     }
 
     #[test]

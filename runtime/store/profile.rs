@@ -1,177 +1,601 @@
-//! What a disk needs to be read at its full rate: measured in milliseconds, and remembered by device.
+//! What a disk needs to be read at its full rate: measured in a quarter of a second, and [remembered](super::remembered).
+//!
+//! Everything that asks a file system runs on a thread of its own, which is waited for until a time and no longer: a network file
+//! system that hangs costs a second, and not the program. The thread keeps its buffer until the last read has ended.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use serde::{Deserialize, Serialize};
+use parking_lot::{Condvar, Mutex};
+use serde::{Serialize, Serializer};
 
 use super::file::{filesystem_name, is_memory, open_direct};
-use super::place::cache_folder;
-use super::probe::Reader;
-use super::{IoBackend, QueueDepth};
-use crate::error::{Error, Result};
+use super::probe::{Reader, Reads, gcd};
+use super::remembered::Disk;
+use super::{IO_ALIGNMENT, IoBackend, QueueDepth, StoreOptions};
+use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
-/// A read of the measurement.
-const BLOCK: Bytes = Bytes::mib(1);
-/// Reads in flight at once, one after the other; in two rounds, because a disk that others use as well falters at times.
-const DEPTHS: [u32; 6] = [1, 2, 4, 8, 16, MOST];
-const MOST: u32 = 32;
-const ROUNDS: usize = 2;
-/// What is read at least with each.
-const BLOCKS_LEAST: u32 = 8;
-/// A measurement begins nothing more after so long: on a slow disk, few in flight suffice.
-const TIME: Duration = Duration::from_millis(150);
+/// A large read of the measurement, and a small one.
+pub(super) const BLOCK: Bytes = Bytes::mib(1);
+const SMALL: Bytes = Bytes::new(IO_ALIGNMENT);
+/// Where all are read to.
+const ROOM: Bytes = Bytes::mib(4);
+/// Reads of each of the two are timed one at a time, so many and for so long.
+const ALONE_READS: usize = 8;
+const ALONE_TIME: Duration = Duration::from_millis(40);
+/// Reads in flight at once: of a disk that takes no longer than [`SLOW`] for a read, and of one that does.
+const DEPTHS: [u32; 5] = [2, 4, 8, 16, MOST];
+const DEPTHS_SLOW: [u32; 3] = [4, 16, MOST];
+const SLOW: Duration = Duration::from_millis(10);
+pub(super) const MOST: u32 = 32;
+/// What is read at most with each: twice what is in flight, and no less than this.
+const LEVEL_BLOCKS: u32 = 8;
+/// For all of these. One begins only if it is likely to end in time.
+const LEVELS_TIME: Duration = Duration::from_millis(150);
+/// The caller waits no longer, whatever the disk and the file system do.
+pub(super) const WAIT: Duration = Duration::from_secs(1);
+/// Blocks that a file has at least, of which none is a hole and none is read twice.
+const BLOCKS_LEAST: u64 = 32;
+/// Pieces of a file between its holes that are looked for.
+const PIECES_MOST: usize = 4096;
 /// Of the best rate, what counts as all of it: a measurement of milliseconds is no better than that.
 const NEARLY_ALL: f64 = 0.9;
-/// For so long a measurement is remembered.
-const REMEMBERED: Duration = Duration::from_secs(24 * 60 * 60);
+/// A disk that is no faster than so many times one read after the other does one after the other.
+const SIDE_BY_SIDE: f64 = 1.5;
+/// Of a large read, the part at least that is taken to be the transfer and not the beginning.
+const TRANSFER_LEAST: f64 = 0.25;
+/// Threads that have not ended. More are not begun.
+const UNDER_WAY_MOST: u32 = 64;
+static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+/// Disks that are being measured.
+static MEASURED_NOW: Mutex<Vec<String>> = Mutex::new(Vec::new());
+static TURN_ENDED: Condvar = Condvar::new();
 
 /// What a disk needs to be read at its full rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DiskProfile {
-    /// Bytes a second, at best.
+    /// Bytes a second, at best; of a disk that does one read after the other, once the read has begun.
     pub bytes_per_second: Bytes,
-    /// The least that has to be in flight for nearly that rate, in reads of 1 MiB.
+    /// What a small read takes with nothing else in flight: to position a head, or the way to another machine and back.
+    #[serde(rename = "latency_s", serialize_with = "as_seconds")]
+    pub latency: Duration,
+    /// The least that has to be in flight for nearly the rate that reads of 1 MiB come to.
     pub in_flight: Bytes,
 }
 
-/// As it is written to the user's cache folder.
-#[derive(Debug, Serialize, Deserialize)]
-struct Remembered {
-    bytes_per_second: u64,
-    in_flight: u64,
-    /// Seconds since 1970.
-    measured: u64,
+fn as_seconds<S: Serializer>(time: &Duration, to: S) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_f64(time.as_secs_f64())
 }
 
 impl DiskProfile {
-    /// A disk of this rate, which needs so much in flight for it.
-    pub fn new(bytes_per_second: Bytes, in_flight: Bytes) -> Self {
-        Self { bytes_per_second, in_flight }
+    /// A disk of this rate, which needs so much in flight for it, and takes no time to begin.
+    pub const fn new(bytes_per_second: Bytes, in_flight: Bytes) -> Self {
+        Self { bytes_per_second, latency: Duration::ZERO, in_flight }
     }
 
-    /// What the disk needs that has the file `path`, as it was measured within a day, or else measured now: up to 160 MiB of
-    /// the file are read, within a fifth of a second. `None` where that would say nothing: the file is in memory, is
-    /// read through the page cache, or has less than 32 MiB.
+    /// The same with another latency.
+    #[must_use]
+    pub const fn latency(mut self, latency: Duration) -> Self {
+        self.latency = latency;
+        self
+    }
+
+    /// What the disk needs that has the file `path`: as it is [remembered](Self::remembered_in), or else as it is
+    /// [measured](Self::measure) now. `None` where that would say nothing.
     ///
     /// # Errors
-    /// What opening the file or reading it reports. What is remembered is lost without an error.
+    /// As for [`measure`](Self::measure).
     pub fn of(path: &Path) -> Result<Option<Self>> {
-        let failed = |cause| Error::io(format!("open {}", path.display()), cause);
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        let note = cache_folder().map(|folder| folder.join(format!("disk-{:x}.json", metadata.dev())));
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        if let Some(profile) = note.as_deref().and_then(|note| remembered(note, now)) {
-            return Ok(Some(profile));
-        }
-        let blocks = metadata.len() / BLOCK.get();
-        if is_memory(&filesystem_name(&file)) || open_direct(&file, false).is_err() || blocks < MOST.into() {
-            return Ok(None);
-        }
-        let profile = Self::measured(path, file, blocks)?;
-        tracing::info!(path = %path.display(), ?profile, "disk measured");
-        if let Some(note) = note
-            && let Err(cause) = remember(&note, profile, now)
-        {
-            tracing::debug!(%cause, note = %note.display(), "a measurement is not remembered");
-        }
-        Ok(Some(profile))
+        said(Self::of_disk(path, IoBackend::Auto))
     }
 
-    fn measured(path: &Path, file: File, blocks: u64) -> Result<Self> {
-        let mut reader = Reader::open(path, file, IoBackend::Auto, QueueDepth::new(MOST)?, BLOCK)?;
-        let begin = Instant::now();
-        let mut points: Vec<(u32, f64)> = Vec::new();
-        let mut first = 0;
-        for (at, depth) in (0..ROUNDS).flat_map(|_| DEPTHS.into_iter().enumerate()) {
-            if begin.elapsed() > TIME {
-                break;
-            }
-            let count = u64::from(depth.max(BLOCKS_LEAST));
-            let since = Instant::now();
-            reader.read_blocks(first, count, blocks, QueueDepth::new(depth)?)?;
-            first += count;
-            let rate = (count * BLOCK.get()) as f64 / since.elapsed().as_secs_f64().max(1e-9);
-            match points.get_mut(at) {
-                Some(point) => point.1 = point.1.max(rate),
-                None => points.push((depth, rate)),
-            }
-        }
-        Ok(Self::from_points(&points))
+    /// What the disk needs that has the file `path`, by reading up to 150 MiB of the file, no byte twice and no hole, within a
+    /// quarter of a second as a rule, and a second in any case. It takes 4 MiB of memory meanwhile. `None` where that would say
+    /// nothing: the file is in memory, is read through the page cache, or has less than 32 MiB that were written. Nothing of it
+    /// is remembered.
+    ///
+    /// # Errors
+    /// What opening the file or reading it reports; [`TimedOut`](ErrorKind::TimedOut) after a second;
+    /// [`OutOfMemory`](ErrorKind::OutOfMemory).
+    pub fn measure(path: &Path) -> Result<Option<Self>> {
+        let path = path.to_owned();
+        said(within(WAIT, &format!("measure the disk of {}", path.display()), move |end| {
+            let file = open(&path)?;
+            let _turn = Turn::await_until(&Disk::of(&file, &path)?, end)?;
+            measured(&path, file, &StoreOptions::new(IoBackend::Auto), end)
+        }))
     }
 
-    /// Of rates in bytes a second by depth, the depths in ascending order.
-    fn from_points(points: &[(u32, f64)]) -> Self {
-        let best = points.iter().map(|point| point.1).fold(0.0, f64::max);
-        let enough = points.iter().find(|point| point.1 >= NEARLY_ALL * best).map_or(1, |point| point.0);
-        Self { bytes_per_second: Bytes::new(best as u64), in_flight: Bytes::new(u64::from(enough) * BLOCK.get()) }
+    /// Forgets what is remembered of the disk that has the file or folder `path`: the next runtime measures it.
+    ///
+    /// # Errors
+    /// What opening `path` reports; [`TimedOut`](ErrorKind::TimedOut) after a second.
+    pub fn forget(path: &Path) -> Result<()> {
+        let path = path.to_owned();
+        within(WAIT, &format!("ask which disk has {}", path.display()), move |_| {
+            Disk::of(&open(&path)?, &path)?.forget();
+            Ok(())
+        })
+    }
+
+    /// Where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), in files
+    /// `disk-*.json`, and in this process. A measurement counts for ten minutes. Where a later one comes to about as much, they
+    /// count for as long again as they lie apart; of those of a day the fastest is taken, and a single faster one until the next:
+    /// other work makes a disk slower, and not faster.
+    pub fn remembered_in() -> Option<PathBuf> {
+        super::place::cache_folder()
+    }
+
+    /// As [`of`](Self::of), through `backend`; [`Unsupported`](ErrorKind::Unsupported) where that would say nothing.
+    pub(crate) fn of_disk(path: &Path, backend: IoBackend) -> Result<Self> {
+        if backend == IoBackend::Buffered {
+            return Err(nothing(path, "it is read through the page cache"));
+        }
+        let path = path.to_owned();
+        within(WAIT, &format!("measure the disk of {}", path.display()), move |end| {
+            let file = open(&path)?;
+            let disk = Disk::of(&file, &path)?;
+            let since_1970 = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let believed = || disk.note().believed(since_1970());
+            if let Some(profile) = believed() {
+                return Ok(profile);
+            }
+            let _turn = Turn::await_until(&disk, end)?;
+            // Whoever had the turn before has measured it.
+            if let Some(profile) = believed() {
+                return Ok(profile);
+            }
+            let profile = measured(&path, file, &StoreOptions::new(backend), end)?;
+            tracing::info!(path = %path.display(), ?profile, "disk measured");
+            // Another process may have measured meanwhile.
+            let mut note = disk.note();
+            note.add(profile, since_1970());
+            disk.remember(&note);
+            Ok(note.best(since_1970()).unwrap_or(profile))
+        })
+    }
+
+    /// Of the time of a small and a large read alone, and of rates in bytes a second by depth from two on, the depths in
+    /// ascending order.
+    fn from_times(small: Duration, large: Duration, points: &[(u32, f64)]) -> Self {
+        let (small_s, large_s) = (small.as_secs_f64(), large.as_secs_f64().max(1e-9));
+        let block = BLOCK.get() as f64;
+        let alone = block / large_s;
+        let best = points.iter().map(|point| point.1).fold(alone, f64::max);
+        let found = points.iter().find(|point| point.1 >= NEARLY_ALL * best);
+        let enough = if alone >= NEARLY_ALL * best { 1 } else { found.map_or(1, |point| point.0) };
+        let transfer = block / (large_s - small_s).max(TRANSFER_LEAST * large_s);
+        // Of a quick disk the difference of the two times is noise, and pages have their largest size in any case.
+        let one_by_one = large >= SLOW && best < SIDE_BY_SIDE * alone;
+        let rate = if one_by_one { best.max(transfer) } else { best };
+        Self {
+            bytes_per_second: Bytes::new(rate as u64),
+            latency: small,
+            in_flight: Bytes::new(u64::from(enough) * BLOCK.get()),
+        }
     }
 }
 
-/// What the file says, if it is one of ours, and not too old.
-fn remembered(note: &Path, now: Duration) -> Option<DiskProfile> {
-    let found: Remembered = serde_json::from_slice(&fs::read(note).ok()?).ok()?;
-    let age = now.checked_sub(Duration::from_secs(found.measured))?;
-    let most = BLOCK.get() * u64::from(MOST);
-    let sound = age < REMEMBERED && found.bytes_per_second > 0 && (BLOCK.get()..=most).contains(&found.in_flight);
-    sound.then(|| DiskProfile {
-        bytes_per_second: Bytes::new(found.bytes_per_second),
-        in_flight: Bytes::new(found.in_flight),
+/// Where a measurement would say nothing, there is none, and no error.
+fn said(found: Result<DiskProfile>) -> Result<Option<DiskProfile>> {
+    match found {
+        Ok(profile) => Ok(Some(profile)),
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn nothing(path: &Path, why: &str) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("the disk of {} cannot be measured: {why}", path.display()))
+        .remedy("nothing is wrong with that: settings have their defaults")
+}
+
+/// A path to a pipe is opened as well, and not waited for.
+fn open(path: &Path) -> Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    file.map_err(|cause| Error::io(format!("open {}", path.display()), cause))
+}
+
+/// Threads that have not ended are counted.
+struct UnderWay;
+
+impl UnderWay {
+    fn begin() -> Result<Self> {
+        let one = Self;
+        if UNDER_WAY.fetch_add(1, Ordering::Relaxed) < UNDER_WAY_MOST {
+            return Ok(one);
+        }
+        Err(Error::new(ErrorKind::TimedOut, format!("{UNDER_WAY_MOST} threads that ask for disks have not ended"))
+            .remedy("check their disks or network file systems; the kernel log says more"))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        UNDER_WAY.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A disk is measured by one at a time: two would be in each other's way.
+struct Turn(String);
+
+impl Turn {
+    fn await_until(disk: &Disk, end: Instant) -> Result<Self> {
+        let late = || {
+            Error::new(ErrorKind::TimedOut, "another measurement of this disk has not ended")
+                .remedy("check the disk or the network file system; the kernel log says more")
+        };
+        let mut now = MEASURED_NOW.try_lock_until(end).ok_or_else(late)?;
+        while now.iter().any(|other| other == disk.identity()) {
+            if TURN_ENDED.wait_until(&mut now, end).timed_out() {
+                return Err(late());
+            }
+        }
+        now.push(disk.identity().to_owned());
+        Ok(Self(disk.identity().to_owned()))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        MEASURED_NOW.lock().retain(|disk| *disk != self.0);
+        TURN_ENDED.notify_all();
+    }
+}
+
+/// Runs `work` on a thread of its own, which is told when its end is, and waits until then at most. What has not ended by then
+/// goes on, for nothing that it uses can be taken from it.
+fn within<T: Send + 'static>(
+    limit: Duration,
+    what: &str,
+    work: impl FnOnce(Instant) -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let under_way = UnderWay::begin()?;
+    let (tell, told) = mpsc::channel();
+    let end = Instant::now() + limit;
+    let run = move || {
+        let _under_way = under_way;
+        // Nobody may be waiting any more.
+        drop(tell.send(work(end)));
+    };
+    let started = thread::Builder::new().name("outcore-disk".into()).spawn(run);
+    started.map_err(|cause| Error::io(format!("start a thread to {what}"), cause))?;
+    told.recv_timeout(limit).unwrap_or_else(|error| {
+        Err(match error {
+            RecvTimeoutError::Timeout => Error::new(ErrorKind::TimedOut, format!("{what}: no answer for {limit:?}"))
+                .remedy("check the disk or the network file system; the kernel log says more"),
+            RecvTimeoutError::Disconnected => {
+                Error::new(ErrorKind::Internal, format!("{what}: the thread panicked")).remedy("report this as a bug")
+            }
+        })
     })
 }
 
-/// Whole or not at all: another process may be reading it.
-fn remember(note: &PathBuf, profile: DiskProfile, now: Duration) -> std::io::Result<()> {
-    let folder = note.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
-    let kept = Remembered {
-        bytes_per_second: profile.bytes_per_second.get(),
-        in_flight: profile.in_flight.get(),
-        measured: now.as_secs(),
+fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Result<DiskProfile> {
+    let name = filesystem_name(&file);
+    if is_memory(&name) {
+        return Err(nothing(path, &format!("it is in memory ({name})")));
+    }
+    let metadata = file.metadata().map_err(|cause| Error::io(format!("look at {}", path.display()), cause))?;
+    if !metadata.is_file() {
+        return Err(nothing(path, "it is no regular file"));
+    }
+    if open_direct(&file, false).is_err() {
+        return Err(nothing(path, &format!("its file system ({name}) refuses O_DIRECT")));
+    }
+    let mut blocks = Blocks::of(&written(&file, metadata.len()));
+    if blocks.left() < BLOCKS_LEAST {
+        let least = Bytes::new(BLOCKS_LEAST * BLOCK.get());
+        return Err(nothing(path, &format!("it has less than {least} in pieces that were written")));
+    }
+    let options = options.clone().depth(QueueDepth::new(MOST)?);
+    let mut reader = Reader::open(path, file, &options, ROOM)?;
+    let end = Some(end);
+    let mut alone = |blocks: &mut Blocks, block| -> Result<Duration> {
+        let (begin, mut times) = (Instant::now(), Vec::new());
+        while times.is_empty() || (times.len() < ALONE_READS && begin.elapsed() < ALONE_TIME) {
+            let since = Instant::now();
+            reader.read(&mut blocks.by_ref().take(1), &Reads { block, depth: QueueDepth::ONE, until: None, end })?;
+            times.push(since.elapsed());
+        }
+        times.sort_unstable();
+        Ok(times.get((times.len() - 1) / 2).copied().unwrap_or_default())
     };
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    file.write_all(&serde_json::to_vec(&kept)?)?;
-    file.persist(note).map_err(|error| error.error)?;
-    Ok(())
+    // The first are slower: the store's threads have just begun.
+    let large = alone(&mut blocks, BLOCK)?;
+    let small = alone(&mut blocks, SMALL)?;
+
+    let mut points: Vec<(u32, f64)> = Vec::new();
+    let depths = if large < SLOW { &DEPTHS[..] } else { &DEPTHS_SLOW };
+    let levels_end = Instant::now() + LEVELS_TIME;
+    let mut best = BLOCK.get() as f64 / large.as_secs_f64().max(1e-9);
+    // How long one after the other takes.
+    let mut expected = large.as_secs_f64() * f64::from(depths.first().copied().unwrap_or(1));
+    for (at, &depth) in depths.iter().enumerate() {
+        let begin = Instant::now();
+        let left = levels_end.saturating_duration_since(begin);
+        if expected > left.as_secs_f64() || blocks.left() < depth.into() {
+            break;
+        }
+        let until = Some(begin + left / (depths.len() - at) as u32);
+        let reads = Reads { block: BLOCK, depth: QueueDepth::new(depth)?, until, end };
+        let count = reader.read(&mut blocks.by_ref().take((2 * depth).max(LEVEL_BLOCKS) as usize), &reads)?;
+        let took = begin.elapsed().as_secs_f64().max(1e-9);
+        let rate = (count * BLOCK.get()) as f64 / took;
+        points.push((depth, rate));
+        let once = took * f64::from(depth) / count as f64;
+        let next = depths.get(at + 1).map_or(1.0, |next| f64::from(*next) / f64::from(depth));
+        // Where more is done side by side, more takes no longer.
+        expected = if rate > SIDE_BY_SIDE * best { once } else { once * next };
+        best = best.max(rate);
+    }
+    Ok(DiskProfile::from_times(small, large, &points))
+}
+
+/// Where the parts of a file begin and end that are not holes, nor room that was never written: to read those is to read no
+/// disk. All of it where the file system does not say.
+fn written(file: &File, len: u64) -> Vec<(u64, u64)> {
+    let seek = |at: u64, whence| {
+        // SAFETY: the descriptor is open for as long as `file` is borrowed; the call touches no memory of ours.
+        let found = unsafe { libc::lseek(file.as_raw_fd(), at as libc::off_t, whence) };
+        u64::try_from(found).map_err(|_| io::Error::last_os_error())
+    };
+    let mut pieces = Vec::new();
+    let mut at = 0;
+    while at < len && pieces.len() < PIECES_MOST {
+        let piece = seek(at, libc::SEEK_DATA).and_then(|start| Ok((start, seek(start, libc::SEEK_HOLE)?.min(len))));
+        match piece {
+            Ok((start, end)) if end > at => {
+                at = end;
+                pieces.push((start, end));
+            }
+            // Nothing but a hole is left.
+            Err(cause) if cause.raw_os_error() == Some(libc::ENXIO) => break,
+            _ if pieces.is_empty() => return vec![(0, len)],
+            _ => break,
+        }
+    }
+    pieces
+}
+
+/// Offsets of blocks that lie in pieces of a file as a whole, each once, spread over all of it.
+struct Blocks {
+    /// First offset of each piece, and how many blocks are before it.
+    pieces: Vec<(u64, u64)>,
+    count: u64,
+    stride: u64,
+    /// Where the first one is: at another place each time, because drives and hosts remember.
+    first: u64,
+    given: u64,
+}
+
+impl Blocks {
+    fn of(written: &[(u64, u64)]) -> Self {
+        let (mut pieces, mut count) = (Vec::new(), 0);
+        for (start, end) in written {
+            let first = start.next_multiple_of(BLOCK.get());
+            let here = end.saturating_sub(first) / BLOCK.get();
+            if here > 0 {
+                pieces.push((first, count));
+                count += here;
+            }
+        }
+        // The golden section: wherever it stops, what was visited lies evenly.
+        let near = (count as f64 * 0.618) as u64;
+        let stride = (near.max(1)..).find(|&stride| gcd(stride, count.max(1)) == 1).unwrap_or(1);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self { pieces, count, stride, first: u64::from(now.subsec_nanos()), given: 0 }
+    }
+
+    fn left(&self) -> u64 {
+        self.count - self.given
+    }
+}
+
+impl Iterator for Blocks {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        if self.left() == 0 {
+            return None;
+        }
+        let index = self.first as u128 + self.given as u128 * self.stride as u128;
+        let index = (index % self.count as u128) as u64;
+        self.given += 1;
+        let piece = self.pieces.partition_point(|(_, before)| *before <= index).checked_sub(1)?;
+        let (first, before) = self.pieces.get(piece)?;
+        Some(first + (index - before) * BLOCK.get())
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::io::{Seek, SeekFrom, Write};
+    use std::sync::Arc;
 
-    #[test]
-    fn the_least_depth_that_gives_nearly_all() {
-        let profile = |points: &[(u32, f64)]| DiskProfile::from_points(points).in_flight;
-        assert_eq!(profile(&[(1, 4e8), (2, 7e8), (4, 1.2e9), (8, 1.9e9), (16, 2.0e9), (32, 2.05e9)]), Bytes::mib(8));
-        // A disk that turns is no faster with more; one of which only a little could be measured is slow.
-        assert_eq!(profile(&[(1, 1.5e8), (2, 1.5e8), (4, 1.4e8)]), Bytes::mib(1));
-        assert_eq!(profile(&[(1, 1e7)]), Bytes::mib(1));
-        assert_eq!(profile(&[]), Bytes::mib(1));
+    use super::*;
+    use crate::store::{CallHook, Injected, IoCall};
+
+    const MIB: u64 = 1 << 20;
+
+    fn profile(small_us: u64, large_us: u64, points: &[(u32, f64)]) -> (u64, u64, u64) {
+        let of = Duration::from_micros;
+        let found = DiskProfile::from_times(of(small_us), of(large_us), points);
+        assert_eq!(found.latency, of(small_us));
+        (found.bytes_per_second.get() / 1_000_000, found.latency.as_millis() as u64, found.in_flight.get() / MIB)
     }
 
     #[test]
-    fn what_is_remembered_is_not_trusted() {
-        let folder = tempfile::tempdir().unwrap();
-        let note = folder.path().join("below/disk-1.json");
-        let profile = DiskProfile { bytes_per_second: Bytes::new(2_000_000_000), in_flight: Bytes::mib(8) };
-        let day = Duration::from_secs(20_000 * 86_400);
-        assert_eq!(remembered(&note, day), None);
-        remember(&note, profile, day).unwrap();
-        assert_eq!(remembered(&note, day + Duration::from_secs(60)), Some(profile));
-        // Too old, and from the future.
-        assert_eq!(remembered(&note, day + REMEMBERED), None);
-        assert_eq!(remembered(&note, day - Duration::from_secs(60)), None);
-        for text in ["", "{}", "[1]", r#"{"bytes_per_second":1,"in_flight":0,"measured":1728000000}"#] {
-            fs::write(&note, text).unwrap();
-            assert_eq!(remembered(&note, day), None, "{text}");
+    fn the_least_depth_that_gives_nearly_all() {
+        let drive = [(2, 7e8), (4, 1.2e9), (8, 1.9e9), (16, 2.0e9), (32, 2.05e9)];
+        assert_eq!(profile(150, 2500, &drive), (2050, 0, 8));
+        assert_eq!(profile(80, 400, &[(2, 5e9), (4, 6.8e9), (8, 7e9)]), (7000, 0, 4));
+        assert_eq!(DiskProfile::from_times(Duration::ZERO, Duration::ZERO, &[]).in_flight, BLOCK);
+    }
+
+    /// A large read is a small one and a transfer; a disk that does one after the other is as fast as its transfer, and one that
+    /// is far away as what it does side by side.
+    #[test]
+    fn regression_a_disk_that_takes_long_to_begin_is_not_slow() {
+        // 150 MB/s: 7 ms for 1 MiB, behind 5, 9 and 13 ms.
+        for (small, large) in [(5_000, 11_990), (9_000, 15_990), (13_000, 19_990)] {
+            let alone = MIB as f64 / large as f64 * 1e6;
+            assert_eq!(profile(small, large, &[(4, alone)]), (150, small / 1000, 1));
+            // It sorts what it is given, which helps a little.
+            let (rate, _, in_flight) = profile(small, large, &[(4, 1.2 * alone), (16, 1.3 * alone)]);
+            assert_eq!((rate, in_flight), (150, 4));
         }
-        fs::write(&note, r#"{"bytes_per_second":1,"in_flight":18446744073709551615,"measured":1728000000}"#).unwrap();
-        assert_eq!(remembered(&note, day), None);
+        // A quick one whose small reads were slower than its large ones, beside other work.
+        assert_eq!(profile(1_144, 480, &[(2, 2.2e9), (4, 2.3e9)]), (2300, 1, 1));
+        // 25 ms away, and 1 GB/s.
+        assert_eq!(profile(25_000, 26_000, &[(4, 1.45e8), (16, 4.1e8), (32, 5.9e8)]), (590, 25, 32));
+        // So far that nothing more could be measured: what differs between the two reads says little.
+        assert_eq!(profile(100_000, 101_000, &[]), (41, 100, 1));
+    }
+
+    #[test]
+    fn blocks_are_each_read_once_wherever_the_file_has_any() {
+        let pieces = [(0, 3 * MIB), (4 * MIB + 5, 6 * MIB), (7 * MIB + 1, 7 * MIB + 9), (100 * MIB, 140 * MIB + 77)];
+        let blocks = Blocks::of(&pieces);
+        assert_eq!(blocks.left(), 3 + 1 + 40);
+        let mut found: Vec<u64> = blocks.collect();
+        // The first few are not beside each other.
+        assert!(found.windows(2).filter(|two| two[0].abs_diff(two[1]) == MIB).count() < 4, "{found:?}");
+        found.sort_unstable();
+        let all: Vec<u64> = (0..3).chain([5]).chain(100..140).map(|block| block * MIB).collect();
+        assert_eq!(found, all);
+        for none in [&[][..], &[(0, 0)], &[(1, MIB)]] {
+            assert_eq!(Blocks::of(none).next(), None);
+        }
+    }
+
+    /// A file that was made long and hardly written, and one whose room was taken: to read them is to read no disk.
+    #[test]
+    fn regression_holes_and_room_that_was_never_written_are_not_measured() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        let mut file = File::create_new(&path).unwrap();
+        file.set_len(256 * MIB).unwrap();
+        file.seek(SeekFrom::Start(64 * MIB)).unwrap();
+        file.write_all(&vec![7; 2 * MIB as usize]).unwrap();
+        file.sync_all().unwrap();
+        let pieces = written(&open(&path).unwrap(), 256 * MIB);
+        if pieces == [(0, 256 * MIB)] {
+            return eprintln!("SKIPPED: {} does not tell where holes are", path.display());
+        }
+        assert_eq!(pieces, [(64 * MIB, 66 * MIB)]);
+        assert_eq!(DiskProfile::measure(&path).unwrap(), None);
+        // SAFETY: the descriptor is open; the call touches no memory of ours.
+        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, 256 << 20) } == 0 {
+            file.sync_all().unwrap();
+            assert_eq!(written(&open(&path).unwrap(), 256 * MIB), [(64 * MIB, 66 * MIB)]);
+            assert_eq!(DiskProfile::of(&path).unwrap(), None);
+        }
+        // What cannot be a model's file.
+        for path in [folder.path(), Path::new("/dev/null"), Path::new("/proc/version")] {
+            assert_eq!(DiskProfile::measure(path).unwrap(), None, "{}", path.display());
+        }
+        assert_eq!(DiskProfile::of(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(DiskProfile::of_disk(&path, IoBackend::Buffered).unwrap_err().kind(), ErrorKind::Unsupported);
+    }
+
+    /// Lets no call to the kernel pass until the other end is dropped.
+    struct Stuck(Mutex<mpsc::Receiver<()>>);
+
+    impl CallHook for Stuck {
+        fn before(&self, _call: &IoCall) -> Injected {
+            let _released = self.0.lock().recv();
+            Injected::Nothing
+        }
+    }
+
+    struct Broken;
+
+    impl CallHook for Broken {
+        fn before(&self, _call: &IoCall) -> Injected {
+            Injected::Errno(libc::EIO)
+        }
+    }
+
+    fn can_be_measured(path: &Path) -> bool {
+        let file = open(path).unwrap();
+        !is_memory(&filesystem_name(&file)) && open_direct(&file, false).is_ok()
+    }
+
+    fn file_of(folder: &Path, len: u64) -> PathBuf {
+        let path = folder.join("file");
+        let mut file = File::create_new(&path).unwrap();
+        file.write_all(&vec![7; len as usize]).unwrap();
+        file.sync_all().unwrap();
+        path
+    }
+
+    #[test]
+    fn regression_a_disk_that_does_not_answer_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file_of(folder.path(), 40 * MIB);
+        if !can_be_measured(&path) {
+            return eprintln!("SKIPPED: {} is on no disk that can be measured", path.display());
+        }
+        let (release, stuck) = mpsc::channel();
+        let options = StoreOptions::new(IoBackend::Threads).hook(Arc::new(Stuck(Mutex::new(stuck))));
+        let (ended, end) = mpsc::channel();
+        let limit = Duration::from_millis(100);
+        let (begin, file) = (Instant::now(), open(&path).unwrap());
+        let error = within(limit, "try", move |end| {
+            let found = measured(&path, file, &options, end);
+            ended.send(found.clone()).unwrap();
+            found
+        });
+        let error = error.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+        // The thread waits for its reads to end, so that it can free what they are made to.
+        assert!(matches!(end.try_recv(), Err(mpsc::TryRecvError::Empty)));
+        assert!(begin.elapsed() >= limit);
+        drop(release);
+        assert_eq!(end.recv().unwrap().unwrap_err().kind(), ErrorKind::TimedOut);
+    }
+
+    #[test]
+    fn regression_those_that_ask_at_once_get_one_answer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file_of(folder.path(), 40 * MIB);
+        let answers: Vec<_> = thread::scope(|scope| {
+            let asking: Vec<_> = (0..8).map(|_| scope.spawn(|| DiskProfile::of(&path))).collect();
+            asking.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        // Beside other work it may take longer than anybody waits.
+        let known: Vec<_> = answers.iter().flatten().collect();
+        assert!(known.windows(2).all(|two| two[0] == two[1]), "{answers:?}");
+        let late = |error: &Error| error.kind() == ErrorKind::TimedOut;
+        assert!(answers.iter().all(|answer| answer.as_ref().err().is_none_or(late)), "{answers:?}");
+        // Whoever holds a turn for ever holds up its disk only, and not for ever.
+        let disk = Disk::of(&open(&path).unwrap(), &path).unwrap();
+        let _turn = Turn::await_until(&disk, Instant::now() + WAIT).unwrap();
+        let late = Turn::await_until(&disk, Instant::now()).err().map(|error| error.kind());
+        assert_eq!(late, Some(ErrorKind::TimedOut));
+        let other = Disk::of(&open(Path::new("/proc")).unwrap(), &path).unwrap();
+        assert!(Turn::await_until(&other, Instant::now() + WAIT).is_ok());
+    }
+
+    #[test]
+    fn a_disk_that_fails_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = file_of(folder.path(), 40 * MIB);
+        if !can_be_measured(&path) {
+            return eprintln!("SKIPPED: {} is on no disk that can be measured", path.display());
+        }
+        let options = StoreOptions::new(IoBackend::Threads).hook(Arc::new(Broken));
+        let error = measured(&path, open(&path).unwrap(), &options, Instant::now() + WAIT).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
     }
 }

@@ -20,7 +20,8 @@ use super::trial::TrialFile;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The directory whose disk is examined; by default the current one and the one for temporary files
+    /// The directory whose disk is examined; by default the current one and the one for temporary files. What earlier runs
+    /// remember of that disk's speed is forgotten, so that the next one measures it anew
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// One JSON object instead of tables
@@ -94,7 +95,8 @@ struct Directory {
     offset_alignment: Option<u64>,
     read_bytes_per_second: Option<u64>,
     latency_4k: Option<LatencyReport>,
-    /// What a runtime chooses for a model here, unless told otherwise, with all memory that is free.
+    /// What a runtime chooses for a model without experts here, unless told otherwise, with all memory that is free, by what
+    /// the disk comes to now.
     settings: Option<Settings>,
     /// Why nothing is known.
     error: Option<String>,
@@ -246,7 +248,10 @@ fn examine(dir: &Path, free: Bytes, found: &mut Directory) -> Result<()> {
     let steady = Bytes::new((first * READ_SECONDS) as u64);
     let rate = if steady > Bytes::mib(32) { read(steady)? } else { first };
     found.read_bytes_per_second = Some(rate as u64);
-    if let Some(disk) = DiskProfile::of(&trial.path())? {
+    // What runs remember of it may have been measured beside other work. They measure their own files anew: this one was just
+    // written, and may be in a cache behind the disk.
+    DiskProfile::forget(dir)?;
+    if let Some(disk) = DiskProfile::measure(&trial.path())? {
         found.settings = Some(Runtime::builder().disk(disk).device_budget(free).settings()?);
     }
     Ok(())
@@ -436,6 +441,8 @@ impl Report for Diagnosis {
                 let (ahead, depth) = (&settings.lookahead, &settings.depth);
                 facts.pair("", format!("{} filled ahead: {}", ahead.value, ahead.reason));
                 facts.pair("", format!("{} reads ahead at once: {}", depth.value, depth.reason));
+                facts.pair("", format!("steps of {}: {}", settings.step.value, settings.step.reason));
+                facts.pair("", "measured now; what runs remembered of this disk is forgotten".to_owned());
             }
         }
         if self.gpus.found.is_empty() {

@@ -194,10 +194,13 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
     let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
     let wishes =
         Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let builder = Runtime::builder().for_model(files.header());
-    // Measured once, also where nothing can be remembered.
-    let builder = match builder.settings()?.disk {
-        Some(disk) => builder.disk(disk),
+    let store = match args.depth {
+        Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
+        None => StoreOptions::new(args.io),
+    };
+    let builder = Runtime::builder().for_model(files.header()).lookahead(args.prefetch).store(store);
+    let builder = match args.page_size {
+        Some(size) => builder.page_size(PageSize::new(size)?),
         None => builder,
     };
     let budgets = match &gpu {
@@ -211,21 +214,11 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
             budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
         }
     };
-    let store = match args.depth {
-        Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
-        None => StoreOptions::new(args.io),
-    };
-    let builder = match args.page_size {
-        Some(size) => builder.page_size(PageSize::new(size)?),
-        None => builder,
-    };
     let runtime = builder
         .device(args.device.clone())
         .device_budget(budgets.device)
         .host_budget(budgets.host)
         .policy(args.policy)
-        .lookahead(args.prefetch)
-        .store(store)
         .verify(args.verify)
         .timeline(args.timeline.is_some())
         .keep_uses(captured.is_some())
