@@ -454,7 +454,8 @@ fn child_gives_parts_of_huge_pages_back() {
     println!("{gone} of {discarded} bytes are gone");
     // The kernel counts in batches.
     assert!(gone + (4 << 20) >= discarded, "of {discarded} bytes that were discarded {gone} are gone");
-    for n in (0..device.frame_count()).filter(|n| n % a_block == n / a_block % a_block) {
+    // The first of all has no memory before it is touched.
+    for n in (1..device.frame_count()).filter(|n| n % a_block == n / a_block % a_block) {
         assert_eq!(device.frame_memory(FrameId::new(n)).unwrap(), Bytes::new(page));
     }
     device.close().unwrap();

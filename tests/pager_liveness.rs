@@ -1089,6 +1089,35 @@ fn regression_a_frame_that_a_purse_is_owed_is_not_hoped_for() {
     world.drain();
 }
 
+/// A scope that waits lets go of a page that it had paid for, and that another scope has as well: it claims the frame again, so
+/// the other one waits for it, and it for the other one. Nobody who will let go is in their way.
+#[test]
+fn regression_a_circle_closed_by_a_frame_that_a_purse_is_owed_is_told_at_once() {
+    let (mut world, s) = world(4, 0, 8);
+    let (reserving, reserved) = world.reserving_scope(2, ScopePriority::Interactive);
+    reserved.unwrap();
+    let growing = world.growing_scope();
+    let (shared, awaited, others, absent) = (run(s, 0, 1), run(s, 1, 1), run(s, 2, 1), run(s, 3, 1));
+    world.scope = Some(reserving);
+    world.pin(&[shared], false, false).unwrap();
+    settle(&mut world);
+    world.scope = Some(growing);
+    world.pin(&[shared], false, true).unwrap().unwrap();
+    world.pin(&[awaited], true, false).unwrap();
+    settle(&mut world);
+    world.scope = None;
+    world.pin(&[others], false, false).unwrap();
+    settle(&mut world);
+    world.scope = Some(growing);
+    world.pin(&[absent], false, false).unwrap().unwrap_err();
+    world.scope = Some(reserving);
+    world.pin(&[awaited], false, false).unwrap().unwrap_err();
+    assert_eq!(world.pager.stats().deadlocks, 0, "the pin outside of scopes may end");
+    world.unpin(0);
+    assert_eq!(world.pager.stats().deadlocks, 1);
+    world.drain();
+}
+
 /// Reservations end with the pager: those in line, and those whose frames are on their way.
 #[test]
 fn regression_reservations_under_way_end_when_the_pager_closes() {

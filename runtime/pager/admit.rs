@@ -1092,7 +1092,8 @@ impl Pager {
         {
             if !self.reclaim(Want::Demand, fx) {
                 if spent < from_purse {
-                    spent = from_purse;
+                    let wanted = self.promised() + floor + needed;
+                    spent = from_purse.min(wanted - self.frames.free_count() - self.transit);
                     continue;
                 }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };

@@ -751,6 +751,7 @@ impl Pager {
         for waiter in self.filling.remove(&page).map(|fill| fill.waiters).unwrap_or_default() {
             self.end(waiter, error.clone(), fx);
         }
+        self.appeared(page);
         self.changed(page);
     }
 

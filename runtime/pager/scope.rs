@@ -462,9 +462,15 @@ impl Pager {
         let declared = std::mem::take(&mut scope.declared);
         scope.reserving = None;
         let waiting = scope.waiting.clone();
+        let before = self.frames_beside(self.declared);
         self.purses -= purse;
         self.coming -= coming;
         self.declared -= declared;
+        if self.frames_beside(self.declared) < before {
+            // A budget that had been made smaller takes these frames: for others it shrinks now.
+            let waiting: Vec<ScopeId> = self.open_scopes().map(|(id, _)| id).collect();
+            waiting.into_iter().for_each(|id| self.claims_more(id));
+        }
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {
             self.coming_to.remove(&key);
         }
@@ -517,6 +523,7 @@ impl Pager {
     /// A segment goes, and some of its pages have pins that nobody can end. No scope holds them any more, and what was spent
     /// for them is owed: a later segment may have the same number.
     pub(super) fn forget_pins_of(&mut self, segment: SegmentId) {
+        let mut indebted = Vec::new();
         for (key, scope) in &mut self.scopes {
             let (gone, paid) = scope.paid.drain(..).partition(|(run, _)| run.segment == segment);
             scope.paid = paid;
@@ -525,9 +532,13 @@ impl Pager {
             scope.holdings.forget(segment, frames);
             if frames > 0 {
                 self.owed_to.insert(key);
+                indebted.push(key);
             }
             scope.owed += frames;
             self.owed += frames;
+        }
+        for key in indebted {
+            self.claims_more(self.scope_id(key));
         }
     }
 
@@ -538,6 +549,8 @@ impl Pager {
         invariant!(scope.purse + scope.coming + scope.owed <= scope.declared, "a scope is owed more than it declared");
         self.owed += frames;
         self.owed_to.insert(key);
+        let id = self.scope_id(key);
+        self.claims_more(id);
     }
 
     /// Fills purses that are owed frames, before anybody else gets one, and before a smaller budget does.
@@ -625,9 +638,7 @@ impl Pager {
 
     /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
     fn look_again(&mut self, id: ScopeId) {
-        if !self.grown.contains(&id) {
-            self.grown.push(id);
-        }
+        self.claims_more(id);
         let Some(scope) = self.scope_mut(Some(id)) else { return };
         if std::mem::replace(&mut scope.all_grow, true) {
             return;
@@ -637,7 +648,15 @@ impl Pager {
         }
     }
 
-    /// Looks for circles that scopes have closed by getting more while they waited.
+    /// A scope has let go of a page that it had paid for: the frame is its again, and the page may be others' as well. If the
+    /// scope waits, that may close a circle.
+    fn claims_more(&mut self, id: ScopeId) {
+        if !self.grown.contains(&id) {
+            self.grown.push(id);
+        }
+    }
+
+    /// Looks for circles that scopes have closed by getting more while they waited, or by claiming more.
     pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
         for id in std::mem::take(&mut self.grown) {
             self.break_deadlocks(id, fx);

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::waiting::Waiting;
-use super::{Engine, Inside, Marked, Stage};
+use super::{Engine, Inside, Marked, Stage, log};
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, RequestId};
@@ -170,7 +170,8 @@ impl Engine {
         let is_long = waiting.waiters.iter().any(|waiter| waiter.waited >= LONG);
         let text = if waiting.waiters.is_empty() { String::new() } else { waiting.to_string() };
         if is_long && !told {
-            tracing::warn!("requests have waited for more than {} s for what others hold:\n{text}", LONG.as_secs());
+            let long = LONG.as_secs();
+            log(|| tracing::warn!("requests have waited for more than {long} s for what others hold:\n{text}"));
         }
         *self.long_waits.lock() = text.into();
         Ok(is_long)

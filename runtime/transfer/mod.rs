@@ -571,8 +571,8 @@ impl Engine {
         // From now on pins of resident pages ask too.
         self.gate.close();
         self.idle.notify_all();
-        tracing::error!(panic, "the runtime is given up: something in it panicked");
         drop(News::failed(tickets, &error));
+        log(|| tracing::error!(panic, "the runtime is given up: something in it panicked"));
         error
     }
 
@@ -795,12 +795,9 @@ impl Engine {
     /// As for [`usable`](Self::usable), if the engine is given up meanwhile.
     fn settle<'a>(&'a self, mut latched: Held<'a>, mut fx: Effects, news: &mut News) -> Result<()> {
         loop {
-            for frame in fx.protect.drain(..) {
-                // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
-                if let Err(error) = self.device.protect(frame) {
-                    tracing::warn!(%error, ?frame, "protect a vacated frame");
-                }
-            }
+            // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
+            let protect = |frame: FrameId| self.device.protect(frame).err().map(|error| (frame, error));
+            let unprotected: Vec<_> = fx.protect.drain(..).filter_map(protect).collect();
             let (in_use, _) = latched.pager.device_frames();
             let (host, _) = latched.pager.host_frames();
             for (id, result) in fx.done.drain(..) {
@@ -812,6 +809,9 @@ impl Engine {
                 self.idle.notify_all();
             }
             latched.release();
+            for (frame, error) in unprotected {
+                log(|| tracing::warn!(%error, ?frame, "protect a vacated frame"));
+            }
             self.observer
                 .in_use(Bytes::new(u64::from(in_use) * self.page_bytes), Bytes::new(u64::from(host) * self.page_bytes));
             news.tell();
@@ -837,7 +837,7 @@ impl Engine {
             for io in released {
                 self.release(io);
             }
-            let discarded: Vec<_> = fx.discard.drain(..).map(|frame| (frame, self.device.discard(frame))).collect();
+            let discarded: Vec<_> = fx.discard.drain(..).map(|frame| (frame, self.discard(frame))).collect();
             if ended.is_empty() && discarded.is_empty() && taken.is_empty() {
                 break;
             }
@@ -857,7 +857,7 @@ impl Engine {
         if let Some(panicked) = self.panicked_policy()
             && !self.fate_told.swap(true, Ordering::Relaxed)
         {
-            tracing::error!(error = %panicked.told(), "a policy panicked");
+            log(|| tracing::error!(error = %panicked.told(), "a policy panicked"));
         }
         Ok(())
     }
@@ -878,6 +878,18 @@ impl Engine {
 
     fn pages_of(&self, bytes: Bytes) -> u32 {
         u32::try_from(bytes.get().div_ceil(self.page_bytes)).unwrap_or(u32::MAX)
+    }
+
+    /// Gives a frame's memory back.
+    ///
+    /// # Errors
+    /// What the device says; the frame keeps its memory.
+    fn discard(&self, frame: FrameId) -> Result<()> {
+        let discarded = self.device.discard(frame);
+        if let Err(error) = &discarded {
+            log(|| tracing::warn!(%error, ?frame, "a frame keeps its memory"));
+        }
+        discarded
     }
 
     fn trim_device(&self, bytes: Bytes, evicting: bool) -> Bytes {
@@ -902,7 +914,7 @@ impl Engine {
             left -= (frames.len() as u32).min(left);
             let discard = |frame: FrameId| {
                 let memory = self.device.frame_memory(frame).unwrap_or_default();
-                let discarded = self.device.discard(frame);
+                let discarded = self.discard(frame);
                 given = given + if discarded.is_ok() { memory } else { Bytes::ZERO };
                 (frame, discarded)
             };
@@ -982,7 +994,7 @@ impl Engine {
             self.store.remove_file(*file);
         }
         if let Err(error) = self.device.release(io.base, io.pages) {
-            tracing::warn!(%error, base = ?io.base, "release a segment's addresses");
+            log(|| tracing::warn!(%error, base = ?io.base, "release a segment's addresses"));
         }
         if is_inside() && matches!(io.source, Source::Scratch { .. }) {
             self.room.give_back(io);
@@ -1565,11 +1577,14 @@ impl Engine {
 fn tell_of_discard(pager: &mut Pager, frame: FrameId, discarded: Result<()>, fx: &mut Effects) {
     match discarded {
         Ok(()) => pager.discarded(frame, fx),
-        Err(error) => {
-            tracing::warn!(%error, ?frame, "a frame keeps its memory");
-            pager.discard_refused(frame, &error, fx);
-        }
+        Err(error) => pager.discard_refused(frame, &error, fx),
     }
+}
+
+/// Says something through `tracing`, whose subscriber is the caller's: it may call the runtime, so not under the latch, and if it
+/// panics nobody else is to miss anything.
+fn log(say: impl FnOnce()) {
+    let _ = caught(say);
 }
 
 fn slot(slots: &SlotRun, page: PageIndex) -> Result<SlotIndex> {
