@@ -631,11 +631,16 @@ fn a_reader_that_goes_away_is_an_error_and_no_panic() {
 
 /// Waits until a program, run with `RUST_LOG=info`, has begun its passes; the rest of what it says.
 fn until_ready(child: &mut Child) -> BufReader<ChildStderr> {
+    until(child, "ready")
+}
+
+/// Reads what a program logs, up to a line with `what` in it.
+fn until(child: &mut Child, what: &str) -> BufReader<ChildStderr> {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
-    while !line.contains("ready") {
+    while !line.contains(what) {
         line.clear();
-        assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "it ended before it was ready");
+        assert_ne!(stderr.read_line(&mut line).unwrap(), 0, "it ended without {what:?}");
     }
     stderr
 }
@@ -644,9 +649,9 @@ fn interrupt(child: &Child) {
     assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
 }
 
-/// The report of a program that is interrupted once it has begun its passes.
-fn interrupted(mut child: Child) -> Value {
-    let mut stderr = until_ready(&mut child);
+/// The report of a program that is interrupted once it has logged `what`.
+fn interrupted(mut child: Child, what: &str) -> Value {
+    let mut stderr = until(&mut child, what);
     interrupt(&child);
     let mut rest = String::new();
     stderr.read_to_string(&mut rest).unwrap();
@@ -668,7 +673,8 @@ fn an_interrupt_ends_the_run_with_its_summary() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let run = interrupted(child);
+    // What is captured are whole passes.
+    let run = interrupted(child, "first token");
     assert!(run["tokens"].as_array().unwrap().len() < 60000);
     check_timeline(&timeline, f64::INFINITY);
     let captured = LongTrace::open(&capture, &mut |_| ()).unwrap();
@@ -685,7 +691,7 @@ fn regression_an_interrupt_ends_a_pass() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let run = interrupted(child);
+    let run = interrupted(child, "ready");
     assert_eq!(run["tokens"].as_array().unwrap().len(), 0, "{run}");
 }
 

@@ -293,6 +293,7 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         (total, waited) = (total + pass.total, waited + pass.waited);
         if tokens.is_empty() {
             first_token = start.elapsed();
+            tracing::info!(after = ?first_token, "first token");
         } else {
             passes.push(pass.total);
         }
