@@ -168,9 +168,7 @@ fn served(mut tasks: Vec<Option<Pinning<'_>>>, then: impl FnOnce()) -> f64 {
 /// is let go after that.
 fn beside_pins(count: u64) -> f64 {
     let page = PageSize::new(Bytes::kib(4)).unwrap();
-    // Page tables count in it, but for 16 MiB.
-    let tables = count * HostDevice::tables_of_a_frame(page).get();
-    let budget = Bytes::new(count * page.bytes() + tables.saturating_sub(16 << 20));
+    let budget = budget_of(count, page);
     let policy = outcore::PolicyKind::Lru;
     let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
     let runtime = builder.open().unwrap();
@@ -225,6 +223,12 @@ impl Crowd {
     ];
 }
 
+/// A budget that holds so many frames: their page tables count in it, but for 16 MiB.
+fn budget_of(frames: u64, page: PageSize) -> Bytes {
+    let tables = frames * HostDevice::tables_of_a_frame(page).get();
+    Bytes::new(frames * page.bytes() + tables.saturating_sub(16 << 20))
+}
+
 /// Seconds of CPU until `count` scopes, each of which holds a page and waits, have all been served.
 fn holding(count: usize, crowd: Crowd) -> f64 {
     let page = PageSize::new(Bytes::kib(4)).unwrap();
@@ -233,7 +237,7 @@ fn holding(count: usize, crowd: Crowd) -> f64 {
         Crowd::ChainShortOfFrames | Crowd::ChainShortOfFramesFromItsEnd => count + 3,
         _ => count + 16,
     };
-    let budget = Bytes::new(frames as u64 * page.bytes());
+    let budget = budget_of(frames as u64, page);
     let policy = outcore::PolicyKind::Lru;
     let builder = Runtime::builder().device_budget(budget).scratch_dir(support::dir()).page_size(page).policy(policy);
     let runtime = builder.open().unwrap();
