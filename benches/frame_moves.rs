@@ -3,7 +3,8 @@
 //! page to page; with eight threads at once; mappings and page tables that it leaves; huge pages; what a read in flight
 //! and a fork do to it.
 //!
-//! The rounds of both ways alternate. `make bench` on a quiet machine; numbers of a busy one only compare the two ways.
+//! The rounds of both ways alternate. `cargo bench --bench frame_moves` on a quiet machine; numbers of a busy one only compare the
+//! two ways. It decides nothing any more, so `make bench` leaves it out.
 
 #![allow(clippy::unwrap_used, reason = "a measurement that cannot be made should end")]
 
