@@ -15,7 +15,7 @@ use outcore::pager::policy::{Policy, Take, Want};
 use outcore::pager::{
     Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, ScopeTerms, Submitted, Terms, TryPin, Unpin,
 };
-use outcore::{PageId, PageIndex, SegmentClass, SegmentId};
+use outcore::{PageId, PageIndex, RequestId, SegmentClass, SegmentId};
 
 thread_local! {
     static ALLOCATED: Cell<isize> = const { Cell::new(0) };
@@ -427,6 +427,27 @@ fn regression_a_pin_in_a_scope_that_waits_costs_the_same_whatever_it_holds() {
     assert!(many < 1.5 * few, "a pin beside 16 made {few:.0} calls, and beside 256 {many:.0}");
 }
 
+/// Completes moves until all that wait have been served. `served` lets go of what a request got: it is told its number, and how
+/// many frames were spent for it.
+fn until_served(
+    pager: &mut Pager,
+    fx: &mut Effects,
+    mut waits: HashMap<RequestId, u32>,
+    mut served: impl FnMut(&mut Pager, &mut Effects, u32, u32),
+) {
+    while !waits.is_empty() {
+        for planned in std::mem::take(&mut fx.moves) {
+            pager.complete(planned.id, Ok(()), fx);
+        }
+        let done = std::mem::take(&mut fx.done);
+        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
+        for (id, result) in done {
+            let spent = result.unwrap().spent;
+            served(pager, fx, waits.remove(&id).unwrap(), spent);
+        }
+    }
+}
+
 /// Calls of the allocator, a request, until each of `count` has been served through `common + 1` frames, all at once. Every
 /// other one wants the same `common` pages and one of its own, the others want only pages of their own.
 fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
@@ -463,18 +484,7 @@ fn calls_of_a_crowd_with_common_pages(count: u32, common: u32) -> f64 {
         }
     };
     end(&mut pager, &mut fx, &held);
-    while !waits.is_empty() {
-        for planned in std::mem::take(&mut fx.moves) {
-            pager.complete(planned.id, Ok(()), &mut fx);
-        }
-        let done = std::mem::take(&mut fx.done);
-        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
-        for (id, result) in done {
-            assert!(result.is_ok(), "{result:?}");
-            let number = waits.remove(&id).unwrap();
-            end(&mut pager, &mut fx, &pages(number));
-        }
-    }
+    until_served(&mut pager, &mut fx, waits, |pager, fx, number, _| end(pager, fx, &pages(number)));
     (CALLS.with(Cell::get) - before) as f64 / f64::from(count)
 }
 
@@ -720,12 +730,12 @@ fn steps_of_readers_that_let_go(count: u32) -> f64 {
         let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
         assert!(matches!(pager.submit(&[run(segment, count)], terms, &mut fx), Ok(Submitted::Waiting(_))));
     }
-    let before = pager.line_steps();
+    let before = pager.looks();
     for _ in 0..count {
         assert_eq!(read.unpin(), Unpin::Wanted);
         pager.released(&[run(segment, count)], &mut fx);
     }
-    (pager.line_steps() - before) as f64 / f64::from(count)
+    (pager.looks() - before) as f64 / f64::from(count)
 }
 
 /// Each that let go had all writers of the page looked at, for a reader among them.
@@ -783,21 +793,12 @@ fn looks_of_a_crowd(count: u32, frames: u32, crowd: Crowd, sets: &dyn Fn(u32) ->
         }
     };
     end(&mut pager, &mut fx, &held);
-    while !waits.is_empty() {
-        for planned in std::mem::take(&mut fx.moves) {
-            pager.complete(planned.id, Ok(()), &mut fx);
+    until_served(&mut pager, &mut fx, waits, |pager, fx, number, _| {
+        if let Some(holdings) = scopes.get(number as usize) {
+            holdings.remove(&runs(&sets(number)), false, 0);
         }
-        let done = std::mem::take(&mut fx.done);
-        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
-        for (id, result) in done {
-            assert!(result.is_ok(), "{result:?}");
-            let number = waits.remove(&id).unwrap();
-            if let Some(holdings) = scopes.get(number as usize) {
-                holdings.remove(&runs(&sets(number)), false, 0);
-            }
-            end(&mut pager, &mut fx, &sets(number));
-        }
-    }
+        end(pager, fx, &sets(number));
+    });
     assert_eq!(pager.check_invariants(), Ok(()));
     (pager.looks() - before) as f64 / f64::from(count)
 }
@@ -859,20 +860,12 @@ fn looks_of_a_scope_with_a_purse(count: u32) -> f64 {
             Submitted::Ready(_) => panic!("it waits for a fill at least"),
         };
     }
-    while !waits.is_empty() {
-        for planned in std::mem::take(&mut fx.moves) {
-            pager.complete(planned.id, Ok(()), &mut fx);
-        }
-        let done = std::mem::take(&mut fx.done);
-        assert!(!done.is_empty() || !fx.moves.is_empty(), "{} wait, and nothing goes on", waits.len());
-        for (id, result) in done {
-            let spent = result.unwrap().spent;
-            let runs = [run(segment, waits.remove(&id).unwrap())];
-            holdings.remove(&runs, false, spent);
-            assert!(matches!(words[runs[0].first.get() as usize].unpin(), Unpin::Done | Unpin::Wanted));
-            pager.unspent(scope, &runs, spent, &mut fx);
-        }
-    }
+    until_served(&mut pager, &mut fx, waits, |pager, fx, index, spent| {
+        let runs = [run(segment, index)];
+        holdings.remove(&runs, false, spent);
+        assert!(matches!(words[index as usize].unpin(), Unpin::Done | Unpin::Wanted));
+        pager.unspent(scope, &runs, spent, fx);
+    });
     assert_eq!(pager.check_invariants(), Ok(()));
     (pager.looks() - before) as f64 / f64::from(count)
 }

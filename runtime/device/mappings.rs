@@ -106,12 +106,17 @@ impl Count {
 
     /// Whether there is room for so many beside what others have.
     fn holds(self, claimed: u64) -> bool {
-        claimed.saturating_add((self.others + LEFT_AT_LEAST).max(LEFT)) <= self.limit
+        claimed.saturating_add(self.kept_back()) <= self.limit
+    }
+
+    /// What is not to be claimed.
+    fn kept_back(self) -> u64 {
+        (self.others + LEFT_AT_LEAST).max(LEFT)
     }
 
     /// What can still be claimed beside `claimed`: so many more it [holds](Self::holds).
     fn claimable(self, claimed: u64) -> u64 {
-        self.limit.saturating_sub((self.others + LEFT_AT_LEAST).max(LEFT)).saturating_sub(claimed)
+        self.limit.saturating_sub(self.kept_back()).saturating_sub(claimed)
     }
 
     fn left(self) -> u64 {

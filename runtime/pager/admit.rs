@@ -88,10 +88,9 @@ enum Stand {
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocked {
-    /// So many frames are missing. At most `room` could be had by anybody that grows, and fewer by those who want pages
-    /// that would have to go for that.
+    /// Frames are missing. At most `room` could be had by anybody that grows, and fewer by those who want pages that would have
+    /// to go for that.
     Frames {
-        need: u32,
         room: u32,
     },
     Page(PageId),
@@ -197,12 +196,6 @@ impl Pager {
     #[doc(hidden)]
     pub fn is_growth(&self, id: RequestId) -> bool {
         self.request_key(id).is_some_and(|key| self.requests[key].turn.class == Class::Growing)
-    }
-
-    /// How often somebody was met in the line of a page that was served, for tests that count.
-    #[doc(hidden)]
-    pub fn line_steps(&self) -> u64 {
-        self.met
     }
 
     /// Whether a request waits for frames, and the pages in whose lines it stands.
@@ -759,7 +752,6 @@ impl Pager {
             };
             let Some((turn, id)) = next else { return };
             behind = Some(turn);
-            self.met += 1;
             if self.attempt(id, fx) == Some(Blocked::Page(page)) {
                 let writes = self.request_key(id).is_some_and(|key| self.requests[key].writes());
                 beside_readers = writes && !self.word(page).load().exclusive;
@@ -799,16 +791,16 @@ impl Pager {
         while let Some((turn, id)) = self.frame_line.next_growing(behind, room.as_ref()) {
             behind = Some(turn);
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room: u32::MAX, .. }) => {}
+                Some(Blocked::Frames { room: u32::MAX }) => {}
                 Some(Blocked::Frames { .. }) if self.never_refused(id) => {}
-                Some(Blocked::Frames { room: frames, .. }) => room = Some(Room { frames, kept: self.kept.clone() }),
+                Some(Blocked::Frames { room: frames }) => room = Some(Room { frames, kept: self.kept.clone() }),
                 _ => return true,
             }
         }
         let mut most = u32::MAX;
         for id in self.frame_line.next_new() {
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room, .. }) => most = most.min(room),
+                Some(Blocked::Frames { room }) => most = most.min(room),
                 _ => return true,
             }
         }
@@ -816,7 +808,7 @@ impl Pager {
         let mut last = None;
         while let Some(id) = self.frame_line.least_new(most).filter(|id| last != Some(*id)) {
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room, .. }) => most = most.min(room),
+                Some(Blocked::Frames { room }) => most = most.min(room),
                 _ => return true,
             }
             last = Some(id);
@@ -844,7 +836,7 @@ impl Pager {
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            (Stand::Frames { source: before, .. }, Blocked::Frames { room, .. }) if *before == source => {
+            (Stand::Frames { source: before, .. }, Blocked::Frames { room }) if *before == source => {
                 return self.waits_on(id, key, room);
             }
             (Stand::Pages(pages), Blocked::Page(page))
@@ -864,7 +856,7 @@ impl Pager {
         let Request { turn, passed, .. } = self.requests[key];
         let left = self.passes.saturating_sub(passed);
         let stand = match blocked {
-            Blocked::Frames { room, .. } => {
+            Blocked::Frames { room } => {
                 let wanted = self.wanted_of(id, key, source, &[], room);
                 self.gate.close();
                 let joined = self.frame_line.join(turn, id, left, &wanted, source);
@@ -981,13 +973,13 @@ impl Pager {
         }
     }
 
-    /// The line in which somebody must not be passed by a new request for these pages and frames again.
-    fn barred(&self, turn: Turn, pages: &[PageId], frames: u32) -> Option<Blocked> {
+    /// The line in which somebody must not be passed by a new request for these pages again.
+    fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
         if turn.class == Class::Growing {
             return None;
         }
         if self.frame_line.line.bars(turn) {
-            return Some(Blocked::Frames { need: self.absent_of(pages.iter().copied()) + frames, room: u32::MAX });
+            return Some(Blocked::Frames { room: u32::MAX });
         }
         let barred = |page: &&PageId| self.page_lines.get(page).is_some_and(|line| line.bars(turn));
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
@@ -998,7 +990,7 @@ impl Pager {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let Request { terms, turn, frames, .. } = self.requests[key];
         let writes = terms.purpose == Purpose::Write;
-        if let Some(blocked) = self.barred(turn, &pages, frames) {
+        if let Some(blocked) = self.barred(turn, &pages) {
             let cause = if matches!(blocked, Blocked::Page(_)) { WaitCause::Guard } else { WaitCause::Frames };
             return Err((blocked, cause));
         }
@@ -1078,12 +1070,12 @@ impl Pager {
             // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
             // frame. Pins that end behind a stream would else add up to more than it declared.
             let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
-            blocked = Some((Blocked::Frames { need: needed - spent, room: u32::MAX }, cause));
+            blocked = Some((Blocked::Frames { room: u32::MAX }, cause));
         }
         let floor = if terms.never_refused { 0 } else { self.floor };
         if blocked.is_none() && frames > 0 && !self.may_declare(frames) {
             // However many frames are free just now. Who declared them is owed some, and gets them back from these.
-            blocked = Some((Blocked::Frames { need: needed, room: u32::MAX }, WaitCause::Frames));
+            blocked = Some((Blocked::Frames { room: u32::MAX }, WaitCause::Frames));
         }
         // What is paid from the purse is there, whatever a smaller budget waits for.
         while blocked.is_none()
@@ -1102,7 +1094,7 @@ impl Pager {
                 self.kept = own.collect();
                 let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + floor);
                 let room = there + self.kept.len() as u32;
-                blocked = Some((Blocked::Frames { need: needed - spent, room }, cause));
+                blocked = Some((Blocked::Frames { room }, cause));
             }
         }
         if let Some(blocked) = blocked {
@@ -1181,7 +1173,7 @@ impl Pager {
         self.kept.clear();
         let blocked = match &self.requests[key].stand {
             Stand::Nowhere => None,
-            Stand::Frames { wanted, .. } => Some(Blocked::Frames { need: wanted.least, room: u32::MAX }),
+            Stand::Frames { .. } => Some(Blocked::Frames { room: u32::MAX }),
             Stand::Pages(pages) => pages.first().map(|(page, _)| Blocked::Page(*page)),
         };
         let before = self.leave_lines(id, key);

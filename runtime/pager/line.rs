@@ -178,7 +178,7 @@ pub(super) struct FrameLine {
     /// Those that grow.
     growing: Growing,
     /// Those that have the floor as well.
-    with_floor: Growing,
+    with_floor: BTreeSet<Turn>,
     /// Those that wait for their scope's purse, by how many frames they want of it.
     with_purse: HashMap<ScopeId, BTreeSet<(u32, Turn)>>,
 }
@@ -282,7 +282,7 @@ impl FrameLine {
             !self.line.is_empty()
                 || self.new.is_empty()
                     && self.growing.0.is_empty()
-                    && self.with_floor.0.is_empty()
+                    && self.with_floor.is_empty()
                     && self.with_purse.is_empty(),
             "who waits for frames, by how many, outlives the line"
         );
@@ -299,7 +299,7 @@ impl FrameLine {
         match source {
             Source::New => self.new.insert((wanted.least, turn)),
             Source::Growth => self.growing.insert(turn, wanted),
-            Source::Floor => self.with_floor.insert(turn, wanted),
+            Source::Floor => self.with_floor.insert(turn),
             Source::Purse(scope) => self.with_purse.entry(scope).or_default().insert((wanted.least, turn)),
         }
     }
@@ -308,7 +308,7 @@ impl FrameLine {
         match source {
             Source::New => self.new.remove(&(wanted.least, turn)),
             Source::Growth => self.growing.remove(turn, wanted),
-            Source::Floor => self.with_floor.remove(turn, wanted),
+            Source::Floor => self.with_floor.remove(&turn),
             Source::Purse(scope) => {
                 let Some(turns) = self.with_purse.get_mut(&scope) else { return false };
                 let was = turns.remove(&(wanted.least, turn));
@@ -324,15 +324,15 @@ impl FrameLine {
     pub(super) fn kept(&self, source: Source, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
         match source {
             Source::Growth => self.growing.kept(before, pages),
-            Source::Floor => self.with_floor.kept(before, pages),
-            Source::New | Source::Purse(_) => Vec::new(),
+            Source::New | Source::Floor | Source::Purse(_) => Vec::new(),
         }
     }
 
     /// The next that grows, behind `turn` and in turn, of those for whom there may be frames. Those that have the floor are all
     /// tried: what one of them may have of its scope's purse is nothing to another.
     pub(super) fn next_growing(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<(Turn, RequestId)> {
-        let next = [self.growing.next(behind, room), self.with_floor.next(behind, None)];
+        let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let next = [self.growing.next(behind, room), self.with_floor.range(rest).next().copied()];
         let next = next.into_iter().flatten().min()?;
         self.line.get(next).map(|id| (next, id))
     }
@@ -361,10 +361,9 @@ impl FrameLine {
 
     /// How many are listed by how many frames they want, for checks.
     pub(super) fn listed(&self) -> usize {
-        let growing =
-            |growing: &Growing| growing.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum::<usize>();
+        let growing: usize = self.growing.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum();
         let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
-        self.new.len() + growing(&self.growing) + growing(&self.with_floor) + of_purses
+        self.new.len() + growing + self.with_floor.len() + of_purses
     }
 }
 

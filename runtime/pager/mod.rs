@@ -482,8 +482,6 @@ pub struct Pager {
     passes: u32,
     /// Requests that stand in lines.
     standing: usize,
-    /// How often somebody was met in the line of a page that was served.
-    met: u64,
     stats: PagerStats,
     tails: Tails,
     trace: Trace,
@@ -574,7 +572,6 @@ impl Pager {
             next_age: 0,
             passes: PASSES_MAX,
             standing: 0,
-            met: 0,
             stats: PagerStats::default(),
             tails: Tails::default(),
             trace: Trace::default(),

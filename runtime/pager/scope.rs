@@ -468,8 +468,7 @@ impl Pager {
         self.declared -= declared;
         if self.frames_beside(self.declared) < before {
             // A budget that had been made smaller takes these frames: for others it shrinks now.
-            let waiting: Vec<ScopeId> = self.open_scopes().map(|(id, _)| id).collect();
-            waiting.into_iter().for_each(|id| self.claims_more(id));
+            self.grown = self.open_scopes().map(|(id, _)| id).collect();
         }
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {
             self.coming_to.remove(&key);
