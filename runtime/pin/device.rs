@@ -95,7 +95,7 @@ impl Pinned {
     /// The scope holds them no more from here on: whoever waits for them waits for the stream, which needs nothing of the
     /// task, so that they close no circle.
     fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
-        self.pins.parts.iter().try_for_each(|part| of_the_streams_runtime(stream, &part.segment))?;
+        self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
         if let Err(error) = stream.can_mark() {
             if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Closed) || stream.is_lost() {
                 return Err(error);
@@ -116,8 +116,8 @@ impl Pinned {
     /// Its end behind a stream was refused, and nobody wants it any more: leaves no pins, or only such as stay for good.
     fn let_go(&mut self, refused: &Error) {
         let pins = self.pins.take();
-        let Some(any) = pins.parts.first() else { return };
-        if refused.kind() == ErrorKind::Closed || any.segment.shared.engine.device.lost().is_some() {
+        let Some(any) = pins.segments.first() else { return };
+        if refused.kind() == ErrorKind::Closed || any.shared.engine.device.lost().is_some() {
             // What the runtime submitted has ended, and its frames go to no other page any more.
             return pins.end();
         }
@@ -347,7 +347,7 @@ impl StreamPin {
 
     /// Leaves no pins, or is refused and leaves them.
     fn end(&mut self) -> Result<()> {
-        if self.pinned.pins.parts.is_empty() {
+        if self.pinned.pins.runs.is_empty() {
             return Ok(());
         }
         self.pinned.end_on(&self.stream)

@@ -129,26 +129,26 @@ fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce()
     });
 }
 
-/// Pinned pages in a row, and what keeps their words.
-#[derive(Debug)]
-struct Part {
-    segment: Arc<Segment>,
-    run: PageRun,
-}
-
 /// The pins of several tensors. Whoever has them ends them.
 #[derive(Debug)]
 struct Pins {
     /// No page is in two of them.
-    parts: SmallVec<[Part; 8]>,
+    runs: Runs,
+    /// What keeps their words: the segments of the runs in their order, one for all runs in a row that are of it.
+    segments: SmallVec<[Arc<Segment>; 8]>,
     exclusive: bool,
     hold: Hold,
 }
 
 impl Pins {
     fn new(tensors: &[Tensor], runs: &[PageRun], exclusive: bool, hold: Hold) -> Self {
-        let part = |(at, run)| Some(Part { segment: tensor_of(tensors, at, run)?.segment.clone(), run: *run });
-        Self { parts: runs.iter().enumerate().filter_map(part).collect(), exclusive, hold }
+        let mut segments: SmallVec<[Arc<Segment>; 8]> = SmallVec::new();
+        for (at, run) in runs.iter().enumerate() {
+            if segments.last().is_none_or(|last| last.id != run.segment) {
+                segments.extend(tensor_of(tensors, at, run).map(|tensor| tensor.segment.clone()));
+            }
+        }
+        Self { runs: Runs::from_slice(runs), segments, exclusive, hold }
     }
 
     fn end(&self) {
@@ -160,26 +160,33 @@ impl Pins {
     /// The task holds these no more. They end by themselves: now, or when a stream has come so far. False in a child by `fork`, where
     /// they are not this process's.
     fn leave_scope(&self) -> bool {
-        let (Some(any), Some(scope)) = (self.parts.first(), &self.hold.scope) else { return true };
-        leaves_its_scope(&any.segment, &self.runs(), self.exclusive, scope, self.hold.spent)
+        let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope) else { return true };
+        leaves_its_scope(any, &self.runs, self.exclusive, scope, self.hold.spent)
     }
 
     /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
     fn unpin(&self) {
-        let Some(any) = self.parts.first() else { return };
+        let Some(any) = self.segments.first() else { return };
         let unpin_all = || {
-            let one = |part: &Part| pin::unpin(part.segment.words_of(part.run), self.exclusive);
-            self.parts.iter().fold(false, |wanted, part| one(part) | wanted)
+            let mut wanted = false;
+            let mut segments = self.segments.as_slice();
+            for run in &self.runs {
+                while let [first, others @ ..] = segments
+                    && first.id != run.segment
+                {
+                    segments = others;
+                }
+                if let Some(segment) = segments.first() {
+                    wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
+                }
+            }
+            wanted
         };
         if self.hold.spent > 0 {
-            unpin_paid(&any.segment, &self.runs(), &self.hold, unpin_all);
+            unpin_paid(any, &self.runs, &self.hold, unpin_all);
         } else if unpin_all() {
-            tell_released(&any.segment, &self.runs());
+            tell_released(any, &self.runs);
         }
-    }
-
-    fn runs(&self) -> Runs {
-        self.parts.iter().map(|part| part.run).collect()
     }
 
     /// Nobody can tell when these pages are not used any more: better memory that never comes back than wrong bytes. The
@@ -191,7 +198,8 @@ impl Pins {
 
     /// Leaves none.
     fn take(&mut self) -> Self {
-        let none = Self { parts: SmallVec::new(), exclusive: self.exclusive, hold: Hold::default() };
+        let none =
+            Self { runs: Runs::new(), segments: SmallVec::new(), exclusive: self.exclusive, hold: Hold::default() };
         std::mem::replace(self, none)
     }
 }
@@ -217,6 +225,11 @@ fn runs_of(tensors: &[Tensor]) -> Runs {
     /// Of so many, comparing each with each costs less than sorting.
     const FEW: usize = 16;
     let mut runs: Runs = tensors.iter().map(Tensor::run).filter(|run| run.count > 0).collect();
+    let before =
+        |a: &PageRun, b: &PageRun| a.segment < b.segment || (a.segment == b.segment && a.first.0 + a.count < b.first.0);
+    if runs.is_sorted_by(before) {
+        return runs;
+    }
     let touches = |at: usize| {
         let run = runs[at];
         runs[..at].iter().any(|other| {

@@ -134,7 +134,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
                 engine.try_pin_page(page, word, T::PURPOSE, walker)
             }
             (None, words) => engine.try_pin(&[(run, words)], T::PURPOSE, walker),
-            (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], T::PURPOSE),
+            (Some(scope), words) => scope.is_of(segment) && scope.try_pin(engine, &[(run, words)], &[run], T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
@@ -153,7 +153,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let engine = &segment.shared.engine;
         let pinned = match self.scope {
             None => engine.try_pin(&words, T::PURPOSE, walker),
-            Some(scope) => scope.try_pin(engine, &words, T::PURPOSE),
+            Some(scope) => scope.try_pin(engine, &words, &runs, T::PURPOSE),
         };
         pinned.then(|| self.target.guard(&runs, self.hold(0)))
     }

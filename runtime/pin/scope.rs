@@ -12,7 +12,7 @@ use crate::compute::ComputeStream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, RequestId, ScopeId, WalkerId};
 use crate::pager::pin::Words;
-use crate::pager::{Holdings, Purpose, ScopePriority, ScopeTerms};
+use crate::pager::{Holdings, PageRun, Purpose, ScopePriority, ScopeTerms};
 use crate::runtime::Shared;
 use crate::segment::Segment;
 use crate::tensor::Tensor;
@@ -45,12 +45,9 @@ impl Member {
         if self.shared.engine.is_at_home() { self.holdings.pages() } else { 0 }
     }
 
-    /// Pins resident pages without the latch, and notes that the scope has them.
-    pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], purpose: Purpose) -> bool {
-        if engine.usable().is_err() {
-            return false;
-        }
-        let asked: u32 = words.iter().map(|(run, _)| run.count).sum();
+    /// Pins resident pages without the latch, and notes that the scope has them. `runs` are those of `words`.
+    pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], runs: &[PageRun], purpose: Purpose) -> bool {
+        let asked: u32 = runs.iter().map(|run| run.count).sum();
         // Beyond what it was opened for is an error, which the pager words.
         if !self.holdings.claim(asked) {
             return false;
@@ -59,8 +56,7 @@ impl Member {
             self.holdings.unclaim(asked);
             return false;
         }
-        let runs: super::Runs = words.iter().map(|(run, _)| *run).collect();
-        if self.holdings.add(&runs, purpose == Purpose::Write) {
+        if self.holdings.add(runs, purpose == Purpose::Write) {
             engine.with(|pager, fx| pager.holds_more(self.id, fx));
         }
         true
