@@ -60,8 +60,8 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
             waiting.waiters.iter().find(named).unwrap_or_else(|| panic!("{what}: {waiting}"))
         };
         let holders = |label: &str| -> Vec<(Option<&str>, u64, bool)> {
-            let label_of = |holder: &outcore::Holder| holder.scope.as_ref().map(|scope| scope.label.as_str());
-            of(label).holders.iter().map(|holder| (label_of(holder), holder.pages, holder.writes)).collect()
+            let holders = of(label).holders.iter();
+            holders.map(|h| (h.scope.as_ref().map(|scope| scope.label.as_str()), h.pages, h.writes)).collect()
         };
         assert_eq!(of("grows").waits_for, WaitsFor::Frames { wanted: 1, budget: 4 }, "{what}");
         let all = [(Some("grows"), 2, false), (None, 1, ends.writes), (Some("writes"), 1, false)];
