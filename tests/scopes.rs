@@ -1177,7 +1177,9 @@ fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
         assert!(warnings(BUDGET).is_empty());
         let page = PageSize::new(Bytes::new(MIB)).unwrap();
         let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).open().unwrap();
-        let tables: Vec<Tensor> = (0..TASKS).map(|_| runtime.alloc(DType::U8, &[EACH, MIB]).unwrap()).collect();
+        // Their shapes tell them apart: they have no names.
+        let tables: Vec<Tensor> =
+            (0..TASKS).map(|task| runtime.alloc(DType::U8, &[EACH + task, MIB]).unwrap()).collect();
         let all_hold_one = Barrier::new(TASKS as usize);
         let held: Vec<Mutex<Vec<PinGuard>>> = tables.iter().map(|_| Mutex::default()).collect();
         let (served, ended) = (AtomicU64::new(0), AtomicU64::new(0));
