@@ -851,25 +851,27 @@ fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
-/// Nobody holds anything, and the budget said that guards and scopes had more.
+/// Nobody holds more than the smaller budget has, and it said that guards and scopes had more.
 #[test]
 fn regression_a_budget_that_waits_for_writes_says_so() {
     watched("a budget that waits for writes", || {
-        let (runtime, table, hangs) = with_writes_that_hang(None);
-        thread::scope(|threads| {
-            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
-            while runtime.waiting().total == 0 {
-                progress();
-                thread::yield_now();
-            }
-            let waiting = runtime.waiting();
-            assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
-            assert!(waiting.waiters[0].holders.is_empty(), "{waiting}");
-            assert!(waiting.to_string().contains("waits for writes or copies that are under way"), "{waiting}");
-            hangs.let_go();
-            shrinks.join().unwrap().unwrap();
-        });
-        check_at_rest(runtime, vec![table], "a budget that waits for writes");
+        for holds in [false, true] {
+            let (runtime, table, hangs) = with_writes_that_hang(None);
+            let first = row(&table, 0);
+            let held = holds.then(|| runtime.pin(&first).wait().unwrap());
+            thread::scope(|threads| {
+                let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
+                until("the smaller budget", || runtime.waiting().total > 0);
+                let waiting = runtime.waiting();
+                hangs.let_go();
+                shrinks.join().unwrap().unwrap();
+                assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
+                assert!(waiting.waiters[0].holders.is_empty(), "holds: {holds}: {waiting}");
+                assert!(waiting.to_string().contains("waits for writes or copies that are under way"), "{waiting}");
+            });
+            drop(held);
+            check_at_rest(runtime, vec![table, first], "a budget that waits for writes");
+        }
     });
 }
 
