@@ -18,8 +18,9 @@ use std::time::Duration;
 
 use harness::{
     AnyDevice, Devices, HOST, On, Pinned, Rng, Scene, Setting, block_on, check_at_rest, is_child, owned, poll,
-    scene_ended, seed, until_given_back, watched,
+    progress, scene_ended, seed, until_given_back, watched,
 };
+use outcore::device::{DeviceCall, DeviceHook};
 use outcore::pager::state::State;
 use outcore::store::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind, StoreOptions};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
@@ -888,6 +889,17 @@ fn ten_thousand_tensors_are_pinned_and_let_go(devices: Devices) {
     });
 }
 
+/// A call of a device is something that gets on.
+#[derive(Debug)]
+struct GetsOn;
+
+impl DeviceHook for GetsOn {
+    fn before(&self, _: DeviceCall) -> outcore::Result<()> {
+        progress();
+        Ok(())
+    }
+}
+
 /// Run by the test below. No mapping is left to the process, so no frame can be moved.
 #[test]
 fn child_every_move_fails() {
@@ -897,7 +909,8 @@ fn child_every_move_fails() {
     watched("every move fails", || {
         const REQUESTS: u64 = 5000;
         let setting = Setting { page: Bytes::kib(4), ..setting(On::Host, 1) };
-        let runtime = setting.builder(None).open().unwrap();
+        // All refusals are within one drop of a guard.
+        let runtime = setting.builder(None).device_hook(Arc::new(GetsOn)).open().unwrap();
         let table = runtime.alloc(DType::U8, &[REQUESTS + 1, 4096]).unwrap();
         let rows: Vec<Tensor> = (0..=REQUESTS).map(|n| table.rows(n..n + 1).unwrap()).collect();
         let guard = runtime.pin(&rows[0]).wait().unwrap();

@@ -3,15 +3,19 @@
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+#[macro_use]
 mod harness;
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::mpsc::channel;
 
-use harness::watched;
+use harness::{Devices, Ends, outlives_its_scope, watched};
 use outcore::dlpack::{DLManagedTensorVersioned, DlpackView};
 use outcore::{Bytes, DType, ErrorKind, PageSize, Runtime, Tensor};
+
+// DLPack has no name for the memory of the simulated device.
+on_host_and_cuda! { a_view_may_outlive_its_scope }
 
 const PAGE: u64 = 64 << 10;
 
@@ -206,5 +210,23 @@ fn a_view_ends_behind_the_consumers_work() {
         assert_eq!(runtime.evict(&tensors[0]), 0, "the work has not ended");
         drop(open_gate);
         drop(runtime.pin(&tensors[1]).wait().unwrap());
+    });
+}
+
+/// A view is a guard of its scope as long as that is open, and outlives it.
+fn a_view_may_outlive_its_scope(devices: Devices) {
+    watched("a_view_may_outlive_its_scope", move || {
+        for on in devices.iter().copied() {
+            for (behind_the_stream, writes) in [(false, false), (false, true), (true, false), (true, true)] {
+                outlives_its_scope(on, Ends { behind_the_stream, writes }, |scope, tensors, stream| {
+                    let stream = behind_the_stream.then_some(stream);
+                    Consumer::take(match writes {
+                        true => scope.pin_device_mut(tensors).wait().unwrap().into_dlpack(0, stream).unwrap(),
+                        false => scope.pin_device(tensors).wait().unwrap().into_dlpack(0, stream).unwrap(),
+                    })
+                });
+                harness::next_round(on);
+            }
+        }
     });
 }

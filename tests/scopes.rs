@@ -5,9 +5,10 @@
 mod common;
 mod harness;
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, mpsc};
+use std::sync::{Arc, Barrier, OnceLock, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use std::time::Duration;
 use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, until, watched};
 use outcore::pager::PASSES_MAX;
 use outcore::store::{CallHook, Injected, IoCall, StoreOptions, probe_backend};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, Runtime, ScopePriority, Tensor, WaitsFor};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, PinGuard, Runtime, ScopePriority, Tensor, WaitsFor};
 use parking_lot::{Condvar, Mutex};
 
 const PAGE: u64 = 64 << 10;
@@ -168,7 +169,7 @@ fn regression_tasks_that_hold_and_wait_are_told() {
             for task in 0..8u64 {
                 let (runtime, table, told, together) = (&runtime, &table, &told, &together);
                 threads.spawn(move || {
-                    together.wait();
+                    let mut holds_none = true;
                     'again: loop {
                         progress();
                         let scope = runtime.scope().label(format!("task {task}")).open().unwrap();
@@ -176,7 +177,13 @@ fn regression_tasks_that_hold_and_wait_are_told() {
                         let mut guards = Vec::new();
                         for row in &rows {
                             match scope.pin(row).wait() {
-                                Ok(guard) => guards.push(guard),
+                                Ok(guard) => {
+                                    guards.push(guard);
+                                    // Each has one of the eight frames: all but one have to be told.
+                                    if std::mem::take(&mut holds_none) {
+                                        together.wait();
+                                    }
+                                }
                                 Err(error) => {
                                     assert_eq!(error.kind(), ErrorKind::WouldDeadlock, "{error}");
                                     let text = error.to_string();
@@ -195,7 +202,9 @@ fn regression_tasks_that_hold_and_wait_are_told() {
                 });
             }
         });
-        assert_eq!(u64::from(told.load(Ordering::Relaxed)), runtime.stats().pager.deadlocks);
+        let told = told.into_inner();
+        assert!(told >= 7, "{told} were told");
+        assert_eq!(u64::from(told), runtime.stats().pager.deadlocks);
         check_at_rest(runtime, vec![table], "hold and wait");
     });
 }
@@ -842,25 +851,27 @@ fn regression_a_smaller_budget_that_waits_for_a_write_that_hangs_times_out() {
     });
 }
 
-/// Nobody holds anything, and the budget said that guards and scopes had more.
+/// Nobody holds more than the smaller budget has, and it said that guards and scopes had more.
 #[test]
 fn regression_a_budget_that_waits_for_writes_says_so() {
     watched("a budget that waits for writes", || {
-        let (runtime, table, hangs) = with_writes_that_hang(None);
-        thread::scope(|threads| {
-            let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
-            while runtime.waiting().total == 0 {
-                progress();
-                thread::yield_now();
-            }
-            let waiting = runtime.waiting();
-            assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
-            assert!(waiting.waiters[0].holders.is_empty(), "{waiting}");
-            assert!(waiting.to_string().contains("waits for writes or copies that are under way"), "{waiting}");
-            hangs.let_go();
-            shrinks.join().unwrap().unwrap();
-        });
-        check_at_rest(runtime, vec![table], "a budget that waits for writes");
+        for holds in [false, true] {
+            let (runtime, table, hangs) = with_writes_that_hang(None);
+            let first = row(&table, 0);
+            let held = holds.then(|| runtime.pin(&first).wait().unwrap());
+            thread::scope(|threads| {
+                let shrinks = threads.spawn(|| runtime.set_device_budget(Bytes::new(PAGE)));
+                until("the smaller budget", || runtime.waiting().total > 0);
+                let waiting = runtime.waiting();
+                hangs.let_go();
+                shrinks.join().unwrap().unwrap();
+                assert_eq!(waiting.waiters[0].waits_for, WaitsFor::Budget { over: 1, budget: 1 });
+                assert!(waiting.waiters[0].holders.is_empty(), "holds: {holds}: {waiting}");
+                assert!(waiting.to_string().contains("waits for writes or copies that are under way"), "{waiting}");
+            });
+            drop(held);
+            check_at_rest(runtime, vec![table, first], "a budget that waits for writes");
+        }
     });
 }
 
@@ -1088,6 +1099,17 @@ struct Warnings(Mutex<Vec<String>>);
 /// Keeps warnings and nothing else.
 struct Listens(Arc<Warnings>);
 
+/// The warnings so far of which the text has this. The keeper's thread is to be heard, so they are everybody's.
+fn warnings(of: &str) -> Vec<String> {
+    static WARNINGS: OnceLock<Arc<Warnings>> = OnceLock::new();
+    let warnings = WARNINGS.get_or_init(|| {
+        let warnings = Arc::new(Warnings::default());
+        tracing::subscriber::set_global_default(Listens(warnings.clone())).unwrap();
+        warnings
+    });
+    warnings.0.lock().iter().filter(|text| text.contains(of)).cloned().collect()
+}
+
 impl tracing::field::Visit for &Warnings {
     fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
         if field.name() == "message" {
@@ -1116,11 +1138,8 @@ impl tracing::Subscriber for Listens {
 #[test]
 fn a_long_wait_is_warned_of_once() {
     watched("a long wait", || {
-        let warnings = Arc::new(Warnings::default());
-        // The keeper's thread is to be heard, so it is everybody's; others' warnings have other labels.
-        tracing::subscriber::set_global_default(Listens(warnings.clone())).unwrap();
-        let told =
-            || warnings.0.lock().iter().filter(|text| text.contains("who waits long")).cloned().collect::<Vec<_>>();
+        let told = || warnings("who waits long");
+        assert!(told().is_empty());
         let runtime = open(2);
         let table = tensor(&runtime, 3);
         let (holds, waits) = (runtime.scope().label("who holds long"), runtime.scope().label("who waits long"));
@@ -1144,6 +1163,98 @@ fn a_long_wait_is_warned_of_once() {
         drop(request);
         drop((holds, waits, wanted));
         check_at_rest(runtime, vec![table], "a long wait");
+    });
+}
+
+/// Tasks that nest pins outside of scopes hang where all of them hold what another one needs. Each can be seen, in the
+/// statistics and in one warning too. A guard that goes lets one request go on, whosever it was.
+#[test]
+fn tasks_that_nest_pins_outside_of_scopes_hang_and_say_so() {
+    const MIB: u64 = 1 << 20;
+    const TASKS: u64 = 8;
+    const EACH: u64 = 8;
+    // Of no other test is the budget of that size.
+    const BUDGET: &str = "of a budget of 8 (8.0 MiB)";
+    watched("nested pins that hang", || {
+        assert!(warnings(BUDGET).is_empty());
+        let page = PageSize::new(Bytes::new(MIB)).unwrap();
+        let runtime = Runtime::builder().page_size(page).device_budget(Bytes::mib(8)).open().unwrap();
+        // Their shapes tell them apart: they have no names.
+        let tables: Vec<Tensor> =
+            (0..TASKS).map(|task| runtime.alloc(DType::U8, &[EACH + task, MIB]).unwrap()).collect();
+        let all_hold_one = Barrier::new(TASKS as usize);
+        let held: Vec<Mutex<Vec<PinGuard>>> = tables.iter().map(|_| Mutex::default()).collect();
+        let (served, ended) = (AtomicU64::new(0), AtomicU64::new(0));
+        let count = |of: &AtomicU64| of.load(Ordering::SeqCst);
+        let all_hang = |tasks: u64| runtime.stats().waiting as u64 == tasks;
+        thread::scope(|threads| {
+            for (table, held) in tables.iter().zip(&held) {
+                let (runtime, all_hold_one, served, ended) = (&runtime, &all_hold_one, &served, &ended);
+                threads.spawn(move || {
+                    for n in 0..EACH {
+                        let guard = runtime.pin(&row(table, n)).wait().unwrap();
+                        held.lock().push(guard);
+                        served.fetch_add(1, Ordering::SeqCst);
+                        progress();
+                        if n == 0 {
+                            all_hold_one.wait();
+                        }
+                    }
+                    held.lock().clear();
+                    ended.fetch_add(1, Ordering::SeqCst);
+                });
+            }
+            until("all wait", || all_hang(TASKS));
+            assert_eq!((count(&served), count(&ended)), (TASKS, 0));
+            let waiting = runtime.waiting();
+            assert_eq!((waiting.total, waiting.waiters.len()), (8, 8), "{waiting}");
+            let text = waiting.to_string();
+            assert_eq!(text.lines().count(), 8, "{text}");
+            for (waiter, line) in waiting.waiters.iter().zip(text.lines()) {
+                assert_eq!((&waiter.scope, waiter.holds, waiter.writes, waiter.size.get()), (&None, false, false, MIB));
+                assert_eq!(waiter.waits_for, WaitsFor::Frames { wanted: 1, budget: 8 }, "{waiting}");
+                let [holder] = &waiter.holders[..] else { panic!("{waiting}") };
+                assert_eq!((&holder.scope, holder.pages, holder.writes), (&None, 8, false), "{waiting}");
+                assert!(
+                    line.starts_with("a pin outside of scopes has waited ") && line.contains(&waiter.wants),
+                    "{line}"
+                );
+                assert!(line.contains("(1.0 MiB): waits for 1 frames of a budget of 8 (8.0 MiB)"), "{line}");
+                assert!(line.ends_with("; held by pins outside of scopes (8 pages)"), "{line}");
+            }
+            // Each wants another page, and each page is named.
+            let wants: HashSet<&str> = waiting.waiters.iter().map(|waiter| waiter.wants.as_str()).collect();
+            assert_eq!(wants.len(), 8, "{waiting}");
+            until("a warning", || !warnings(BUDGET).is_empty());
+            for _ in 0..2 {
+                let seen = runtime.stats().long_waits;
+                assert_eq!(seen.matches("held by pins outside of scopes (8 pages)").count(), 8, "{seen}");
+                until("the keeper's next look", || runtime.stats().long_waits != seen);
+            }
+            let [warned] = &warnings(BUDGET)[..] else { panic!("{:#?}", warnings(BUDGET)) };
+            assert!(warned.contains("more than 10 s"), "{warned}");
+            for wants in wants {
+                assert!(warned.contains(wants), "{wants} is not in {warned}");
+            }
+
+            // One guard, one request: it goes on, and asks for more.
+            drop(held[0].lock().pop().unwrap());
+            until("one goes on", || count(&served) == TASKS + 1 && all_hang(TASKS));
+            assert_eq!((count(&ended), runtime.waiting().total), (0, 8), "{}", runtime.waiting());
+            // One task's after the other, as long as they hang.
+            loop {
+                until("all wait or end", || count(&ended) == TASKS || all_hang(TASKS - count(&ended)));
+                if count(&ended) == TASKS {
+                    break;
+                }
+                let before = count(&served);
+                drop(held.iter().find_map(|held| held.lock().pop()).unwrap());
+                until("another one goes on", || count(&served) > before);
+            }
+        });
+        assert_eq!(count(&served), TASKS * EACH);
+        assert_eq!((runtime.waiting().total, runtime.stats().waiting, runtime.stats().pager.deadlocks), (0, 0, 0));
+        check_at_rest(runtime, tables, "nested pins that hang");
     });
 }
 

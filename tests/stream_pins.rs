@@ -12,7 +12,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use harness::{AnyDevice, Devices, Rng, Setting, check_at_rest, next_round, watched};
+use harness::{AnyDevice, Devices, Ends, Rng, Setting, check_at_rest, next_round, outlives_its_scope, watched};
 use outcore::{Bytes, DType, ErrorKind, Runtime, StreamPin, Tensor};
 
 on_every_device! {
@@ -22,6 +22,7 @@ on_every_device! {
     closing_with_pins_of_streams_ends
     regression_what_a_stream_still_uses_is_not_held_by_the_task
     regression_scopes_that_stream_layers_are_told_nothing
+    a_pin_of_a_stream_may_outlive_its_scope
     wrong_streams_are_refused
 }
 
@@ -248,6 +249,16 @@ fn regression_scopes_that_stream_layers_are_told_nothing(devices: Devices) {
             assert_eq!(runtime.stats().pager.deadlocks, 0, "{setting:?}");
             check_at_rest(runtime, tensors, &format!("{setting:?}"));
             next_round(setting.on);
+        }
+    });
+}
+
+fn a_pin_of_a_stream_may_outlive_its_scope(devices: Devices) {
+    watched("a_pin_of_a_stream_may_outlive_its_scope", move || {
+        for on in devices.iter().copied() {
+            let ends = Ends { behind_the_stream: true, writes: false };
+            outlives_its_scope(on, ends, |scope, tensors, stream| scope.pin_device_on(tensors, stream).wait().unwrap());
+            next_round(on);
         }
     });
 }

@@ -28,8 +28,11 @@ const SPARE: u64 = LEFT_AT_LEAST / 2;
 /// Mappings that a region can take, whatever is in it: itself, its two ends, and the table about it.
 pub(super) const A_REGION: u64 = 4;
 
-/// For so long refusals give the same count.
+/// For so long at least refusals give the same count.
 const RECENT: Duration = Duration::from_millis(250);
+/// And for so many times as long as it took to count: where the processors are busy that is more, and refusals that each count
+/// anew get nowhere.
+const RECENT_TIMES: u32 = 4;
 
 /// What all claims of this process add up to.
 static CLAIMED: AtomicU64 = AtomicU64::new(0);
@@ -227,8 +230,28 @@ pub(super) struct Ballast {
     #[allow(dead_code, reason = "held")]
     claim: Claim,
     held: bool,
-    /// What was counted for the last refusal. To count takes long where there are many.
-    counted: Option<(Instant, Count)>,
+    /// What was counted for a refusal. To count takes long where there are many.
+    counted: Option<Counted>,
+}
+
+/// A count that is given for some time.
+#[derive(Clone, Copy, Debug)]
+struct Counted {
+    count: Count,
+    until: Instant,
+}
+
+impl Counted {
+    fn now() -> Option<Self> {
+        let began = Instant::now();
+        let count = Count::now().ok()?;
+        Some(Self::between(count, began, Instant::now()))
+    }
+
+    fn between(count: Count, began: Instant, ended: Instant) -> Self {
+        let took = ended.saturating_duration_since(began);
+        Self { count, until: ended + RECENT.max(RECENT_TIMES * took) }
+    }
 }
 
 impl Ballast {
@@ -281,10 +304,10 @@ impl Ballast {
             return Ok(());
         }
         self.leave(0..BALLAST + SPARE);
-        let recent = self.counted.filter(|(at, _)| at.elapsed() < RECENT);
-        self.counted = recent.or_else(|| Some((Instant::now(), Count::now().ok()?)));
+        let recent = self.counted.filter(|counted| Instant::now() < counted.until);
+        self.counted = recent.or_else(Counted::now);
         Err(match self.counted {
-            Some((_, count)) => count.told(what, 2, ADVICE),
+            Some(Counted { count, .. }) => count.told(what, 2, ADVICE),
             None => Error::new(
                 ErrorKind::TooManyMappings,
                 format!("{what}: the kernel gives this process no more mappings"),
@@ -325,6 +348,17 @@ mod tests {
         let within = Count::now().unwrap();
         assert!(within.ours >= 60, "{before:?}, {within:?}");
         drop(region);
+    }
+
+    /// The time in which a count is given began before it was made, and had passed when it was there: each refusal counted anew.
+    #[test]
+    fn regression_refusals_give_the_same_count_however_long_it_takes() {
+        let (count, began) = (Count { limit: 65_530, others: 30, ours: 0 }, Instant::now());
+        for took in [Duration::ZERO, RECENT / 5, RECENT, 8 * RECENT] {
+            let ended = began + took;
+            let given = Counted::between(count, began, ended).until.saturating_duration_since(ended);
+            assert!(given >= RECENT && given >= 4 * took, "counting takes {took:?}, and is done every {given:?}");
+        }
     }
 
     #[test]

@@ -327,7 +327,7 @@ impl AccessLog {
         self.dirty.store(u64::MAX, Ordering::Relaxed);
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn rings(&self) -> usize {
         self.readers.lock().len()
     }

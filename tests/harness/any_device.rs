@@ -61,11 +61,18 @@ pub const CUDA: Devices = &[On::Cuda];
 /// the emulated driver found anything, or anything was not given back.
 macro_rules! on_every_device {
     ($($test:ident)*) => {
-        mod on_host {
-            $(#[test] fn $test() { super::$test(crate::harness::HOST); })*
-        }
         mod on_sim {
             $(#[test] fn $test() { super::$test(crate::harness::SIM); })*
+        }
+        on_host_and_cuda! { $($test)* }
+    };
+}
+
+/// The same, but for the simulated device.
+macro_rules! on_host_and_cuda {
+    ($($test:ident)*) => {
+        mod on_host {
+            $(#[test] fn $test() { super::$test(crate::harness::HOST); })*
         }
         #[cfg(feature = "cuda")]
         mod on_cuda {

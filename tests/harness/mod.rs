@@ -8,6 +8,7 @@ mod any_device;
 mod drive;
 #[cfg(feature = "cuda")]
 mod every_call;
+mod outlives;
 pub mod replay;
 mod scene;
 mod tasks;
@@ -34,6 +35,7 @@ pub use any_device::{control, small_pages};
 pub use drive::StalledDrive;
 #[cfg(feature = "cuda")]
 pub use every_call::{fail_every_call, fail_every_call_with, only_pageable};
+pub use outlives::{Ends, outlives_its_scope};
 pub use replay::seed;
 pub use scene::{Scene, alone, is_child, scene_ended};
 pub use tasks::{Task, block_on, owned, poll, together};
