@@ -844,28 +844,39 @@ fn regression_crowds_of_different_sets() {
     }
 }
 
-/// Requests that were looked at, for each of `count` of one scope that has four frames set aside.
+/// Requests that were looked at, for each of `count` of one scope that has declared as many frames. Others have its pages as well,
+/// and let go of them one by one.
 fn looks_of_a_scope_with_a_purse(count: u32) -> f64 {
-    let mut pager = Pager::new(config(16, 0), PolicyKind::Lru.build());
-    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count);
+    let mut pager = Pager::new(config(count, 0), PolicyKind::Lru.build());
+    let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, 2 * count);
     let mut fx = Effects::default();
     let (scope, holdings) = pager.open_scope(ScopeTerms { at_most: Some(count), ..ScopeTerms::default() });
-    assert!(matches!(pager.reserve(scope, 4, &mut fx), Ok(Submitted::Ready(_))));
-    let before = pager.looks();
+    assert!(matches!(pager.reserve(scope, count, &mut fx), Ok(Submitted::Ready(_))));
     let terms = Terms { scope: Some(scope), ..Terms::default() };
-    let mut waits = HashMap::new();
-    for index in 0..count {
-        match pager.submit(&[run(segment, index)], terms, &mut fx).unwrap() {
-            Submitted::Waiting(id) => waits.insert(id, index),
-            Submitted::Ready(_) => panic!("it waits for a fill at least"),
+    let asks = |pager: &mut Pager, fx: &mut Effects, index: u32| {
+        let Submitted::Waiting(id) = pager.submit(&[run(segment, index)], terms, fx).unwrap() else {
+            panic!("it waits for a fill at least")
         };
-    }
+        (id, index)
+    };
+    let waits = (0..count).map(|index| asks(&mut pager, &mut fx, index)).collect();
     until_served(&mut pager, &mut fx, waits, |pager, fx, index, spent| {
+        assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
         let runs = [run(segment, index)];
         holdings.remove(&runs, false, spent);
-        assert!(matches!(words[index as usize].unpin(), Unpin::Done | Unpin::Wanted));
+        let wanted = words[index as usize].unpin() == Unpin::Wanted;
         pager.unspent(scope, &runs, spent, fx);
+        if wanted {
+            pager.released(&runs, fx);
+        }
     });
+    let before = pager.looks();
+    let waits = (count..2 * count).map(|index| asks(&mut pager, &mut fx, index)).collect();
+    for index in 0..count {
+        assert_eq!(words[index as usize].unpin(), Unpin::Wanted);
+        pager.released(&[run(segment, index)], &mut fx);
+    }
+    until_served(&mut pager, &mut fx, waits, |_, _, _, spent| assert_eq!(spent, 1));
     assert_eq!(pager.check_invariants(), Ok(()));
     (pager.looks() - before) as f64 / f64::from(count)
 }

@@ -451,6 +451,8 @@ impl Pager {
             self.coming += frames;
             self.declared += frames;
         }
+        // From now on it pays from its purse and from nothing else, whatever it waits for.
+        self.claims_more(self.scope_id(key));
     }
 
     /// A request for a purse is given up: nothing is set aside for its scope.
