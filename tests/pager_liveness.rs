@@ -1603,3 +1603,42 @@ fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
     assert!(world.pin(&[run(s, 0, 2)], false, false).is_none() && world.pager.stats().deadlocks == 1);
     world.drain();
 }
+
+/// A new request that keeps a page which could go, and lacks another one, hid those that want as many frames and came later.
+#[test]
+fn regression_who_keeps_a_page_does_not_hide_who_could_have_its_frame() {
+    let (mut world, s) = world(2, 0, 8);
+    for page in 0..2 {
+        world.pin(&[run(s, page, 1)], false, false).unwrap();
+        settle(&mut world);
+    }
+    let keeps = world.pin(&[run(s, 0, 1), run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    let waits = world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    let other = world.pin(&[run(s, 4, 1)], false, false).unwrap().unwrap_err();
+    world.unpin(0);
+    settle(&mut world);
+    assert!(world.waits(keeps) && !world.waits(waits) && world.waits(other));
+    world.drain();
+}
+
+/// Looks at new requests are paid for: where nobody can pass, they go in order, and nobody waits for ever.
+#[test]
+fn a_crowd_in_which_nobody_can_pass_goes_in_order() {
+    let (mut world, s) = world(4, 0, 8);
+    for page in [0, 4] {
+        world.pin(&[run(s, page, 1)], false, false).unwrap();
+        settle(&mut world);
+    }
+    let waits: Vec<_> =
+        (0..40).map(|n| world.pin(&[run(s, n % 2 * 4, 4)], false, false).unwrap().unwrap_err()).collect();
+    world.unpin(1);
+    world.unpin(0);
+    for (served, id) in waits.iter().enumerate() {
+        settle(&mut world);
+        assert!(!world.waits(*id), "{served} were served before");
+        while !world.guards.is_empty() {
+            world.unpin(0);
+        }
+    }
+    world.drain();
+}
