@@ -1566,3 +1566,79 @@ fn regression_what_can_never_be_refused_is_not_told_of_its_own_scopes_pins() {
         world.drain();
     }
 }
+
+/// What can never be refused had spent of a purse what other requests of that scope were declared for: these waited, and nobody was
+/// told. The same where the scope reserved less than it was opened for.
+#[test]
+fn regression_who_asks_for_more_than_its_purse_ever_has_again_is_told() {
+    for waits_first in [false, true] {
+        let (mut world, s) = world(3, 0, 8);
+        world.pin(&[run(s, 7, 1)], true, false).unwrap();
+        settle(&mut world);
+        let (scope, reserved) = world.reserving_scope(2, ScopePriority::Interactive);
+        reserved.unwrap();
+        // Somebody writes one of these pages.
+        let waits = waits_first.then(|| world.pin(&[run(s, 6, 2)], false, false).unwrap().unwrap_err());
+        assert!(waits.is_none_or(|id| world.waits(id)) && world.told.is_empty());
+        world.never_refused = true;
+        world.pin(&[run(s, 1, 1)], false, false).unwrap();
+        settle(&mut world);
+        world.never_refused = false;
+        assert_eq!((world.guards[1].spent, world.pager.set_aside()), (1, 1));
+        let told = match waits {
+            Some(id) => !world.waits(id),
+            None => world.pin(&[run(s, 2, 2)], false, false).is_none(),
+        };
+        assert!(told && world.pager.stats().deadlocks == 1, "{waits_first}");
+        // What its purse still has it gets.
+        world.pin(&[run(s, 2, 1)], false, false).unwrap();
+        settle(&mut world);
+        assert_eq!(world.guards.len(), 3);
+        world.close_scope(scope);
+        world.drain();
+    }
+    let (mut world, s) = world(4, 0, 8);
+    let scope = world.open_scope(ScopeTerms { at_most: Some(2), ..ScopeTerms::default() });
+    assert!(matches!(world.with(|pager, fx| pager.reserve(scope, 1, fx)), Ok(Submitted::Ready(_))));
+    assert!(world.pin(&[run(s, 0, 2)], false, false).is_none() && world.pager.stats().deadlocks == 1);
+    world.drain();
+}
+
+/// A new request that keeps a page which could go, and lacks another one, hid those that want as many frames and came later.
+#[test]
+fn regression_who_keeps_a_page_does_not_hide_who_could_have_its_frame() {
+    let (mut world, s) = world(2, 0, 8);
+    for page in 0..2 {
+        world.pin(&[run(s, page, 1)], false, false).unwrap();
+        settle(&mut world);
+    }
+    let keeps = world.pin(&[run(s, 0, 1), run(s, 2, 1)], false, false).unwrap().unwrap_err();
+    let waits = world.pin(&[run(s, 3, 1)], false, false).unwrap().unwrap_err();
+    let other = world.pin(&[run(s, 4, 1)], false, false).unwrap().unwrap_err();
+    world.unpin(0);
+    settle(&mut world);
+    assert!(world.waits(keeps) && !world.waits(waits) && world.waits(other));
+    world.drain();
+}
+
+/// Looks at new requests are paid for: where nobody can pass, they go in order, and nobody waits for ever.
+#[test]
+fn a_crowd_in_which_nobody_can_pass_goes_in_order() {
+    let (mut world, s) = world(4, 0, 8);
+    for page in [0, 4] {
+        world.pin(&[run(s, page, 1)], false, false).unwrap();
+        settle(&mut world);
+    }
+    let waits: Vec<_> =
+        (0..40).map(|n| world.pin(&[run(s, n % 2 * 4, 4)], false, false).unwrap().unwrap_err()).collect();
+    world.unpin(1);
+    world.unpin(0);
+    for (served, id) in waits.iter().enumerate() {
+        settle(&mut world);
+        assert!(!world.waits(*id), "{served} were served before");
+        while !world.guards.is_empty() {
+            world.unpin(0);
+        }
+    }
+    world.drain();
+}

@@ -234,6 +234,56 @@ impl Pager {
         Some((wanted.least, self.absent_of(request.pages()) + request.frames, pages, &wanted.kept))
     }
 
+    /// For checks: whether a request that waits for frames stands behind one that must not be passed again.
+    pub(super) fn waits_behind(&self, id: RequestId) -> bool {
+        let stand = self.request_key(id).map(|key| &self.requests[key].stand);
+        matches!(stand, Some(Stand::Frames { source: Source::Behind, .. }))
+    }
+
+    /// For checks: whether a request that waits for frames is not listed under what it waits for.
+    pub(super) fn is_misplaced(&self, id: RequestId) -> bool {
+        let Some(key) = self.request_key(id) else { return false };
+        let Request { turn, terms, stand: Stand::Frames { wanted, source, .. }, .. } = &self.requests[key] else {
+            return false;
+        };
+        let right = self.source_of(key);
+        // Who stands behind another one by now is told so when it is looked at. What a scope declares is not its before all is there.
+        let later = (*source, right) == (Source::New, Source::Behind)
+            || self.scope(terms.scope).is_some_and(|scope| scope.reserving.is_some());
+        *source != right && !later || !self.frame_line.is_listed(*turn, wanted, *source)
+    }
+
+    /// For checks: whether a request that waits for frames could go on.
+    pub(super) fn could_go_on(&self, id: RequestId) -> bool {
+        let Some(key) = self.request_key(id) else { return false };
+        let Request { terms, turn, frames, stand: Stand::Frames { .. }, .. } = self.requests[key] else { return false };
+        let pages: Vec<PageId> = self.requests[key].pages().collect();
+        let writes = terms.purpose == Purpose::Write;
+        let is_there = |page: &PageId| {
+            let word = self.word(*page).load();
+            let entry = self.segments[page.segment.index()].entries[page.index.index()];
+            let free = if writes { word.pins == 0 && !entry.copying_out() } else { !word.exclusive };
+            matches!(word.state, State::Clean | State::Dirty) && free
+        };
+        let missing = self.absent_of(pages.iter().copied());
+        if self.barred(turn, &pages).is_some() || !pages.iter().all(|page| self.is_absent(*page) || is_there(page)) {
+            return false;
+        }
+        let needed = missing + frames;
+        let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
+        if declared > 0 && !terms.never_refused {
+            return needed <= purse;
+        }
+        if frames > 0 && !self.may_declare(frames) {
+            return false;
+        }
+        let others = |page: &PageId| !pages.contains(page) && self.can_go_for_good(*page);
+        let can_go = self.policy.tracked().iter().filter(|page| others(page)).count() as u32;
+        let floor = if terms.never_refused { 0 } else { self.floor };
+        let spent = purse.min(missing);
+        self.frames.free_count() + self.transit + can_go + spent >= self.promised() + floor + needed
+    }
+
     /// For checks: pages that somebody watches, and how many do.
     pub(super) fn watched(&self) -> impl Iterator<Item = (PageId, usize)> {
         self.watched.iter().map(|(page, by)| (*page, by.len()))
@@ -658,6 +708,12 @@ impl Pager {
         let Some(key) = self.request_key(id) else { return };
         let request = &self.requests[key];
         let Stand::Frames { wanted, source, .. } = &request.stand else { return };
+        if *source == Source::New {
+            self.frame_line.looked();
+            if self.frame_line.line.bars(request.turn) {
+                return self.waits_on(id, key, Source::Behind, u32::MAX);
+            }
+        }
         // In a circle, so that one that comes and goes is not watched again at once.
         let behind = request.pages().filter(|other| *other > page);
         let circle = behind.chain(request.pages().filter(|other| *other < page));
@@ -667,18 +723,21 @@ impl Pager {
             return;
         }
         let now = Wanted { least: wanted.least.saturating_sub(1), kept: wanted.kept.clone() };
-        match *source {
+        let source = *source;
+        match source {
             Source::Purse(scope) => self.purse_filled(scope),
             _ => self.eased = true,
         }
-        self.wants(key, now);
+        self.wants(key, now, source);
     }
 
-    /// A request that stands in the line for frames wants another number of these at least.
-    fn wants(&mut self, key: usize, now: Wanted) {
+    /// A request that stands in the line for frames wants another number of these at least, or of another source.
+    fn wants(&mut self, key: usize, now: Wanted, from: Source) {
         let Request { turn, stand: Stand::Frames { wanted, source, .. }, .. } = &mut self.requests[key] else { return };
-        self.frame_line.changes(*turn, wanted, &now, *source);
-        *wanted = now;
+        if *wanted != now || *source != from {
+            self.frame_line.changes(*turn, (wanted, *source), (&now, from));
+            (*wanted, *source) = (now, from);
+        }
     }
 
     /// A request watches so many of its absent pages, if there are so many. Returns how many it does watch.
@@ -787,33 +846,48 @@ impl Pager {
         if self.frame_line.line.is_empty() {
             return false;
         }
+        self.frame_line.begin();
+        while let Some(id) = self.frame_line.next_to_wake() {
+            let Some(key) = self.request_key(id) else { break };
+            self.looks += 1;
+            self.kept.clear();
+            // It is tried as soon as one frame may be enough.
+            self.waits_on(id, key, Source::New, 0);
+        }
         let (mut behind, mut room) = (None, None);
         while let Some((turn, id)) = self.frame_line.next_growing(behind, room.as_ref()) {
             behind = Some(turn);
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room: u32::MAX }) => {}
                 Some(Blocked::Frames { .. }) if self.never_refused(id) => {}
-                Some(Blocked::Frames { room: frames }) => room = Some(Room { frames, kept: self.kept.clone() }),
+                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
                 _ => return true,
             }
         }
-        let mut most = u32::MAX;
+        let mut room = None;
         for id in self.frame_line.next_new() {
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room }) => most = most.min(room),
+                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
                 _ => return true,
             }
         }
-        // Who wants the fewest may turn out to want more, and hides others until then.
-        let mut last = None;
-        while let Some(id) = self.frame_line.least_new(most).filter(|id| last != Some(*id)) {
+        // Who wants the fewest may turn out to want more: the next one is tried all the same.
+        let mut behind = None;
+        while let Some((place, id)) = self.frame_line.next_least(behind, room.as_ref()) {
+            behind = Some(place);
+            self.frame_line.looked();
             match self.attempt(id, fx) {
-                Some(Blocked::Frames { room }) => most = most.min(room),
+                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
                 _ => return true,
             }
-            last = Some(id);
         }
         false
+    }
+
+    /// One that was tried says how many frames there can be, unless that was not what it was short of.
+    fn has_room(&self, room: &mut Option<Room>, frames: u32) {
+        if frames < u32::MAX {
+            *room = Some(Room { frames, kept: self.kept.clone() });
+        }
     }
 
     /// Admits a request, or has it stand in the line of what is in its way, which is returned.
@@ -836,8 +910,10 @@ impl Pager {
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
-            (Stand::Frames { source: before, .. }, Blocked::Frames { room }) if *before == source => {
-                return self.waits_on(id, key, room);
+            (Stand::Frames { source: before, .. }, Blocked::Frames { room })
+                if *before == source || before.is_new() && source.is_new() =>
+            {
+                return self.waits_on(id, key, source, room);
             }
             (Stand::Pages(pages), Blocked::Page(page))
                 if self.requests[key].writes() || pages.iter().any(|(other, _)| *other == page) =>
@@ -882,14 +958,16 @@ impl Pager {
         self.open_behind(before);
     }
 
-    /// A request that was tried in vain waits for frames as before. What it wants at least is known better.
-    fn waits_on(&mut self, id: RequestId, key: usize, room: u32) {
-        let Stand::Frames { wanted, source, .. } = &self.requests[key].stand else { return };
-        let (before, source) = (wanted.clone(), *source);
-        let now = self.wanted_of(id, key, source, &before.kept, room);
-        if now != before {
-            self.wants(key, now);
+    /// A request waits for frames as before, or is new and begins or ends to stand behind another one. What it wants at
+    /// least is known better: it does not go on with `room` frames.
+    fn waits_on(&mut self, id: RequestId, key: usize, source: Source, room: u32) {
+        let Stand::Frames { wanted, .. } = &self.requests[key].stand else { return };
+        let kept = wanted.kept.clone();
+        if source == Source::Behind {
+            self.unwatch(id, key);
         }
+        let now = self.wanted_of(id, key, source, &kept, room);
+        self.wants(key, now, source);
     }
 
     /// What a request wants at least that does not go on with `room` frames; it watches the pages.
@@ -897,6 +975,8 @@ impl Pager {
         let kept = self.frame_line.kept(source, kept, &self.kept);
         let own = self.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count() as u32;
         let enough = match source {
+            // It is not tried at all.
+            Source::Behind => return Wanted { least: 0, kept },
             // It is tried only when a frame comes to the purse, or one of these pages.
             Source::Purse(_) => u32::MAX,
             // Frames are not what it was short of.
@@ -912,7 +992,7 @@ impl Pager {
         let Request { turn, terms, .. } = &self.requests[key];
         let declared = self.scope(terms.scope).is_some_and(|scope| scope.declared > 0);
         match (turn.class, terms.scope.filter(|_| declared)) {
-            (Class::Interactive | Class::Batch, _) => Source::New,
+            (Class::Interactive | Class::Batch, _) => self.frame_line.source_of_new(*turn),
             (Class::Growing, _) if terms.never_refused => Source::Floor,
             (Class::Growing, Some(scope)) => Source::Purse(scope),
             (Class::Growing, None) => Source::Growth,

@@ -51,6 +51,7 @@ impl Pager {
         ensure!(hidden.is_none(), "{hidden:?} can go, or its pin's end is not told, and no search would find it");
         self.check_fills()?;
         self.check_requests()?;
+        self.check_waiting(untold)?;
         self.check_members()
     }
 
@@ -261,7 +262,15 @@ impl Pager {
                 // One that wants more than it lacks hides from who looks for those that could go on.
                 ensure!(least <= lacks, "{id:?} wants {least} frames at least, and lacks {lacks}");
                 let aside = self.asks(id).map_or(0, |(.., aside)| aside);
-                ensure!(least == watched.len() as u32 + aside, "{id:?} wants {least} frames, and watches {watched:?}");
+                let behind = self.waits_behind(id);
+                ensure!(
+                    !behind || watched.is_empty() && least == 0,
+                    "{id:?} stands behind another, and watches {watched:?}"
+                );
+                ensure!(
+                    behind || least == watched.len() as u32 + aside,
+                    "{id:?} wants {least} frames, and watches {watched:?}"
+                );
                 let mut wanted = self.request_runs(id).into_iter().flatten().flat_map(|run| run.pages());
                 let own = kept.iter().all(|page| wanted.any(|other| other == *page));
                 ensure!(own, "{id:?} keeps {kept:?}, and does not want all of these, or not in this order");
@@ -328,6 +337,19 @@ impl Pager {
                 "segment {segment}: {} requests, not {counted}",
                 table.requests
             );
+        }
+        Ok(())
+    }
+
+    /// Who waits for frames stands where it is looked for, and nobody does who could go on; but what can go because of a pin whose
+    /// end is still to be told may have been taken meanwhile.
+    fn check_waiting(&self, untold: &dyn Fn(PageId) -> bool) -> Result<(), String> {
+        let all_told = !self.page_ids().any(untold);
+        for (id, ..) in self.request_stages().filter(|(id, ..)| self.waits_for_frames(*id)) {
+            let stands =
+                || format!("{:?}, {:?}, watching {:?}", self.asks(id), self.request_stand(id), self.watches(id));
+            ensure!(!self.is_misplaced(id), "{id:?} is not listed under what it waits for: {}", stands());
+            ensure!(self.closing || !all_told || !self.could_go_on(id), "{id:?} could go on, and waits: {}", stands());
         }
         Ok(())
     }

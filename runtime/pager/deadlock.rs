@@ -359,6 +359,7 @@ impl Pager {
         members.slack -= i64::from(claim.saturating_sub(known.claim));
         known.claim = claim;
         let short = self.register(key, &mut moved);
+        self.members.sure &= !self.any_outgrows(key);
         if self.members.sure {
             self.make_way(moved);
         }
@@ -482,6 +483,26 @@ impl Pager {
         members.slack = members.slack.min(left);
     }
 
+    /// Whether a request may want more frames than its scope ever has for it while it keeps what it holds, for all that others
+    /// do. A scope that declared what it needs pays from its purse and from nothing else, and of that it claims so many. What can
+    /// never be refused may have spent of them what the scope's own requests count on, and a scope may have reserved less than
+    /// it was opened for. Pages that are there for now may go, so all that it asks for is counted.
+    fn outgrows(&self, request: RequestId, claim: u32) -> bool {
+        let Some((scope, runs, ..)) = self.asks(request) else { return false };
+        let declares = self.scope(scope).is_some_and(|scope| scope.declared > 0);
+        declares && !self.never_refused(request) && pages_of(runs) > u64::from(claim)
+    }
+
+    /// Whether a request of a member outgrows what it claims.
+    fn any_outgrows(&self, key: usize) -> bool {
+        let Scope { known, declared, .. } = &self.scopes[key];
+        // Nobody asks for more than the most that anybody does.
+        let most = self.members.wants.last_key_value().map_or(0, |(most, _)| *most);
+        *declared > 0
+            && most > u64::from(known.claim)
+            && known.asks.keys().any(|request| self.outgrows(*request, known.claim))
+    }
+
     /// Frames that a request leaves alone.
     fn floor_for(&self, request: RequestId) -> u32 {
         if self.never_refused(request) { 0 } else { self.floor }
@@ -574,6 +595,10 @@ impl Pager {
         for (at, node) in nodes.iter_mut().enumerate() {
             for id in &self.scopes[node.key].waiting {
                 let Some((_, runs, purpose, reserves)) = self.asks(*id) else { continue };
+                if self.outgrows(*id, node.claim) {
+                    node.open += 1;
+                    continue;
+                }
                 let mut request = RequestLeft {
                     node: at,
                     wanted: u64::from(reserves),
@@ -783,6 +808,9 @@ impl Pager {
     /// Whether a request that waits could be admitted if nobody held anything but `all`.
     fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
         let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
+        if self.outgrows(request, node.claim) {
+            return false;
+        }
         let mut wanted = u64::from(reserves);
         for page in runs.iter().flat_map(|run| run.pages()) {
             match all.pages.get(&page) {
@@ -820,6 +848,14 @@ impl Pager {
                     };
                     let (index, segment) = (page.index.0, page.segment);
                     return Some((request, format!("asks to {what} page {index} of {segment:?}, {has}")));
+                }
+                if self.outgrows(request, node.claim) {
+                    let declared = node.scope.declared;
+                    let [declared, spent, asked] = [declared.into(), (declared - node.claim).into(), pages_of(runs)]
+                        .map(|pages| self.pages_in_words(pages));
+                    let what =
+                        format!("has declared {declared}, has spent {spent} of these for what it holds, and asks for");
+                    return Some((request, format!("{what} {asked}")));
                 }
                 let held = node.held.len() as u64;
                 let more = pages().filter(|page| !node.held.contains_key(page)).count() as u64 + u64::from(reserves);

@@ -113,6 +113,11 @@ impl Line {
         }
     }
 
+    /// Nobody who stands here is passed again.
+    fn bar_all(&mut self) {
+        self.barring.extend(std::mem::take(&mut self.limits).into_iter().map(|(_, age)| age));
+    }
+
     fn bar(&mut self) {
         while let Some((limit, age)) = self.limits.first().copied().filter(|(limit, _)| *limit <= self.passes) {
             self.limits.remove(&(limit, age));
@@ -165,33 +170,47 @@ impl Line {
 /// A page that comes costs a step for each request that watches it. One that wants a page of its own, beside others that come
 /// and go, watches its own after at most as many steps as it has pages.
 ///
+/// # In order
+///
+/// A new request that would pass one that must not be passed again stands *behind* that one: it watches nothing and is not tried
+/// until that one has gone. So where many want the same pages, a page that comes costs a step for those only that may go on.
+/// Of these there are few: after [`PASSES_MAX`] passes all that stood are behind the oldest one. Where nobody passes,
+/// because all want too much, looks at new ones are paid for: each that comes or goes brings [`LOOKS_EACH`], and each event
+/// leaves [`LOOKS_OF_EVENT`] at least. When they are spent, nobody who stands is passed again. So whatever they want,
+/// a new request costs so many looks.
+///
 /// # What it keeps itself
 ///
-/// A page that nobody has pinned could go for a request that grows, unless it wants just this page. Those that were so when it
+/// A page that nobody has pinned could go for a request, unless that wants just this page. Those that were so when it
 /// was tried it *keeps*. Requests that keep the same pages stand together; where these are all the frames there can be,
-/// they are passed over in one step.
+/// they are passed over in one step. Of a request that is not told apart nothing is known that it keeps: it may then
+/// be tried in vain, and is never passed over where it could go on.
 #[derive(Debug, Default)]
 pub(super) struct FrameLine {
     pub(super) line: Line,
-    /// New ones, by how many frames they want at least.
-    new: BTreeSet<(u32, Turn)>,
+    /// New ones that pass nobody who must not be passed again, and some of whom that is not known yet.
+    new: ByKept,
+    /// New ones that would pass such a one, the oldest first.
+    behind: BTreeSet<(u64, Turn)>,
+    /// Looks at new ones that are paid for.
+    credit: u64,
     /// Those that grow.
-    growing: Growing,
+    growing: ByKept,
     /// Those that have the floor as well.
     with_floor: BTreeSet<Turn>,
     /// Those that wait for their scope's purse, by how many frames they want of it.
     with_purse: HashMap<ScopeId, BTreeSet<(u32, Turn)>>,
 }
 
-/// Requests that grow, by what they keep, and by how many frames they want at least.
+/// Requests by what they keep, and by how many frames they want at least.
 #[derive(Debug, Default)]
-struct Growing(BTreeMap<Vec<PageId>, BTreeMap<u32, BTreeSet<Turn>>>);
+struct ByKept(BTreeMap<Vec<PageId>, BTreeMap<u32, BTreeSet<Turn>>>);
 
 /// How many frames a request wants at least: as many as it watches pages, or is to set aside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) least: u32,
-    /// Of one that grows, what it keeps itself, in order.
+    /// What it keeps itself, in order.
     pub(super) kept: Vec<PageId>,
 }
 
@@ -202,16 +221,23 @@ pub(super) struct Room {
     pub(super) kept: Vec<PageId>,
 }
 
-/// Sets of pages by which requests that grow are told apart, and pages in one of them. Beyond that they stand with those of which
+/// Sets of pages by which requests are told apart, and pages in one of them. Beyond that they stand with those of which
 /// nothing is known.
 const KEPT: usize = 16;
 const KEPT_PAGES: usize = 8;
+
+/// Looks that each new request brings as it comes, and again as it goes.
+const LOOKS_EACH: u64 = 64;
+/// Looks that are free each time the line is served.
+const LOOKS_OF_EVENT: u64 = 16;
 
 /// Which frames a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     /// Any, in line with others.
     New,
+    /// The same, when one that must not be passed again has gone.
+    Behind,
     /// Any, past new ones.
     Growth,
     /// The floor's too.
@@ -220,7 +246,21 @@ pub(super) enum Source {
     Purse(ScopeId),
 }
 
-impl Growing {
+impl Source {
+    pub(super) fn is_new(self) -> bool {
+        matches!(self, Self::New | Self::Behind)
+    }
+}
+
+/// The most frames that there can be for one that keeps these pages.
+fn most_for(kept: &[PageId], room: Option<&Room>) -> u32 {
+    room.map_or(u32::MAX, |room| {
+        let own = room.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count();
+        room.frames.saturating_sub(own as u32)
+    })
+}
+
+impl ByKept {
     fn insert(&mut self, turn: Turn, wanted: &Wanted) -> bool {
         let by_least = self.0.entry(wanted.kept.clone()).or_default();
         by_least.entry(wanted.least).or_default().insert(turn)
@@ -243,13 +283,36 @@ impl Growing {
     fn next(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<Turn> {
         let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
         let of_one = |(kept, by_least): (&Vec<PageId>, &BTreeMap<u32, BTreeSet<Turn>>)| {
-            let most = room.map_or(u32::MAX, |room| {
-                let own = room.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count();
-                room.frames.saturating_sub(own as u32)
-            });
-            by_least.range(..=most).filter_map(|(_, turns)| turns.range(rest).next()).min().copied()
+            let least = by_least.range(..=most_for(kept, room));
+            least.filter_map(|(_, turns)| turns.range(rest).next()).min().copied()
         };
         self.0.iter().filter_map(of_one).min()
+    }
+
+    /// Who wants the fewest frames, of those for whom there may be frames, behind one that wants so many.
+    fn next_least(&self, behind: Option<(u32, Turn)>, room: Option<&Room>) -> Option<(u32, Turn)> {
+        let of_one = |(kept, by_least): (&Vec<PageId>, &BTreeMap<u32, BTreeSet<Turn>>)| {
+            let most = most_for(kept, room);
+            let at_last = behind.and_then(|(least, turn)| {
+                let turns = by_least.get(&least).filter(|_| least <= most)?;
+                turns.range((Bound::Excluded(turn), Bound::Unbounded)).next().map(|turn| (least, *turn))
+            });
+            let from = behind.map_or(0, |(least, _)| least.saturating_add(1));
+            at_last.or_else(|| {
+                let (least, turns) = by_least.range(from..).next().filter(|(least, _)| **least <= most)?;
+                turns.first().map(|turn| (*least, *turn))
+            })
+        };
+        self.0.iter().filter_map(of_one).min()
+    }
+
+    fn contains(&self, turn: Turn, wanted: &Wanted) -> bool {
+        let by_least = self.0.get(&wanted.kept);
+        by_least.and_then(|by_least| by_least.get(&wanted.least)).is_some_and(|turns| turns.contains(&turn))
+    }
+
+    fn len(&self) -> usize {
+        self.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum()
     }
 
     /// What a request keeps that keeps these pages beside what it kept before, as far as it is told apart by that.
@@ -270,7 +333,8 @@ impl FrameLine {
     pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32, wanted: &Wanted, source: Source) -> u64 {
         let new = self.list(turn, wanted, source);
         invariant!(new, "{turn:?} joins the line for frames twice");
-        invariant!((source == Source::New) == (turn.class != Class::Growing), "{turn:?} waits for {source:?}");
+        invariant!(source.is_new() == (turn.class != Class::Growing), "{turn:?} waits for {source:?}");
+        self.credit += if source.is_new() { LOOKS_EACH } else { 0 };
         self.line.join(turn, id, part)
     }
 
@@ -278,26 +342,48 @@ impl FrameLine {
         let was = self.unlist(turn, wanted, source);
         invariant!(was, "{turn:?} leaves a line for frames that it does not stand in");
         let passed = self.line.leave(turn, joined);
-        invariant!(
-            !self.line.is_empty()
-                || self.new.is_empty()
-                    && self.growing.0.is_empty()
-                    && self.with_floor.is_empty()
-                    && self.with_purse.is_empty(),
-            "who waits for frames, by how many, outlives the line"
-        );
+        self.credit += if source.is_new() { LOOKS_EACH } else { 0 };
+        if self.line.is_empty() {
+            self.credit = 0;
+            invariant!(self.listed() == 0, "who waits for frames, by how many, outlives the line");
+        }
         passed
     }
 
-    /// It is known to want another number of frames at least.
-    pub(super) fn changes(&mut self, turn: Turn, before: &Wanted, now: &Wanted, source: Source) {
-        let was = self.unlist(turn, before, source) && self.list(turn, now, source);
+    /// It is known to want another number of frames at least, or is new and begins or ends to stand behind another one.
+    pub(super) fn changes(&mut self, turn: Turn, before: (&Wanted, Source), now: (&Wanted, Source)) {
+        let was = self.unlist(turn, before.0, before.1) && self.list(turn, now.0, now.1);
         invariant!(was, "{turn:?} wants {now:?}, and not {before:?} before");
+    }
+
+    /// Where a new request of this turn stands.
+    pub(super) fn source_of_new(&self, turn: Turn) -> Source {
+        if self.line.bars(turn) { Source::Behind } else { Source::New }
+    }
+
+    /// The line is served.
+    pub(super) fn begin(&mut self) {
+        self.credit = self.credit.max(LOOKS_OF_EVENT);
+    }
+
+    /// A new request is looked at, in vain as far as is known.
+    pub(super) fn looked(&mut self) {
+        match self.credit.checked_sub(1) {
+            Some(left) => self.credit = left,
+            None => self.line.bar_all(),
+        }
+    }
+
+    /// One that stands behind nobody who must not be passed again any more.
+    pub(super) fn next_to_wake(&self) -> Option<RequestId> {
+        let (_, turn) = self.behind.first().filter(|(_, turn)| !self.line.bars(*turn))?;
+        self.line.get(*turn)
     }
 
     fn list(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
-            Source::New => self.new.insert((wanted.least, turn)),
+            Source::New => self.new.insert(turn, wanted),
+            Source::Behind => self.behind.insert((turn.age, turn)),
             Source::Growth => self.growing.insert(turn, wanted),
             Source::Floor => self.with_floor.insert(turn),
             Source::Purse(scope) => self.with_purse.entry(scope).or_default().insert((wanted.least, turn)),
@@ -306,7 +392,8 @@ impl FrameLine {
 
     fn unlist(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
-            Source::New => self.new.remove(&(wanted.least, turn)),
+            Source::New => self.new.remove(turn, wanted),
+            Source::Behind => self.behind.remove(&(turn.age, turn)),
             Source::Growth => self.growing.remove(turn, wanted),
             Source::Floor => self.with_floor.remove(&turn),
             Source::Purse(scope) => {
@@ -320,11 +407,12 @@ impl FrameLine {
         }
     }
 
-    /// What a request that grows and was tried in vain keeps from now on, so that it is told apart by that.
+    /// What a request that was tried in vain keeps from now on, so that it is told apart by that.
     pub(super) fn kept(&self, source: Source, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
         match source {
             Source::Growth => self.growing.kept(before, pages),
-            Source::New | Source::Floor | Source::Purse(_) => Vec::new(),
+            Source::New => self.new.kept(before, pages),
+            Source::Behind | Source::Floor | Source::Purse(_) => Vec::new(),
         }
     }
 
@@ -347,23 +435,41 @@ impl FrameLine {
     /// One that wants none takes none from it.
     pub(super) fn next_new(&self) -> impl Iterator<Item = RequestId> + use<> {
         let barring = self.line.barring();
-        let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX })).map(|(_, id)| id);
+        let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX }));
+        let first = first.filter(|(turn, _)| !self.line.bars(*turn)).map(|(_, id)| id);
         let first = first.filter(|first| barring != Some(*first));
-        let none = self.least_new(0);
+        let none = self.next_least(None, Some(&Room { frames: 0, kept: Vec::new() })).map(|(_, id)| id);
         [barring, none.filter(|none| barring != Some(*none) && first != Some(*none)), first].into_iter().flatten()
     }
 
-    /// The new one that wants the fewest frames, as far as is known, if that is at most `most`.
-    pub(super) fn least_new(&self, most: u32) -> Option<RequestId> {
-        let (_, turn) = self.new.first().filter(|(least, _)| *least <= most)?;
-        self.line.get(*turn)
+    /// The new one that wants the fewest frames, as far as is known, of those for whom there may be frames, behind the place of
+    /// another one.
+    pub(super) fn next_least(
+        &self,
+        behind: Option<(u32, Turn)>,
+        room: Option<&Room>,
+    ) -> Option<((u32, Turn), RequestId)> {
+        let place = self.new.next_least(behind, room)?;
+        self.line.get(place.1).map(|id| (place, id))
+    }
+
+    /// Whether one is listed there, for checks.
+    pub(super) fn is_listed(&self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
+        match source {
+            Source::New => self.new.contains(turn, wanted),
+            Source::Behind => self.behind.contains(&(turn.age, turn)),
+            Source::Growth => self.growing.contains(turn, wanted),
+            Source::Floor => self.with_floor.contains(&turn),
+            Source::Purse(scope) => {
+                self.with_purse.get(&scope).is_some_and(|turns| turns.contains(&(wanted.least, turn)))
+            }
+        }
     }
 
     /// How many are listed by how many frames they want, for checks.
     pub(super) fn listed(&self) -> usize {
-        let growing: usize = self.growing.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum();
         let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
-        self.new.len() + growing + self.with_floor.len() + of_purses
+        self.new.len() + self.behind.len() + self.growing.len() + self.with_floor.len() + of_purses
     }
 }
 

@@ -105,6 +105,11 @@ impl Pager {
         leaves && word.pins == 0 && !entry.held_back()
     }
 
+    /// For checks: whether a resident page can go, and is not put off.
+    pub(super) fn can_go_for_good(&self, page: PageId) -> bool {
+        self.can_go(page) && !self.put_off.contains_key(&page)
+    }
+
     /// For checks: pages that can go, or whose pin's end will not be told, and that no search would find.
     pub(super) fn hidden(&self, to_be_told: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         let heard = self.barren.heard.as_ref()?;

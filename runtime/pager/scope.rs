@@ -329,6 +329,8 @@ pub(super) struct Scope {
     pub(super) known: Known,
     /// All its requests that wait are known to be growth.
     all_grow: bool,
+    /// It is among those that are looked at because they have got or claim more.
+    grown: bool,
     pub(super) serial: u32,
 }
 
@@ -397,6 +399,7 @@ impl Pager {
             waiting,
             known: Known::default(),
             all_grow: false,
+            grown: false,
             serial,
         };
         let key = self.scopes.insert(scope);
@@ -451,6 +454,8 @@ impl Pager {
             self.coming += frames;
             self.declared += frames;
         }
+        // From now on it pays from its purse and from nothing else, whatever it waits for.
+        self.claims_more(self.scope_id(key));
     }
 
     /// A request for a purse is given up: nothing is set aside for its scope.
@@ -468,7 +473,8 @@ impl Pager {
         self.declared -= declared;
         if self.frames_beside(self.declared) < before {
             // A budget that had been made smaller takes these frames: for others it shrinks now.
-            self.grown = self.open_scopes().map(|(id, _)| id).collect();
+            let all: Vec<ScopeId> = self.open_scopes().map(|(id, _)| id).collect();
+            all.into_iter().for_each(|id| self.claims_more(id));
         }
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {
             self.coming_to.remove(&key);
@@ -650,7 +656,9 @@ impl Pager {
     /// A scope has let go of a page that it had paid for: the frame is its again, and the page may be others' as well. If the
     /// scope waits, that may close a circle.
     fn claims_more(&mut self, id: ScopeId) {
-        if !self.grown.contains(&id) {
+        if let Some(scope) = self.scope_mut(Some(id))
+            && !std::mem::replace(&mut scope.grown, true)
+        {
             self.grown.push(id);
         }
     }
@@ -658,6 +666,9 @@ impl Pager {
     /// Looks for circles that scopes have closed by getting more while they waited, or by claiming more.
     pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
         for id in std::mem::take(&mut self.grown) {
+            if let Some(scope) = self.scope_mut(Some(id)) {
+                scope.grown = false;
+            }
             self.break_deadlocks(id, fx);
         }
     }
