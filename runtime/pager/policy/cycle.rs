@@ -6,7 +6,6 @@
 //! order before. The last such place counts: passes that repeat a part of themselves at once are taken for that part.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 /// Uses remembered at most: a cycle longer than this is not recognised. 1 MiB.
 const HISTORY: usize = 1 << 18;
@@ -39,7 +38,7 @@ struct Candidate {
     other: u64,
 }
 
-/// Pages go by their numbers.
+/// Pages go by their [names](super::names::Names).
 #[derive(Debug)]
 pub(super) struct CycleRecorder {
     /// Uses it may remember: a power of two, or none.
@@ -171,15 +170,6 @@ impl CycleRecorder {
 
     pub(super) fn clear(&mut self) {
         *self = Self::new(self.most);
-    }
-
-    /// The pages with these numbers are gone.
-    pub(super) fn forget(&mut self, numbers: Range<usize>) {
-        let (first, last) = self.history.as_slices();
-        let is_gone = |page: &u32| numbers.contains(&(*page as usize));
-        if first.iter().any(is_gone) || last.iter().any(is_gone) {
-            self.clear();
-        }
     }
 }
 

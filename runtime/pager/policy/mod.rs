@@ -19,7 +19,9 @@ mod line;
 mod lirs;
 mod lru;
 mod mru;
+mod names;
 pub mod opt;
+mod outside;
 mod plan;
 mod queues;
 mod random;
@@ -27,6 +29,7 @@ mod s3fifo;
 mod shares;
 mod sieve;
 mod sketch;
+mod standing;
 #[cfg(test)]
 mod tests;
 mod two_q;
