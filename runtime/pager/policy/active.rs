@@ -11,9 +11,10 @@
 //! stretch, from its end downwards, are in order of next use, farthest first, and whoever looks for the farthest of all
 //! merges as many sorted lists as there are walkers.
 
-use super::standing::Standing;
 use super::Take;
+use super::standing::Standing;
 use crate::ids::{PageId, WalkerId};
+use crate::pager::PageRun;
 use crate::pager::bits::Bits;
 use crate::pager::numbers::PageNumbers;
 
@@ -43,6 +44,8 @@ pub(super) struct Active {
     pub(super) cyclic: bool,
     /// Whether it was declared, and not recognised.
     pub(super) declared: bool,
+    /// The runs of pages that it was declared as, if they are few, and the position at which these begin.
+    pub(super) runs: (Box<[PageRun]>, usize),
     keep: Vec<Keep>,
     /// How many pages were to be kept when they were last chosen.
     pub(super) keeping: usize,
@@ -73,13 +76,16 @@ pub(super) struct Steps {
     order: Vec<u32>,
     cyclic: bool,
     again_at_once: Vec<usize>,
+    /// Pages that it was made of.
+    pub(super) of: usize,
 }
 
 impl Steps {
     pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Self {
         let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
-        let mut again_at_once = Vec::new();
+        let (mut again_at_once, mut of) = (Vec::new(), 0);
         for number in pages {
+            of += 1;
             if order.last() == Some(&number) {
                 again_at_once.push(order.len() - 1);
             } else {
@@ -89,7 +95,8 @@ impl Steps {
         if cyclic && order.len() > 1 && order.first() == order.last() {
             order.pop();
         }
-        Self { order, cyclic, again_at_once }
+        step(order.len());
+        Self { order, cyclic, again_at_once, of }
     }
 }
 
@@ -180,7 +187,7 @@ pub(super) struct Stretch {
 impl Active {
     /// `None` if the order is empty, or longer than its numbers reach.
     pub(super) fn new(steps: Steps) -> Option<Self> {
-        let Steps { mut order, cyclic, again_at_once } = steps;
+        let Steps { mut order, cyclic, again_at_once, .. } = steps;
         step(order.len());
         order.shrink_to_fit();
         if order.len() >= (REPEATED / 2) as usize {
@@ -235,6 +242,7 @@ impl Active {
             planned,
             cyclic,
             declared: false,
+            runs: Default::default(),
             places: Vec::new(),
             left: 0,
         })
@@ -289,6 +297,13 @@ impl Active {
             (self.cyclic || *start == 0) && later == tail && sooner == head
         };
         self.positions(first).iter().map(|position| *position as usize).find(turned)
+    }
+
+    /// Remembers what it was declared as, beginning at this position, if that takes little beside the plan itself.
+    pub(super) fn declared_as(&mut self, runs: &[PageRun], start: usize) {
+        if runs.len() <= self.order.len() / 4 {
+            self.runs = (runs.into(), start);
+        }
     }
 
     /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing. Walkers

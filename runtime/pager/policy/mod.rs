@@ -8,6 +8,8 @@ mod arc;
 pub(crate) mod bare;
 mod classes;
 mod clock;
+#[cfg(test)]
+mod crowd;
 mod cycle;
 mod fifo;
 pub(crate) mod guarded;
@@ -40,6 +42,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, closest};
 use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
+use crate::pager::PageRun;
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
@@ -141,6 +144,11 @@ pub trait Policy: Send + fmt::Debug {
     fn walker_ended(&mut self, _walker: WalkerId) {}
     /// The order of use from here on, of the [walker](Self::walker); repeated for ever if `cyclic`. Empty withdraws it.
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
+    /// As [`declare`](Self::declare), of runs of pages. A policy that has been told of the same before may know it by these.
+    fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
+        let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
+        self.declare(&pages, cyclic);
+    }
     /// Whether a plan, declared or recognised, is being followed.
     fn has_plan(&self) -> bool {
         false

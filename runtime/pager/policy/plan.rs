@@ -50,6 +50,7 @@ use super::outside::{Outside, offer_each};
 use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
 use crate::ids::{PageId, SegmentId, WalkerId};
+use crate::pager::PageRun;
 use crate::pager::bits::Bits;
 use crate::pager::order::Order;
 
@@ -257,7 +258,8 @@ impl PlanPolicy {
                 Some((marginal, keeps)) if alone.is_none() && marginal == plan => keeps,
                 _ => stay(self.frames, active.planned, self.lookahead, self.unit) as usize,
             };
-            let tolerated = tolerated && alone.is_none() && keeps.abs_diff(active.keeping) <= active.planned as usize / 16;
+            let tolerated =
+                tolerated && alone.is_none() && keeps.abs_diff(active.keeping) <= active.planned as usize / 16;
             let keeps = if tolerated { active.keeping } else { keeps };
             let host = u64::from(self.host_frames) * u64::from(active.planned) / all.max(1);
             active.divide(keeps, host as usize);
@@ -298,8 +300,8 @@ impl PlanPolicy {
         Bounds { whole: NEVER, marginal: NEVER, keeps: None }
     }
 
-    /// The current walker follows this order from here on.
-    fn follow(&mut self, steps: Steps, declared: bool) {
+    /// The current walker follows this order from here on: the plan, and where in it that is.
+    fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
         let found = known.or_else(|| {
             let mut new = Active::new(steps)?;
@@ -313,6 +315,14 @@ impl PlanPolicy {
             }
             None => self.leave(self.current, declared),
         }
+        found
+    }
+
+    /// The current walker is told of an order, and of nothing else.
+    fn begin_anew(&mut self) {
+        let walk = &mut self.walkers[self.current];
+        walk.recorder.clear();
+        walk.doubt = DOUBT;
     }
 
     /// Tells a new plan what is resident.
@@ -418,6 +428,12 @@ impl PlanPolicy {
         if walk.speed == 0 {
             walk.speed = FULL_SPEED / (moving + 1);
         }
+    }
+
+    /// Bytes that all recorders have allocated.
+    #[cfg(test)]
+    pub(super) fn recorded_bytes(&self) -> usize {
+        self.walkers.iter().map(|walk| walk.recorder.bytes()).sum()
     }
 
     /// Of each walker that follows a plan, its weight.
@@ -896,16 +912,31 @@ impl Policy for PlanPolicy {
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
-        let walk = &mut self.walkers[self.current];
-        walk.recorder.clear();
-        walk.doubt = DOUBT;
-        if order.is_empty() {
-            self.leave(self.current, true);
-            return;
-        }
+        self.begin_anew();
         let numbers = self.recency.numbers();
         let steps = Steps::new(order.iter().filter_map(|page| numbers.number(*page)), cyclic);
         self.follow(steps, true);
+    }
+
+    fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
+        self.begin_anew();
+        step(order.len());
+        let same = |active: &Active| active.declared && active.cyclic == cyclic && *active.runs.0 == *order;
+        if !order.is_empty()
+            && let Some((plan, start)) =
+                self.plans.iter().find(|(_, active)| same(active)).map(|(plan, active)| (plan, active.runs.1))
+        {
+            self.join(plan, start, true);
+            return;
+        }
+        let numbers = self.recency.numbers();
+        let pages = order.iter().flat_map(|run| run.pages());
+        let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), cyclic);
+        // Of pages that are not there yet it would be known no more by the runs when they are.
+        let all = steps.of == order.iter().map(|run| run.count as usize).sum::<usize>();
+        if let Some((plan, start)) = self.follow(steps, true).filter(|_| all) {
+            self.plans[plan].declared_as(order, start);
+        }
     }
 
     fn has_plan(&self) -> bool {
@@ -969,7 +1000,10 @@ impl Policy for PlanPolicy {
             let mut outside = self.recency.present_numbers().filter(|number| self.is_outside(*number));
             let count = outside.by_ref().take_while(|number| self.outside.contains(*number)).count();
             if count != self.outside.len() || outside.next().is_some() {
-                return Err(format!("{} pages are listed as outside of plans, but not all that are", self.outside.len()));
+                return Err(format!(
+                    "{} pages are listed as outside of plans, but not all that are",
+                    self.outside.len()
+                ));
             }
         }
         self.plans.iter().try_for_each(|(_, active)| active.check(self.recency.present_numbers()))
