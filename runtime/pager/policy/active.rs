@@ -306,8 +306,8 @@ impl Active {
         }
     }
 
-    /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing. Walkers
-    /// are where they were.
+    /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing.
+    /// Walkers are where they were.
     pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
         let left = |number: &u32| !gone.contains(&(*number as usize));
         let mut before = vec![0; self.order.len() + 1];

@@ -63,8 +63,8 @@ fn regression_a_pinned_page_outside_of_the_plan_does_not_lengthen_every_search()
     }
 }
 
-/// Pinned pages outside of plans are found again once they are not, before any page of a plan; and all are offered to whoever
-/// must have one.
+/// Pinned pages outside of plans are found again once they are not, before any page of a plan; and all are offered to
+/// whoever must have one.
 #[test]
 fn pages_outside_of_plans_go_first_when_they_can() {
     let mut policy = policy(&[100, 20], 60, 0);
@@ -117,7 +117,8 @@ fn pages_are_outside_of_the_plans_that_are_followed() {
     assert_eq!(first_to_go(&mut policy)[..30], [0; 30], "least recently used");
 }
 
-/// Where two plans name all pages, and none of them both, each search for a page that somebody waits for walked all of them.
+/// Where two plans name all pages, and none of them both, each search for a page that somebody waits for walked all
+/// of them.
 #[test]
 fn regression_two_plans_that_share_nothing_do_not_lengthen_searches() {
     for frames in [1_000, 10_000] {
@@ -132,7 +133,8 @@ fn regression_two_plans_that_share_nothing_do_not_lengthen_searches() {
     }
 }
 
-/// Each search computed the distance of each walker's pages to each walker: a thousand of them took three million steps.
+/// Each search computed the distance of each walker's pages to each walker: a thousand of them took three million
+/// steps.
 #[test]
 fn regression_a_search_among_many_walkers_takes_steps_in_their_number() {
     let steps_of = |walkers: u32, speeds: u32| {
@@ -180,8 +182,8 @@ fn used(policy: &mut PlanPolicy, resident: &mut HashSet<PageId>, page: PageId) {
     }
 }
 
-/// What had been filled ahead for a walker that ended in the middle of its pass was counted as ahead of all others until
-/// somebody came by.
+/// What had been filled ahead for a walker that ended in the middle of its pass was counted as ahead of all others
+/// until somebody came by.
 #[test]
 fn regression_what_was_filled_for_a_walker_that_ended_is_not_ahead_of_others() {
     for whole in [true, false] {

@@ -144,7 +144,8 @@ pub trait Policy: Send + fmt::Debug {
     fn walker_ended(&mut self, _walker: WalkerId) {}
     /// The order of use from here on, of the [walker](Self::walker); repeated for ever if `cyclic`. Empty withdraws it.
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
-    /// As [`declare`](Self::declare), of runs of pages. A policy that has been told of the same before may know it by these.
+    /// As [`declare`](Self::declare), of runs of pages. A policy that has been told of the same before may know it by
+    /// these.
     fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
         let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
         self.declare(&pages, cyclic);

@@ -1,5 +1,5 @@
-//! Names of pages for whoever remembers uses: unlike numbers they are not given out again, so what is remembered of a segment
-//! that is gone means nobody, and nothing has to be looked through when it goes.
+//! Names of pages for whoever remembers uses: unlike numbers they are not given out again, so what is remembered of a
+//! segment that is gone means nobody, and nothing has to be looked through when it goes.
 
 use std::collections::BTreeMap;
 
@@ -16,8 +16,8 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Names a segment's pages, of which all segments together have less than 2^32. Whether all names were given anew, so that
-    /// what was remembered is void: once in some 2^32 pages.
+    /// Names a segment's pages, of which all segments together have less than 2^32. Whether all names were given
+    /// anew, so that what was remembered is void: once in some 2^32 pages.
     #[must_use]
     pub(super) fn add(&mut self, segment: SegmentId, pages: u32) -> bool {
         self.remove(segment);

@@ -1,7 +1,8 @@
 //! The resident pages that no followed plan names, while one is followed: the least recently used goes first.
 //!
-//! A search costs what it skips, and a page that was skipped, most likely because it is pinned, is skipped once: it is *held*,
-//! and offered again by turns, a few at each search, and with all others before one that somebody waits for is given up.
+//! A search costs what it skips, and a page that was skipped, most likely because it is pinned, is skipped once: it
+//! is *held*, and offered again by turns, a few at each search, and with all others before one that somebody waits
+//! for is given up.
 
 use smallvec::SmallVec;
 

@@ -163,7 +163,8 @@ struct Search {
     staying: SmallVec<[u32; 8]>,
     /// The plans of pages that could not be taken, by their place among those followed, and their positions.
     skipped: Vec<(usize, usize)>,
-    /// The same of positions at which pages are not used next: by now they are used sooner at another one, or by another plan.
+    /// The same of positions at which pages are not used next: by now they are used sooner at another one, or by
+    /// another plan.
     misplaced: Vec<(usize, usize)>,
 }
 
@@ -245,8 +246,8 @@ impl PlanPolicy {
         self.lookahead == 0 && self.host_frames == 0
     }
 
-    /// Plans and walkers in them have come or gone, or sizes have changed: chooses the pages that stay. Where several walkers
-    /// go, a difference of no more than a sixteenth of a plan is `tolerated`.
+    /// Plans and walkers in them have come or gone, or sizes have changed: chooses the pages that stay. Where several
+    /// walkers go, a difference of no more than a sixteenth of a plan is `tolerated`.
     fn divide_all(&mut self, tolerated: bool) {
         let alone = self.alone();
         let bounds = self.bounds(&self.standing());
@@ -334,7 +335,8 @@ impl PlanPolicy {
         }
     }
 
-    /// The current walker is at this position of a plan. The one it has followed is `gone` for good, if nobody else follows it.
+    /// The current walker is at this position of a plan. The one it has followed is `gone` for good, if nobody else
+    /// follows it.
     fn join(&mut self, plan: usize, position: usize, gone: bool) {
         self.take_out(self.current, gone, Some(plan));
         let walk = &mut self.walkers[self.current];
@@ -387,7 +389,8 @@ impl PlanPolicy {
         self.divide_all(true);
     }
 
-    /// Divides what recorders may remember among the walkers that may have something to record: whenever their number changes.
+    /// Divides what recorders may remember among the walkers that may have something to record: whenever their number
+    /// changes.
     fn share_memory(&mut self) {
         let share = CycleRecorder::share(self.walkers.iter().filter(|walk| walk.records).count());
         if share != self.share {
@@ -713,8 +716,8 @@ impl PlanPolicy {
         found
     }
 
-    /// What was filled ahead for a walker that is not known to be anywhere any more is no longer ahead of anybody, unless
-    /// another walker comes to it.
+    /// What was filled ahead for a walker that is not known to be anywhere any more is no longer ahead of anybody,
+    /// unless another walker comes to it.
     fn drop_astray(&mut self) {
         if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
             return;

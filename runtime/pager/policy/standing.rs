@@ -1,7 +1,8 @@
 //! Where the known walkers of a plan stand, and how far each position is from them.
 //!
-//! Of two walkers on the way to a position, the one behind is the first to come there only if it is faster. So whoever asks
-//! begins with the nearest behind the position and goes on to faster ones only: a few steps, however many walkers there are.
+//! Of two walkers on the way to a position, the one behind is the first to come there only if it is faster. So
+//! whoever asks begins with the nearest behind the position and goes on to faster ones only: a few steps, however
+//! many walkers there are.
 
 use smallvec::SmallVec;
 
