@@ -103,6 +103,9 @@ impl Outside {
             return (offer_each(self.links.numbers(&self.list), numbers, take), offered);
         }
         let mut offered = Offered { again: SmallVec::new(), end: self.next };
+        if self.list.len == 0 {
+            return (Ok(None), offered);
+        }
         while offered.again.len() < RETURNING {
             let held = |number: &u32| offered.end != Some(*number);
             let Some(number) = self.returning.filter(held).or_else(|| self.list.first().filter(held)) else { break };

@@ -548,10 +548,11 @@ impl PlanPolicy {
     /// Has what is outside of followed plans listed.
     fn find_outside(&mut self) {
         let is_followed = |(plan, active): (usize, &Active)| active.is_followed().then_some(plan);
-        let followed: SmallVec<[usize; 8]> = self.plans.iter().filter_map(is_followed).collect();
-        if self.followed.as_ref() == Some(&followed) {
+        let followed = self.plans.iter().filter_map(is_followed);
+        if self.followed.as_ref().is_some_and(|known| followed.clone().eq(known.iter().copied())) {
             return;
         }
+        let followed: SmallVec<[usize; 8]> = followed.collect();
         self.outside.clear();
         step(self.recency.len());
         let end = self.recency.numbers().end();
@@ -847,12 +848,14 @@ impl Policy for PlanPolicy {
     fn inserted(&mut self, page: PageId) {
         self.recency.insert(page);
         let Some(number) = self.recency.numbers().number(page) else { return };
-        for (_, active) in &mut self.plans {
+        let mut outside = self.followed.is_some();
+        for (plan, active) in &mut self.plans {
             if active.names(number) {
                 active.file(number, None);
+                outside &= self.followed.as_ref().is_some_and(|followed| !followed.contains(&plan));
             }
         }
-        if self.is_outside(number) {
+        if outside {
             self.outside.insert(number, self.recency.numbers().end());
         }
     }
