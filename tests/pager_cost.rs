@@ -15,7 +15,7 @@ use outcore::pager::policy::{Policy, Take, Want};
 use outcore::pager::{
     Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, ScopeTerms, Submitted, Terms, TryPin, Unpin,
 };
-use outcore::{PageId, PageIndex, RequestId, SegmentClass, SegmentId};
+use outcore::{PageId, PageIndex, RequestId, SegmentClass, SegmentId, WalkerId};
 
 thread_local! {
     static ALLOCATED: Cell<isize> = const { Cell::new(0) };
@@ -205,6 +205,30 @@ fn policies_take_as_much_memory_as_they_say() {
             assert!(bytes <= says(kind) + 0.02, "{kind}: {bytes} bytes a page with {frames} frames");
         }
     }
+}
+
+/// What the documentation says of the memory of plans that differ: each has the whole model, and a page of its own.
+#[test]
+fn plans_take_as_much_memory_as_is_said() {
+    const PAGES: u32 = 100_000;
+    const WALKERS: u32 = 20;
+    let mut policy = PolicyKind::Plan.build();
+    policy.resize(PAGES / 2, 0, 8);
+    policy.segment(SegmentId::new(0), PAGES);
+    let model: Vec<PageId> = (0..PAGES).map(page).collect();
+    let before = allocated();
+    for walker in 1..=WALKERS {
+        policy.segment(SegmentId::new(walker), 1);
+        policy.walker(WalkerId::new(walker));
+        let own = PageId { segment: SegmentId::new(walker), index: PageIndex::new(0) };
+        policy.declare(&[&model[..], &[own]].concat(), true);
+    }
+    let bytes = (allocated() - before) as f64 / f64::from(WALKERS * PAGES);
+    println!("{bytes:.2} bytes a page and plan");
+    assert!(bytes <= 10.0, "{bytes} bytes a page and plan");
+    (1..=WALKERS).for_each(|walker| policy.walker_ended(WalkerId::new(walker)));
+    let bytes = (allocated() - before) as f64 / f64::from(4 * PAGES);
+    assert!(bytes <= 10.0, "{bytes} bytes a page and plan of four that are left");
 }
 
 /// With several classes a sample of the pages is seen by two small caches each.

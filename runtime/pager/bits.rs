@@ -29,8 +29,24 @@ impl Bits {
         self.count
     }
 
+    /// It is for numbers below `size` from now on, or below what it was for if that is more.
+    pub(super) fn reach(&mut self, size: usize) {
+        let reached = self.levels.first().map_or(0, |level| level.len() * WORD);
+        if size <= reached {
+            return;
+        }
+        let mut larger = Self::new(size.max(reached + reached / 2));
+        let mut next = self.first_from(0);
+        while let Some(n) = next {
+            larger.insert(n);
+            next = self.first_from(n + 1);
+        }
+        *self = larger;
+    }
+
+    /// Whether it has this number, which may be any.
     pub(super) fn contains(&self, n: usize) -> bool {
-        self.levels[0][n / WORD] & (1 << (n % WORD)) != 0
+        self.levels.first().and_then(|level| level.get(n / WORD)).is_some_and(|word| word & (1 << (n % WORD)) != 0)
     }
 
     pub(super) fn insert(&mut self, n: usize) {
@@ -114,6 +130,13 @@ mod tests {
 
     #[test]
     fn does_what_a_tree_would() {
+        let mut none = Bits::default();
+        assert!(!none.contains(7) && !none.remove(7) && none.first_from(0).is_none());
+        none.reach(1);
+        none.insert(0);
+        none.reach(100_000);
+        none.insert(99_999);
+        assert_eq!((none.len(), none.first_from(1), none.contains(1 << 40)), (2, Some(99_999), false));
         for size in [1usize, 63, 64, 65, 4_096, 4_097, 300_000] {
             let mut bits = Bits::new(size);
             let mut model = BTreeSet::new();

@@ -622,10 +622,9 @@ impl Pager {
         if !self.is_walking(walker) {
             return;
         }
-        let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
         self.staying = None;
         self.tells_of(walker);
-        self.policy.declare(&pages, cyclic);
+        self.policy.declare_runs(order, cyclic);
         self.pump(fx);
     }
 

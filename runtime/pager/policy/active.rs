@@ -11,10 +11,10 @@
 //! stretch, from its end downwards, are in order of next use, farthest first, and whoever looks for the farthest of all
 //! merges as many sorted lists as there are walkers.
 
-use smallvec::SmallVec;
-
 use super::Take;
+use super::standing::Standing;
 use crate::ids::{PageId, WalkerId};
+use crate::pager::PageRun;
 use crate::pager::bits::Bits;
 use crate::pager::numbers::PageNumbers;
 
@@ -44,15 +44,17 @@ pub(super) struct Active {
     pub(super) cyclic: bool,
     /// Whether it was declared, and not recognised.
     pub(super) declared: bool,
+    /// The runs of pages that it was declared as, if they are few, and the position at which these begin.
+    pub(super) runs: (Box<[PageRun]>, usize),
     keep: Vec<Keep>,
     /// How many pages were to be kept when they were last chosen.
     pub(super) keeping: usize,
-    /// Of each walker that follows it, where it is.
+    /// How many of the rest were to be kept in the host tier.
+    pub(super) hosting: usize,
+    /// Of each walker that follows it, where it is; by walker.
     pub(super) places: Vec<Place>,
     /// Since when nobody follows it, counted in plans that were left.
     pub(super) left: u64,
-    /// Filled ahead, not used yet; by page.
-    pub(super) ahead: Bits,
     /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
     /// no cycle, is at the last position it had. So positions from the one before a walker's place downwards, to the
     /// place of the walker behind it, are in order of next use, farthest first.
@@ -66,6 +68,36 @@ pub(super) struct Active {
     returning: usize,
     /// Positions whose page is used twice in a row: its bytes belong to two tensors that are used one after the other.
     twice: Bits,
+}
+
+/// An order of use as a plan has it: a page that is used twice in a row makes one step.
+#[derive(Debug)]
+pub(super) struct Steps {
+    order: Vec<u32>,
+    cyclic: bool,
+    again_at_once: Vec<usize>,
+    /// Pages that it was made of.
+    pub(super) of: usize,
+}
+
+impl Steps {
+    pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Self {
+        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
+        let (mut again_at_once, mut of) = (Vec::new(), 0);
+        for number in pages {
+            of += 1;
+            if order.last() == Some(&number) {
+                again_at_once.push(order.len() - 1);
+            } else {
+                order.push(number);
+            }
+        }
+        if cyclic && order.len() > 1 && order.first() == order.last() {
+            order.pop();
+        }
+        step(order.len());
+        Self { order, cyclic, again_at_once, of }
+    }
 }
 
 /// Where one walker is.
@@ -144,29 +176,19 @@ const REPEATED: u32 = 1 << 31;
 pub(super) const NEVER: u64 = u64::MAX - 1;
 
 /// Resident pages of one class between two walkers, from the end of the stretch downwards.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Stretch {
     pub(super) kept: bool,
-    start: usize,
+    pub(super) start: usize,
     /// Positions from here on have been looked at.
-    end: usize,
+    pub(super) end: usize,
 }
 
 impl Active {
     /// `None` if the order is empty, or longer than its numbers reach.
-    pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Option<Self> {
-        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
-        let mut again_at_once = Vec::new();
-        for number in pages {
-            if order.last() == Some(&number) {
-                again_at_once.push(order.len() - 1);
-            } else {
-                order.push(number);
-            }
-        }
-        if cyclic && order.len() > 1 && order.first() == order.last() {
-            order.pop();
-        }
+    pub(super) fn new(steps: Steps) -> Option<Self> {
+        let Steps { mut order, cyclic, again_at_once, .. } = steps;
+        step(order.len());
         order.shrink_to_fit();
         if order.len() >= (REPEATED / 2) as usize {
             return None;
@@ -208,11 +230,11 @@ impl Active {
             twice,
             keep: vec![Keep::Streamed; numbers],
             keeping: 0,
+            hosting: 0,
             streamed: Bits::new(order.len()),
             kept: Bits::new(order.len()),
             held: Bits::new(order.len()),
             returning: 0,
-            ahead: Bits::new(numbers),
             order,
             base,
             at,
@@ -220,6 +242,7 @@ impl Active {
             planned,
             cyclic,
             declared: false,
+            runs: Default::default(),
             places: Vec::new(),
             left: 0,
         })
@@ -262,22 +285,50 @@ impl Active {
         &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
     }
 
-    /// Where this order begins in `other`, if it is the same but for where it begins.
-    pub(super) fn begins_in(&self, other: &Self) -> Option<usize> {
-        if self.cyclic != other.cyclic || self.order.len() != other.order.len() {
+    /// Where these steps begin in this plan, if they are its own but for where they begin.
+    pub(super) fn beginning_of(&self, steps: &Steps) -> Option<usize> {
+        if self.cyclic != steps.cyclic || self.order.len() != steps.order.len() {
             return None;
         }
-        let first = *self.order.first().filter(|first| other.names(**first))?;
+        let first = *steps.order.first().filter(|first| self.names(**first))?;
         let turned = |start: &usize| {
-            let (head, tail) = other.order.split_at(*start);
-            let (later, sooner) = self.order.split_at(tail.len());
+            let (head, tail) = self.order.split_at(*start);
+            let (later, sooner) = steps.order.split_at(tail.len());
             (self.cyclic || *start == 0) && later == tail && sooner == head
         };
-        other.positions(first).iter().map(|position| *position as usize).find(turned)
+        self.positions(first).iter().map(|position| *position as usize).find(turned)
+    }
+
+    /// Remembers what it was declared as, beginning at this position, if that takes little beside the plan itself.
+    pub(super) fn declared_as(&mut self, runs: &[PageRun], start: usize) {
+        if runs.len() <= self.order.len() / 4 {
+            self.runs = (runs.into(), start);
+        }
+    }
+
+    /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing.
+    /// Walkers are where they were.
+    pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
+        let left = |number: &u32| !gone.contains(&(*number as usize));
+        let mut before = vec![0; self.order.len() + 1];
+        for (at, number) in self.order.iter().enumerate() {
+            before[at + 1] = before[at] + u64::from(left(number));
+        }
+        let mut plan = Self::new(Steps::new(self.order.iter().copied().filter(left), self.cyclic))?;
+        (plan.declared, plan.left) = (self.declared, self.left);
+        plan.places = std::mem::take(&mut self.places);
+        let (old, new) = (self.order.len(), plan.len());
+        for place in &mut plan.places {
+            let ended = !plan.cyclic && place.cursor >= old as u64;
+            place.cursor = if ended { new } else { before[place.place] % new };
+            place.place = (place.cursor % new) as usize;
+            (place.scan, place.last_used, place.stays, place.stray) = (place.cursor, None, false, None);
+        }
+        Some(plan)
     }
 
     pub(super) fn place_of(&self, walker: WalkerId) -> Option<usize> {
-        self.places.iter().position(|place| place.walker == walker)
+        self.places.binary_search_by_key(&walker, |place| place.walker).ok()
     }
 
     /// Whether it is known of any walker when it will use what.
@@ -309,28 +360,8 @@ impl Active {
         self.time_of(place, self.next_position_of(place, number))
     }
 
-    /// In how many uses, of all walkers, the first of them comes to this position.
-    pub(super) fn distance_at(&self, position: u32) -> u64 {
-        let mut least = NEVER;
-        for place in self.places.iter().filter(|place| place.is_known()) {
-            let position = position as usize;
-            let uses = match position.checked_sub(place.place) {
-                Some(uses) => uses,
-                None if self.cyclic => position + self.order.len() - place.place,
-                None => continue,
-            };
-            least = least.min(uses as u64 * place.weight);
-        }
-        least
-    }
-
-    /// In how many uses, of all walkers, one of them uses the page.
-    pub(super) fn distance(&self, number: u32) -> u64 {
-        self.positions(number).iter().map(|position| self.distance_at(*position)).min().unwrap_or(NEVER)
-    }
-
     /// The position at which a resident page is filed: that of its next use by any walker.
-    fn next_position(&self, number: u32) -> u32 {
+    fn next_position(&self, number: u32, standing: Option<&Standing>) -> u32 {
         let positions = self.positions(number);
         if let [only] = positions {
             return *only;
@@ -339,7 +370,15 @@ impl Active {
             [] => positions[0],
             [alone] => self.next_position_of(alone, number),
             _ => {
-                let next = positions.iter().min_by_key(|position| self.distance_at(**position));
+                let found;
+                let standing = match standing {
+                    Some(standing) => standing,
+                    None => {
+                        found = self.standing();
+                        &found
+                    }
+                };
+                let next = positions.iter().min_by_key(|position| standing.distance_at(**position));
                 next.copied().unwrap_or(positions[0])
             }
         }
@@ -350,13 +389,13 @@ impl Active {
         !self.cyclic && self.places[at].cursor >= self.len()
     }
 
-    /// The page is resident.
-    pub(super) fn file(&mut self, number: u32) {
+    /// The page is resident. Whoever knows where walkers [stand](Self::standing) says so.
+    pub(super) fn file(&mut self, number: u32, standing: Option<&Standing>) {
         if self.filed(number) > 0 {
             // It was told of before.
             return;
         }
-        let position = self.next_position(number) as usize;
+        let position = self.next_position(number, standing) as usize;
         match self.keep[self.index(number)] {
             Keep::Device => self.kept.insert(position),
             _ => self.streamed.insert(position),
@@ -404,18 +443,15 @@ impl Active {
     }
 
     /// Files a page anew: when it is used next has changed.
-    pub(super) fn refile_page(&mut self, number: u32) {
+    pub(super) fn refile_page(&mut self, number: u32, standing: &Standing) {
         if self.unfile(number) {
-            self.file(number);
+            self.file(number, Some(standing));
         }
     }
 
     /// A page the plan names is not resident any more.
     pub(super) fn removed(&mut self, number: u32) {
-        let was_resident = self.unfile(number);
-        let index = self.index(number);
-        self.ahead.remove(index);
-        if !was_resident {
+        if !self.unfile(number) {
             return;
         }
         for at in 0..self.places.len() {
@@ -434,13 +470,11 @@ impl Active {
 
     /// Who is known to be where has changed: pages with several positions may have another next use.
     pub(super) fn settle(&mut self) {
-        if self.repeats.is_empty() {
-            return;
-        }
-        for number in self.resident_numbers() {
-            if self.is_repeated(number) {
-                self.refile_page(number);
-            }
+        let (mut at, standing) = (0, self.standing());
+        while let Some(positions) = self.repeats.get(at) {
+            let number = self.order[self.repeats[at + 1] as usize];
+            at += 1 + *positions as usize;
+            self.refile_page(number, &standing);
         }
     }
 
@@ -451,8 +485,12 @@ impl Active {
     /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
     /// those used most often first.
     pub(super) fn divide(&mut self, device: usize, host: usize) {
-        let resident = self.resident_numbers();
-        self.keeping = device;
+        if (self.keeping, self.hosting) == (device, host) {
+            return;
+        }
+        step(self.order.len());
+        let (resident, standing) = (self.resident_numbers(), self.standing());
+        (self.keeping, self.hosting) = (device, host);
         self.streamed.clear();
         self.kept.clear();
         self.held.clear();
@@ -466,7 +504,7 @@ impl Active {
         let rest = self.planned as usize - of_often - of_once;
         self.choose(Keep::Host, rest, host, |plan, number| plan.keep[plan.index(number)] == Keep::Streamed);
         for number in resident {
-            self.file(number);
+            self.file(number, Some(&standing));
         }
     }
 
@@ -490,11 +528,10 @@ impl Active {
         }
     }
 
-    /// Takes in a walker's use of a page the plan names.
-    pub(super) fn advance(&mut self, at: usize, number: u32) {
+    /// Takes in a walker's use of a page the plan names. What it passes without a use is no longer `ahead`.
+    pub(super) fn advance(&mut self, at: usize, number: u32, ahead: &mut Bits) {
         let n = self.len();
-        let index = self.index(number);
-        let repeated = self.at[index] & REPEATED != 0;
+        let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
         if place.last_used == Some(number) {
             // Heard of twice because others made uses in between.
@@ -510,7 +547,6 @@ impl Active {
             place.judge(true);
             place.last_used = Some(number);
             place.stays = self.twice.contains(place.place);
-            self.ahead.remove(index);
             self.go_to(at, self.places[at].cursor + 1);
             return;
         }
@@ -519,7 +555,7 @@ impl Active {
         let position = self.next_use(at, number);
         let distance = position - cursor;
         if distance <= near && position < NEVER {
-            self.step_to(at, position);
+            self.step_to(at, position, ahead);
             self.places[at].judge(distance == 0);
         } else {
             let cyclic = self.cyclic;
@@ -531,7 +567,7 @@ impl Active {
             };
             place.stray = Some((position, run));
             if run >= RESYNC_RUN && position < NEVER {
-                self.step_to(at, position);
+                self.step_to(at, position, ahead);
                 let place = &mut self.places[at];
                 if place.suspended {
                     place.resume();
@@ -540,20 +576,19 @@ impl Active {
         }
         let place = &mut self.places[at];
         (place.last_used, place.stays) = (Some(number), false);
-        self.ahead.remove(index);
     }
 
     /// A walker's use at time `now` has happened.
-    fn step_to(&mut self, at: usize, now: u64) {
+    fn step_to(&mut self, at: usize, now: u64, ahead: &mut Bits) {
         let n = self.len();
         let (from, to) = (self.places[at].place, (now % n) as usize);
         self.go_to(at, now + 1);
         // What is at a position that has passed, used or skipped, goes where its next use is.
         if from <= to {
-            self.refile(from, to);
+            self.refile(from, to, ahead);
         } else {
-            self.refile(from, self.order.len() - 1);
-            self.refile(0, to);
+            self.refile(from, self.order.len() - 1, ahead);
+            self.refile(0, to, ahead);
         }
     }
 
@@ -572,19 +607,18 @@ impl Active {
     }
 
     /// A walker has passed the positions from `from` to `to`.
-    fn refile(&mut self, from: usize, to: usize) {
+    fn refile(&mut self, from: usize, to: usize, ahead: &mut Bits) {
         let mut position = from;
         loop {
             let classes = [&self.streamed, &self.kept, &self.held];
             let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
-            let index = self.index(number);
-            self.ahead.remove(index);
+            ahead.remove(number as usize);
             if self.is_repeated(number) {
                 // Also where this walker has come to its end: others may follow the plan still.
                 self.unfile_at(passed);
-                self.file(number);
+                self.file(number, None);
             }
             position = passed + 1;
         }
@@ -607,14 +641,43 @@ impl Active {
 
     /// A page the plan names is being filled ahead of use.
     pub(super) fn filling(&mut self, number: u32) {
-        let (n, index) = (self.len(), self.index(number));
-        self.ahead.insert(index);
+        let n = self.len();
         for place in &mut self.places {
             if self.order[(place.scan % n) as usize] == number {
                 // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
                 place.scan += 1;
             }
         }
+    }
+
+    /// What the known walkers have found resident before them, as positions, in order and apart from each other.
+    pub(super) fn reached(&self) -> Vec<(usize, usize)> {
+        let n = self.order.len();
+        let mut all = Vec::new();
+        for place in self.places.iter().filter(|place| place.is_known()) {
+            let uses = (place.scan - place.cursor).min(self.len()) as usize;
+            let end = place.place + uses;
+            all.push((place.place, end.min(n)));
+            if self.cyclic && end > n {
+                all.push((0, end - n));
+            }
+        }
+        all.sort_unstable();
+        all.dedup_by(|next, one| {
+            let joins = next.0 <= one.1;
+            one.1 = if joins { one.1.max(next.1) } else { one.1 };
+            joins
+        });
+        all
+    }
+
+    /// Whether one of these positions is within what was [reached](Self::reached).
+    pub(super) fn is_reached(&self, number: u32, reached: &[(usize, usize)]) -> bool {
+        self.names(number)
+            && self.positions(number).iter().any(|position| {
+                let before = reached.partition_point(|(start, _)| *start <= *position as usize);
+                before > 0 && (*position as usize) < reached[before - 1].1
+            })
     }
 
     /// Pages by farthest next use, of one class, down to but not including `floor`, where one walker follows the plan. The
@@ -647,13 +710,13 @@ impl Active {
     }
 
     /// A few of the pages that could not be taken may be offered again.
-    pub(super) fn bring_back(&mut self) {
+    pub(super) fn bring_back(&mut self, standing: Option<&Standing>) {
         for _ in 0..RETURNING.min(self.held.len()) {
             let Some(position) = self.held.first_from(self.returning).or_else(|| self.held.first_from(0)) else {
                 break;
             };
             self.held.remove(position);
-            self.file(self.order[position]);
+            self.file(self.order[position], standing);
             self.returning = position + 1;
         }
     }
@@ -669,7 +732,7 @@ impl Active {
         must: bool,
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> (Result<Option<PageId>, Stopped>, Vec<usize>) {
-        self.bring_back();
+        self.bring_back(None);
         let mut skipped = Vec::new();
         let mut found = self.offer(at, &self.streamed, numbers, floor, &mut skipped, take);
         if for_kept && matches!(found, Ok(None)) {
@@ -690,36 +753,19 @@ impl Active {
         }
     }
 
-    /// The places of the walkers that are known to be somewhere, in order, each once.
-    pub(super) fn standing(&self) -> SmallVec<[usize; 8]> {
-        let known = self.places.iter().filter(|place| place.is_known());
-        let mut places: SmallVec<[usize; 8]> = known.map(|place| place.place).collect();
-        places.sort_unstable();
-        places.dedup();
-        places
-    }
-
-    /// The stretches between walkers, of both classes.
-    pub(super) fn stretches(&self) -> impl Iterator<Item = Stretch> {
-        let places = self.standing();
-        (0..=places.len()).flat_map(move |nth| {
-            let start = nth.checked_sub(1).map_or(0, |before| places[before]);
-            let end = places.get(nth).copied().unwrap_or(self.order.len());
-            [false, true].map(|kept| Stretch { kept, start, end })
-        })
-    }
-
-    /// The next page of a stretch, the one used last of those that are left: its position, and its distance by it.
-    pub(super) fn next_of(&self, stretch: &mut Stretch) -> Option<(usize, u64)> {
+    /// The position of the next page of a stretch, the one used last of those that are left.
+    pub(super) fn next_of(&self, stretch: &mut Stretch) -> Option<usize> {
+        step(1);
         let class = if stretch.kept { &self.kept } else { &self.streamed };
         let position = class.last_below(stretch.end).filter(|position| *position >= stretch.start)?;
         stretch.end = position;
-        Some((position, self.distance_at(position as u32)))
+        Some(position)
     }
 
-    /// Whether a walker is about to use the page once more.
-    pub(super) fn stays(&self, number: u32) -> bool {
-        self.places.iter().any(|place| place.stays && place.is_known() && place.last_used == Some(number))
+    /// The pages that were offered and could not be taken.
+    pub(super) fn held_numbers(&self) -> impl Iterator<Item = u32> {
+        let positions = std::iter::successors(self.held.first_from(0), |position| self.held.first_from(position + 1));
+        positions.map(|position| self.order[position])
     }
 
     /// Whether the page was offered and could not be taken.
@@ -735,6 +781,19 @@ impl Active {
 }
 
 pub(super) struct Stopped;
+
+#[cfg(test)]
+thread_local! {
+    /// Steps of this thread's policies, for tests that bound them.
+    pub(super) static STEPS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// So much work was done.
+#[inline]
+pub(super) fn step(_count: usize) {
+    #[cfg(test)]
+    STEPS.with(|steps| steps.set(steps.get() + _count as u64));
+}
 
 /// `count` of `n` places, evenly spread; all of them if `count >= n`.
 pub(super) fn spread(n: usize, count: usize) -> impl Iterator<Item = usize> {

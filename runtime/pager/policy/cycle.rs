@@ -6,7 +6,6 @@
 //! order before. The last such place counts: passes that repeat a part of themselves at once are taken for that part.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 /// Uses remembered at most: a cycle longer than this is not recognised. 1 MiB.
 const HISTORY: usize = 1 << 18;
@@ -39,7 +38,7 @@ struct Candidate {
     other: u64,
 }
 
-/// Pages go by their numbers.
+/// Pages go by their [names](super::names::Names).
 #[derive(Debug)]
 pub(super) struct CycleRecorder {
     /// Uses it may remember: a power of two, or none.
@@ -169,17 +168,14 @@ impl CycleRecorder {
         same.then_some(period)
     }
 
-    pub(super) fn clear(&mut self) {
-        *self = Self::new(self.most);
+    /// Bytes that it has allocated.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        4 * (self.history.capacity() + self.near.capacity() + self.far.capacity())
     }
 
-    /// The pages with these numbers are gone.
-    pub(super) fn forget(&mut self, numbers: Range<usize>) {
-        let (first, last) = self.history.as_slices();
-        let is_gone = |page: &u32| numbers.contains(&(*page as usize));
-        if first.iter().any(is_gone) || last.iter().any(is_gone) {
-            self.clear();
-        }
+    pub(super) fn clear(&mut self) {
+        *self = Self::new(self.most);
     }
 }
 
@@ -265,11 +261,6 @@ mod tests {
         }
     }
 
-    /// Bytes that a recorder has allocated.
-    fn bytes(recorder: &CycleRecorder) -> usize {
-        4 * (recorder.history.capacity() + recorder.near.capacity() + recorder.far.capacity())
-    }
-
     #[test]
     fn recorders_share_their_memory() {
         for recorders in [0, 1, 8, 9, 64, 500, 2048, 2049, 1_000_000] {
@@ -278,11 +269,11 @@ mod tests {
             let mut recorder = CycleRecorder::new(most);
             let mut random = Random(1);
             (0..HISTORY + 100).for_each(|_| assert!(recorder.push(random.below(1 << 30)).is_none()));
-            assert!(bytes(&recorder) <= most * 4 * 21 / 16, "{} of {most}", bytes(&recorder));
+            assert!(recorder.bytes() <= most * 4 * 21 / 16, "{} of {most}", recorder.bytes());
             assert_eq!(most >= LEAST, recorders <= ALL / LEAST);
             // A smaller share is one at once, and what is left of it is enough to go on.
             recorder.remember_most(most / 2);
-            assert!(bytes(&recorder) <= most / 2 * 4 * 21 / 16);
+            assert!(recorder.bytes() <= most / 2 * 4 * 21 / 16);
             if most / 2 < LEAST {
                 continue;
             }

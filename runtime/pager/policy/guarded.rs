@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use super::{LruPolicy, Policy, Take, WalkerPlace, Want};
 use crate::error::{Error, ErrorKind, caught};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use crate::pager::PageRun;
 use crate::pager::bits::Bits;
 
 /// A policy that panicked.
@@ -198,6 +199,9 @@ impl Policy for Guarded {
     }
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
         self.tell(|policy| policy.declare(order, cyclic));
+    }
+    fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
+        self.tell(|policy| policy.declare_runs(order, cyclic));
     }
     fn has_plan(&self) -> bool {
         self.look(|policy| policy.has_plan()).unwrap_or(false)

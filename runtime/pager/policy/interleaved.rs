@@ -184,12 +184,14 @@ fn replay(sizes: u32, passes: u32, seeds: u32, lookahead: impl Fn(u32) -> u32) {
                 seed,
             });
             println!("{name:40} {percent:4} % {lru:8.3} {one_plan:6.3} {learned:8.3} {declared:9.3} {optimum:8.3}");
-            // What streams holds no page that hits.
-            let streaming = f64::from(lookahead + 4) / f64::from(frames);
-            assert!(declared >= (0.97 - streaming) * optimum, "{name}: {declared} of {optimum}");
+            let several = clients.len() > 1;
+            // What streams holds no page that hits: of few frames, or where nobody else comes by, that is more.
+            let goal = if several && percent >= 50 { 0.95 } else { 0.93 };
+            assert!(declared >= goal * optimum, "{name}, {percent} %: {declared} of {optimum}");
             // Two passes are what it takes to learn.
-            assert!(learned >= 0.75 * declared, "{name}: {learned} of {declared}");
-            assert!(clients.len() == 1 || declared > 1.1 * lru.max(one_plan), "{name}: {declared}, {lru}, {one_plan}");
+            let goal = if several { 0.85 } else { 0.75 };
+            assert!(learned >= goal * declared, "{name}, {percent} %: {learned} of {declared}");
+            assert!(!several || declared > 1.1 * lru.max(one_plan), "{name}: {declared}, {lru}, {one_plan}");
         }
     }
 }

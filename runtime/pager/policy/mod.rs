@@ -8,6 +8,8 @@ mod arc;
 pub(crate) mod bare;
 mod classes;
 mod clock;
+#[cfg(test)]
+mod crowd;
 mod cycle;
 mod fifo;
 pub(crate) mod guarded;
@@ -19,7 +21,9 @@ mod line;
 mod lirs;
 mod lru;
 mod mru;
+mod names;
 pub mod opt;
+mod outside;
 mod plan;
 mod queues;
 mod random;
@@ -27,6 +31,7 @@ mod s3fifo;
 mod shares;
 mod sieve;
 mod sketch;
+mod standing;
 #[cfg(test)]
 mod tests;
 mod two_q;
@@ -37,6 +42,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, closest};
 use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
+use crate::pager::PageRun;
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
@@ -138,6 +144,12 @@ pub trait Policy: Send + fmt::Debug {
     fn walker_ended(&mut self, _walker: WalkerId) {}
     /// The order of use from here on, of the [walker](Self::walker); repeated for ever if `cyclic`. Empty withdraws it.
     fn declare(&mut self, _order: &[PageId], _cyclic: bool) {}
+    /// As [`declare`](Self::declare), of runs of pages. A policy that has been told of the same before may know it by
+    /// these.
+    fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
+        let pages: Vec<PageId> = order.iter().flat_map(|run| run.pages()).collect();
+        self.declare(&pages, cyclic);
+    }
     /// Whether a plan, declared or recognised, is being followed.
     fn has_plan(&self) -> bool {
         false

@@ -38,13 +38,20 @@
 //! A walker's speed is the share of all uses that are its own, of late. One that makes none stands still, and counts for
 //! nothing until it goes on.
 
+use std::collections::BinaryHeap;
+
 use slab::Slab;
 use smallvec::SmallVec;
 
-use super::active::{Active, Keep, NEVER, Place, RESYNC_RUN, Stopped, Stretch};
+use super::active::{Active, Keep, NEVER, Place, RESYNC_RUN, Steps, Stopped, Stretch, step};
 use super::cycle::CycleRecorder;
+use super::names::Names;
+use super::outside::{Outside, offer_each};
+use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
 use crate::ids::{PageId, SegmentId, WalkerId};
+use crate::pager::PageRun;
+use crate::pager::bits::Bits;
 use crate::pager::order::Order;
 
 /// Cycles of a plan that nobody declared which are remembered; twice as many each time that one ends, up to so many.
@@ -71,7 +78,17 @@ pub struct PlanPolicy {
     unit: u32,
     /// Every resident page, in order of use.
     recency: Order,
+    names: Names,
     plans: Slab<Active>,
+    /// Those of them that no plan of `followed` names.
+    outside: Outside,
+    /// The plans that were followed when a page was last sought; none if one of them is gone.
+    followed: Option<SmallVec<[usize; 8]>>,
+    /// Pages filled ahead and not used yet, by number.
+    ahead: Bits,
+    /// Whether pages may have been filled ahead for a walker of which it is no longer known where it is.
+    astray: bool,
+    /// By their ids, the default walker first.
     walkers: Vec<Walk>,
     /// The one that uses belong to now.
     current: usize,
@@ -99,12 +116,14 @@ struct Walk {
     speed: u64,
     /// Uses since speeds were looked at.
     uses: u64,
+    /// Whether its uses may come to be recorded: not while it follows a plan that was declared, and has always done so.
+    records: bool,
 }
 
 impl Walk {
     fn new(id: WalkerId, share: usize) -> Self {
         let recorder = CycleRecorder::new(share);
-        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0 }
+        Self { id, plan: None, recorder, doubt: DOUBT, lead: None, speed: 0, uses: 0, records: true }
     }
 }
 
@@ -119,14 +138,19 @@ struct Bounds {
     keeps: Option<(usize, usize)>,
 }
 
-/// A page that may go.
-#[derive(Clone, Copy, Debug)]
+/// A page that may go. The greatest goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
-    plan: usize,
-    stretch: Stretch,
-    position: usize,
+    rank: u8,
     distance: u64,
+    /// Its place among the plans that are followed.
+    nth: usize,
+    position: usize,
+    stretch: Stretch,
 }
+
+/// The plans that are followed, and where their walkers stand.
+type Followed = SmallVec<[(usize, Standing); 2]>;
 
 /// A search for a page that may go, by where all walkers are.
 #[derive(Debug)]
@@ -135,19 +159,22 @@ struct Search {
     /// Pages that are used so soon, or sooner, do not go.
     floor: Option<u64>,
     for_kept: bool,
-    /// Positions of pages that could not be taken, and their plans.
-    skipped: SmallVec<[(usize, usize); 8]>,
-    /// Positions at which pages are not used next: by now they are used sooner at another one, or by another plan.
-    misplaced: SmallVec<[(usize, usize); 8]>,
+    /// Pages that a walker is about to use once more.
+    staying: SmallVec<[u32; 8]>,
+    /// The plans of pages that could not be taken, by their place among those followed, and their positions.
+    skipped: Vec<(usize, usize)>,
+    /// The same of positions at which pages are not used next: by now they are used sooner at another one, or by
+    /// another plan.
+    misplaced: Vec<(usize, usize)>,
 }
 
 impl Bounds {
     /// The one of the highest rank goes first; of one rank, that of the greatest distance.
-    fn rank(&self, candidate: &Candidate) -> u8 {
-        match candidate.distance {
+    fn rank(&self, distance: u64, kept: bool) -> u8 {
+        match distance {
             later if later > self.marginal => 3,
             soon if soon <= self.whole => 0,
-            _ if candidate.stretch.kept => 1,
+            _ if kept => 1,
             _ => 2,
         }
     }
@@ -188,7 +215,12 @@ impl PlanPolicy {
             lookahead: 0,
             unit: 1,
             recency: Order::new(),
+            names: Names::default(),
             plans: Slab::new(),
+            outside: Outside::new(),
+            followed: None,
+            ahead: Bits::default(),
+            astray: false,
             walkers: vec![Walk::new(WalkerId::DEFAULT, share)],
             current: 0,
             uses: 0,
@@ -214,65 +246,46 @@ impl PlanPolicy {
         self.lookahead == 0 && self.host_frames == 0
     }
 
-    /// Chooses the pages of a plan that stay.
-    fn divide(&mut self, plan: usize, keeps: usize) {
-        let all: u64 = self.plans.iter().map(|(_, active)| u64::from(active.planned)).sum();
-        let active = &mut self.plans[plan];
-        let host = u64::from(self.host_frames) * u64::from(active.planned) / all.max(1);
-        active.divide(keeps, host as usize);
-    }
-
-    /// Chooses the pages that stay, after sizes have changed or plans have come and gone.
-    fn divide_all(&mut self) {
+    /// Plans and walkers in them have come or gone, or sizes have changed: chooses the pages that stay. Where several
+    /// walkers go, a difference of no more than a sixteenth of a plan is `tolerated`.
+    fn divide_all(&mut self, tolerated: bool) {
         let alone = self.alone();
-        for plan in self.plans.iter().map(|(plan, _)| plan).collect::<Vec<_>>() {
-            let planned = self.plans[plan].planned;
-            let known = alone.is_none_or(|(alone, _)| alone == plan);
-            let keeps =
-                if self.on_demand() || !known { 0 } else { stay(self.frames, planned, self.lookahead, self.unit) };
-            self.divide(plan, keeps as usize);
-        }
-        if alone.is_none() {
-            self.follow_gaps(0);
+        let bounds = self.bounds(&self.standing());
+        let all: u64 = self.plans.iter().map(|(_, active)| u64::from(active.planned)).sum();
+        for (plan, active) in &mut self.plans {
+            let streams = self.lookahead > 0 || self.host_frames > 0;
+            let keeps = match bounds.keeps {
+                _ if !streams || alone.is_some_and(|(alone, _)| alone != plan) => 0,
+                Some((marginal, keeps)) if alone.is_none() && marginal == plan => keeps,
+                _ => stay(self.frames, active.planned, self.lookahead, self.unit) as usize,
+            };
+            let tolerated =
+                tolerated && alone.is_none() && keeps.abs_diff(active.keeping) <= active.planned as usize / 16;
+            let keeps = if tolerated { active.keeping } else { keeps };
+            let host = u64::from(self.host_frames) * u64::from(active.planned) / all.max(1);
+            active.divide(keeps, host as usize);
         }
     }
 
-    /// Chooses the pages that stay in the marginal gap, if that would make a difference of more than so many.
-    fn follow_gaps(&mut self, slack: usize) {
-        if let Some((plan, keeps)) = self.bounds().keeps
-            && keeps.abs_diff(self.plans[plan].keeping) > slack
-        {
-            self.divide(plan, keeps);
-        }
+    /// Of the plans that are followed, where their walkers stand.
+    fn standing(&self) -> Followed {
+        let all = self.plans.iter().map(|(plan, active)| (plan, active.standing()));
+        all.filter(|(_, standing)| !standing.is_empty()).collect()
     }
 
     /// Which gaps behind walkers can be kept.
-    fn bounds(&self) -> Bounds {
+    fn bounds(&self, followed: &Followed) -> Bounds {
         // Its distance, how many pages it has, and its plan.
         let mut gaps: SmallVec<[(u64, usize, usize); 16]> = SmallVec::new();
-        let mut planned = 0;
-        for (plan, active) in &self.plans {
-            let standing = active.standing();
-            planned += if standing.is_empty() { 0 } else { active.planned };
-            let n = active.order.len();
-            for (nth, place) in standing.iter().enumerate() {
-                let (before, turned) = match nth.checked_sub(1) {
-                    Some(nth) => (standing[nth], 0),
-                    None => (standing[standing.len() - 1], n),
-                };
-                if nth == 0 && !active.cyclic {
-                    gaps.push((NEVER, n, plan));
-                    continue;
-                }
-                let last = (place + n - 1) % n;
-                gaps.push((active.distance_at(last as u32), place + turned - before, plan));
-            }
+        for (plan, standing) in followed {
+            gaps.extend(standing.gaps().map(|(distance, pages)| (distance, pages, *plan)));
         }
         gaps.sort_unstable();
         let mut left = self.frames as usize;
         if !self.on_demand() {
-            let unit = streamed_of_unit(self.unit, self.frames, planned) * gaps.len() as u32;
-            left = left.saturating_sub((self.lookahead + unit + STREAM_SLACK) as usize);
+            let planned = followed.iter().map(|(plan, _)| self.plans[*plan].planned).fold(0, u32::saturating_add);
+            let unit = (streamed_of_unit(self.unit, self.frames, planned) as usize).saturating_mul(gaps.len());
+            left = left.saturating_sub(unit.saturating_add(self.lookahead as usize + STREAM_SLACK as usize));
         }
         let mut whole = 0;
         for (nth, (distance, pages, plan)) in gaps.iter().enumerate() {
@@ -288,70 +301,98 @@ impl PlanPolicy {
         Bounds { whole: NEVER, marginal: NEVER, keeps: None }
     }
 
-    /// The current walker follows this order from here on, or a part of it that comes `after` its beginning.
-    fn follow(&mut self, order: impl Iterator<Item = u32>, cyclic: bool, declared: bool) {
-        self.leave(self.current, declared);
-        let Some(new) = Active::new(order, cyclic) else { return };
-        let known = self.plans.iter().find_map(|(plan, active)| Some((plan, new.begins_in(active)?)));
-        let (plan, start) = known.unwrap_or_else(|| {
-            let plan = self.plans.insert(new);
-            let active = &mut self.plans[plan];
-            for number in self.recency.present_numbers() {
-                if active.names(number) {
-                    active.file(number);
-                }
-            }
-            (plan, 0)
+    /// The current walker follows this order from here on: the plan, and where in it that is.
+    fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
+        let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
+        let found = known.or_else(|| {
+            let mut new = Active::new(steps)?;
+            self.file_all(&mut new);
+            Some((self.plans.insert(new), 0))
         });
-        self.plans[plan].declared |= declared;
-        self.join(plan, start);
+        match found {
+            Some((plan, start)) => {
+                self.plans[plan].declared |= declared;
+                self.join(plan, start, declared);
+            }
+            None => self.leave(self.current, declared),
+        }
+        found
     }
 
-    /// The current walker is at this position of a plan.
-    fn join(&mut self, plan: usize, position: usize) {
+    /// The current walker is told of an order, and of nothing else.
+    fn begin_anew(&mut self) {
+        let walk = &mut self.walkers[self.current];
+        walk.recorder.clear();
+        walk.doubt = DOUBT;
+    }
+
+    /// Tells a new plan what is resident.
+    fn file_all(&self, active: &mut Active) {
+        let standing = active.standing();
+        step(self.recency.len());
+        for number in self.recency.present_numbers().filter(|number| active.names(*number)).collect::<Vec<_>>() {
+            active.file(number, Some(&standing));
+        }
+    }
+
+    /// The current walker is at this position of a plan. The one it has followed is `gone` for good, if nobody else
+    /// follows it.
+    fn join(&mut self, plan: usize, position: usize, gone: bool) {
+        self.take_out(self.current, gone, Some(plan));
+        let walk = &mut self.walkers[self.current];
         let active = &mut self.plans[plan];
-        let mut place = Place::new(self.walkers[self.current].id, 1);
+        let mut place = Place::new(walk.id, 1);
         if active.declared {
             place.followed = u64::MAX;
         }
-        active.places.push(place);
-        active.go_to(active.places.len() - 1, position as u64);
-        // Afterwards, because a plan that nobody follows may have to go.
-        self.leave(self.current, false);
-        let walk = &mut self.walkers[self.current];
-        (walk.plan, walk.lead) = (Some(plan), None);
+        (walk.plan, walk.lead, walk.records) = (Some(plan), None, !active.declared);
+        let at = active.places.partition_point(|other| other.walker < place.walker);
+        active.places.insert(at, place);
+        active.go_to(at, position as u64);
         self.set_off();
-        self.weigh();
-        self.forget_left();
-        self.share_memory();
-        self.divide_all();
+        self.walkers_changed();
+        self.plans[plan].settle();
     }
 
     /// A walker no longer follows its plan. One that nobody follows is kept for the next who does, unless it is `gone` for good.
     fn leave(&mut self, walker: usize, gone: bool) {
+        if self.walkers[walker].plan.is_some() {
+            self.take_out(walker, gone, None);
+            self.walkers_changed();
+        }
+    }
+
+    /// Takes a walker out of its plan, which stays if it is to be `kept`.
+    fn take_out(&mut self, walker: usize, gone: bool, kept: Option<usize>) {
         let walk = &mut self.walkers[walker];
         let Some(plan) = walk.plan.take() else { return };
         walk.recorder.clear();
+        walk.records = true;
+        self.astray = true;
         let active = &mut self.plans[plan];
         active.places.retain(|place| place.walker != walk.id);
         active.settle();
         if active.places.is_empty() {
             self.left += 1;
             active.left = self.left;
-            if gone || !active.cyclic {
+            if kept != Some(plan) && (gone || !active.cyclic) {
                 self.remove_plan(plan);
             }
         }
+    }
+
+    /// Walkers have joined plans or left them.
+    fn walkers_changed(&mut self) {
         self.weigh();
         self.forget_left();
         self.share_memory();
-        self.divide_all();
+        self.divide_all(true);
     }
 
-    /// Divides what recorders may remember among the walkers that may have something to record.
+    /// Divides what recorders may remember among the walkers that may have something to record: whenever their number
+    /// changes.
     fn share_memory(&mut self) {
-        let declared = |walk: &Walk| walk.plan.is_some_and(|plan| self.plans[plan].declared);
-        let share = CycleRecorder::share(self.walkers.iter().filter(|walk| !declared(walk)).count());
+        let share = CycleRecorder::share(self.walkers.iter().filter(|walk| walk.records).count());
         if share != self.share {
             self.share = share;
             self.walkers.iter_mut().for_each(|walk| walk.recorder.remember_most(share));
@@ -368,10 +409,19 @@ impl PlanPolicy {
 
     fn remove_plan(&mut self, plan: usize) {
         self.plans.remove(plan);
+        if self.followed.as_ref().is_some_and(|followed| followed.contains(&plan)) {
+            self.followed = None;
+        }
         for walk in &mut self.walkers {
+            walk.records |= walk.plan == Some(plan);
             walk.plan = walk.plan.filter(|own| *own != plan);
             walk.lead = walk.lead.filter(|lead| lead.0 != plan);
         }
+    }
+
+    /// Where a walker is among all, or would be.
+    fn find_walker(&self, walker: WalkerId) -> Result<usize, usize> {
+        self.walkers.binary_search_by_key(&walker, |walk| walk.id)
     }
 
     /// The current walker, which stood still, is taken to go as fast as the others.
@@ -383,6 +433,12 @@ impl PlanPolicy {
         }
     }
 
+    /// Bytes that all recorders have allocated.
+    #[cfg(test)]
+    pub(super) fn recorded_bytes(&self) -> usize {
+        self.walkers.iter().map(|walk| walk.recorder.bytes()).sum()
+    }
+
     /// Of each walker that follows a plan, its weight.
     #[cfg(test)]
     pub(super) fn weights(&self) -> Vec<(WalkerId, u64)> {
@@ -392,15 +448,21 @@ impl PlanPolicy {
 
     /// What a step of each walker is worth, by its speed.
     fn weigh(&mut self) {
+        let mut changed: SmallVec<[usize; 8]> = SmallVec::new();
         for walk in &self.walkers {
-            let Some(active) = walk.plan.and_then(|plan| self.plans.get_mut(plan)) else { continue };
+            let Some(plan) = walk.plan else { continue };
+            let active = &mut self.plans[plan];
             let Some(at) = active.place_of(walk.id) else { continue };
             let place = &mut active.places[at];
             let was_known = place.is_known();
             place.weight = (FULL_SPEED * FULL_WEIGHT).checked_div(walk.speed).unwrap_or(0);
-            if place.is_known() != was_known {
-                active.settle();
+            if place.is_known() != was_known && !changed.contains(&plan) {
+                changed.push(plan);
             }
+            self.astray |= was_known && !place.is_known();
+        }
+        for plan in changed {
+            self.plans[plan].settle();
         }
     }
 
@@ -432,6 +494,16 @@ impl PlanPolicy {
         self.follow_gaps(planned as usize / 16);
     }
 
+    /// Chooses the pages that stay in the marginal gap, if that would make a difference of more than so many.
+    fn follow_gaps(&mut self, slack: usize) {
+        if let Some((plan, keeps)) = self.bounds(&self.standing()).keeps {
+            let active = &mut self.plans[plan];
+            if keeps.abs_diff(active.keeping) > slack {
+                active.divide(keeps, active.hosting);
+            }
+        }
+    }
+
     /// Whether the current walker, which follows no plan, is seen to follow one: then it is in it.
     fn finds_a_plan(&mut self, number: u32) -> bool {
         let walk = &mut self.walkers[self.current];
@@ -447,7 +519,7 @@ impl PlanPolicy {
                 walk.lead = Some((plan, position, run + 1));
                 return false;
             }
-            self.join(plan, position + 1);
+            self.join(plan, position + 1, false);
             return true;
         }
         let own = walk.plan;
@@ -462,10 +534,10 @@ impl PlanPolicy {
         plans.find(|active| active.names(number) && active.is_followed())
     }
 
-    /// In how many uses, of all walkers, one of them uses the page; and in which plan.
-    fn distance(&self, number: u32) -> Option<(u64, usize)> {
-        let named = self.plans.iter().filter(|(_, active)| active.names(number) && active.is_followed());
-        named.map(|(plan, active)| (active.distance(number), plan)).min()
+    /// In how many uses, of all walkers, one of them uses the page; and in which of the plans that are followed.
+    fn distance(&self, number: u32, followed: &Followed) -> Option<(u64, usize)> {
+        let named = followed.iter().enumerate().filter(|(_, (plan, _))| self.plans[*plan].names(number));
+        named.map(|(nth, (plan, standing))| (standing.distance(self.plans[*plan].positions(number)), nth)).min()
     }
 
     fn keep(&self, page: PageId) -> Option<Keep> {
@@ -473,34 +545,40 @@ impl PlanPolicy {
         self.planned(number).and_then(|active| active.keep(number))
     }
 
-    /// Offers pages that no followed plan names.
-    fn victim_outside(&self, must: bool, take: &mut dyn FnMut(PageId) -> Take) -> Result<Option<PageId>, Stopped> {
-        let followed = || self.plans.iter().map(|(_, active)| active).filter(|active| active.is_followed());
-        let resident: usize = followed().map(Active::resident).sum();
-        // Pages that two plans name are counted twice: then one has to look.
-        let overlap = followed().count() > 1 && self.recency.len() <= resident;
-        if self.recency.len() <= resident && !overlap {
-            return Ok(None);
+    /// Has what is outside of followed plans listed.
+    fn find_outside(&mut self) {
+        let is_followed = |(plan, active): (usize, &Active)| active.is_followed().then_some(plan);
+        let followed = self.plans.iter().filter_map(is_followed);
+        if self.followed.as_ref().is_some_and(|known| followed.clone().eq(known.iter().copied())) {
+            return;
         }
-        let numbers = self.recency.numbers();
-        let mut looks = if overlap && !must { OVERLAP_LOOKS } else { usize::MAX };
-        let mut stopped = false;
-        let found = self.recency.offer(&mut |page| {
-            // Pages outside the plans are few; skipping the others costs one look each.
-            if numbers.number(page).is_some_and(|number| self.planned(number).is_some()) {
-                looks -= 1;
-                return if looks == 0 { Take::Stop } else { Take::Skip };
+        let followed: SmallVec<[usize; 8]> = followed.collect();
+        self.outside.clear();
+        step(self.recency.len());
+        let end = self.recency.numbers().end();
+        for number in self.recency.present_numbers() {
+            if !followed.iter().any(|plan| self.plans[*plan].names(number)) {
+                self.outside.insert(number, end);
             }
-            let taken = take(page);
-            stopped |= taken == Take::Stop;
-            taken
-        });
-        if stopped { Err(Stopped) } else { Ok(found) }
+        }
+        self.followed = Some(followed);
     }
 
-    /// Offers pages by where all walkers are.
-    fn victim_of_all(&mut self, want: Want, must: bool, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        let bounds = self.bounds();
+    /// Whether the page belongs in the list of those outside of followed plans, as far as that is kept.
+    fn is_outside(&self, number: u32) -> bool {
+        let followed = self.followed.as_ref();
+        followed.is_some_and(|followed| !followed.iter().any(|plan| self.plans[*plan].names(number)))
+    }
+
+    /// Offers pages of plans by where all walkers are.
+    fn victim_of_all(
+        &mut self,
+        want: Want,
+        must: bool,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Result<Option<PageId>, Stopped> {
+        let followed = self.standing();
+        let bounds = self.bounds(&followed);
         let number = match want {
             Want::Planned(page) => Some(self.recency.numbers().number(page)),
             _ => None,
@@ -508,278 +586,119 @@ impl PlanPolicy {
         // What is to be filled, by its distance, and whether it may take a kept page's frame.
         let (floor, for_kept) = match number {
             None => (None, want != Want::Hint),
-            Some(number) => match number.and_then(|number| Some((number, self.distance(number)?))) {
-                None => return None,
-                Some((number, (distance, plan))) => {
-                    let kept = self.plans[plan].keep(number) == Some(Keep::Device);
+            Some(number) => match number.and_then(|number| Some((number, self.distance(number, &followed)?))) {
+                None => return Ok(None),
+                Some((number, (distance, nth))) => {
+                    let kept = self.plans[followed[nth].0].keep(number) == Some(Keep::Device);
                     (Some(distance), kept || distance <= bounds.whole)
                 }
             },
         };
-        let followed: SmallVec<[usize; 8]> =
-            self.plans.iter().filter(|(_, active)| active.is_followed()).map(|(plan, _)| plan).collect();
-        for plan in &followed {
-            self.plans[*plan].bring_back();
+        for (plan, standing) in &followed {
+            self.plans[*plan].bring_back(Some(standing));
         }
-        let mut search = Search { bounds, floor, for_kept, skipped: SmallVec::new(), misplaced: SmallVec::new() };
+        let mut staying: SmallVec<[u32; 8]> =
+            followed.iter().flat_map(|(plan, _)| self.plans[*plan].staying()).collect();
+        staying.sort_unstable();
+        staying.dedup();
+        let (skipped, misplaced) = (Vec::new(), Vec::new());
+        let mut search = Search { bounds, floor, for_kept, staying, skipped, misplaced };
         let mut found = self.search(&followed, &mut search, take);
         if must && matches!(found, Ok(None)) && !search.misplaced.is_empty() {
             // They have their right place now.
             found = self.search(&followed, &mut search, take);
         }
         if must && matches!(found, Ok(None)) {
-            found = self.victim_held(&followed, take);
+            found = self.victim_held(&followed, &search.staying, take);
         }
         if want != Want::Memory {
-            for (plan, position) in search.skipped {
-                self.plans[plan].hold([position]);
+            for (nth, position) in search.skipped {
+                self.plans[followed[nth].0].hold([position]);
             }
         }
-        found.ok().flatten()
+        found
     }
 
     /// Offers the pages of all stretches between walkers, merged.
     fn search(
         &mut self,
-        followed: &[usize],
+        followed: &Followed,
         search: &mut Search,
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> Result<Option<PageId>, Stopped> {
-        let Search { bounds, floor, for_kept, skipped, misplaced } = search;
+        let Search { bounds, floor, for_kept, staying, skipped, misplaced } = search;
         let plans = &self.plans;
-        let mut candidates: SmallVec<[Candidate; 32]> = SmallVec::new();
-        let next = |plan: usize, mut stretch: Stretch| {
-            let (position, distance) = plans[plan].next_of(&mut stretch)?;
-            let candidate = Candidate { plan, stretch, position, distance };
+        let next = |nth: usize, mut stretch: Stretch| {
+            let (plan, standing) = &followed[nth];
+            let position = plans[*plan].next_of(&mut stretch)?;
+            let distance = standing.distance_at(position as u32);
+            let rank = bounds.rank(distance, stretch.kept);
             let worth = floor.is_none_or(|floor| distance > floor);
-            let allowed = *for_kept || !stretch.kept || bounds.rank(&candidate) != 1;
-            (worth && allowed).then_some(candidate)
+            let allowed = *for_kept || !stretch.kept || rank != 1;
+            (worth && allowed).then_some(Candidate { rank, distance, nth, position, stretch })
         };
-        for plan in followed {
-            candidates.extend(plans[*plan].stretches().filter_map(|stretch| next(*plan, stretch)));
+        let mut candidates: BinaryHeap<Candidate> = BinaryHeap::new();
+        for (nth, (_, standing)) in followed.iter().enumerate() {
+            candidates.extend(standing.stretches().filter_map(|stretch| next(nth, stretch)));
         }
         misplaced.clear();
+        // An earlier search may have offered them.
+        skipped.sort_unstable();
+        let before = skipped.len();
         let mut found = Ok(None);
-        loop {
-            let by = |(_, candidate): &(usize, &Candidate)| (bounds.rank(candidate), candidate.distance);
-            let Some((at, candidate)) = candidates.iter().enumerate().max_by_key(by) else { break };
-            let candidate = *candidate;
-            match next(candidate.plan, candidate.stretch) {
-                Some(next) => candidates[at] = next,
-                None => {
-                    candidates.swap_remove(at);
-                }
-            }
-            let place = (candidate.plan, candidate.position);
-            let number = plans[candidate.plan].order[candidate.position];
-            if self.distance(number) != Some((candidate.distance, candidate.plan)) {
+        while let Some(candidate) = candidates.pop() {
+            candidates.extend(next(candidate.nth, candidate.stretch));
+            let place = (candidate.nth, candidate.position);
+            let number = plans[followed[candidate.nth].0].order[candidate.position];
+            if self.distance(number, followed) != Some((candidate.distance, candidate.nth)) {
                 misplaced.push(place);
                 continue;
             }
-            let mut others = followed.iter().map(|plan| &plans[*plan]);
-            if skipped.contains(&place) || others.any(|active| active.is_held(number) || active.stays(number)) {
+            let mut others = followed.iter().map(|(plan, _)| &plans[*plan]);
+            let offered = skipped[..before].binary_search(&place).is_ok();
+            if offered || staying.binary_search(&number).is_ok() || others.any(|active| active.is_held(number)) {
                 continue;
             }
-            let page = self.recency.numbers().page(number);
-            match take(page) {
-                Take::Yes => found = Ok(Some(page)),
-                Take::Skip => {
-                    skipped.push(place);
-                    continue;
-                }
-                Take::Stop => found = Err(Stopped),
+            found = offer_each([number].into_iter(), self.recency.numbers(), take);
+            if !matches!(found, Ok(None)) {
+                break;
             }
-            break;
+            skipped.push(place);
         }
-        for (plan, position) in misplaced {
+        for (nth, position) in misplaced {
+            let (plan, standing) = &followed[*nth];
             let active = &mut self.plans[*plan];
-            active.refile_page(active.order[*position]);
+            active.refile_page(active.order[*position], standing);
         }
         found
     }
 
     /// Offers, in no order, the pages that no search offers: those that could not be taken at earlier ones, and those that
-    /// their walkers are about to use once more. Each once, however many plans name it.
-    fn victim_held(&self, plans: &[usize], take: &mut dyn FnMut(PageId) -> Take) -> Result<Option<PageId>, Stopped> {
-        let held_in = |plans: &[usize], number: u32| plans.iter().any(|plan| self.plans[*plan].is_held(number));
-        let staying = plans.iter().flat_map(|plan| self.plans[*plan].staying());
-        let mut staying: SmallVec<[u32; 8]> = staying.filter(|number| !held_in(plans, *number)).collect();
-        staying.sort_unstable();
-        staying.dedup();
-        for number in staying {
-            let page = self.recency.numbers().page(number);
-            match take(page) {
-                Take::Yes => return Ok(Some(page)),
-                Take::Skip => {}
-                Take::Stop => return Err(Stopped),
-            }
-        }
-        for (nth, plan) in plans.iter().enumerate() {
-            let active = &self.plans[*plan];
-            let mut next = active.held.first_from(0);
-            while let Some(position) = next {
-                next = active.held.first_from(position + 1);
-                let number = active.order[position];
-                if held_in(&plans[..nth], number) {
-                    continue;
-                }
-                let page = self.recency.numbers().page(number);
-                match take(page) {
-                    Take::Yes => return Ok(Some(page)),
-                    Take::Skip => {}
-                    Take::Stop => return Err(Stopped),
-                }
-            }
-        }
-        Ok(None)
-    }
-}
-
-/// Pages of plans that are looked at for one outside, where plans have pages in common.
-const OVERLAP_LOOKS: usize = 64;
-
-impl Default for PlanPolicy {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl Policy for PlanPolicy {
-    fn name(&self) -> &'static str {
-        "plan"
+    /// are `staying` because their walkers are about to use them once more. Each once, however many plans name it.
+    fn victim_held(
+        &self,
+        followed: &Followed,
+        staying: &[u32],
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Result<Option<PageId>, Stopped> {
+        let held_in =
+            |followed: &[(usize, Standing)], number| followed.iter().any(|(plan, _)| self.plans[*plan].is_held(number));
+        let numbers = self.recency.numbers();
+        let staying = staying.iter().copied().filter(|number| !held_in(followed, *number));
+        let held = followed.iter().enumerate().flat_map(|(nth, (plan, _))| {
+            let held = self.plans[*plan].held_numbers();
+            held.filter(move |number| !held_in(&followed[..nth], *number))
+        });
+        offer_each(staying.chain(held), numbers, take)
     }
 
-    fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
-        (self.frames, self.host_frames, self.lookahead) = (frames, host_frames, lookahead);
-        self.divide_all();
-    }
-
-    fn unit(&mut self, pages: u32) {
-        // A unit the size of the memory would leave nothing to keep; what it needs, it takes on demand.
-        let pages = pages.min((self.frames / 4).max(1));
-        if pages > self.unit {
-            self.unit = pages;
-            self.divide_all();
-        }
-    }
-
-    fn segment(&mut self, segment: SegmentId, pages: u32) {
-        self.recency.add_segment(segment, pages);
-    }
-
-    fn walker(&mut self, walker: WalkerId) {
-        let known = self.walkers.iter().position(|walk| walk.id == walker);
-        self.current = known.unwrap_or(self.walkers.len());
-        if known.is_none() {
-            self.walkers.push(Walk::new(walker, self.share));
-            self.share_memory();
-        }
-    }
-
-    fn walker_ended(&mut self, walker: WalkerId) {
-        let Some(at) = self.walkers.iter().position(|walk| walk.id == walker) else { return };
-        self.leave(at, false);
-        if walker != WalkerId::DEFAULT {
-            self.walkers.remove(at);
-            self.current = 0;
-            self.share_memory();
-        }
-        if self.walkers.len() == 1 {
-            // Nobody is left to compare it with.
-            self.walkers[0].speed = FULL_SPEED;
-            self.weigh();
-            self.divide_all();
-        }
-    }
-
-    fn accessed(&mut self, page: PageId) {
-        let Some(number) = self.recency.numbers().number(page) else { return };
-        self.recency.touch(page);
-        self.count();
-        let walk = &mut self.walkers[self.current];
-        if let Some(plan) = walk.plan
-            && let Some(at) = self.plans[plan].place_of(walk.id)
-        {
-            let active = &mut self.plans[plan];
-            let followed = !active.places[at].suspended;
-            if active.names(number) {
-                active.advance(at, number);
-            } else {
-                active.places[at].judge(false);
-            }
-            let suspended = active.places[at].suspended;
-            if followed && suspended {
-                walk.doubt = (2 * walk.doubt).min(DOUBT_MAX);
-            }
-            if followed == suspended && active.places.len() > 1 {
-                active.settle();
-            }
-            if active.exhausted(at) {
-                self.leave(self.current, true);
-            } else if !suspended {
-                let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
-                if doubted && walk.recorder.may_be_a_part(active.len()) {
-                    walk.recorder.push_believed(number);
-                } else if !walk.recorder.is_empty() {
-                    walk.recorder.clear();
-                }
-                return;
-            }
-        }
-        if self.finds_a_plan(number) {
-            return;
-        }
-        if let Some(order) = self.walkers[self.current].recorder.push(number) {
-            self.follow(order.into_iter(), true, false);
-        }
-    }
-
-    fn inserted(&mut self, page: PageId) {
-        self.recency.insert(page);
-        let Some(number) = self.recency.numbers().number(page) else { return };
-        for (_, active) in &mut self.plans {
-            if active.names(number) {
-                active.file(number);
-            }
-        }
-    }
-
-    fn removed(&mut self, page: PageId) {
-        self.recency.remove(page);
-        let Some(number) = self.recency.numbers().number(page) else { return };
-        for (_, active) in &mut self.plans {
-            if active.names(number) {
-                active.removed(number);
-            }
-        }
-    }
-
-    fn forget(&mut self, segment: SegmentId) {
-        let numbers = self.recency.numbers().of_segment(segment);
-        for walk in &mut self.walkers {
-            walk.recorder.forget(numbers.clone());
-        }
-        let named = |active: &Active| numbers.clone().any(|number| active.names(number as u32));
-        let gone: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
-        for plan in &gone {
-            self.remove_plan(*plan);
-        }
-        self.recency.remove_segment(segment);
-        if !gone.is_empty() {
-            self.divide_all();
-        }
-    }
-
-    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        if !self.has_plan() {
-            return self.recency.offer_for(want, take);
-        }
-        // What nobody waits for is not worth a look at everything.
-        let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
-        match self.victim_outside(must, take) {
-            Ok(None) => {}
-            found => return found.ok().flatten(),
-        }
+    /// Pages of plans, where walkers are known to be.
+    fn victim_planned(
+        &mut self,
+        want: Want,
+        must: bool,
+        take: &mut dyn FnMut(PageId) -> Take,
+    ) -> Result<Option<PageId>, Stopped> {
         let Some((plan, at)) = self.alone() else { return self.victim_of_all(want, must, take) };
         let active = &mut self.plans[plan];
         let numbers = self.recency.numbers();
@@ -795,19 +714,235 @@ impl Policy for PlanPolicy {
         if want != Want::Memory {
             active.hold(skipped);
         }
+        found
+    }
+
+    /// What was filled ahead for a walker that is not known to be anywhere any more is no longer ahead of anybody,
+    /// unless another walker comes to it.
+    fn drop_astray(&mut self) {
+        if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
+            return;
+        }
+        let reached: Vec<_> = self.plans.iter().map(|(_, active)| (active, active.reached())).collect();
+        let mut next = self.ahead.first_from(0);
+        while let Some(number) = next {
+            next = self.ahead.first_from(number + 1);
+            if !reached.iter().any(|(active, reached)| active.is_reached(number as u32, reached)) {
+                self.ahead.remove(number);
+            }
+        }
+    }
+}
+
+impl Default for PlanPolicy {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Policy for PlanPolicy {
+    fn name(&self) -> &'static str {
+        "plan"
+    }
+
+    fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
+        (self.frames, self.host_frames, self.lookahead) = (frames, host_frames, lookahead);
+        self.divide_all(false);
+    }
+
+    fn unit(&mut self, pages: u32) {
+        // A unit the size of the memory would leave nothing to keep; what it needs, it takes on demand.
+        let pages = pages.min((self.frames / 4).max(1));
+        if pages > self.unit {
+            self.unit = pages;
+            self.divide_all(false);
+        }
+    }
+
+    fn segment(&mut self, segment: SegmentId, pages: u32) {
+        self.recency.add_segment(segment, pages);
+        let numbers = self.recency.numbers();
+        self.outside.fit(numbers.end());
+        if self.names.add(segment, numbers.of_segment(segment).len() as u32) {
+            self.walkers.iter_mut().for_each(|walk| walk.recorder.clear());
+        }
+    }
+
+    fn walker(&mut self, walker: WalkerId) {
+        let found = self.find_walker(walker);
+        self.current = found.unwrap_or_else(|at| at);
+        if let Err(at) = found {
+            self.walkers.insert(at, Walk::new(walker, self.share));
+            self.share_memory();
+        }
+    }
+
+    fn walker_ended(&mut self, walker: WalkerId) {
+        let Ok(at) = self.find_walker(walker) else { return };
+        self.leave(at, false);
+        if walker != WalkerId::DEFAULT {
+            self.walkers.remove(at);
+            self.current = 0;
+            self.share_memory();
+        }
+        if self.walkers.len() == 1 {
+            // Nobody is left to compare it with.
+            self.walkers[0].speed = FULL_SPEED;
+            self.weigh();
+            self.divide_all(true);
+        }
+    }
+
+    fn accessed(&mut self, page: PageId) {
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        self.recency.touch(page);
+        self.outside.touch(number);
+        self.ahead.remove(number as usize);
+        self.count();
+        let walk = &mut self.walkers[self.current];
+        if let Some(plan) = walk.plan
+            && let Some(at) = self.plans[plan].place_of(walk.id)
+        {
+            let active = &mut self.plans[plan];
+            let followed = !active.places[at].suspended;
+            if active.names(number) {
+                active.advance(at, number, &mut self.ahead);
+            } else {
+                active.places[at].judge(false);
+            }
+            let suspended = active.places[at].suspended;
+            if followed && suspended {
+                walk.doubt = (2 * walk.doubt).min(DOUBT_MAX);
+                self.astray = true;
+            }
+            if followed == suspended && active.places.len() > 1 {
+                active.settle();
+            }
+            if active.exhausted(at) {
+                self.leave(self.current, true);
+            } else if !suspended {
+                let doubted = active.places[at].followed < active.len().saturating_mul(walk.doubt);
+                if doubted && walk.recorder.may_be_a_part(active.len()) {
+                    walk.recorder.push_believed(self.names.name(page));
+                } else if !walk.recorder.is_empty() {
+                    walk.recorder.clear();
+                }
+                return;
+            }
+        }
+        if self.finds_a_plan(number) {
+            return;
+        }
+        let walk = &mut self.walkers[self.current];
+        if !std::mem::replace(&mut walk.records, true) {
+            self.share_memory();
+        }
+        let name = self.names.name(page);
+        if let Some(names) = self.walkers[self.current].recorder.push(name) {
+            let numbers = self.recency.numbers();
+            let pages = names.into_iter().filter_map(|name| numbers.number(self.names.page(name)?));
+            self.follow(Steps::new(pages, true), false);
+        }
+    }
+
+    fn inserted(&mut self, page: PageId) {
+        self.recency.insert(page);
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        let mut outside = self.followed.is_some();
+        for (plan, active) in &mut self.plans {
+            if active.names(number) {
+                active.file(number, None);
+                outside &= self.followed.as_ref().is_some_and(|followed| !followed.contains(&plan));
+            }
+        }
+        if outside {
+            self.outside.insert(number, self.recency.numbers().end());
+        }
+    }
+
+    fn removed(&mut self, page: PageId) {
+        self.recency.remove(page);
+        let Some(number) = self.recency.numbers().number(page) else { return };
+        for (_, active) in &mut self.plans {
+            if active.names(number) {
+                active.removed(number);
+            }
+        }
+        self.outside.remove(number);
+        self.ahead.remove(number as usize);
+    }
+
+    fn forget(&mut self, segment: SegmentId) {
+        let gone = self.recency.numbers().of_segment(segment);
+        for number in gone.clone() {
+            self.outside.remove(number as u32);
+            self.ahead.remove(number);
+        }
+        self.recency.remove_segment(segment);
+        self.outside.fit(self.recency.numbers().end());
+        self.names.remove(segment);
+        let named = |active: &Active| gone.clone().any(|number| active.names(number as u32));
+        let plans: Vec<usize> = self.plans.iter().filter(|(_, active)| named(active)).map(|(plan, _)| plan).collect();
+        for plan in &plans {
+            match self.plans[*plan].without(&gone) {
+                Some(mut left) => {
+                    self.file_all(&mut left);
+                    self.plans[*plan] = left;
+                    self.walkers.iter_mut().for_each(|walk| walk.lead = walk.lead.filter(|lead| lead.0 != *plan));
+                }
+                None => self.remove_plan(*plan),
+            }
+        }
+        if !plans.is_empty() {
+            self.astray = true;
+            self.share_memory();
+            self.divide_all(false);
+        }
+    }
+
+    fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+        if !self.has_plan() {
+            return self.recency.offer_for(want, take);
+        }
+        // What nobody waits for is not worth a look at everything.
+        let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
+        self.find_outside();
+        let (mut found, offered) = self.outside.offer(want, self.recency.numbers(), take);
+        if matches!(found, Ok(None)) {
+            found = self.victim_planned(want, must, take);
+        }
+        if must && matches!(found, Ok(None)) {
+            found = self.outside.offer_held(&offered, self.recency.numbers(), take);
+        }
         found.ok().flatten()
     }
 
     fn declare(&mut self, order: &[PageId], cyclic: bool) {
-        let walk = &mut self.walkers[self.current];
-        walk.recorder.clear();
-        walk.doubt = DOUBT;
-        if order.is_empty() {
-            self.leave(self.current, true);
+        self.begin_anew();
+        let numbers = self.recency.numbers();
+        let steps = Steps::new(order.iter().filter_map(|page| numbers.number(*page)), cyclic);
+        self.follow(steps, true);
+    }
+
+    fn declare_runs(&mut self, order: &[PageRun], cyclic: bool) {
+        self.begin_anew();
+        step(order.len());
+        let same = |active: &Active| active.declared && active.cyclic == cyclic && *active.runs.0 == *order;
+        if !order.is_empty()
+            && let Some((plan, start)) =
+                self.plans.iter().find(|(_, active)| same(active)).map(|(plan, active)| (plan, active.runs.1))
+        {
+            self.join(plan, start, true);
             return;
         }
-        let numbers = self.recency.numbers().clone();
-        self.follow(order.iter().filter_map(|page| numbers.number(*page)), cyclic, true);
+        let numbers = self.recency.numbers();
+        let pages = order.iter().flat_map(|run| run.pages());
+        let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), cyclic);
+        // Of pages that are not there yet it would be known no more by the runs when they are.
+        let all = steps.of == order.iter().map(|run| run.count as usize).sum::<usize>();
+        if let Some((plan, start)) = self.follow(steps, true).filter(|_| all) {
+            self.plans[plan].declared_as(order, start);
+        }
     }
 
     fn has_plan(&self) -> bool {
@@ -830,8 +965,8 @@ impl Policy for PlanPolicy {
     }
 
     fn next_fill(&mut self, present: &dyn Fn(PageId) -> bool) -> Option<PageId> {
-        let ahead: usize = self.plans.iter().map(|(_, active)| active.ahead.len()).sum();
-        if ahead >= self.lookahead as usize {
+        self.drop_astray();
+        if self.ahead.len() >= self.lookahead as usize {
             return None;
         }
         let numbers = self.recency.numbers();
@@ -854,6 +989,8 @@ impl Policy for PlanPolicy {
                 active.filling(number);
             }
         }
+        self.ahead.reach(number as usize + 1);
+        self.ahead.insert(number as usize);
     }
 
     fn worth_host(&self, page: PageId) -> bool {
@@ -865,6 +1002,16 @@ impl Policy for PlanPolicy {
     }
 
     fn check(&self) -> Result<(), String> {
+        if self.followed.is_some() {
+            let mut outside = self.recency.present_numbers().filter(|number| self.is_outside(*number));
+            let count = outside.by_ref().take_while(|number| self.outside.contains(*number)).count();
+            if count != self.outside.len() || outside.next().is_some() {
+                return Err(format!(
+                    "{} pages are listed as outside of plans, but not all that are",
+                    self.outside.len()
+                ));
+            }
+        }
         self.plans.iter().try_for_each(|(_, active)| active.check(self.recency.present_numbers()))
     }
 

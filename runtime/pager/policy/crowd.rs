@@ -1,0 +1,360 @@
+//! What plans and their walkers cost, by counted steps and bytes.
+
+use std::collections::HashSet;
+
+use super::active::{RETURNING, STEPS};
+use super::{PlanPolicy, Policy, Take, Want};
+use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
+use crate::pager::PageRun;
+use crate::random::Random;
+
+fn page(segment: u32, index: u32) -> PageId {
+    PageId { segment: SegmentId(segment), index: PageIndex(index) }
+}
+
+fn pages(segment: u32, indices: std::ops::Range<u32>) -> Vec<PageId> {
+    indices.map(|index| page(segment, index)).collect()
+}
+
+/// Segments of so many pages, and frames.
+fn policy(segments: &[u32], frames: u32, lookahead: u32) -> PlanPolicy {
+    let mut policy = PlanPolicy::new();
+    segments.iter().zip(0..).for_each(|(pages, segment)| policy.segment(SegmentId(segment), *pages));
+    policy.resize(frames, 0, lookahead);
+    policy
+}
+
+fn walk(policy: &mut PlanPolicy, walker: u32, order: &[PageId]) {
+    policy.walker(WalkerId(walker));
+    policy.declare(order, true);
+}
+
+/// Steps that this takes.
+fn steps(mut work: impl FnMut()) -> u64 {
+    let before = STEPS.get();
+    work();
+    STEPS.get() - before
+}
+
+/// A page goes and comes again, so often.
+fn searches(policy: &mut PlanPolicy, count: u32, pinned: impl Fn(PageId) -> bool) {
+    for _ in 0..count {
+        let take = &mut |page| if pinned(page) { Take::Skip } else { Take::Yes };
+        let victim = policy.victim(Want::Demand, take).expect("there is one that is not pinned");
+        policy.removed(victim);
+        policy.inserted(victim);
+    }
+    assert_eq!(policy.check(), Ok(()));
+}
+
+/// While one page that no plan names was resident and pinned, each search walked all that was resident.
+#[test]
+fn regression_a_pinned_page_outside_of_the_plan_does_not_lengthen_every_search() {
+    for (frames, outside) in [(1_000, 1), (10_000, 1), (10_000, 500)] {
+        let mut policy = policy(&[2 * frames, outside], frames + outside, 8);
+        walk(&mut policy, 0, &pages(0, 0..2 * frames));
+        for used in pages(1, 0..outside).into_iter().chain(pages(0, 0..frames)) {
+            policy.accessed(used);
+            policy.inserted(used);
+        }
+        searches(&mut policy, 1, |page| page.segment.0 == 1);
+        let steps = steps(|| searches(&mut policy, 200, |page| page.segment.0 == 1));
+        assert!(steps <= 200 * (RETURNING as u64 + 4), "{steps} steps for 200 victims among {frames} and {outside}");
+    }
+}
+
+/// Pinned pages outside of plans are found again once they are not, before any page of a plan; and all are offered to
+/// whoever must have one.
+#[test]
+fn pages_outside_of_plans_go_first_when_they_can() {
+    let mut policy = policy(&[100, 20], 60, 0);
+    walk(&mut policy, 0, &pages(0, 0..100));
+    pages(1, 0..20).into_iter().chain(pages(0, 0..40)).for_each(|page| policy.inserted(page));
+    searches(&mut policy, 3, |page| page.segment.0 == 1);
+    let mut offered = Vec::new();
+    let none = policy.victim(Want::Demand, &mut |page| {
+        offered.push(page);
+        Take::Skip
+    });
+    let all: HashSet<PageId> = offered.iter().copied().collect();
+    assert_eq!((none, all.len(), offered.len()), (None, 60, 60), "each once");
+    // One is used again: it goes last of those outside.
+    policy.accessed(page(1, 3));
+    let mut gone = Vec::new();
+    for _ in 0..20 {
+        let victim = policy.victim(Want::Demand, &mut |_| Take::Yes).expect("nothing is pinned");
+        policy.removed(victim);
+        gone.push(victim);
+        assert_eq!(policy.check(), Ok(()));
+    }
+    let outside: HashSet<PageId> = gone.iter().copied().collect();
+    assert_eq!(outside, pages(1, 0..20).into_iter().collect());
+    assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes).map(|page| page.segment.0), Some(0));
+}
+
+/// What no plan names is told apart from what is in none that is followed, whatever is followed when.
+#[test]
+fn pages_are_outside_of_the_plans_that_are_followed() {
+    let mut policy = policy(&[30, 30, 30], 90, 0);
+    (0..3).flat_map(|segment| pages(segment, 0..30)).for_each(|page| policy.inserted(page));
+    let first_to_go = |policy: &mut PlanPolicy| {
+        let mut offered = Vec::new();
+        policy.victim(Want::Memory, &mut |page| {
+            offered.push(page.segment.0);
+            Take::Skip
+        });
+        assert_eq!(offered.len(), 90);
+        assert_eq!(policy.check(), Ok(()));
+        offered
+    };
+    for (walker, segment) in [(1, 0), (2, 1)] {
+        walk(&mut policy, walker, &pages(segment, 0..30));
+        assert!(first_to_go(&mut policy)[..30 * (2 - segment as usize)].iter().all(|of| *of > segment));
+    }
+    policy.walker_ended(WalkerId(1));
+    assert!(first_to_go(&mut policy)[..60].iter().all(|of| *of != 1));
+    policy.walker_ended(WalkerId(2));
+    assert_eq!(first_to_go(&mut policy)[..30], [0; 30], "least recently used");
+}
+
+/// Where two plans name all pages, and none of them both, each search for a page that somebody waits for walked all
+/// of them.
+#[test]
+fn regression_two_plans_that_share_nothing_do_not_lengthen_searches() {
+    for frames in [1_000, 10_000] {
+        let mut policy = policy(&[frames, frames], 2 * frames, 8);
+        for segment in [0, 1] {
+            walk(&mut policy, segment + 1, &pages(segment, 0..frames));
+            pages(segment, 0..frames).into_iter().for_each(|page| policy.inserted(page));
+        }
+        searches(&mut policy, 1, |_| false);
+        let steps = steps(|| searches(&mut policy, 200, |_| false));
+        assert!(steps <= 200 * 64, "{steps} steps for 200 victims, {frames} pages each");
+    }
+}
+
+/// Each search computed the distance of each walker's pages to each walker: a thousand of them took three million
+/// steps.
+#[test]
+fn regression_a_search_among_many_walkers_takes_steps_in_their_number() {
+    let steps_of = |walkers: u32, speeds: u32| {
+        let mut policy = policy(&[4_000], 2_000, 8);
+        let mut random = Random(1);
+        let all = pages(0, 0..4_000);
+        (1..=walkers).for_each(|walker| walk(&mut policy, walker, &all));
+        pages(0, 0..2_000).into_iter().for_each(|page| policy.inserted(page));
+        // They go on at one speed or several, from anywhere.
+        let mut at: Vec<u32> = (0..walkers).map(|_| random.below(4_000)).collect();
+        for round in 0..200 {
+            for walker in 0..walkers {
+                if round % (1 + walker % speeds) == 0 {
+                    policy.walker(WalkerId(walker + 1));
+                    policy.accessed(page(0, at[walker as usize]));
+                    at[walker as usize] = (at[walker as usize] + 1) % 4_000;
+                }
+            }
+        }
+        steps(|| searches(&mut policy, 10, |_| false)) / 10
+    };
+    for speeds in [1, 7] {
+        let [few, many] = [100, 1_000].map(|walkers| steps_of(walkers, speeds));
+        println!("{speeds} speeds: steps of a search among 100 walkers {few}, among 1,000 {many}");
+        assert!(many < 15 * few && many < 50_000, "{many} steps among 1,000, and {few} among 100");
+    }
+}
+
+/// Fills ahead as far as the policy wants them, at once.
+fn fill(policy: &mut PlanPolicy, resident: &mut HashSet<PageId>) -> u32 {
+    let mut count = 0;
+    while let Some(next) = policy.next_fill(&|page| resident.contains(&page)) {
+        policy.filling(next);
+        policy.inserted(next);
+        assert!(resident.insert(next));
+        count += 1;
+    }
+    count
+}
+
+fn used(policy: &mut PlanPolicy, resident: &mut HashSet<PageId>, page: PageId) {
+    policy.accessed(page);
+    if resident.insert(page) {
+        policy.inserted(page);
+    }
+}
+
+/// What had been filled ahead for a walker that ended in the middle of its pass was counted as ahead of all others
+/// until somebody came by.
+#[test]
+fn regression_what_was_filled_for_a_walker_that_ended_is_not_ahead_of_others() {
+    for whole in [true, false] {
+        let mut policy = policy(&[64, 64], 32, 4);
+        let mut resident = HashSet::new();
+        walk(&mut policy, 1, &pages(0, 0..64));
+        for index in 30..33 {
+            used(&mut policy, &mut resident, page(0, index));
+        }
+        assert_eq!(fill(&mut policy, &mut resident), 4);
+        policy.walker_ended(WalkerId(1));
+        let segment = u32::from(!whole);
+        walk(&mut policy, 2, &pages(segment, 0..64));
+        used(&mut policy, &mut resident, page(segment, 0));
+        assert_eq!(policy.next_fill(&|page| resident.contains(&page)), Some(page(segment, 1)));
+        assert_eq!(fill(&mut policy, &mut resident), 4);
+    }
+}
+
+/// The same of walkers that are suspended, and of those that stand still.
+#[test]
+fn regression_what_was_filled_for_a_walker_that_stands_still_is_not_ahead_of_others() {
+    for astray in [true, false] {
+        let mut policy = policy(&[640, 640], 640, 4);
+        let mut resident = HashSet::new();
+        walk(&mut policy, 1, &pages(0, 0..640));
+        used(&mut policy, &mut resident, page(0, 300));
+        (301..304).for_each(|index| used(&mut policy, &mut resident, page(0, index)));
+        assert_eq!(fill(&mut policy, &mut resident), 4);
+        walk(&mut policy, 2, &pages(0, 0..640));
+        if astray {
+            policy.walker(WalkerId(1));
+            (0..100).for_each(|n| policy.accessed(page(1, n * 37 % 640)));
+            policy.walker(WalkerId(2));
+        }
+        // Speeds are looked at again and again; the other one ends before it comes to where the first stood.
+        for n in 0..if astray { 1 } else { 20_000 } {
+            used(&mut policy, &mut resident, page(0, n % 290));
+            if n % 290 == 289 {
+                policy.walker_ended(WalkerId(2));
+                walk(&mut policy, 2, &pages(0, 0..640));
+            }
+        }
+        resident.retain(|page| page.index.0 > 290);
+        pages(0, 0..291).into_iter().for_each(|page| policy.removed(page));
+        assert_eq!(fill(&mut policy, &mut resident), 4, "astray: {astray}");
+    }
+}
+
+/// A page that two plans name was counted in both, and until walkers of both had used it.
+#[test]
+fn regression_a_page_of_two_plans_is_ahead_once() {
+    let mut policy = policy(&[64], 64, 4);
+    let mut resident = HashSet::new();
+    walk(&mut policy, 1, &pages(0, 0..64));
+    walk(&mut policy, 2, &pages(0, 0..63));
+    policy.walker(WalkerId(1));
+    used(&mut policy, &mut resident, page(0, 0));
+    assert_eq!(fill(&mut policy, &mut resident), 4);
+    for index in 1..5 {
+        used(&mut policy, &mut resident, page(0, index));
+    }
+    assert_eq!(fill(&mut policy, &mut resident), 4);
+}
+
+/// Uses in no order, of each walker.
+fn stray(policy: &mut PlanPolicy, walkers: u32, segment: u32, uses: u32) {
+    let mut random = Random(7);
+    for walker in 1..=walkers {
+        policy.walker(WalkerId(walker));
+        (0..uses).for_each(|_| policy.accessed(page(segment, random.below(2_000))));
+    }
+}
+
+/// Recorders of walkers that had declared an order took the room of one alone, each, as soon as they made other uses.
+#[test]
+fn regression_suspended_walkers_share_what_recorders_may_take() {
+    const WALKERS: u32 = 64;
+    for forgotten in [false, true] {
+        let mut policy = policy(&[2_000, 2_000], 100, 0);
+        (1..=WALKERS).for_each(|walker| walk(&mut policy, walker, &pages(0, 0..100)));
+        if forgotten {
+            policy.forget(SegmentId(0));
+        }
+        stray(&mut policy, WALKERS, 1, 40_000);
+        let bytes = policy.recorded_bytes();
+        assert!(bytes <= 11 << 20, "{bytes} bytes of {WALKERS} recorders, forgotten: {forgotten}");
+    }
+}
+
+/// Whoever made, used and dropped a tensor between passes, or beside one, never had its order recognised.
+#[test]
+fn regression_a_tensor_that_is_dropped_takes_no_order_along() {
+    for through_the_pass in [false, true] {
+        let mut policy = policy(&[100], 50, 4);
+        for pass in 0..6 {
+            policy.segment(SegmentId(1), 3);
+            let scratch = pages(1, 0..3);
+            scratch.iter().for_each(|page| policy.accessed(*page));
+            scratch.iter().for_each(|page| policy.inserted(*page));
+            let drop = |policy: &mut PlanPolicy| {
+                scratch.iter().for_each(|page| policy.removed(*page));
+                policy.forget(SegmentId(1));
+            };
+            if !through_the_pass {
+                drop(&mut policy);
+            }
+            for used in pages(0, 0..100) {
+                policy.accessed(used);
+                assert!(policy.has_plan() || pass < 2, "pass {pass}, through the pass: {through_the_pass}");
+            }
+            if through_the_pass {
+                drop(&mut policy);
+            }
+        }
+        assert_eq!(policy.check(), Ok(()));
+    }
+}
+
+/// Of tensors that come and go pages are no cycle, though they have the same numbers.
+#[test]
+fn tensors_that_come_and_go_are_no_order() {
+    let mut policy = policy(&[100], 50, 4);
+    for _ in 0..2_000 {
+        policy.segment(SegmentId(1), 3);
+        for used in pages(1, 0..3) {
+            policy.accessed(used);
+            assert!(!policy.has_plan());
+        }
+        policy.forget(SegmentId(1));
+    }
+}
+
+/// Each tensor that was dropped had all looked through that recorders remember.
+#[test]
+fn regression_a_dropped_tensor_is_not_sought_in_what_is_remembered() {
+    let mut policy = policy(&[2_000], 100, 0);
+    stray(&mut policy, 8, 0, 3_000);
+    let steps = steps(|| {
+        for _ in 0..100 {
+            policy.segment(SegmentId(1), 1);
+            policy.forget(SegmentId(1));
+        }
+    });
+    assert!(steps <= 100, "{steps} steps for 100 tensors");
+}
+
+/// A walker for each request, with an order that is known, had all of the plan made anew and divided several times.
+#[test]
+fn regression_a_walker_for_each_request_does_not_divide_its_plan_each_time() {
+    const PAGES: u32 = 4_000;
+    let mut policy = policy(&[PAGES], PAGES / 2, 16);
+    let order = pages(0, 0..PAGES);
+    // As a program tells of it; a page at a time, an order is looked at before it is known.
+    let run = PageRun { segment: SegmentId(0), first: PageIndex(0), count: PAGES };
+    let walk = |policy: &mut PlanPolicy, walker: u32| {
+        policy.walker(WalkerId(walker));
+        policy.declare_runs(&[run], true);
+    };
+    for walker in 1..=8 {
+        walk(&mut policy, walker);
+        for used in &order[walker as usize * 400..][..200] {
+            policy.accessed(*used);
+        }
+    }
+    let steps = steps(|| {
+        for walker in 9..109 {
+            walk(&mut policy, walker);
+            policy.walker_ended(WalkerId(walker));
+        }
+    });
+    println!("{steps} steps for 100 walkers over {PAGES} pages");
+    assert!(steps <= 5 * u64::from(PAGES), "{steps} steps for 100 walkers over {PAGES} pages");
+}
