@@ -372,11 +372,10 @@ impl Runtime {
         let slab_config = HostSlabConfig {
             page_size,
             frames: host_frames,
-            frames_max: host_frames,
             staging,
             lock: host_frames + staging > 0,
         };
-        let slab = HostSlab::for_device(slab_config, device.clone())?;
+        let slab = HostSlab::new(slab_config, device.clone())?;
         let settings = wanted.settings(chosen, frames);
         let store = match wanted.depth {
             Some(_) => config.store.clone(),
