@@ -56,9 +56,9 @@ impl Raw {
         let device = Arc::new(HostDevice::new(device, sink).unwrap());
         let config = HostSlabConfig { page_size: page, frames: depth, staging: 0, lock: false };
         let slab = HostSlab::new(config, device).unwrap();
-        let scratch = ScratchFile::create(dir, page, false).unwrap();
+        let scratch = ScratchFile::create(dir, page).unwrap();
         let run = scratch.reserve(Bytes::new(bytes)).unwrap();
-        let file = store.add_file(scratch.handle().unwrap(), scratch.path().to_owned(), FileUse::Scratch).unwrap();
+        let file = store.add_file(scratch.handle().unwrap(), scratch.directory().to_owned(), FileUse::Scratch).unwrap();
         let raw = Self { store, file, slab, _scratch: scratch, run, ended, page, depth };
         // Blocks that were never written read as zeros without the disk.
         raw.go(bytes, |_| IoKind::Write);

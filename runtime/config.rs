@@ -324,8 +324,7 @@ impl Measure {
     /// Settings have their defaults where this fails, and a runtime opens as well.
     fn found(&self, backend: IoBackend) -> std::result::Result<DiskProfile, Arc<str>> {
         let look = || {
-            let found = self.files.iter().map(|file| DiskProfile::of_disk(file, backend));
-            slowest(found).map_err(|error| {
+            slowest(DiskProfile::of_disks(&self.files, backend).into_iter()).map_err(|error| {
                 let why = error.map_or_else(|| "the model has no file".to_owned(), |error| error.to_string());
                 tracing::info!(why, "no disk is measured");
                 why.into()

@@ -383,7 +383,7 @@ impl Runtime {
         };
         let store: Arc<dyn Store> = store.open(sink.clone())?;
         let scratch_options =
-            ScratchOptions { persist: false, allocation: config.scratch_allocation, hook: config.store.hook };
+            ScratchOptions { allocation: config.scratch_allocation, hook: config.store.hook };
         let pager_config = PagerConfig {
             frames,
             host_frames,
@@ -571,7 +571,7 @@ impl Runtime {
                 (file, slots)
             }
         };
-        let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
+        let id = self.engine().store.add_file(file.handle()?, file.directory().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
         Ok((file, id, slots))
     }
@@ -602,7 +602,7 @@ impl Runtime {
 
     /// Whether the scratch file may hold so much more.
     fn allow_scratch(&self, scratch: &ScratchFile, held: Bytes, more: Bytes) -> Result<()> {
-        let folder = scratch.path().display();
+        let folder = scratch.directory().display();
         let sum = |parts: &[Bytes]| {
             parts.iter().fold(Bytes::ZERO, |sum, part| Bytes::new(sum.get().saturating_add(part.get())))
         };
@@ -626,7 +626,7 @@ impl Runtime {
         let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
         let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().device.gpu().is_none());
         if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
-            let folder = scratch.path().display();
+            let folder = scratch.directory().display();
             let what = || format!("a device budget of {budget}, beside scratch in {folder}");
             scratch.ask(|held| fits_memory(self.memory_of(frames, held), what))?;
         }
@@ -1040,7 +1040,7 @@ impl Runtime {
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
         let ScratchRoom { size, allocated, free } = file.room();
-        let (folder, in_memory) = (file.path().to_owned(), file.is_in_memory());
+        let (folder, in_memory) = (file.directory().to_owned(), file.is_in_memory());
         Some(ScratchStats { folder, size, allocated, free, in_memory })
     }
 

@@ -69,6 +69,7 @@ pub(crate) use process::Opened;
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
 pub use sim::{SimClock, SimDevice, SimDeviceConfig};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
+pub(crate) use sys::HUGE_PAGE_BYTES;
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
