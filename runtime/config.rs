@@ -661,7 +661,8 @@ impl RuntimeBuilder {
 
     /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
     /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
-    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
+    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. Of these only the one
+    /// in the cache folder is made if it is not there, and not by root in another user's. A folder in
     /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
     /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
     /// what this process may use, and no more; an allocation beyond that, or a larger device budget, ends with
