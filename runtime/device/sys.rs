@@ -191,7 +191,7 @@ pub(super) unsafe fn set_readable(address: u64, len: u64) -> io::Result<()> {
 
 /// Moves the memory behind `from` to `to`, replacing what was there. On success `from` holds nothing any more and is still
 /// accessible: the caller [vacates](vacate) it. On failure nothing has moved; whether `to` is still the caller's says
-/// [`refill`].
+/// [`is_mapped`].
 ///
 /// # Safety
 /// Both ranges lie in [`Region`]s of the caller's, `from` lies within one mapping (invariant 2), and nobody uses either.
@@ -336,6 +336,14 @@ pub(super) fn resident(address: u64, len: u64) -> io::Result<u64> {
     // SAFETY: the kernel writes a byte for each page of the range, for which there is room, and changes nothing behind it.
     check(unsafe { libc::mincore(pointer(address), size(len)?, pages.as_mut_ptr()) })?;
     Ok(pages.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
+}
+
+/// Whether anything is mapped at the beginning of a page, accessible or not.
+pub(super) fn is_mapped(address: u64) -> bool {
+    let mut page = 0_u8;
+    // SAFETY: the kernel writes one byte for a range of one page, and changes nothing behind it.
+    let answer = check(unsafe { libc::mincore(pointer(address), system_page_bytes() as usize, &raw mut page) });
+    answer.err().and_then(|cause| cause.raw_os_error()) != Some(libc::ENOMEM)
 }
 
 /// Gives the memory of a committed range back, and leaves it accessible: it reads as zeros, and gets memory again when it is
