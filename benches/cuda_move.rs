@@ -131,8 +131,8 @@ impl Moves {
         let sink = Arc::new(Sink::default());
         let config = CudaDeviceConfig { device: CudaDeviceSelector::default(), page_size, frames: FRAMES };
         let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
-        let slab = HostSlabConfig { page_size, frames: 0, frames_max: 0, staging: window as u32, lock: false };
-        let slab = HostSlab::new(slab).unwrap();
+        let slab = HostSlabConfig { page_size, frames: 0, staging: window as u32, lock: false };
+        let slab = HostSlab::new(slab, device.clone()).unwrap();
         if let Some(base) = slab.staging(StagingId::new(0)) {
             device.lock_host(SlabRegion { base, len: Bytes::new(window * page_size.bytes()) }).unwrap();
         }

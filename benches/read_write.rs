@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::time::Instant;
 
-use outcore::device::{HostSlab, HostSlabConfig, Token};
+use outcore::device::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, Token};
 use outcore::store::{Completion, Completions, FileUse, IoKind, IoOp, Priority, ScratchFile, StoreOptions};
 use outcore::{Bytes, DType, HostFrameId, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::{Value, json};
@@ -50,12 +50,15 @@ struct Raw {
 impl Raw {
     fn open(dir: &Path, page: PageSize, depth: u32, bytes: u64) -> Self {
         let (sink, ended) = mpsc::channel();
-        let store = StoreOptions::new(IoBackend::Auto).open(Arc::new(ToChannel(sink))).unwrap();
-        let config = HostSlabConfig { page_size: page, frames: depth, frames_max: depth, staging: 0, lock: false };
-        let slab = HostSlab::new(config).unwrap();
-        let scratch = ScratchFile::create(dir, page, false).unwrap();
+        let sink = Arc::new(ToChannel(sink));
+        let store = StoreOptions::new(IoBackend::Auto).open(sink.clone()).unwrap();
+        let device = HostDeviceConfig { page_size: page, ..HostDeviceConfig::default() };
+        let device = Arc::new(HostDevice::new(device, sink).unwrap());
+        let config = HostSlabConfig { page_size: page, frames: depth, staging: 0, lock: false };
+        let slab = HostSlab::new(config, device).unwrap();
+        let scratch = ScratchFile::create(dir, page).unwrap();
         let run = scratch.reserve(Bytes::new(bytes)).unwrap();
-        let file = store.add_file(scratch.handle().unwrap(), scratch.path().to_owned(), FileUse::Scratch).unwrap();
+        let file = store.add_file(scratch.handle().unwrap(), scratch.directory().to_owned(), FileUse::Scratch).unwrap();
         let raw = Self { store, file, slab, _scratch: scratch, run, ended, page, depth };
         // Blocks that were never written read as zeros without the disk.
         raw.go(bytes, |_| IoKind::Write);

@@ -85,9 +85,9 @@ fn measure(path: &Path, backend: IoBackend, name: &str, load: u64, writes: u64, 
     let parts: Vec<HostPointer> = (0..=LOAD).map(part).collect();
     let pages = std::fs::metadata(path).unwrap().len() / PAGE;
     let file = store.add_file(File::open(path).unwrap(), path.into(), FileUse::Model).unwrap();
-    let scratch = ScratchFile::create(path.parent().unwrap(), PageSize::DEFAULT, false).unwrap();
+    let scratch = ScratchFile::create(path.parent().unwrap(), PageSize::DEFAULT).unwrap();
     let run = scratch.reserve(Bytes::new(PAGE * 64)).unwrap();
-    let out = store.add_file(scratch.handle().unwrap(), scratch.path().into(), FileUse::Scratch).unwrap();
+    let out = store.add_file(scratch.handle().unwrap(), scratch.directory().into(), FileUse::Scratch).unwrap();
     let turn = AtomicU64::new(0);
     let submit = |token: u64, priority| {
         let n = turn.fetch_add(1, Ordering::Relaxed);

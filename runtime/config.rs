@@ -12,6 +12,7 @@ use crate::device::{CudaDeviceSelector, DeviceHook, HostDevice, LinkModel};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
+use crate::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::{Runtime, device_frames_of};
@@ -324,8 +325,7 @@ impl Measure {
     /// Settings have their defaults where this fails, and a runtime opens as well.
     fn found(&self, backend: IoBackend) -> std::result::Result<DiskProfile, Arc<str>> {
         let look = || {
-            let found = self.files.iter().map(|file| DiskProfile::of_disk(file, backend));
-            slowest(found).map_err(|error| {
+            slowest(DiskProfile::of_disks(&self.files, backend).into_iter()).map_err(|error| {
                 let why = error.map_or_else(|| "the model has no file".to_owned(), |error| error.to_string());
                 tracing::info!(why, "no disk is measured");
                 why.into()
@@ -449,7 +449,8 @@ impl RuntimeBuilder {
     /// Has what is not set chosen for this model: page size, lookahead and depth, by what its disk needs, what the device
     /// budget holds, how many frames the kernel allows, and how large the model's experts are, if it has any. The disk is
     /// [measured](DiskProfile::measure) for that, within a quarter of a second as a rule and a second in any case, unless that is
-    /// [remembered](DiskProfile::remembered_in), or all that depends on it is set. Of a model on several disks the slowest counts.
+    /// [remembered](DiskProfile::remembered_in), or all that depends on it is set. Of a model on several disks, which are measured
+    /// side by side, by the largest file that each has, the slowest counts.
     /// A builder and its clones measure once, at the first [`settings`](Self::settings) or [`open`](Self::open). Where it cannot be
     /// measured, settings have their defaults, and say why. What was chosen, and why, is in
     /// [`Stats::settings`](crate::Stats::settings).
@@ -479,29 +480,44 @@ impl RuntimeBuilder {
         self
     }
 
-    /// What is chosen where nothing is set, before anything is opened. A device budget that is a share of what is free is not
-    /// known by then, nor is what a GPU holds.
+    /// What is chosen where nothing is set, before anything is opened. Of a device budget that is a share of what is free, what is
+    /// free now counts; how much that is of a GPU's memory is not known by then.
     ///
     /// # Errors
     /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page.
     pub fn settings(&self) -> Result<Settings> {
         let wanted = self.wanted();
         let page_size = wanted.page_size();
-        let frames = match self.device_budget {
-            DeviceBudget::Bytes(budget) => {
-                let page = page_size.value;
-                device_frames_of(budget, page, self.device.tables_of_a_frame(page))?
-            }
-            DeviceBudget::Free { .. } => 0,
+        let budget = match self.device_budget {
+            DeviceBudget::Bytes(budget) => Some(budget),
+            DeviceBudget::Free { .. } => wanted.budget.ok(),
         };
+        let frames = budget.map(|budget| self.device_frames(budget, page_size.value)).transpose()?;
         Ok(wanted.settings(page_size, frames))
+    }
+
+    /// How many frames a device budget holds, which was asked for as it stands here and has come to so many bytes.
+    pub(crate) fn device_frames(&self, budget: Bytes, page_size: PageSize) -> Result<u32> {
+        let frames = device_frames_of(budget, page_size, self.device.tables_of_a_frame(page_size))?;
+        if frames > 0 {
+            return Ok(frames);
+        }
+        let (page, asked) = (Bytes::new(page_size.bytes()), self.device_budget);
+        let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
+        let message = format!("a device budget of {asked}{what} holds no page of {page}");
+        Err(Error::new(ErrorKind::BudgetTooSmall, message)
+            .remedy(format!("give at least {page}, or choose smaller pages")))
     }
 
     /// What settings are chosen from.
     pub(crate) fn wanted(&self) -> Wanted {
         let budget = match (&self.device, self.device_budget) {
-            (DeviceChoice::Cuda(_), _) | (_, DeviceBudget::Free { .. }) => None,
-            (_, DeviceBudget::Bytes(budget)) => Some(budget),
+            (DeviceChoice::Cuda(_), _) => Err("pages of a GPU's memory have this size whatever it holds"),
+            (_, DeviceBudget::Bytes(budget)) => Ok(budget),
+            // As the device itself is asked when it is open.
+            (_, share) => MemoryLimit::detect()
+                .map(|memory| share.of(memory.free()))
+                .map_err(|_| "how much of this machine's memory is free is not known"),
         };
         let depth = self.store.asked_depth();
         let (disk, unknown) = match (self.disk, &self.model) {
@@ -645,7 +661,8 @@ impl RuntimeBuilder {
 
     /// Where the scratch file of read-write tensors is made. Unless it is named here, the first of these that is on a disk and
     /// takes files: `TMPDIR` if it is set, `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`),
-    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. A folder in
+    /// `/var/tmp`, the folder of the first model that was opened, the system's folder for temporary files. Of these only the one
+    /// in the cache folder is made if it is not there, and not by root in another user's. A folder in
     /// memory is taken only if it is named: what is written back there leaves no memory. So it counts: what tensors hold
     /// there, the device budget (of a device in this machine's memory), the host budget and the staging ring may together be
     /// what this process may use, and no more; an allocation beyond that, or a larger device budget, ends with
@@ -721,6 +738,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
+    use crate::scene;
 
     #[test]
     fn regression_of_a_model_on_several_disks_the_slowest_counts() {
@@ -743,10 +761,8 @@ mod tests {
         assert_eq!(Measure::of(&header).files, [PathBuf::from("c"), PathBuf::from("b")]);
     }
 
-    /// A mixture of 30 billion weights in 17.3 GiB, of which one expert's part of a tensor is 864 KiB: with all of it resident,
-    /// pages of half a MiB would be more than the kernel allows.
-    #[test]
-    fn regression_a_mixtures_pages_are_no_smaller_than_mappings_allow() {
+    /// A mixture of 30 billion weights in 17.3 GiB, of which one expert's part of a tensor is 864 KiB.
+    fn mixture() -> ModelHeader {
         let state = FileState::of(&fs::metadata("/").unwrap());
         let (shape, len) = (vec![128, 768, 2048], 128 * 768 * 2048 * 9 / 16);
         let tensor = |layer: u64| TensorHeader {
@@ -759,50 +775,96 @@ mod tests {
         };
         let files = vec![ModelFile { path: "model".into(), len: 48 * len, state }];
         let tensors = (0..48).map(tensor).collect();
-        let header = ModelHeader::new(files, tensors, Metadata::Safetensors(BTreeMap::new())).unwrap();
-        let disk = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
-        let builder = Runtime::builder().for_model(&header).disk(disk);
+        ModelHeader::new(files, tensors, Metadata::Safetensors(BTreeMap::new())).unwrap()
+    }
+
+    const DISK: DiskProfile = DiskProfile::new(Bytes::gib(2), Bytes::mib(8));
+
+    /// A share of what is free is so many bytes, and settings follow from it as from any others.
+    #[test]
+    fn regression_settings_of_a_share_of_what_is_free() {
+        let builder = Runtime::builder().for_model(&mixture()).disk(DISK);
+        let share = |percent| DeviceBudget::Free { percent, headroom: Bytes::ZERO };
+        let free = MemoryLimit::detect().unwrap().free();
+        if free < Bytes::gib(1) {
+            return eprintln!("SKIPPED: {free} are free");
+        }
+        let small = builder.clone().device_budget(share(1)).settings().unwrap();
+        assert!(small.page_size.value.bytes() <= 256 << 10, "{:?}", small.page_size);
+        assert!(!small.page_size.reason.contains("no model"), "{:?}", small.page_size);
+        assert!(!small.lookahead.reason.contains(" 0 frames") && small.lookahead.value > Bytes::kib(256), "{small:?}");
+        // What was chosen can be opened.
+        let runtime = builder.clone().device_budget(share(1)).open().unwrap();
+        assert!(runtime.stats().page_size.bytes() <= 256 << 10, "{:?}", runtime.stats().settings);
+        runtime.close().unwrap();
+        // A GPU is asked when it is open.
+        let gpu = builder.device("cuda".parse().unwrap()).device_budget(share(90)).settings().unwrap();
+        assert!(gpu.page_size.reason.contains("GPU") && gpu.lookahead.reason.contains("not known"), "{gpu:?}");
+        assert!(gpu.lookahead.value > Bytes::mib(16), "{gpu:?}");
+        assert!(Runtime::builder().settings().unwrap().page_size.reason.contains("no model"));
+    }
+
+    #[test]
+    fn regression_settings_of_a_budget_that_holds_no_page_are_an_error() {
+        for (budget, page) in [("0", None), ("63KiB", Some(64)), ("1%-1000TiB", Some(64))] {
+            let budget: DeviceBudget = budget.parse().unwrap();
+            let builder = Runtime::builder().device_budget(budget);
+            let page = page.map(|kib| PageSize::new(Bytes::kib(kib)).unwrap());
+            let builder = page.into_iter().fold(builder, RuntimeBuilder::page_size);
+            let refused = builder.settings().unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::BudgetTooSmall, "{refused}");
+            assert_eq!(refused.to_string(), builder.open().unwrap_err().to_string());
+        }
+    }
+
+    /// With all of a mixture resident, pages of a quarter of a MiB would be more than the kernel allows.
+    #[test]
+    fn regression_a_mixtures_pages_are_no_smaller_than_mappings_allow() {
+        let builder = Runtime::builder().for_model(&mixture()).disk(DISK);
         let Some(frames) = HostDevice::frames_left() else { return eprintln!("SKIPPED: /proc/self/maps is not there") };
-        let limit = frames << 19;
+        let limit = frames << 18;
         for (budget, page) in [
-            (Bytes::gib(1), 512),
-            (Bytes::new(limit / 2), 512),
-            (Bytes::new(limit + limit / 10), 1024),
-            (Bytes::new(2 * limit + limit / 10), 2048),
-            (Bytes::new(4 * limit + limit / 10), 4096),
+            (Bytes::gib(1), 256),
+            (Bytes::new(limit / 2), 256),
+            (Bytes::new(limit + limit / 10), 512),
+            (Bytes::new(2 * limit + limit / 10), 1024),
+            (Bytes::new(4 * limit + limit / 10), 2048),
+            (Bytes::new(8 * limit + limit / 10), 4096),
         ] {
             let chosen = builder.clone().device_budget(budget).settings().unwrap().page_size;
             assert_eq!(chosen.value.bytes() >> 10, page, "{budget}: {chosen:?}");
-            assert!(page == 512 || chosen.reason.contains("vm.max_map_count"), "{chosen:?}");
+            assert!(page == 256 || chosen.reason.contains("vm.max_map_count"), "{chosen:?}");
         }
     }
 
     /// A builder and its clones have one answer, whatever the disk does in between, and none where nothing depends on it.
     #[test]
     fn regression_settings_say_why_no_disk_was_measured_and_agree() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model");
-        fs::write(&path, "short").unwrap();
-        let state = FileState::of(&fs::metadata(&path).unwrap());
-        let files = vec![ModelFile { path: path.clone(), len: 5, state }];
-        let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
-        let builder = Runtime::builder().for_model(&header);
-        let before = builder.clone().device_budget(Bytes::mib(32)).settings().unwrap();
-        assert_eq!((before.disk, before.page_size.value), (None, PageSize::DEFAULT));
-        assert!(before.lookahead.reason.contains("model"), "{before:?}");
-        fs::remove_file(&path).unwrap();
-        assert_eq!(builder.clone().device_budget(Bytes::mib(32)).settings().unwrap(), before);
-        let runtime = builder.device_budget(Bytes::mib(32)).open().unwrap();
-        assert_eq!(runtime.stats().settings, before);
-        runtime.close().unwrap();
-        // A file that is not there is no error before the model is opened.
-        let builder = Runtime::builder().for_model(&header);
-        let reason = builder.settings().unwrap().lookahead.reason;
-        assert!(reason.contains("model") && reason != before.lookahead.reason, "{reason}");
-        // Where all was asked for, the disk is not asked.
-        let all = Runtime::builder().for_model(&header).page_size(PageSize::DEFAULT).lookahead(Lookahead::Off);
-        let all = all.store(StoreOptions::new(IoBackend::Auto).depth(crate::store::QueueDepth::ONE));
-        assert!(all.wanted().unknown.is_some_and(|why| why.contains("asked for")));
-        assert!(all.model.is_some_and(|model| model.found.get().is_none()));
+        scene::alone("config::tests::regression_settings_say_why_no_disk_was_measured_and_agree", || {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model");
+            fs::write(&path, "short").unwrap();
+            let state = FileState::of(&fs::metadata(&path).unwrap());
+            let files = vec![ModelFile { path: path.clone(), len: 5, state }];
+            let header = ModelHeader::new(files, Vec::new(), Metadata::Safetensors(BTreeMap::new())).unwrap();
+            let builder = Runtime::builder().for_model(&header);
+            let before = builder.clone().device_budget(Bytes::mib(32)).settings().unwrap();
+            assert_eq!((before.disk, before.page_size.value), (None, PageSize::DEFAULT));
+            assert!(before.lookahead.reason.contains("model"), "{before:?}");
+            fs::remove_file(&path).unwrap();
+            assert_eq!(builder.clone().device_budget(Bytes::mib(32)).settings().unwrap(), before);
+            let runtime = builder.device_budget(Bytes::mib(32)).open().unwrap();
+            assert_eq!(runtime.stats().settings, before);
+            runtime.close().unwrap();
+            // A file that is not there is no error before the model is opened.
+            let builder = Runtime::builder().for_model(&header);
+            let reason = builder.settings().unwrap().lookahead.reason;
+            assert!(reason.contains("model") && reason != before.lookahead.reason, "{reason}");
+            // Where all was asked for, the disk is not asked.
+            let all = Runtime::builder().for_model(&header).page_size(PageSize::DEFAULT).lookahead(Lookahead::Off);
+            let all = all.store(StoreOptions::new(IoBackend::Auto).depth(crate::store::QueueDepth::ONE));
+            assert!(all.wanted().unknown.is_some_and(|why| why.contains("asked for")));
+            assert!(all.model.is_some_and(|model| model.found.get().is_none()));
+        });
     }
 }

@@ -62,6 +62,9 @@ mod random;
 mod ranges;
 pub mod residency;
 mod runtime;
+#[cfg(test)]
+#[path = "../tests/harness/scene.rs"]
+mod scene;
 mod segment;
 mod settings;
 pub mod sim;

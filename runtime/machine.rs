@@ -54,6 +54,11 @@ impl MemoryLimit {
         }
         Ok(least)
     }
+
+    /// What this process may still take.
+    pub fn free(&self) -> Bytes {
+        self.limit.saturating_sub(self.usage)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -314,24 +314,14 @@ impl Runtime {
         let host_frames = host_frames_of(config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
         let frame_tables = config.device.tables_of_a_frame(page_size);
-        let device_frames = |budget: Bytes| match device_frames_of(budget, page_size, frame_tables)? {
-            0 => {
-                let (page, asked) = (Bytes::new(page_bytes), config.device_budget);
-                let what = if asked == budget.into() { String::new() } else { format!(", which is {budget},") };
-                let message = format!("a device budget of {asked}{what} holds no page of {page}");
-                Err(Error::new(ErrorKind::BudgetTooSmall, message)
-                    .remedy(format!("give at least {page}, or choose smaller pages")))
-            }
-            frames => Ok(frames),
-        };
         // A share is of what the open device has free; its frames are made then.
         let known = match config.device_budget {
-            DeviceBudget::Bytes(budget) => Some(device_frames(budget)?),
+            DeviceBudget::Bytes(budget) => Some(config.device_frames(budget, page_size)?),
             DeviceBudget::Free { .. } => None,
         };
         let frames = known.unwrap_or(0);
         let sink = Arc::new(Sink::default());
-        let hooked = config.device_hook.map(|hook| (hook, Arc::new(HookedSink::new(sink.clone()))));
+        let hooked = config.device_hook.clone().map(|hook| (hook, Arc::new(HookedSink::new(sink.clone()))));
         let told: Arc<dyn Completions> = match &hooked {
             Some((_, sink)) => sink.clone(),
             None => sink.clone(),
@@ -362,29 +352,25 @@ impl Runtime {
         let frames = match known {
             Some(frames) => frames,
             None => {
-                let frames = device_frames(config.device_budget.of(device.free_memory()?))?;
+                let budget = config.device_budget.of(device.free_memory()?);
+                // Of no more than there was the page size was chosen.
+                let budget = wanted.budget.map_or(budget, |chosen_for| budget.min(chosen_for));
+                let frames = config.device_frames(budget, page_size)?;
                 device.grow_frames(frames)?;
                 frames
             }
         };
         let direct_io = device.direct_io();
         let staging = if direct_io { 0 } else { staging_pages(config.staging, page_size) };
-        let slab_config = HostSlabConfig {
-            page_size,
-            frames: host_frames,
-            frames_max: host_frames,
-            staging,
-            lock: host_frames + staging > 0,
-        };
-        let slab = HostSlab::for_device(slab_config, device.clone())?;
-        let settings = wanted.settings(chosen, frames);
+        let slab_config = HostSlabConfig { page_size, frames: host_frames, staging, lock: host_frames + staging > 0 };
+        let slab = HostSlab::new(slab_config, device.clone())?;
+        let settings = wanted.settings(chosen, Some(frames));
         let store = match wanted.depth {
             Some(_) => config.store.clone(),
             None => config.store.clone().depth_ahead(QueueDepth::new(settings.depth.value)?),
         };
         let store: Arc<dyn Store> = store.open(sink.clone())?;
-        let scratch_options =
-            ScratchOptions { persist: false, allocation: config.scratch_allocation, hook: config.store.hook };
+        let scratch_options = ScratchOptions { allocation: config.scratch_allocation, hook: config.store.hook };
         let pager_config = PagerConfig {
             frames,
             host_frames,
@@ -572,7 +558,7 @@ impl Runtime {
                 (file, slots)
             }
         };
-        let id = self.engine().store.add_file(file.handle()?, file.path().to_owned(), FileUse::Scratch)?;
+        let id = self.engine().store.add_file(file.handle()?, file.directory().to_owned(), FileUse::Scratch)?;
         *scratch = Some((file.clone(), id));
         Ok((file, id, slots))
     }
@@ -603,7 +589,7 @@ impl Runtime {
 
     /// Whether the scratch file may hold so much more.
     fn allow_scratch(&self, scratch: &ScratchFile, held: Bytes, more: Bytes) -> Result<()> {
-        let folder = scratch.path().display();
+        let folder = scratch.directory().display();
         let sum = |parts: &[Bytes]| {
             parts.iter().fold(Bytes::ZERO, |sum, part| Bytes::new(sum.get().saturating_add(part.get())))
         };
@@ -627,7 +613,7 @@ impl Runtime {
         let scratch = self.shared.scratch.lock().as_ref().map(|(file, _)| file.clone());
         let in_memory = scratch.filter(|file| file.is_in_memory() && self.engine().device.gpu().is_none());
         if let Some(scratch) = in_memory.filter(|_| frames > self.device_frames()) {
-            let folder = scratch.path().display();
+            let folder = scratch.directory().display();
             let what = || format!("a device budget of {budget}, beside scratch in {folder}");
             scratch.ask(|held| fits_memory(self.memory_of(frames, held), what))?;
         }
@@ -1014,7 +1000,7 @@ impl Runtime {
     /// With a device tier of `frames`. To write the reasons takes longer than all else that [`stats`](Self::stats) tells, so they
     /// are kept for as long as they hold.
     fn settings(&self, frames: u32) -> Settings {
-        let found = || self.shared.wanted.settings(self.shared.chosen.clone(), frames);
+        let found = || self.shared.wanted.settings(self.shared.chosen.clone(), Some(frames));
         if !self.engine().is_at_home() {
             return found();
         }
@@ -1041,7 +1027,7 @@ impl Runtime {
         let scratch = self.shared.scratch.try_lock()?;
         let (file, _) = scratch.as_ref()?;
         let ScratchRoom { size, allocated, free } = file.room();
-        let (folder, in_memory) = (file.path().to_owned(), file.is_in_memory());
+        let (folder, in_memory) = (file.directory().to_owned(), file.is_in_memory());
         Some(ScratchStats { folder, size, allocated, free, in_memory })
     }
 

@@ -68,6 +68,10 @@ const IN_FLIGHT_TIME: Duration = Duration::from_millis(8);
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
 /// The same of a disk of which nothing is known: a drive of 2 GB/s.
 pub(crate) const IN_FLIGHT: Bytes = Bytes::mib(16);
+/// What each missing page takes of the processor, whatever its size: measured, in 0022.
+const FAULT_TIME: Duration = Duration::from_micros(40);
+/// A disk of which nothing is known.
+const USUAL: DiskProfile = DiskProfile::new(Bytes::new(2_000_000_000), IN_FLIGHT);
 /// A step's size: large enough that waking the threads that compute costs little beside it, small enough that the next step's
 /// bytes arrive while this one is computed.
 const STEP: Bytes = Bytes::mib(8);
@@ -82,8 +86,8 @@ pub(crate) struct Wanted {
     pub lookahead: Lookahead,
     /// Where it was asked for.
     pub depth: Option<u32>,
-    /// Of a device in this machine's memory, its budget.
-    pub budget: Option<Bytes>,
+    /// Of a device in this machine's memory, its budget; else why it is not known.
+    pub budget: std::result::Result<Bytes, &'static str>,
     /// Whether a model was named.
     pub model: bool,
     /// Of a model with experts, the part of a tensor that one of them has.
@@ -106,13 +110,29 @@ fn power_below(bytes: u64) -> u64 {
     1 << bytes.max(1).ilog2()
 }
 
-/// The largest page of which a device budget in this machine's memory holds as many as there have to be, on a disk of which
-/// nothing is known: no larger than a huge page, nor than `piece`, what is used by itself of a model with experts. A larger page
-/// would bring in parts of experts that nobody asked for. Where that would come to more than `frames` frames, as many as the
-/// kernel allows, it is larger, whatever else it should be: smaller ones could not be had at all.
-pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>, frames: u64) -> PageSize {
-    let fitting = (budget.get() / FRAMES_LEAST).min(piece.map_or(u64::MAX, Bytes::get));
-    let size = power_below(fitting).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
+/// Seconds that an expert's part of a tensor takes, which begins anywhere in a page: each page has its bytes, with
+/// [`DEPTH_MOST`] reads at once its share of what the disk takes to begin, and what it takes of the processor.
+fn expert_time(piece: Bytes, page: u64, disk: &DiskProfile) -> f64 {
+    let pages = 1.0 + piece.get() as f64 / page as f64;
+    let bytes = page as f64 / disk.bytes_per_second.get().max(1) as f64;
+    pages * (bytes + disk.latency.as_secs_f64() / DEPTH_MOST as f64 + FAULT_TIME.as_secs_f64())
+}
+
+/// The page with which an expert's part of a tensor takes least: larger ones bring in more that nobody asked for, smaller ones
+/// are more pages.
+fn expert_page(piece: Bytes, disk: Option<DiskProfile>) -> u64 {
+    let disk = disk.unwrap_or(USUAL);
+    let sizes = (PAGE_LEAST.get().ilog2()..=PageSize::DEFAULT.bytes().ilog2()).map(|power| 1 << power);
+    let time = |page: &u64| expert_time(piece, *page, &disk);
+    sizes.min_by(|one, other| time(one).total_cmp(&time(other))).unwrap_or(PageSize::DEFAULT.bytes())
+}
+
+/// The largest page of which a device budget in this machine's memory holds as many as there have to be: no larger than a huge
+/// page, nor than is best for `piece`, what is used by itself of a model with experts. Where that would come to more than
+/// `frames` frames, as many as the kernel allows, it is larger, whatever else it should be: smaller ones could not be had at all.
+pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile>, frames: u64) -> PageSize {
+    let best = piece.map_or(u64::MAX, |piece| expert_page(piece, disk));
+    let size = power_below(budget.get() / FRAMES_LEAST).min(best).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
     at_most_frames(PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT), budget, frames)
 }
 
@@ -141,10 +161,14 @@ impl Wanted {
             return chosen(asked, "asked for".into());
         }
         let usual = PageSize::DEFAULT;
-        let Some(budget) = self.budget.filter(|_| self.model) else {
-            return chosen(usual, "a huge page; no model in this machine's memory was named".into());
+        if !self.model {
+            return chosen(usual, "a huge page; no model was named".into());
+        }
+        let budget = match self.budget {
+            Ok(budget) => budget,
+            Err(why) => return chosen(usual, format!("a huge page; {why}")),
         };
-        let fits = page_within(budget, self.piece, u64::MAX);
+        let fits = page_within(budget, self.piece, self.disk, u64::MAX);
         let quick = self.disk.and_then(|disk| {
             let size = power_below(read_within(&disk, disk.latency.max(PAGE_TIME)));
             PageSize::new(Bytes::new(size.clamp(PAGE_LEAST.get(), usual.bytes()))).ok()
@@ -162,8 +186,11 @@ impl Wanted {
         if wished.bytes() < fits.bytes() {
             return chosen(wished, format!("the disk reads no more within {PAGE_TIME:?}, once it has begun"));
         }
-        if fits.bytes() < page_within(budget, None, u64::MAX).bytes() {
-            return chosen(fits, "no larger than one expert's part of a tensor".into());
+        if let Some(piece) = self.piece
+            && fits.bytes() < page_within(budget, None, None, u64::MAX).bytes()
+        {
+            let part = "larger ones would bring in more of what lies beside it, and smaller ones be more pages";
+            return chosen(fits, format!("one expert's part of a tensor is {piece}: {part}"));
         }
         if fits == usual {
             return chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"));
@@ -171,9 +198,11 @@ impl Wanted {
         chosen(fits, format!("the device budget of {budget} holds {FRAMES_LEAST} of no larger ones"))
     }
 
-    /// The rest, for a device tier of `frames` pages of this size.
-    pub fn settings(&self, page_size: Chosen<PageSize>, frames: u32) -> Settings {
+    /// The rest, for a device tier of `frames` pages of this size; where they are not known, of as many as there have to be.
+    pub fn settings(&self, page_size: Chosen<PageSize>, frames: Option<u32>) -> Settings {
         let page = page_size.value;
+        let tier = frames.map_or("the device budget, which is not known yet".to_owned(), |n| format!("{n} frames"));
+        let frames = frames.unwrap_or(u32::MAX);
         let needs = match self.disk {
             Some(DiskProfile { bytes_per_second, latency, in_flight, .. }) => format!(
                 "the disk reads {bytes_per_second}/s, takes {:.1} ms to begin, and needs {in_flight} in flight",
@@ -194,14 +223,14 @@ impl Wanted {
         let pages = self.lookahead.pages_where(page, frames, self.in_flight());
         let bytes = |pages: u32| Bytes::new(u64::from(pages) * page.bytes());
         let reason = match self.lookahead {
-            Lookahead::Auto => format!("{needs}; a part of {frames} frames"),
+            Lookahead::Auto => format!("{needs}; a part of {tier}"),
             _ => "asked for".to_owned(),
         };
         let lookahead = Chosen { value: bytes(pages), reason: reason.into() };
-        let share = (u64::from(frames) / STEP_SHARE).min(page.pages_for(STEP.get())).max(2);
+        let share = (u64::from(frames) / STEP_SHARE).min(page.pages_for(STEP.get())).max(2.min(frames.into()));
         let step = Chosen {
             value: bytes(share as u32),
-            reason: format!("{STEP}, but no more than 1/{STEP_SHARE} of the device budget, and two pages").into(),
+            reason: format!("{STEP}, but no more than 1/{STEP_SHARE} of the device budget, or two pages of it").into(),
         };
         Settings { page_size, lookahead, depth, step, disk: self.disk }
     }
@@ -222,7 +251,7 @@ mod tests {
             page_size: None,
             lookahead,
             depth: None,
-            budget: Some(budget),
+            budget: Ok(budget),
             model: true,
             piece: None,
             frames,
@@ -245,8 +274,8 @@ mod tests {
             assert_eq!(page(Bytes::new(budget), Some(DISK)), Bytes::kib(64), "{budget}");
         }
         let experts = Wanted { piece: Some(Bytes::kib(900)), ..wanted(Bytes::gib(1), Some(DISK)) }.page_size();
-        assert_eq!(experts.value.bytes(), 512 << 10);
-        assert!(experts.reason.contains("expert"), "{experts:?}");
+        assert_eq!(experts.value.bytes(), 256 << 10);
+        assert!(experts.reason.contains("expert") && experts.reason.contains("900.0 KiB"), "{experts:?}");
         let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
         assert_eq!(page(Bytes::gib(1), Some(slow)), Bytes::kib(512));
         assert!(wanted(Bytes::gib(1), Some(slow)).page_size().reason.contains("20ms"));
@@ -266,13 +295,13 @@ mod tests {
         };
         // A mixture of 30 billion weights at 4.5 bits: one expert's part is 864 KiB, the file 17.3 GiB.
         let piece = 768 * 2048 * 9 / 16;
-        let limit = frames << 19;
-        assert_eq!(of(limit, piece, None).value.bytes(), 512 << 10);
+        let limit = frames << 18;
+        assert_eq!(of(limit, piece, None).value.bytes(), 256 << 10);
         // A last part of a page makes no frame.
-        assert_eq!(of(limit + (1 << 19) - 1, piece, None).value.bytes(), 512 << 10);
-        let above = of(limit + (1 << 19), piece, None);
-        assert_eq!(above.value.bytes(), 1 << 20);
-        assert!(above.reason.contains("vm.max_map_count") && above.reason.contains("512.0 KiB"), "{above:?}");
+        assert_eq!(of(limit + (1 << 18) - 1, piece, None).value.bytes(), 256 << 10);
+        let above = of(limit + (1 << 18), piece, None);
+        assert_eq!(above.value.bytes(), 512 << 10);
+        assert!(above.reason.contains("vm.max_map_count") && above.reason.contains("256.0 KiB"), "{above:?}");
         assert_eq!(of(18_575_400_000, piece, Some(DISK)).value.bytes(), 1 << 20);
         // What a slow disk would have smaller, and budgets above what huge pages come to.
         let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
@@ -288,7 +317,70 @@ mod tests {
         // Where no size would do, the device has to say so.
         let crowded = Wanted { frames: 3, ..wanted(Bytes::gib(1), None) };
         assert_eq!(crowded.page_size().value, PageSize::DEFAULT);
-        assert_eq!(page_within(Bytes::new(u64::MAX), None, 0), PageSize::DEFAULT);
+        assert_eq!(page_within(Bytes::new(u64::MAX), None, None, 0), PageSize::DEFAULT);
+    }
+
+    /// Parts of experts of 4.5 bits a weight, and disks, in MB/s and microseconds to begin. A part that begins anywhere takes
+    /// its bytes and a page's more.
+    #[test]
+    fn regression_an_experts_part_brings_in_little_beside_it() {
+        let quick = [(2_000, 150), (500, 200)];
+        let far = [(1_000, 5_000), (150, 9_000), (7_000, 80)];
+        for (name, piece, pages) in [
+            ("OLMoE", 1024 * 2048 * 9 / 16, [256, 128, 512, 256, 512]),
+            ("DeepSeek-V2-Lite", 1408 * 2048 * 9 / 16, [512, 256, 512, 256, 512]),
+            ("Qwen3-30B-A3B", 768 * 2048 * 9 / 16, [256, 128, 512, 256, 512]),
+            ("granite-3.1-1b", 512 * 1024 * 9 / 16, [128, 64, 256, 128, 256]),
+            ("Mixtral-8x7B", 14_336 * 4096 * 9 / 16, [2048, 1024, 2048, 1024, 2048]),
+        ] {
+            for ((rate, latency), page) in quick.into_iter().chain(far).zip(pages) {
+                let disk = DiskProfile::new(Bytes::new(rate * 1_000_000), Bytes::mib(8));
+                let disk = disk.latency(Duration::from_micros(latency));
+                let piece = Some(Bytes::new(piece));
+                let chosen = Wanted { piece, ..wanted(Bytes::gib(1), Some(disk)) }.page_size();
+                assert_eq!(chosen.value.bytes() >> 10, page, "{name}, {rate} MB/s, {latency} us");
+            }
+            let more = |page: u64| (piece + (page << 10)) as f64 / piece as f64;
+            let brought: Vec<f64> = pages[..quick.len()].iter().map(|page| more(*page)).collect();
+            assert!(brought.iter().all(|times| *times < 1.5), "{name}: {brought:?}");
+        }
+    }
+
+    /// Small parts of experts on a disk that takes long to begin: it has as much in flight as it needs, or the next larger
+    /// page would bring in more than it is quicker.
+    #[test]
+    fn regression_pages_of_small_experts_keep_a_far_disk_busy() {
+        let (rate, latency) = (1_000_000_000, 5_000);
+        let disk = DiskProfile::new(Bytes::new(rate), Bytes::mib(4)).latency(Duration::from_micros(latency));
+        let piece = Bytes::kib(100);
+        let wanted = Wanted { piece: Some(piece), ..wanted(Bytes::gib(1), Some(disk)) };
+        let chosen = wanted.page_size();
+        let page = chosen.value.bytes();
+        let settings = wanted.settings(chosen, Some((1 << 30) / page as u32));
+        let needed = rate * latency / 1_000_000;
+        let share = (u64::from(settings.depth.value) * page) as f64 / needed as f64;
+        assert!(share > 0.8, "{share}");
+        // Parts of experts a second, where that much is in flight.
+        let experts = |page: u64| {
+            let of_rate = (DEPTH_MOST * page) as f64 / needed as f64;
+            rate as f64 * of_rate.min(1.0) / (piece.get() + page) as f64
+        };
+        assert!(experts(page) > experts(page / 2) && experts(page) > experts(2 * page), "{page}");
+    }
+
+    /// Whoever pins a step is not refused.
+    #[test]
+    fn regression_a_step_is_within_the_budget() {
+        let wanted = wanted(Bytes::mib(2), None);
+        let page = || Chosen { value: PageSize::DEFAULT, reason: "".into() };
+        for (frames, pages) in [(1, 1), (2, 2), (3, 2), (128, 4), (1000, 4)] {
+            let step = wanted.settings(page(), Some(frames)).step.value;
+            assert_eq!(step.get(), pages * PageSize::DEFAULT.bytes(), "{frames}");
+        }
+        // Where nobody knows how many there will be.
+        let unknown = wanted.settings(page(), None);
+        assert_eq!((unknown.step.value, unknown.lookahead.value), (STEP, Bytes::mib(32)));
+        assert!(unknown.lookahead.reason.contains("not known"), "{unknown:?}");
     }
 
     /// A disk that takes long to begin is not slow: a page's bytes count, not the way to them. Each line is a disk: MB/s,
@@ -320,7 +412,7 @@ mod tests {
             let wanted = Wanted { frames: u64::MAX, ..wanted };
             let chosen = wanted.page_size();
             let frames = chosen.value.pages_for(Bytes::gib(60).get()) as u32;
-            let settings = wanted.settings(chosen, frames);
+            let settings = wanted.settings(chosen, Some(frames));
             let found =
                 (settings.page_size.value.bytes() >> 10, settings.depth.value, settings.lookahead.value.get() >> 20);
             assert_eq!(found, (page, depth, ahead), "{disk:?}");
@@ -336,7 +428,7 @@ mod tests {
     #[test]
     fn why_a_disk_is_not_known_is_told() {
         let wanted = Wanted { unknown: Some("it is in memory".into()), ..wanted(Bytes::gib(1), None) };
-        let settings = wanted.settings(wanted.page_size(), 512);
+        let settings = wanted.settings(wanted.page_size(), Some(512));
         assert_eq!((settings.depth.value, settings.page_size.value), (8, PageSize::DEFAULT));
         assert!(settings.depth.reason.contains("in memory") && settings.lookahead.reason.contains("in memory"));
     }
@@ -345,7 +437,7 @@ mod tests {
     fn what_was_asked_for_is_taken() {
         let asked = PageSize::new(Bytes::kib(4)).unwrap();
         let wanted = Wanted { page_size: Some(asked), depth: Some(3), ..wanted(Bytes::gib(1), Some(DISK)) };
-        let settings = Wanted { lookahead: Lookahead::Off, ..wanted.clone() }.settings(wanted.page_size(), 1000);
+        let settings = Wanted { lookahead: Lookahead::Off, ..wanted.clone() }.settings(wanted.page_size(), Some(1000));
         assert_eq!((settings.page_size.value, settings.depth.value), (asked, 3));
         assert_eq!(settings.lookahead.value, Bytes::ZERO);
         assert_eq!(&*settings.page_size.reason, "asked for");
@@ -360,7 +452,7 @@ mod tests {
             let wanted = wanted(Bytes::gib(1), Some(disk));
             let page = Chosen { value: PageSize::new(size).unwrap(), reason: "".into() };
             let frames = page.value.pages_for(Bytes::gib(1).get()) as u32;
-            let settings = wanted.settings(page, frames);
+            let settings = wanted.settings(page, Some(frames));
             (settings.depth.value, settings.lookahead.value)
         };
         // 8 ms of 2 GiB/s are 17.2 MB: 9 pages of 2 MiB. Ahead are twice that.

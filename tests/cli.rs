@@ -14,8 +14,15 @@ use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
 use outcore::{Bytes, PageId, PageIndex, PageSize, PageUse, PolicyKind, Runtime, SegmentId};
 use serde_json::Value;
 
+/// The program, with a cache folder that is not the user's.
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outcore"));
+    command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
+    command
+}
+
 fn outcore(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_outcore")).args(arguments).output().unwrap()
+    program().args(arguments).output().unwrap()
 }
 
 fn text(arguments: &[&str]) -> String {
@@ -1763,7 +1770,7 @@ fn probe_measures_a_file_without_changing_it() {
 fn a_closed_pipe_is_no_error_and_a_full_disk_is_one() {
     let file = common::synthetic(&[100; 2000]);
     let command = || {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_outcore"));
+        let mut command = program();
         command.args(["inspect", string(&file.path), "--tensors"]).stderr(Stdio::piped());
         command
     };

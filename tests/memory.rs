@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
-use harness::{Scene, scene_ended};
+use harness::{Scene, alone, scene_ended};
 use outcore::device::{Completion, Completions, Device, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig};
 use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
 use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
@@ -22,6 +22,8 @@ use outcore::{
     Bytes, DType, Error, ErrorKind, FrameId, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder,
     ScratchAllocation, Tensor,
 };
+
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 const MODEL: u64 = 256 << 20;
 const DEVICE: u64 = 24 << 20;
@@ -162,6 +164,45 @@ fn scratch_is_on_a_disk_unless_memory_is_asked_for() {
         Err(error) => eprintln!("SKIPPED /dev/shm: {error}"),
     }
     asked.close().unwrap();
+}
+
+/// Beyond the limit on the size of files the kernel ends the process, by a signal.
+#[test]
+fn regression_an_allocation_beyond_the_limit_on_files_is_an_error() {
+    alone("regression_an_allocation_beyond_the_limit_on_files_is_an_error", || {
+        const LIMIT: u64 = 2 << 20;
+        setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), maximum: Some(LIMIT) }).unwrap();
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        for when in [ScratchAllocation::AtAlloc, ScratchAllocation::AtWriteBack] {
+            for named in [true, false] {
+                let builder = Runtime::builder().device_budget(Bytes::mib(1)).scratch_allocation(when);
+                let builder = builder.page_size(PageSize::new(Bytes::new(PAGE)).unwrap());
+                let runtime = if named { builder.scratch_dir(folder.path()) } else { builder }.open().unwrap();
+                let refused = |bytes: u64| {
+                    let error = runtime.alloc(DType::U8, &[bytes]).unwrap_err();
+                    let text = error.to_string();
+                    assert_eq!(error.kind(), ErrorKind::DiskFull, "{text}");
+                    assert!(text.contains("2.0 MiB (ulimit -f)"), "{text}");
+                    assert!(error.advice().is_some_and(|advice| advice.contains("raise that limit")), "{error:?}");
+                };
+                refused(16 << 20);
+                // All that the limit leaves can be had, written and written back.
+                let tensor = runtime.alloc(DType::U8, &[LIMIT]).unwrap();
+                refused(1);
+                for row in 0..8 {
+                    runtime
+                        .pin_mut(&tensor.rows(row * PAGE..(row + 1) * PAGE).unwrap())
+                        .wait()
+                        .unwrap()
+                        .bytes_mut()
+                        .fill(7);
+                }
+                drop(tensor);
+                drop(runtime.alloc(DType::U8, &[1]).unwrap());
+                runtime.close().unwrap();
+            }
+        }
+    });
 }
 
 /// A scratch budget is exact, on a disk as in memory, and what tensors give back may be taken again.

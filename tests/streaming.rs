@@ -10,7 +10,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use harness::{AnyDevice, Devices, Setting, check_at_rest, watched};
+use harness::{AnyDevice, Devices, Setting, alone, check_at_rest, watched};
 use outcore::device::Token;
 use outcore::pager::policy::{Policy, Take, Want};
 use outcore::pager::state::State;
@@ -489,73 +489,76 @@ fn a_policy_of_the_users_decides_and_cannot_cost_bytes(devices: Devices) {
 /// What nobody set follows from the model's disk, the device budget, and nothing else; and the bytes are the file's.
 #[test]
 fn settings_that_nobody_made_are_chosen_and_told() {
-    let lengths = [3 << 20; 15];
-    let file = common::synthetic(&lengths);
-    let header = outcore::format::open(&file.path).unwrap();
-    for (budget, page) in [(24, 2 << 10), (16, 1 << 10), (4, 256)] {
-        let builder = Runtime::builder().for_model(&header).device_budget(Bytes::mib(budget));
-        let before = builder.settings().unwrap();
-        let runtime = builder.clone().open().unwrap();
-        let stats = runtime.stats();
-        // A disk too slow for such pages has smaller ones.
-        let slow = before.disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
-        assert!(slow || stats.page_size == kib(page), "{budget}: {:?}", stats.settings);
-        assert_eq!((&stats.settings, stats.page_size), (&before, before.page_size.value));
-        assert_eq!(stats.lookahead, stats.settings.lookahead.value);
-        // One builder, one measurement.
-        assert_eq!(builder.settings().unwrap(), before);
-        let reasons = [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
-        assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
-        // Reasons are not written anew for each look.
-        let again = runtime.stats().settings;
-        let shared = [
-            (&stats.settings.page_size.reason, &again.page_size.reason),
-            (&stats.settings.lookahead.reason, &again.lookahead.reason),
-            (&stats.settings.depth.reason, &again.depth.reason),
-            (&stats.settings.step.reason, &again.step.reason),
-        ];
-        assert!(shared.iter().all(|(one, other)| Arc::ptr_eq(one, other)), "{again:?}");
-        // They follow the budget, but for the size of pages.
-        runtime.set_device_budget(Bytes::mib(2 * budget)).unwrap();
-        let after = runtime.stats();
-        assert_eq!((after.page_size, after.lookahead), (stats.page_size, after.settings.lookahead.value));
-        assert!(after.lookahead >= stats.lookahead, "{budget}: {:?}", after.settings);
-        assert_ne!(after.settings.lookahead.reason, again.lookahead.reason);
-        let model = runtime.open_parsed(header.clone()).unwrap();
-        for header in &model.header().tensors {
-            let tensor = model.tensor(&header.name).unwrap();
-            let bytes = runtime.pin(&tensor).wait().unwrap().bytes().to_vec();
-            let range = header.offset as usize..header.end() as usize;
-            assert!(bytes == file.bytes[range], "{}", header.name);
+    alone("settings_that_nobody_made_are_chosen_and_told", || {
+        let lengths = [3 << 20; 15];
+        let file = common::synthetic(&lengths);
+        let header = outcore::format::open(&file.path).unwrap();
+        for (budget, page) in [(24, 2 << 10), (16, 1 << 10), (4, 256)] {
+            let builder = Runtime::builder().for_model(&header).device_budget(Bytes::mib(budget));
+            let before = builder.settings().unwrap();
+            let runtime = builder.clone().open().unwrap();
+            let stats = runtime.stats();
+            // A disk too slow for such pages has smaller ones.
+            let slow = before.disk.is_some_and(|disk| disk.bytes_per_second < Bytes::mib(200));
+            assert!(slow || stats.page_size == kib(page), "{budget}: {:?}", stats.settings);
+            assert_eq!((&stats.settings, stats.page_size), (&before, before.page_size.value));
+            assert_eq!(stats.lookahead, stats.settings.lookahead.value);
+            // One builder, one measurement.
+            assert_eq!(builder.settings().unwrap(), before);
+            let reasons =
+                [&before.page_size.reason, &before.lookahead.reason, &before.depth.reason, &before.step.reason];
+            assert!(reasons.iter().all(|reason| !reason.is_empty()), "{before:?}");
+            // Reasons are not written anew for each look.
+            let again = runtime.stats().settings;
+            let shared = [
+                (&stats.settings.page_size.reason, &again.page_size.reason),
+                (&stats.settings.lookahead.reason, &again.lookahead.reason),
+                (&stats.settings.depth.reason, &again.depth.reason),
+                (&stats.settings.step.reason, &again.step.reason),
+            ];
+            assert!(shared.iter().all(|(one, other)| Arc::ptr_eq(one, other)), "{again:?}");
+            // They follow the budget, but for the size of pages.
+            runtime.set_device_budget(Bytes::mib(2 * budget)).unwrap();
+            let after = runtime.stats();
+            assert_eq!((after.page_size, after.lookahead), (stats.page_size, after.settings.lookahead.value));
+            assert!(after.lookahead >= stats.lookahead, "{budget}: {:?}", after.settings);
+            assert_ne!(after.settings.lookahead.reason, again.lookahead.reason);
+            let model = runtime.open_parsed(header.clone()).unwrap();
+            for header in &model.header().tensors {
+                let tensor = model.tensor(&header.name).unwrap();
+                let bytes = runtime.pin(&tensor).wait().unwrap().bytes().to_vec();
+                let range = header.offset as usize..header.end() as usize;
+                assert!(bytes == file.bytes[range], "{}", header.name);
+            }
+            drop(model);
+            runtime.close().unwrap();
         }
-        drop(model);
+        // What was asked for stays; a disk that is known is not measured.
+        let known = DiskProfile::new(Bytes::gib(1), Bytes::mib(4));
+        let asked = Runtime::builder().disk(known).for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off);
+        // 8 is what it would be without any of this, and 16 what `depth` takes for that.
+        for (depth, shown) in [(3, 3), (8, 8), (16, 8)] {
+            let depth = QueueDepth::new(depth).unwrap();
+            let options = StoreOptions::new(IoBackend::Auto);
+            let options = if depth == QueueDepth::DEFAULT { options.depth(depth) } else { options.depth_ahead(depth) };
+            let settings = asked.clone().store(options).settings().unwrap();
+            assert_eq!(
+                (settings.page_size.value, settings.lookahead.value, settings.depth.value),
+                (kib(4), Bytes::ZERO, shown)
+            );
+            assert_eq!((settings.disk, settings.depth.reason.contains("asked")), (Some(known), true), "{settings:?}");
+        }
+        // Where all is asked for that depends on the disk, it is not measured.
+        let depth = StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap());
+        let asked = Runtime::builder().for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off).store(depth);
+        assert_eq!(asked.settings().unwrap().disk, None);
+        // A model whose file has gone has settings all the same; to open it is an error.
+        drop(file);
+        let runtime = Runtime::builder().for_model(&header).open().unwrap();
+        let settings = runtime.stats().settings;
+        assert!(settings.disk.is_none() && settings.depth.reason.contains("open "), "{settings:?}");
+        let error = runtime.open_parsed(header).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
         runtime.close().unwrap();
-    }
-    // What was asked for stays; a disk that is known is not measured.
-    let known = DiskProfile::new(Bytes::gib(1), Bytes::mib(4));
-    let asked = Runtime::builder().disk(known).for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off);
-    // 8 is what it would be without any of this, and 16 what `depth` takes for that.
-    for (depth, shown) in [(3, 3), (8, 8), (16, 8)] {
-        let depth = QueueDepth::new(depth).unwrap();
-        let options = StoreOptions::new(IoBackend::Auto);
-        let options = if depth == QueueDepth::DEFAULT { options.depth(depth) } else { options.depth_ahead(depth) };
-        let settings = asked.clone().store(options).settings().unwrap();
-        assert_eq!(
-            (settings.page_size.value, settings.lookahead.value, settings.depth.value),
-            (kib(4), Bytes::ZERO, shown)
-        );
-        assert_eq!((settings.disk, settings.depth.reason.contains("asked")), (Some(known), true), "{settings:?}");
-    }
-    // Where all is asked for that depends on the disk, it is not measured.
-    let depth = StoreOptions::new(IoBackend::Auto).depth_ahead(QueueDepth::new(3).unwrap());
-    let asked = Runtime::builder().for_model(&header).page_size(kib(4)).lookahead(Lookahead::Off).store(depth);
-    assert_eq!(asked.settings().unwrap().disk, None);
-    // A model whose file has gone has settings all the same; to open it is an error.
-    drop(file);
-    let runtime = Runtime::builder().for_model(&header).open().unwrap();
-    let settings = runtime.stats().settings;
-    assert!(settings.disk.is_none() && settings.depth.reason.contains("open "), "{settings:?}");
-    let error = runtime.open_parsed(header).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    runtime.close().unwrap();
+    });
 }

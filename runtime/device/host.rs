@@ -271,12 +271,7 @@ impl Core {
         if let Err(cause) = unsafe { sys::relocate(from, to, len) } {
             let error = self.refused(what(), cause);
             // Now that mappings have been given up there is one for it.
-            if let Err(cause) = sys::refill(to, len)
-                && cause.raw_os_error() != Some(libc::EEXIST)
-            {
-                tracing::error!(%cause, "a failed move has cost a page's address");
-                layout.holes.push(to);
-            }
+            self.has_lost(layout, to..to + len);
             return Err(error);
         }
         layout.placed(frame, Some(to), accessible, self.page_size, &self.tables);
@@ -366,12 +361,7 @@ impl Core {
         // SAFETY: homes are the core's, and none of these frames has memory, so nothing is there.
         if let Err(cause) = unsafe { sys::commit(start, HUGE_PAGE_BYTES, true) } {
             let error = self.refused(format!("give memory to the {count} frames beside {frame:?}"), cause);
-            // The kernel may have left nothing there at all.
-            if let Err(cause) = sys::refill(start, HUGE_PAGE_BYTES)
-                && cause.raw_os_error() != Some(libc::EEXIST)
-            {
-                layout.holes.extend(homes.take(count));
-            }
+            self.has_lost(layout, start..start + HUGE_PAGE_BYTES);
             tracing::debug!(%error, "frames get their memory one by one");
             return Ok(());
         }
@@ -440,12 +430,7 @@ impl Core {
         if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
             let error = self.refused("move memory to frames".to_owned(), cause);
             tracing::debug!(%error, "frames get their memory one by one");
-            // The kernel may have left nothing there at all.
-            if let Err(cause) = sys::refill(home, len)
-                && cause.raw_os_error() != Some(libc::EEXIST)
-            {
-                layout.holes.extend(homes.take(run.len()));
-            }
+            self.has_lost(layout, home..home + len);
             return;
         }
         for (n, home) in run.zip(homes) {
@@ -460,11 +445,27 @@ impl Core {
         layout.placed(frame, None, false, self.page_size, &self.tables);
         let around = layout.around(at, self.page_bytes());
         // SAFETY: the frame is at `at`, and nothing else about it; the caller says that nobody uses it any more.
-        if let Err(cause) = unsafe { sys::vacate(around.start, around.end - around.start) } {
-            layout.placed(frame, Some(at), accessible, self.page_size, &self.tables);
-            return Err(self.refused(format!("give the memory of {frame:?} back"), cause));
+        let Err(cause) = (unsafe { sys::vacate(around.start, around.end - around.start) }) else { return Ok(()) };
+        let error = self.refused(format!("give the memory of {frame:?} back"), cause);
+        if self.has_lost(layout, around) {
+            tracing::debug!(%error, "the memory went all the same");
+            return Ok(());
         }
-        Ok(())
+        layout.placed(frame, Some(at), accessible, self.page_size, &self.tables);
+        Err(error)
+    }
+
+    /// Whether a refused call has left nothing at all in a range, as where the kernel is short of memory for its own. Then the
+    /// range is reserved again, or is a hole. A range is lost as a whole.
+    fn has_lost(&self, layout: &mut Layout, range: Range<u64>) -> bool {
+        if sys::is_mapped(range.start) {
+            return false;
+        }
+        if let Err(cause) = sys::refill(range.start, range.end - range.start) {
+            tracing::error!(%cause, "a refused call has cost a page's address");
+            layout.holes.extend(range.step_by(self.page_bytes() as usize));
+        }
+        true
     }
 
     /// Contract rule 1; `frame` is not being warmed.
@@ -1129,6 +1130,30 @@ mod tests {
         assert_eq!(access(hole.get()).as_deref(), Some("r--"));
         // SAFETY: the mapping was made above, and the device is gone.
         unsafe { libc::munmap(theirs, PAGE as usize) };
+    }
+
+    /// A call that gives memory back and is refused may have taken it all the same, and left a hole: that is no frame's, and
+    /// nobody else's memory may come to lie in it.
+    #[test]
+    fn regression_memory_that_a_refused_call_took_is_no_frames() {
+        let device = device(2);
+        let base = device.reserve(4).unwrap();
+        device.map(FrameId::new(0), base).unwrap();
+        // In the same slot, so that the page alone is given back.
+        device.map(FrameId::new(1), base.offset(2 * PAGE)).unwrap();
+        let at = base.get();
+        // Where nothing was lost, the frame has its memory.
+        assert!(sys::refusing_vacate(|| device.discard(FrameId::new(0))).is_err());
+        assert_eq!(access(at).as_deref(), Some("rw-"));
+        // SAFETY: the page is this test's, and nobody uses it.
+        assert_eq!(unsafe { libc::munmap(pointer(base).cast(), PAGE as usize) }, 0);
+        let refused = sys::refusing_vacate(|| device.discard(FrameId::new(0)));
+        refused.unwrap();
+        assert_eq!(device.frame_memory(FrameId::new(0)).unwrap(), Bytes::ZERO);
+        assert_eq!(access(at).as_deref(), Some("---"));
+        device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
+        device.map(FrameId::new(1), base).unwrap();
+        device.release(base, 4).unwrap();
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! outcore counts what it can come to before it begins ([`Claim`]), leaves [`LEFT`] to the rest of the process, and
 //! holds some of its own for nothing ([`Ballast`]) that it gives up when others have taken the rest.
 //!
-//! No lock is taken here: a child by `fork` may open a runtime while a thread of its parent, which it does not have, was
-//! in here.
+//! No lock is taken here, nor by what a host device finds out about the kernel: a child by `fork` may open a runtime while a
+//! thread of its parent, which it does not have, was in here.
 
 use std::fs::File;
 use std::io::{self, Read};

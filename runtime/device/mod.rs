@@ -69,6 +69,7 @@ pub(crate) use process::Opened;
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
 pub use sim::{SimClock, SimDevice, SimDeviceConfig};
 pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
+pub(crate) use sys::HUGE_PAGE_BYTES;
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -283,8 +284,7 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// How much memory more frames could take now. By default what this process may use of the machine's, and does not.
     fn free_memory(&self) -> Result<Bytes> {
-        let memory = MemoryLimit::detect()?;
-        Ok(memory.limit.saturating_sub(memory.usage))
+        MemoryLimit::detect().map(|memory| memory.free())
     }
     /// Bytes of page tables that the kernel keeps for the device's addresses, of this process's memory. Counted as frames come
     /// and go, and not looked up: those of the frames, of which each has at most [so many](HostDevice::tables_of_a_frame), and one

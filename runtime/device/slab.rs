@@ -3,16 +3,15 @@
 //! # Invariants
 //!
 //! 1. Frames and staging buffers are two ranges, so that cache pressure can never take a staging buffer.
-//! 2. Addresses stay for the slab's life, up to its frame limit. The memory of frame `i` is there while
-//!    `i < frame_count`.
-//! 3. The locker works on one slice at a time, under the lock that [`HostSlab::shrink`] and [`HostSlab::grow`] take.
+//! 2. Addresses, and the memory there, stay for the slab's life.
+//! 3. The locker works on one slice at a time, under the lock that [`HostSlab::give_back`] takes.
 //! 4. Before a slice is locked its memory is touched, by the locker while it is nobody's ([`Firsts`]), or by whoever was given
 //!    a frame in it. Nobody gets an address but through [`HostSlab::pointer`] and [`HostSlab::staging`], which claim it.
 
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -20,11 +19,11 @@ use parking_lot::{Mutex, MutexGuard};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::tables::Tables;
 use super::{Device, HostPointer};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker touches and locks this much at a time, a huge page. [`HostSlab::grow`], [`HostSlab::shrink`] and drop wait for
-/// at most this: memory that is touched for the first time may come at some hundred MB/s.
+/// The locker touches and locks this much at a time, a huge page. [`HostSlab::give_back`] and drop wait for at most this: memory
+/// that is touched for the first time may come at some hundred MB/s.
 const SLICE_BYTES: u64 = HUGE_PAGE_BYTES;
 /// The same where a device locks, which keeps a record of each slice.
 const DEVICE_SLICE_BYTES: u64 = 8 << 20;
@@ -34,10 +33,8 @@ const DEVICE_SLICE_BYTES: u64 = 8 << 20;
 pub struct HostSlabConfig {
     /// Bytes of a frame and of a staging buffer.
     pub page_size: PageSize,
-    /// Host frames at first.
+    /// Host frames.
     pub frames: u32,
-    /// Host frames the slab can grow to. Reserves addresses, not memory; a value below `frames` means `frames`.
-    pub frames_max: u32,
     /// Staging buffers.
     pub staging: u32,
     /// Locks the memory in the background, staging buffers first.
@@ -53,14 +50,8 @@ pub struct SlabRegion {
     pub len: Bytes,
 }
 
-/// Who locks the memory.
-#[derive(Debug)]
-enum Locks {
-    /// The kernel: nothing has to be undone.
-    Kernel(fn(u64, u64) -> io::Result<()>),
-    /// The device that copies from and to it. Every slice is unlocked before the memory goes.
-    Device(Arc<dyn Device>),
-}
+/// How a slice is locked: as the device does, but for tests.
+type Lock = fn(&dyn Device, SlabRegion) -> Result<()>;
 
 /// Who touches memory first, by slice: the locker, or whoever was given it.
 ///
@@ -102,12 +93,6 @@ impl Firsts {
         }
     }
 
-    /// Memory from here on is nobody's again. Of a slice that begins before, some may still be somebody's.
-    fn take_back(&self, offset: u64) {
-        let first = offset.div_ceil(SLICE_BYTES) as usize;
-        self.slices.iter().skip(first).for_each(|slice| slice.store(NOBODYS, Ordering::Relaxed));
-    }
-
     /// Touches what is nobody's of a range at `base + offset`.
     fn touch(&self, base: u64, offset: u64, len: u64) {
         let starts = (offset - offset % SLICE_BYTES..offset + len).step_by(SLICE_BYTES as usize);
@@ -146,26 +131,25 @@ struct Progress {
     refused: bool,
     /// Memory was given back: what is not locked yet is not brought in for it.
     when_touched: bool,
-    /// Whether there is a locker, which looks for more before it ends.
-    locking: bool,
 }
 
 #[derive(Debug)]
 struct Slab {
     page_size: PageSize,
-    frames_max: u32,
+    frame_count: u32,
     staging_count: u32,
     frames: Region,
     staging: Region,
     frame_firsts: Firsts,
     staging_firsts: Firsts,
-    frame_count: AtomicU32,
     progress: Mutex<Progress>,
     /// Bytes locked; written under `progress`.
     locked: AtomicU64,
     stopping: AtomicBool,
-    locks: Locks,
-    /// Slices that the device locked, by address and length.
+    /// Copies from and to the memory. What it has locked it unlocks before the memory goes.
+    device: Arc<dyn Device>,
+    lock: Lock,
+    /// Slices that are locked, by address and length.
     slices: Mutex<Vec<(u64, u64)>>,
 }
 
@@ -173,7 +157,6 @@ struct Slab {
 #[derive(Debug)]
 pub struct HostSlab {
     slab: Arc<Slab>,
-    lock: bool,
     locker: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -193,13 +176,13 @@ impl Slab {
         let (region, firsts, done, total) = if progress.staging < self.staging.len() {
             (&self.staging, &self.staging_firsts, &mut progress.staging, self.staging.len())
         } else {
-            let total = self.bytes(self.frame_count.load(Ordering::Relaxed));
-            (&self.frames, &self.frame_firsts, &mut progress.frames, total)
+            (&self.frames, &self.frame_firsts, &mut progress.frames, self.frames.len())
         };
-        let most = match &self.locks {
+        let most = if self.device.host_addressable() {
+            SLICE_BYTES
+        } else {
             // Whole pages: it may refuse a copy across two slices.
-            Locks::Device(device) if !device.host_addressable() => DEVICE_SLICE_BYTES.max(self.page_size.bytes()),
-            _ => SLICE_BYTES,
+            DEVICE_SLICE_BYTES.max(self.page_size.bytes())
         };
         let (offset, len) = (*done, most.min(total.saturating_sub(*done)));
         (len > 0).then_some((done, Slice { region, firsts, offset, len }))
@@ -208,34 +191,27 @@ impl Slab {
     fn lock(&self, slice: Slice<'_>, when_touched: bool) -> Result<()> {
         let Slice { region, firsts, offset, len } = slice;
         let address = region.base() + offset;
-        let refused = |cause: io::Error| sys::lock_refused(Bytes::new(len), cause);
         if when_touched {
+            let refused = |cause: io::Error| sys::lock_refused(Bytes::new(len), cause);
             return sys::lock_when_touched(address, len).map_err(refused);
         }
         firsts.touch(region.base(), offset, len);
-        match &self.locks {
-            Locks::Kernel(lock) => lock(address, len).map_err(refused),
-            Locks::Device(device) => {
-                device.lock_host(range(address, len))?;
-                self.slices.lock().push((address, len));
-                Ok(())
-            }
-        }
+        (self.lock)(&*self.device, range(address, len))?;
+        self.slices.lock().push((address, len));
+        Ok(())
     }
 
     /// Asks for memory near the device whose copies it serves. Without it copies may cross from one processor to another.
     fn prefer_near(&self, address: u64, len: u64) {
-        let Locks::Device(device) = &self.locks else { return };
-        let Some(node) = device.numa_node() else { return };
+        let Some(node) = self.device.numa_node() else { return };
         if let Err(cause) = sys::prefer_node(address, len, node) {
             tracing::debug!(%cause, node, "the host tier's memory may lie far from the device");
         }
     }
 
     fn unlock(&self) {
-        let Locks::Device(device) = &self.locks else { return };
         for (address, len) in self.slices.lock().drain(..) {
-            if let Err(error) = device.unlock_host(range(address, len)) {
+            if let Err(error) = self.device.unlock_host(range(address, len)) {
                 tracing::warn!(%error, "unlock host memory");
             }
         }
@@ -249,10 +225,7 @@ impl Slab {
             let when_touched = progress.when_touched;
             let stop = self.stopping.load(Ordering::Relaxed) || progress.refused;
             let next = if stop { None } else { self.next_slice(&mut progress) };
-            let Some((done, slice)) = next else {
-                progress.locking = false;
-                return;
-            };
+            let Some((done, slice)) = next else { return };
             let len = slice.len;
             match self.lock(slice, when_touched) {
                 Ok(()) => {
@@ -262,8 +235,7 @@ impl Slab {
                 Err(cause) => {
                     progress.refused = true;
                     let locked_bytes = self.locked.load(Ordering::Relaxed);
-                    let copied = matches!(&self.locks, Locks::Device(device) if !device.host_addressable());
-                    if copied {
+                    if !self.device.host_addressable() {
                         tracing::warn!(
                             %cause,
                             locked_bytes,
@@ -275,7 +247,7 @@ impl Slab {
                     }
                 }
             }
-            // Whoever grows or shrinks the slab goes between two slices.
+            // Whoever gives memory back goes between two slices.
             MutexGuard::unlock_fair(progress);
         }
     }
@@ -287,78 +259,54 @@ impl HostSlab {
         Tables::of_a_frame_among_others(page_size)
     }
 
-    /// Maps a slab. Memory is committed as it is locked or first used.
+    /// Maps a slab, which the device locks whose copies it serves. Memory is committed as it is locked or first used.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
-    pub fn new(config: HostSlabConfig) -> Result<Self> {
-        Self::with_locks(config, Locks::Kernel(sys::lock))
+    pub fn new(config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
+        Self::locked_by(|device, memory| device.lock_host(memory), config, device)
     }
 
-    /// The same, locked by the device whose copies it serves. It cannot shrink.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn for_device(config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
-        Self::with_locks(config, Locks::Device(device))
-    }
-
-    fn with_locks(config: HostSlabConfig, locks: Locks) -> Result<Self> {
+    fn locked_by(lock: Lock, config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
         let page = config.page_size;
         let align = page.bytes().max(HUGE_PAGE_BYTES);
-        let frames_max = config.frames_max.max(config.frames);
         let staging = Region::reserve(u64::from(config.staging) * page.bytes(), align, "the staging buffers")?;
-        let frames = Region::reserve(u64::from(frames_max) * page.bytes(), align, "the host tier")?;
+        let frames = Region::reserve(u64::from(config.frames) * page.bytes(), align, "the host tier")?;
         let slab = Slab {
             page_size: page,
-            frames_max,
+            frame_count: config.frames,
             staging_count: config.staging,
             frame_firsts: Firsts::new(frames.len()),
             staging_firsts: Firsts::new(staging.len()),
             frames,
             staging,
-            frame_count: AtomicU32::new(0),
             progress: Mutex::default(),
             locked: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
-            locks,
+            device,
+            lock,
             slices: Mutex::default(),
         };
-        if slab.staging.len() > 0 {
-            // SAFETY: the region is new, ours, and known to nobody.
-            unsafe { sys::commit(slab.staging.base(), slab.staging.len(), true) }
-                .map_err(|e| Error::io("map the staging buffers", e))?;
-            slab.prefer_near(slab.staging.base(), slab.staging.len());
-        }
-        let slab = Self { slab: Arc::new(slab), lock: config.lock, locker: Mutex::default() };
-        if config.frames > 0 {
-            slab.grow(config.frames)?;
-        } else {
-            slab.start_locker();
-        }
-        Ok(slab)
-    }
-
-    fn start_locker(&self) {
-        if !self.lock {
-            return;
-        }
-        let mut locker = self.locker.lock();
-        if std::mem::replace(&mut self.slab.progress.lock().locking, true) {
-            return;
-        }
-        // One that there was before has nothing left to do but to end.
-        if let Some(previous) = locker.take() {
-            let _ = previous.join();
-        }
-        let slab = Arc::clone(&self.slab);
-        match thread::Builder::new().name("slab-lock".into()).spawn(move || slab.lock_in_slices()) {
-            Ok(thread) => *locker = Some(thread),
-            Err(cause) => {
-                self.slab.progress.lock().locking = false;
-                tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked");
+        for (region, what) in [(&slab.staging, "map the staging buffers"), (&slab.frames, "map the host tier")] {
+            if region.len() > 0 {
+                // SAFETY: the region is new, ours, and known to nobody.
+                unsafe { sys::commit(region.base(), region.len(), true) }.map_err(|e| Error::io(what, e))?;
+                slab.prefer_near(region.base(), region.len());
             }
         }
+        let slab = Arc::new(slab);
+        let locker = if config.lock { Self::start_locker(&slab) } else { None };
+        Ok(Self { slab, locker: Mutex::new(locker) })
+    }
+
+    fn start_locker(slab: &Arc<Slab>) -> Option<JoinHandle<()>> {
+        let slab = Arc::clone(slab);
+        let started = thread::Builder::new().name("slab-lock".into()).spawn(move || slab.lock_in_slices());
+        started
+            .inspect_err(|cause| {
+                tracing::warn!(%cause, "cannot start the thread that locks the host tier; it stays unlocked");
+            })
+            .ok()
     }
 
     /// Bytes of a frame and of a staging buffer.
@@ -368,7 +316,7 @@ impl HostSlab {
 
     /// How many host frames there are: ids `0..count`.
     pub fn frame_count(&self) -> u32 {
-        self.slab.frame_count.load(Ordering::Acquire)
+        self.slab.frame_count
     }
 
     /// How many staging buffers there are: ids `0..count`.
@@ -404,48 +352,20 @@ impl HostSlab {
         }
     }
 
-    /// Makes frames `0..count` exist; never fewer than there are.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if `count` is above the slab's frame limit; [`ErrorKind::OutOfMemory`] if the
-    /// kernel refuses.
-    pub fn grow(&self, count: u32) -> Result<()> {
-        let slab = &self.slab;
-        if count > slab.frames_max {
-            let message = format!("the host tier cannot grow to {count} frames: its limit is {}", slab.frames_max);
-            return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("open it with a larger limit"));
-        }
-        {
-            let _progress = slab.progress.lock();
-            let from = slab.frame_count.load(Ordering::Relaxed);
-            if count <= from {
-                return Ok(());
-            }
-            let (base, len) = (slab.frames.base() + slab.bytes(from), slab.bytes(count - from));
-            // SAFETY: the range is in our region, and frames from `from` on do not exist yet, so nobody uses them.
-            unsafe { sys::commit(base, len, true) }.map_err(|e| Error::io("map the host tier", e))?;
-            slab.prefer_near(base, len);
-            slab.frame_count.store(count, Ordering::Release);
-        }
-        self.start_locker();
-        Ok(())
-    }
-
     /// Gives the memory of these frames back to the system, and returns how much that was. They get memory again when they
     /// are touched, and it is locked then if it was before. A driver that has locked the memory keeps it: nothing is given.
     ///
     /// Only for frames that the pager has set apart for it: it gives them to no move until it is told that this has ended.
     pub(crate) fn give_back(&self, frames: &[HostFrameId]) -> Bytes {
         let slab = &self.slab;
-        if matches!(&slab.locks, Locks::Device(device) if !device.host_addressable()) {
+        if !slab.device.host_addressable() {
             return Bytes::ZERO;
         }
         // The locker must not bring back what goes.
         let mut progress = slab.progress.lock();
         progress.when_touched = true;
-        let count = slab.frame_count.load(Ordering::Relaxed);
         let mut given = 0;
-        for frame in frames.iter().filter(|frame| frame.get() < count) {
+        for frame in frames.iter().filter(|frame| frame.get() < slab.frame_count) {
             let (address, len) = (slab.frames.base() + slab.bytes(frame.get()), slab.page_size.bytes());
             let had = sys::resident(address, len).unwrap_or(0);
             // SAFETY: the frame is committed, in our region, and in the hands of nobody but the caller (above).
@@ -455,38 +375,6 @@ impl HostSlab {
             }
         }
         Bytes::new(given)
-    }
-
-    /// Gives the memory of all frames from `count` on back to the system.
-    ///
-    /// # Safety
-    /// No operation in flight uses those frames, no pointer to them is used afterwards, and they are not registered
-    /// with a store or a GPU driver: registration holds the physical pages, which would then neither be given back
-    /// nor be the ones behind the addresses after a later [`grow`](Self::grow).
-    ///
-    /// # Errors
-    /// [`ErrorKind::OutOfMemory`] if the kernel refuses; [`ErrorKind::Unsupported`] if a device locks the memory.
-    pub unsafe fn shrink(&self, count: u32) -> Result<()> {
-        let slab = &self.slab;
-        if matches!(slab.locks, Locks::Device(_)) {
-            return Err(Error::new(ErrorKind::Unsupported, "a host tier that a device has locked cannot shrink")
-                .remedy("open it with the size it is to have"));
-        }
-        let mut progress = slab.progress.lock();
-        let from = slab.frame_count.load(Ordering::Relaxed);
-        if count >= from {
-            return Ok(());
-        }
-        let kept = slab.bytes(count);
-        // SAFETY: the range is in our region, and the caller says that nobody uses it.
-        unsafe { sys::vacate(slab.frames.base() + kept, slab.bytes(from - count)) }
-            .map_err(|e| Error::io("give memory of the host tier back", e))?;
-        slab.frame_count.store(count, Ordering::Release);
-        slab.frame_firsts.take_back(kept);
-        let unlocked = progress.frames.saturating_sub(kept);
-        progress.frames -= unlocked;
-        slab.locked.fetch_sub(unlocked, Ordering::Relaxed);
-        Ok(())
     }
 }
 
@@ -515,34 +403,36 @@ fn range(address: u64, len: u64) -> SlabRegion {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{Completion, Completions, HostDevice, HostDeviceConfig};
 
-    fn config(frames: u32, staging: u32) -> HostSlabConfig {
-        HostSlabConfig {
-            page_size: PageSize::new(Bytes::kib(64)).unwrap(),
-            frames,
-            frames_max: 64,
-            staging,
-            lock: true,
-        }
+    struct Ignore;
+
+    impl Completions for Ignore {
+        fn completed(&self, _done: &mut Vec<Completion>) {}
+    }
+
+    fn slab(frames: u32, staging: u32, lock: Lock) -> HostSlab {
+        let page_size = PageSize::new(Bytes::kib(64)).unwrap();
+        let device = HostDeviceConfig { page_size, warm: false, ..HostDeviceConfig::default() };
+        let device = Arc::new(HostDevice::new(device, Arc::new(Ignore)).unwrap());
+        HostSlab::locked_by(lock, HostSlabConfig { page_size, frames, staging, lock: true }, device).unwrap()
     }
 
     #[test]
     fn a_refused_lock_leaves_the_memory_usable() {
-        let refuse = Locks::Kernel(|_, _| Err(io::Error::from_raw_os_error(libc::ENOMEM)));
-        let slab = HostSlab::with_locks(config(4, 2), refuse).unwrap();
+        let slab = slab(4, 2, |_, memory| Err(sys::lock_refused(memory.len, io::ErrorKind::OutOfMemory.into())));
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::ZERO);
         let frame = slab.pointer(HostFrameId::new(3)).unwrap();
         // SAFETY: the frame is the slab's and used by this test alone.
         unsafe { frame.as_ptr().write_bytes(7, 64 << 10) };
-        slab.grow(8).unwrap();
         assert!(slab.slab.progress.lock().refused);
     }
 
     /// Whether the kernel of this test may lock.
     static MAY_LOCK: (Mutex<bool>, parking_lot::Condvar) = (Mutex::new(false), parking_lot::Condvar::new());
 
-    fn lock_when_allowed(_: u64, _: u64) -> io::Result<()> {
+    fn lock_when_allowed(_: &dyn Device, _: SlabRegion) -> Result<()> {
         let mut may = MAY_LOCK.0.lock();
         while !*may {
             MAY_LOCK.1.wait(&mut may);
@@ -553,11 +443,11 @@ mod tests {
     #[test]
     fn regression_opening_waits_for_no_locking() {
         let (opened, open) = std::sync::mpsc::channel();
-        thread::spawn(move || opened.send(HostSlab::with_locks(config(4, 2), Locks::Kernel(lock_when_allowed))));
+        thread::spawn(move || opened.send(slab(4, 2, lock_when_allowed)));
         let slab = open.recv_timeout(std::time::Duration::from_secs(60));
         *MAY_LOCK.0.lock() = true;
         MAY_LOCK.1.notify_all();
-        let slab = slab.expect("the slab is there before it is locked").unwrap();
+        let slab = slab.expect("the slab is there before it is locked");
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
     }
@@ -566,7 +456,7 @@ mod tests {
     #[test]
     fn the_locker_touches_nothing_that_was_given() {
         for round in 0..50 {
-            let slab = HostSlab::with_locks(config(64, 2), Locks::Kernel(|_, _| Ok(()))).unwrap();
+            let slab = slab(64, 2, |_, _| Ok(()));
             thread::scope(|scope| {
                 for first in 0..2 {
                     let slab = &slab;
@@ -592,31 +482,13 @@ mod tests {
     /// Memory is there before the kernel is told to lock it: it would hold the address space while it brought it in.
     #[test]
     fn regression_memory_is_touched_before_it_is_locked() {
-        fn resident(address: u64, len: u64) -> io::Result<()> {
-            let there = sys::resident(address, len)? == len;
-            if there { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
+        fn resident(_: &dyn Device, memory: SlabRegion) -> Result<()> {
+            let there = sys::resident(memory.base.as_ptr() as u64, memory.len.get());
+            let all = there.is_ok_and(|there| there == memory.len.get());
+            if all { Ok(()) } else { Err(sys::lock_refused(memory.len, io::ErrorKind::OutOfMemory.into())) }
         }
-        let slab = HostSlab::with_locks(config(50, 3), Locks::Kernel(resident)).unwrap();
+        let slab = slab(50, 3, resident);
         slab.wait_locked();
         assert_eq!(slab.locked_bytes(), Bytes::kib(53 * 64));
-        // SAFETY: nothing uses the frames.
-        unsafe { slab.shrink(32) }.unwrap();
-        slab.grow(64).unwrap();
-        slab.wait_locked();
-        assert_eq!(slab.locked_bytes(), Bytes::kib(67 * 64));
-    }
-
-    #[test]
-    fn locking_covers_both_regions_and_follows_growth_and_shrinking() {
-        let slab = HostSlab::with_locks(config(4, 2), Locks::Kernel(|_, _| Ok(()))).unwrap();
-        slab.wait_locked();
-        assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
-        slab.grow(10).unwrap();
-        slab.wait_locked();
-        assert_eq!(slab.locked_bytes(), Bytes::kib(12 * 64));
-        // SAFETY: nothing uses the frames.
-        unsafe { slab.shrink(1) }.unwrap();
-        assert_eq!(slab.locked_bytes(), Bytes::kib(3 * 64));
-        assert!(slab.pointer(HostFrameId::new(1)).is_none());
     }
 }

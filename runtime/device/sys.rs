@@ -2,22 +2,23 @@
 //!
 //! # Invariants
 //!
-//! 1. A [`Region`] owns its range for life: nothing else in the process is ever placed there, because every change
-//!    inside it replaces a mapping in one call and never leaves a hole.
-//! 2. A committed range is changed only as the unit it was committed as, so the kernel always sees it inside one
-//!    mapping, as `mremap` wants.
+//! 1. A [`Region`] owns its range for life: nothing else in the process is placed there, because every change inside it
+//!    replaces a mapping in one call. A call that fails may leave a hole nevertheless, if the kernel is short of memory for its
+//!    own: whoever made it [refills](refill) the range, or never touches it again.
+//! 2. What is [moved](relocate) lies within one mapping, as `mremap` wants: committed in one call, or moved there in one, and
+//!    since then changed in none of its parts but as a whole.
 
 use std::ffi::c_void;
 use std::io;
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::mappings::{self, Claim};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
 /// Bytes of a huge page on the machines where this matters; elsewhere only an alignment.
-pub(super) const HUGE_PAGE_BYTES: u64 = 2 << 20;
+pub(crate) const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 const RESERVE_FLAGS: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
@@ -145,10 +146,28 @@ pub(super) unsafe fn commit(address: u64, len: u64, huge: bool) -> io::Result<()
 /// # Safety
 /// As for [`commit`].
 pub(super) unsafe fn vacate(address: u64, len: u64) -> io::Result<()> {
+    #[cfg(test)]
+    if REFUSED.get() {
+        return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+    }
     let flags = RESERVE_FLAGS | libc::MAP_FIXED;
     // SAFETY: the caller owns the range and nobody uses it.
     let got = unsafe { libc::mmap(pointer(address), size(len)?, libc::PROT_NONE, flags, -1, 0) };
     if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+thread_local! {
+    static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Refuses the calling thread to [`vacate`] anything meanwhile.
+#[cfg(test)]
+pub(super) fn refusing_vacate<T>(call: impl FnOnce() -> T) -> T {
+    REFUSED.set(true);
+    let answer = call();
+    REFUSED.set(false);
+    answer
 }
 
 /// Makes a committed range accessible or not; its content stays.
@@ -172,10 +191,10 @@ pub(super) unsafe fn set_readable(address: u64, len: u64) -> io::Result<()> {
 
 /// Moves the memory behind `from` to `to`, replacing what was there. On success `from` holds nothing any more and is still
 /// accessible: the caller [vacates](vacate) it. On failure nothing has moved; whether `to` is still the caller's says
-/// [`refill`].
+/// [`is_mapped`].
 ///
 /// # Safety
-/// Both ranges lie in [`Region`]s of the caller's, `from` was committed as one unit, and nobody uses either.
+/// Both ranges lie in [`Region`]s of the caller's, `from` lies within one mapping (invariant 2), and nobody uses either.
 pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     let len_size = size(len)?;
     // MREMAP_DONTUNMAP keeps the source range mapped: otherwise another thread's mmap could land in the hole before
@@ -270,12 +289,15 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result
     Ok(())
 }
 
-/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. Tried once in a process, on a
-/// few of them.
+/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. Found out once in a process, or
+/// by several threads at once: a child by `fork` would wait for ever for a thread of its parent that was finding out.
 pub(super) fn splits_huge_pages() -> bool {
-    static SPLITS: OnceLock<bool> = OnceLock::new();
+    const UNKNOWN: u8 = 0;
+    const NO: u8 = 1;
+    const YES: u8 = 2;
+    static SPLITS: AtomicU8 = AtomicU8::new(UNKNOWN);
     const TRIED: u64 = 2;
-    *SPLITS.get_or_init(|| {
+    let try_it = || {
         let before = huge_pages_split();
         let tried = Region::reserve(TRIED * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "a probe").and_then(|region| {
             // SAFETY: the region is ours and nobody else knows its addresses.
@@ -292,8 +314,13 @@ pub(super) fn splits_huge_pages() -> bool {
                 "huge pages are not split here: frames smaller than one are made of scattered pages"
             );
         }
+        SPLITS.store(if splits { YES } else { NO }, Ordering::Relaxed);
         splits
-    })
+    };
+    match SPLITS.load(Ordering::Relaxed) {
+        UNKNOWN => try_it(),
+        known => known == YES,
+    }
 }
 
 /// How many huge pages the kernel has split since it was started.
@@ -309,6 +336,14 @@ pub(super) fn resident(address: u64, len: u64) -> io::Result<u64> {
     // SAFETY: the kernel writes a byte for each page of the range, for which there is room, and changes nothing behind it.
     check(unsafe { libc::mincore(pointer(address), size(len)?, pages.as_mut_ptr()) })?;
     Ok(pages.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
+}
+
+/// Whether anything is mapped at the beginning of a page, accessible or not.
+pub(super) fn is_mapped(address: u64) -> bool {
+    let mut page = 0_u8;
+    // SAFETY: the kernel writes one byte for a range of one page, and changes nothing behind it.
+    let answer = check(unsafe { libc::mincore(pointer(address), system_page_bytes() as usize, &raw mut page) });
+    answer.err().and_then(|cause| cause.raw_os_error()) != Some(libc::ENOMEM)
 }
 
 /// Gives the memory of a committed range back, and leaves it accessible: it reads as zeros, and gets memory again when it is

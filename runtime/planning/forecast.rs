@@ -395,5 +395,5 @@ fn page_size(room: Bytes, gpu: bool, shape: &Shape) -> PageSize {
     if gpu {
         return PageSize::DEFAULT;
     }
-    page_within(room, shape.used_piece(), HostDevice::frames_allowed(machine::MAX_MAP_COUNT))
+    page_within(room, shape.used_piece(), None, HostDevice::frames_allowed(machine::MAX_MAP_COUNT))
 }

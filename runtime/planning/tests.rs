@@ -460,7 +460,7 @@ fn regression_planned_pages_are_no_smaller_than_mappings_allow() {
             let planned = (device, found.device_budget, found.page_size);
             assert!(found.device_budget.get() / found.page_size.bytes() <= frames, "{planned:?}");
             assert_eq!(
-                page_within(found.device_budget, job.shape.used_piece(), frames),
+                page_within(found.device_budget, job.shape.used_piece(), None, frames),
                 found.page_size,
                 "{planned:?}"
             );

@@ -91,8 +91,7 @@ impl OpenFile {
         let failed = |cause| Error::io(format!("open {}", path.display()), cause);
         let kind = file.metadata().map_err(failed)?.file_type();
         if !(kind.is_file() || kind.is_block_device()) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("{} is not a regular file", path.display()))
-                .remedy("give the path of a file, not of a directory, pipe or socket"));
+            return Err(not_a_file(&path));
         }
         let identity = match usage {
             FileUse::Model => Some(FileIdentity::of(&file).map_err(failed)?),
@@ -212,6 +211,35 @@ pub(super) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
             return Err(cause);
         }
     }
+}
+
+/// Opens a file to be read, and nothing else: a path to a pipe is not waited for.
+pub(super) fn open_to_read(path: &Path) -> Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    file.map_err(|cause| Error::io(format!("open {}", path.display()), cause))
+}
+
+pub(super) fn not_a_file(path: &Path) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("{} is not a regular file", path.display()))
+        .remedy("give the path of a file, not of a directory, pipe or socket")
+}
+
+/// What the file system of `file` says of itself.
+pub(super) fn file_system(file: &File) -> Option<libc::statvfs> {
+    // SAFETY: statvfs is plain data, for which all zero bytes is a value.
+    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open, and `stat` is valid for writing.
+    let answer = unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) };
+    (answer == 0).then_some(stat)
+}
+
+/// The most bytes that this process may let a file have (RLIMIT_FSIZE). Whatever would make one longer ends the process, by a
+/// signal: it must not be tried.
+pub(super) fn longest_file() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur
 }
 
 #[repr(C, align(4096))]

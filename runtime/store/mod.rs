@@ -29,6 +29,7 @@
 //! what may start, `operation.rs` what a result from the kernel means, `file.rs` how a file is opened and whether it
 //! changed.
 
+mod blocks;
 mod engine;
 mod file;
 mod operation;

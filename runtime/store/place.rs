@@ -4,6 +4,8 @@
 
 use std::env;
 use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::scratch::{ScratchFile, ScratchOptions};
@@ -36,6 +38,21 @@ pub(super) fn cache_folder() -> Option<PathBuf> {
     cache(&|name: &str| env::var_os(name).map(PathBuf::from))
 }
 
+/// Makes the user's cache folder if it is not there. What root would make in another user's folder, as with `sudo`, that user could
+/// not write to: that is refused.
+pub(super) fn make_cache_folder(folder: &Path) -> io::Result<()> {
+    // SAFETY: the call has no preconditions.
+    let root = unsafe { libc::geteuid() } == 0;
+    let whose = folder.ancestors().find_map(|there| fs::metadata(there).ok()).map(|there| there.uid());
+    match whose {
+        Some(user) if root && user != 0 => {
+            let what = format!("{} is in the folder of user {user}, and not of root's", folder.display());
+            Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
+        }
+        _ => fs::create_dir_all(folder),
+    }
+}
+
 /// Makes a scratch file in the first folder that is on a disk and has the room that `reserve` takes. What other machines
 /// serve comes after what is local. `model` is a folder that holds one.
 ///
@@ -49,20 +66,25 @@ pub(crate) fn scratch_on_a_disk<T>(
     reserve: impl FnMut(&ScratchFile) -> Result<T>,
 ) -> Result<(ScratchFile, T)> {
     let variable = |name: &str| env::var_os(name).map(PathBuf::from);
-    first_on_a_disk(folders(variable, model), page_size, options, reserve)
+    first_on_a_disk(folders(variable, model), cache_folder().as_deref(), page_size, options, reserve)
 }
 
+/// Of these folders, `cache` need not be there yet.
 fn first_on_a_disk<T>(
     folders: Vec<PathBuf>,
+    cache: Option<&Path>,
     page_size: PageSize,
     options: &ScratchOptions,
     mut reserve: impl FnMut(&ScratchFile) -> Result<T>,
 ) -> Result<(ScratchFile, T)> {
-    let (mut refusals, mut full) = (Vec::new(), false);
+    let (mut refusals, mut full) = (Vec::new(), None);
     let mut remote = Vec::new();
     let local = folders.into_iter().filter_map(|folder| {
-        // A cache folder need not be there yet. What is wrong with it, the next call says.
-        let _there = fs::create_dir_all(&folder);
+        if cache == Some(&folder)
+            && let Err(cause) = make_cache_folder(&folder)
+        {
+            return Some(Err(format!("{}: {cause}", folder.display())));
+        }
         Some(match ScratchFile::create_with(&folder, page_size, options.clone()) {
             Ok(file) if file.is_in_memory() => Err(format!("{} is in memory", folder.display())),
             Ok(file) if file.is_remote() => {
@@ -76,11 +98,11 @@ fn first_on_a_disk<T>(
     let mut take = |file: std::result::Result<ScratchFile, String>| {
         let refusal = match file.map(|file| (reserve(&file), file)) {
             Ok((Ok(reserved), file)) => {
-                tracing::debug!(folder = %file.path().display(), "scratch file");
+                tracing::debug!(folder = %file.directory().display(), "scratch file");
                 return Some(Ok((file, reserved)));
             }
             Ok((Err(error), _)) if error.kind() == ErrorKind::DiskFull => {
-                full = true;
+                full = error.advice().map(str::to_owned);
                 error.to_string()
             }
             Ok((Err(error), _)) => return Some(Err(error)),
@@ -101,9 +123,9 @@ fn first_on_a_disk<T>(
         let remedy =
             "name one on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); one in memory is taken if it is named";
         let refusals = refusals.join("; ");
-        Err(if full {
+        Err(if let Some(advice) = full {
             let message = format!("no folder for the scratch file has room: {refusals}");
-            Error::new(ErrorKind::DiskFull, message).remedy(format!("free space in one, or {remedy}"))
+            Error::new(ErrorKind::DiskFull, message).remedy(format!("{advice}; or {remedy}"))
         } else {
             let message = format!("no folder for the scratch file is on a disk: {refusals}");
             Error::new(ErrorKind::Unsupported, message).remedy(remedy)
@@ -137,21 +159,44 @@ mod tests {
     fn a_folder_in_memory_is_passed_over_and_named() {
         let memory = Path::new("/dev/shm");
         let page = PageSize::DEFAULT;
-        if !ScratchFile::create(memory, page, false).is_ok_and(|file| file.is_in_memory()) {
+        if !ScratchFile::create(memory, page).is_ok_and(|file| file.is_in_memory()) {
             return eprintln!("SKIPPED: {} is not in memory here", memory.display());
         }
         let disk = tempfile::tempdir().unwrap();
-        if ScratchFile::create(disk.path(), page, false).unwrap().is_in_memory() {
+        if ScratchFile::create(disk.path(), page).unwrap().is_in_memory() {
             return eprintln!("SKIPPED: {} is in memory here", disk.path().display());
         }
         let missing = disk.path().join("made/when/needed");
-        let first = |folders| first_on_a_disk(folders, page, &ScratchOptions::default(), |_| Ok(()));
-        let (file, ()) = first(vec![memory.into(), missing.clone()]).unwrap();
-        assert_eq!(file.path(), missing);
-        let error = first(vec![memory.into(), "/proc/none".into()]).unwrap_err();
+        let first = |folders, cache| first_on_a_disk(folders, cache, page, &ScratchOptions::default(), |_| Ok(()));
+        let (file, ()) = first(vec![memory.into(), missing.clone()], Some(&missing)).unwrap();
+        assert_eq!(file.directory(), missing);
+        let error = first(vec![memory.into(), "/proc/none".into()], None).unwrap_err();
         let text = error.to_string();
         assert!(error.kind() == ErrorKind::Unsupported && error.advice().is_some(), "{text}");
         assert!(text.contains("/dev/shm is in memory") && text.contains("/proc/none"), "{text}");
+    }
+
+    /// Only the cache folder is ours to make: what others name is there, or is passed over.
+    #[test]
+    fn regression_a_folder_that_is_not_there_is_not_made() {
+        let there = tempfile::tempdir().unwrap();
+        let page = PageSize::DEFAULT;
+        if ScratchFile::create(there.path(), page).unwrap().is_in_memory() {
+            return eprintln!("SKIPPED: {} is in memory here", there.path().display());
+        }
+        let missing = there.path().join("not/there");
+        let folders = vec![missing.clone(), there.path().to_path_buf()];
+        let first = |cache| first_on_a_disk(folders.clone(), cache, page, &ScratchOptions::default(), |_| Ok(()));
+        let (file, ()) = first(None).unwrap();
+        assert!(file.directory() == there.path() && !there.path().join("not").exists());
+        // Nor is it where another user's folder would get what that user cannot write to.
+        // SAFETY: the call has no preconditions.
+        if unsafe { libc::geteuid() } == 0 {
+            std::os::unix::fs::chown(there.path(), Some(65_534), None).unwrap();
+            assert_eq!(make_cache_folder(&missing).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+            let (file, ()) = first(Some(&missing)).unwrap();
+            assert!(file.directory() == there.path() && !there.path().join("not").exists());
+        }
     }
 
     /// A folder that takes a file need not have the room: the next one is asked.
@@ -159,18 +204,18 @@ mod tests {
     fn regression_a_folder_that_is_full_is_passed_over_and_named() {
         let (full, next) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let page = PageSize::DEFAULT;
-        if ScratchFile::create(full.path(), page, false).unwrap().is_in_memory() {
+        if ScratchFile::create(full.path(), page).unwrap().is_in_memory() {
             return eprintln!("SKIPPED: {} is in memory here", full.path().display());
         }
         let first = |folders: &[&Path], wish: Bytes| {
             let folders = folders.iter().map(|folder| folder.to_path_buf()).collect();
-            first_on_a_disk(folders, page, &ScratchOptions::default(), |file| {
-                let wish = if file.path() == full.path() { Bytes::new(1 << 60) } else { wish };
+            first_on_a_disk(folders, None, page, &ScratchOptions::default(), |file| {
+                let wish = if file.directory() == full.path() { Bytes::new(1 << 60) } else { wish };
                 file.reserve(wish)
             })
         };
         let (file, run) = first(&[full.path(), next.path()], Bytes::mib(2)).unwrap();
-        assert_eq!((file.path(), file.held()), (next.path(), Bytes::mib(2)));
+        assert_eq!((file.directory(), file.held()), (next.path(), Bytes::mib(2)));
         drop(run);
         let error = first(&[full.path(), "/proc/none".as_ref()], Bytes::mib(2)).unwrap_err();
         let text = error.to_string();

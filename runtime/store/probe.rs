@@ -3,6 +3,7 @@
 use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
 use std::fs::File;
+use std::iter;
 use std::mem::ManuallyDrop;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -11,12 +12,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use super::file::{filesystem_name, is_memory, open_direct};
+use super::blocks::Blocks;
+use super::file::{filesystem_name, is_memory, not_a_file, open_direct, open_to_read};
 use super::{
     Completion, Completions, FileUse, IO_ALIGNMENT, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, StoreOptions,
     uring,
 };
-use crate::device::{HostPointer, Token};
+use crate::device::{HUGE_PAGE_BYTES, HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FileId};
 
@@ -159,7 +161,7 @@ impl fmt::Display for ReadPoint {
 /// The most a point reads.
 const MOST_PER_POINT: u64 = 512 << 20;
 /// Reads timed for the latency of a page, and how long that may take: a disk that turns needs 8 ms for one.
-const LATENCY_SAMPLES: u64 = 200;
+const LATENCY_SAMPLES: usize = 200;
 const LATENCY_TIME: Duration = Duration::from_millis(300);
 
 /// Measures how a file is read: what O_DIRECT needs, the latency of a page, and bandwidth at each of `blocks` with each
@@ -175,9 +177,12 @@ pub fn probe_file(
     depths: &[QueueDepth],
     budget: Bytes,
 ) -> Result<FileProbe> {
-    let open = || File::open(path).map_err(|cause| Error::io(format!("open {}", path.display()), cause));
-    let file = open()?;
-    let size = file.metadata().map_err(|cause| Error::io(format!("open {}", path.display()), cause))?.len();
+    let file = open_to_read(path)?;
+    let metadata = file.metadata().map_err(|cause| Error::io(format!("look at {}", path.display()), cause))?;
+    if !metadata.is_file() {
+        return Err(not_a_file(path));
+    }
+    let size = metadata.len();
     let direct = open_direct(&file, false).map(drop).map_err(|cause| {
         Error::new(ErrorKind::Unsupported, format!("{} cannot be opened with O_DIRECT", path.display()))
             .caused_by(cause)
@@ -194,36 +199,41 @@ pub fn probe_file(
     };
     let mut times = Vec::new();
     let page = Bytes::new(IO_ALIGNMENT);
-    let mut reader = Reader::open(path, open()?, &StoreOptions::new(backend).depth(QueueDepth::ONE), page)?;
+    let open = |depth, room| Reader::open(path, open_to_read(path)?, &StoreOptions::new(backend).depth(depth), room);
+    let mut reader = open(QueueDepth::ONE, page)?;
     probe.backend = reader.store.backend();
     let begin = Instant::now();
-    for n in 0..LATENCY_SAMPLES.min(size / IO_ALIGNMENT) {
+    for offset in Blocks::of(&[(0, size)], page).take(LATENCY_SAMPLES) {
         let start = Instant::now();
         if start.duration_since(begin) > LATENCY_TIME {
             break;
         }
-        reader.read_blocks(n, 1, size / IO_ALIGNMENT, page, QueueDepth::ONE)?;
+        reader.read(&mut iter::once(offset), &Reads { block: page, depth: QueueDepth::ONE, until: None, end: None })?;
         times.push(start.elapsed());
     }
     probe.page_latency = Latency::of(&mut times);
     drop(reader);
-    let mut first = 0;
     for &block in blocks {
         let block = block.get().clamp(1, MOST_PER_POINT).next_multiple_of(IO_ALIGNMENT);
-        let in_file = size / block;
-        let count = (budget.get().min(MOST_PER_POINT) / block).min(in_file);
+        let all = || Blocks::of(&[(0, size)], Bytes::new(block));
+        let mut left = all();
+        let count = (budget.get().min(MOST_PER_POINT) / block).min(left.left());
         if count == 0 {
             continue;
         }
+        let bytes = Bytes::new(count * block);
+        let block = Bytes::new(block);
         for &depth in depths {
-            let (options, room) = (StoreOptions::new(backend).depth(depth), u64::from(depth.get()) * block);
-            let block = Bytes::new(block);
-            let mut reader = Reader::open(path, open()?, &options, Bytes::new(room))?;
+            // No block comes again before all were read.
+            if left.left() < count {
+                left = all();
+            }
+            let room = Bytes::new(u64::from(depth.get()).saturating_mul(block.get())).min(bytes);
+            let mut reader = open(depth, room)?;
             let (start, cpu) = (Instant::now(), process_cpu());
-            reader.read_blocks(first, count, in_file, block, depth)?;
+            let reads = Reads { block, depth, until: None, end: None };
+            reader.read(&mut left.by_ref().take(count as usize), &reads)?;
             let (elapsed, cpu) = (start.elapsed(), process_cpu().saturating_sub(cpu));
-            first += count;
-            let bytes = Bytes::new(count * block.get());
             probe.points.push(ReadPoint { block, depth, bytes, elapsed, cpu });
         }
     }
@@ -345,15 +355,6 @@ impl Reader {
             outcome = outcome.and(completion.result);
         }
     }
-
-    /// Reads `count` of the `in_file` blocks there are, spread over the file: a run from `first` on, in strides that visit every
-    /// block before any comes again.
-    fn read_blocks(&mut self, first: u64, count: u64, in_file: u64, block: Bytes, depth: QueueDepth) -> Result<()> {
-        let stride = (in_file / 2 + 1..).find(|&s| gcd(s, in_file) == 1).unwrap_or(1);
-        let index = |n: u64| (n as u128 * stride as u128 % in_file as u128) as u64;
-        let mut offsets = (first..first + count).map(|n| index(n) * block.get());
-        self.read(&mut offsets, &Reads { block, depth, until: None, end: None }).map(drop)
-    }
 }
 
 impl Drop for Reader {
@@ -366,12 +367,7 @@ impl Drop for Reader {
     }
 }
 
-/// Bytes of a huge page on the machines this runs on.
-const HUGE_PAGE: usize = 2 << 20;
-
-pub(super) fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
+const HUGE_PAGE: usize = HUGE_PAGE_BYTES as usize;
 
 /// Aligned memory.
 struct Buffer {
@@ -424,6 +420,7 @@ impl Drop for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scene;
 
     #[test]
     fn latency_of_few_samples() {
@@ -450,6 +447,44 @@ mod tests {
         for (len, kind) in [(1 << 46, ErrorKind::OutOfMemory), (usize::MAX, ErrorKind::InvalidArgument)] {
             assert_eq!(Buffer::new(len).err().map(|error| error.kind()), Some(kind), "{len}");
         }
+    }
+
+    /// Nobody writes to the pipe.
+    #[test]
+    fn regression_what_is_no_file_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+        // SAFETY: the path is a C string.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        for path in [pipe, folder.path().to_path_buf(), "/dev/null".into()] {
+            let (tell, told) = mpsc::channel();
+            let named = path.clone();
+            let probe = move || probe_file(&path, IoBackend::Threads, &[], &[], Bytes::ZERO).map(drop);
+            std::thread::spawn(move || tell.send(probe()).unwrap());
+            let refused = told.recv_timeout(Duration::from_secs(60)).expect("an answer").unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{}: {refused}", named.display());
+        }
+    }
+
+    /// More reads at once than there are to be made take no more memory than these.
+    #[test]
+    fn regression_a_probe_takes_no_more_memory_than_it_reads() {
+        scene::alone("store::probe::tests::regression_a_probe_takes_no_more_memory_than_it_reads", || {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("file");
+            std::fs::write(&path, vec![7; 4 << 20]).unwrap();
+            let peak = || {
+                let status = std::fs::read_to_string("/proc/self/status").unwrap();
+                let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+                line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+            };
+            let before = peak();
+            let depths = [512, 1024].map(|depth| QueueDepth::new(depth).unwrap());
+            let probe = probe_file(&path, IoBackend::Auto, &[Bytes::mib(1)], &depths, Bytes::mib(4)).unwrap();
+            assert!(probe.points.len() == 2 && probe.points.iter().all(|point| point.bytes == Bytes::mib(4)));
+            assert!(peak() - before < 64 << 10, "{} KiB", peak() - before);
+        });
     }
 
     #[test]

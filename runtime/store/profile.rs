@@ -3,10 +3,9 @@
 //! Everything that asks a file system runs on a thread of its own, which is waited for until a time and no longer: a network file
 //! system that hangs costs a second, and not the program. The thread keeps its buffer until the last read has ended.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -16,8 +15,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::{Condvar, Mutex};
 use serde::{Serialize, Serializer};
 
-use super::file::{filesystem_name, is_memory, open_direct};
-use super::probe::{Reader, Reads, gcd};
+use super::blocks::Blocks;
+use super::file::{filesystem_name, is_memory, open_direct, open_to_read};
+use super::probe::{Latency, Reader, Reads};
 use super::remembered::Disk;
 use super::{IO_ALIGNMENT, IoBackend, QueueDepth, StoreOptions};
 use crate::error::{Error, ErrorKind, Result};
@@ -108,8 +108,8 @@ impl DiskProfile {
     /// [`OutOfMemory`](ErrorKind::OutOfMemory).
     pub fn measure(path: &Path) -> Result<Option<Self>> {
         let path = path.to_owned();
-        said(within(WAIT, &format!("measure the disk of {}", path.display()), move |end| {
-            let file = open(&path)?;
+        said(within(WAIT, format!("measure the disk of {}", path.display()), move |end| {
+            let file = open_to_read(&path)?;
             let _turn = Turn::await_until(&Disk::of(&file, &path)?, end)?;
             measured(&path, file, &StoreOptions::new(IoBackend::Auto), end)
         }))
@@ -121,14 +121,14 @@ impl DiskProfile {
     /// What opening `path` reports; [`TimedOut`](ErrorKind::TimedOut) after a second.
     pub fn forget(path: &Path) -> Result<()> {
         let path = path.to_owned();
-        within(WAIT, &format!("ask which disk has {}", path.display()), move |_| {
-            Disk::of(&open(&path)?, &path)?.forget();
+        within(WAIT, format!("ask which disk has {}", path.display()), move |_| {
+            Disk::of(&open_to_read(&path)?, &path)?.forget();
             Ok(())
         })
     }
 
     /// Where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), in files
-    /// `disk-*.json`, and in this process. A measurement counts for ten minutes. Where a later one comes to about as much, they
+    /// `disk-*.json`, which go when they are a day old, and in this process. A measurement counts for ten minutes. Where a later one comes to about as much, they
     /// count for as long again as they lie apart; of those of a day the fastest is taken, and a single faster one until the next:
     /// other work makes a disk slower, and not faster.
     pub fn remembered_in() -> Option<PathBuf> {
@@ -136,16 +136,26 @@ impl DiskProfile {
     }
 
     /// As [`of`](Self::of), through `backend`; [`Unsupported`](ErrorKind::Unsupported) where that would say nothing.
-    pub(crate) fn of_disk(path: &Path, backend: IoBackend) -> Result<Self> {
+    fn of_disk(path: &Path, backend: IoBackend) -> Result<Self> {
+        Self::asked(path, backend)?.answer()
+    }
+
+    /// The same of several files, side by side: those that do not answer cost a second together.
+    pub(crate) fn of_disks(paths: &[PathBuf], backend: IoBackend) -> Vec<Result<Self>> {
+        let asked: Vec<_> = paths.iter().map(|path| Self::asked(path, backend)).collect();
+        asked.into_iter().map(|asked| asked?.answer()).collect()
+    }
+
+    fn asked(path: &Path, backend: IoBackend) -> Result<Asked<Self>> {
         if backend == IoBackend::Buffered {
             return Err(nothing(path, "it is read through the page cache"));
         }
         let path = path.to_owned();
-        within(WAIT, &format!("measure the disk of {}", path.display()), move |end| {
-            let file = open(&path)?;
+        Asked::begin(WAIT, format!("measure the disk of {}", path.display()), move |end| {
+            let file = open_to_read(&path)?;
             let disk = Disk::of(&file, &path)?;
             let since_1970 = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            let believed = || disk.note().believed(since_1970());
+            let believed = || disk.note(since_1970()).believed(since_1970());
             if let Some(profile) = believed() {
                 return Ok(profile);
             }
@@ -157,7 +167,7 @@ impl DiskProfile {
             let profile = measured(&path, file, &StoreOptions::new(backend), end)?;
             tracing::info!(path = %path.display(), ?profile, "disk measured");
             // Another process may have measured meanwhile.
-            let mut note = disk.note();
+            let mut note = disk.note(since_1970());
             note.add(profile, since_1970());
             disk.remember(&note);
             Ok(note.best(since_1970()).unwrap_or(profile))
@@ -197,12 +207,6 @@ fn said(found: Result<DiskProfile>) -> Result<Option<DiskProfile>> {
 fn nothing(path: &Path, why: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("the disk of {} cannot be measured: {why}", path.display()))
         .remedy("nothing is wrong with that: settings have their defaults")
-}
-
-/// A path to a pipe is opened as well, and not waited for.
-fn open(path: &Path) -> Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
-    file.map_err(|cause| Error::io(format!("open {}", path.display()), cause))
 }
 
 /// Threads that have not ended are counted.
@@ -252,32 +256,53 @@ impl Drop for Turn {
     }
 }
 
-/// Runs `work` on a thread of its own, which is told when its end is, and waits until then at most. What has not ended by then
-/// goes on, for nothing that it uses can be taken from it.
+/// What a thread of its own was asked, which is told when its end is.
+struct Asked<T> {
+    what: String,
+    limit: Duration,
+    end: Instant,
+    told: mpsc::Receiver<Result<T>>,
+}
+
+impl<T: Send + 'static> Asked<T> {
+    fn begin(limit: Duration, what: String, work: impl FnOnce(Instant) -> Result<T> + Send + 'static) -> Result<Self> {
+        let under_way = UnderWay::begin()?;
+        let (tell, told) = mpsc::channel();
+        let end = Instant::now() + limit;
+        let run = move || {
+            let _under_way = under_way;
+            // Nobody may be waiting any more.
+            drop(tell.send(work(end)));
+        };
+        let started = thread::Builder::new().name("outcore-disk".into()).spawn(run);
+        started.map_err(|cause| Error::io(format!("start a thread to {what}"), cause))?;
+        Ok(Self { what, limit, end, told })
+    }
+
+    /// Waits until its end at most. What has not ended by then goes on, for nothing that it uses can be taken from it.
+    fn answer(self) -> Result<T> {
+        let Self { what, limit, end, told } = self;
+        told.recv_timeout(end.saturating_duration_since(Instant::now())).unwrap_or_else(|error| {
+            Err(match error {
+                RecvTimeoutError::Timeout => {
+                    Error::new(ErrorKind::TimedOut, format!("{what}: no answer for {limit:?}"))
+                        .remedy("check the disk or the network file system; the kernel log says more")
+                }
+                RecvTimeoutError::Disconnected => {
+                    Error::new(ErrorKind::Internal, format!("{what}: the thread panicked"))
+                        .remedy("report this as a bug")
+                }
+            })
+        })
+    }
+}
+
 fn within<T: Send + 'static>(
     limit: Duration,
-    what: &str,
+    what: String,
     work: impl FnOnce(Instant) -> Result<T> + Send + 'static,
 ) -> Result<T> {
-    let under_way = UnderWay::begin()?;
-    let (tell, told) = mpsc::channel();
-    let end = Instant::now() + limit;
-    let run = move || {
-        let _under_way = under_way;
-        // Nobody may be waiting any more.
-        drop(tell.send(work(end)));
-    };
-    let started = thread::Builder::new().name("outcore-disk".into()).spawn(run);
-    started.map_err(|cause| Error::io(format!("start a thread to {what}"), cause))?;
-    told.recv_timeout(limit).unwrap_or_else(|error| {
-        Err(match error {
-            RecvTimeoutError::Timeout => Error::new(ErrorKind::TimedOut, format!("{what}: no answer for {limit:?}"))
-                .remedy("check the disk or the network file system; the kernel log says more"),
-            RecvTimeoutError::Disconnected => {
-                Error::new(ErrorKind::Internal, format!("{what}: the thread panicked")).remedy("report this as a bug")
-            }
-        })
-    })
+    Asked::begin(limit, what, work)?.answer()
 }
 
 fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Result<DiskProfile> {
@@ -292,7 +317,7 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
     if open_direct(&file, false).is_err() {
         return Err(nothing(path, &format!("its file system ({name}) refuses O_DIRECT")));
     }
-    let mut blocks = Blocks::of(&written(&file, metadata.len()));
+    let mut blocks = Blocks::of(&written(&file, metadata.len()), BLOCK);
     if blocks.left() < BLOCKS_LEAST {
         let least = Bytes::new(BLOCKS_LEAST * BLOCK.get());
         return Err(nothing(path, &format!("it has less than {least} in pieces that were written")));
@@ -307,8 +332,7 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
             reader.read(&mut blocks.by_ref().take(1), &Reads { block, depth: QueueDepth::ONE, until: None, end })?;
             times.push(since.elapsed());
         }
-        times.sort_unstable();
-        Ok(times.get((times.len() - 1) / 2).copied().unwrap_or_default())
+        Ok(Latency::of(&mut times).map_or(Duration::ZERO, |found| found.median))
     };
     // The first are slower: the store's threads have just begun.
     let large = alone(&mut blocks, BLOCK)?;
@@ -367,62 +391,13 @@ fn written(file: &File, len: u64) -> Vec<(u64, u64)> {
     pieces
 }
 
-/// Offsets of blocks that lie in pieces of a file as a whole, each once, spread over all of it.
-struct Blocks {
-    /// First offset of each piece, and how many blocks are before it.
-    pieces: Vec<(u64, u64)>,
-    count: u64,
-    stride: u64,
-    /// Where the first one is: at another place each time, because drives and hosts remember.
-    first: u64,
-    given: u64,
-}
-
-impl Blocks {
-    fn of(written: &[(u64, u64)]) -> Self {
-        let (mut pieces, mut count) = (Vec::new(), 0);
-        for (start, end) in written {
-            let first = start.next_multiple_of(BLOCK.get());
-            let here = end.saturating_sub(first) / BLOCK.get();
-            if here > 0 {
-                pieces.push((first, count));
-                count += here;
-            }
-        }
-        // The golden section: wherever it stops, what was visited lies evenly.
-        let near = (count as f64 * 0.618) as u64;
-        let stride = (near.max(1)..).find(|&stride| gcd(stride, count.max(1)) == 1).unwrap_or(1);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self { pieces, count, stride, first: u64::from(now.subsec_nanos()), given: 0 }
-    }
-
-    fn left(&self) -> u64 {
-        self.count - self.given
-    }
-}
-
-impl Iterator for Blocks {
-    type Item = u64;
-
-    fn next(&mut self) -> Option<u64> {
-        if self.left() == 0 {
-            return None;
-        }
-        let index = self.first as u128 + self.given as u128 * self.stride as u128;
-        let index = (index % self.count as u128) as u64;
-        self.given += 1;
-        let piece = self.pieces.partition_point(|(_, before)| *before <= index).checked_sub(1)?;
-        let (first, before) = self.pieces.get(piece)?;
-        Some(first + (index - before) * BLOCK.get())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Seek, SeekFrom, Write};
     use std::sync::Arc;
 
     use super::*;
+    use crate::scene;
     use crate::store::{CallHook, Injected, IoCall};
 
     const MIB: u64 = 1 << 20;
@@ -462,50 +437,37 @@ mod tests {
         assert_eq!(profile(100_000, 101_000, &[]), (41, 100, 1));
     }
 
-    #[test]
-    fn blocks_are_each_read_once_wherever_the_file_has_any() {
-        let pieces = [(0, 3 * MIB), (4 * MIB + 5, 6 * MIB), (7 * MIB + 1, 7 * MIB + 9), (100 * MIB, 140 * MIB + 77)];
-        let blocks = Blocks::of(&pieces);
-        assert_eq!(blocks.left(), 3 + 1 + 40);
-        let mut found: Vec<u64> = blocks.collect();
-        // The first few are not beside each other.
-        assert!(found.windows(2).filter(|two| two[0].abs_diff(two[1]) == MIB).count() < 4, "{found:?}");
-        found.sort_unstable();
-        let all: Vec<u64> = (0..3).chain([5]).chain(100..140).map(|block| block * MIB).collect();
-        assert_eq!(found, all);
-        for none in [&[][..], &[(0, 0)], &[(1, MIB)]] {
-            assert_eq!(Blocks::of(none).next(), None);
-        }
-    }
-
     /// A file that was made long and hardly written, and one whose room was taken: to read them is to read no disk.
     #[test]
     fn regression_holes_and_room_that_was_never_written_are_not_measured() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model");
-        let mut file = File::create_new(&path).unwrap();
-        file.set_len(256 * MIB).unwrap();
-        file.seek(SeekFrom::Start(64 * MIB)).unwrap();
-        file.write_all(&vec![7; 2 * MIB as usize]).unwrap();
-        file.sync_all().unwrap();
-        let pieces = written(&open(&path).unwrap(), 256 * MIB);
-        if pieces == [(0, 256 * MIB)] {
-            return eprintln!("SKIPPED: {} does not tell where holes are", path.display());
-        }
-        assert_eq!(pieces, [(64 * MIB, 66 * MIB)]);
-        assert_eq!(DiskProfile::measure(&path).unwrap(), None);
-        // SAFETY: the descriptor is open; the call touches no memory of ours.
-        if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, 256 << 20) } == 0 {
+        let test = "store::profile::tests::regression_holes_and_room_that_was_never_written_are_not_measured";
+        scene::alone(test, || {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model");
+            let mut file = File::create_new(&path).unwrap();
+            file.set_len(256 * MIB).unwrap();
+            file.seek(SeekFrom::Start(64 * MIB)).unwrap();
+            file.write_all(&vec![7; 2 * MIB as usize]).unwrap();
             file.sync_all().unwrap();
-            assert_eq!(written(&open(&path).unwrap(), 256 * MIB), [(64 * MIB, 66 * MIB)]);
-            assert_eq!(DiskProfile::of(&path).unwrap(), None);
-        }
-        // What cannot be a model's file.
-        for path in [folder.path(), Path::new("/dev/null"), Path::new("/proc/version")] {
-            assert_eq!(DiskProfile::measure(path).unwrap(), None, "{}", path.display());
-        }
-        assert_eq!(DiskProfile::of(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
-        assert_eq!(DiskProfile::of_disk(&path, IoBackend::Buffered).unwrap_err().kind(), ErrorKind::Unsupported);
+            let pieces = written(&open_to_read(&path).unwrap(), 256 * MIB);
+            if pieces == [(0, 256 * MIB)] {
+                return eprintln!("SKIPPED: {} does not tell where holes are", path.display());
+            }
+            assert_eq!(pieces, [(64 * MIB, 66 * MIB)]);
+            assert_eq!(DiskProfile::measure(&path).unwrap(), None);
+            // SAFETY: the descriptor is open; the call touches no memory of ours.
+            if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, 256 << 20) } == 0 {
+                file.sync_all().unwrap();
+                assert_eq!(written(&open_to_read(&path).unwrap(), 256 * MIB), [(64 * MIB, 66 * MIB)]);
+                assert_eq!(DiskProfile::of(&path).unwrap(), None);
+            }
+            // What cannot be a model's file.
+            for path in [folder.path(), Path::new("/dev/null"), Path::new("/proc/version")] {
+                assert_eq!(DiskProfile::measure(path).unwrap(), None, "{}", path.display());
+            }
+            assert_eq!(DiskProfile::of(&folder.path().join("none")).unwrap_err().kind(), ErrorKind::NotFound);
+            assert_eq!(DiskProfile::of_disk(&path, IoBackend::Buffered).unwrap_err().kind(), ErrorKind::Unsupported);
+        });
     }
 
     /// Lets no call to the kernel pass until the other end is dropped.
@@ -527,7 +489,7 @@ mod tests {
     }
 
     fn can_be_measured(path: &Path) -> bool {
-        let file = open(path).unwrap();
+        let file = open_to_read(path).unwrap();
         !is_memory(&filesystem_name(&file)) && open_direct(&file, false).is_ok()
     }
 
@@ -550,8 +512,8 @@ mod tests {
         let options = StoreOptions::new(IoBackend::Threads).hook(Arc::new(Stuck(Mutex::new(stuck))));
         let (ended, end) = mpsc::channel();
         let limit = Duration::from_millis(100);
-        let (begin, file) = (Instant::now(), open(&path).unwrap());
-        let error = within(limit, "try", move |end| {
+        let (begin, file) = (Instant::now(), open_to_read(&path).unwrap());
+        let error = within(limit, "try".into(), move |end| {
             let found = measured(&path, file, &options, end);
             ended.send(found.clone()).unwrap();
             found
@@ -567,24 +529,42 @@ mod tests {
 
     #[test]
     fn regression_those_that_ask_at_once_get_one_answer() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = file_of(folder.path(), 40 * MIB);
-        let answers: Vec<_> = thread::scope(|scope| {
-            let asking: Vec<_> = (0..8).map(|_| scope.spawn(|| DiskProfile::of(&path))).collect();
-            asking.into_iter().map(|one| one.join().unwrap()).collect()
+        let test = "store::profile::tests::regression_those_that_ask_at_once_get_one_answer";
+        scene::alone(test, || {
+            let folder = tempfile::tempdir().unwrap();
+            let path = file_of(folder.path(), 40 * MIB);
+            let answers: Vec<_> = thread::scope(|scope| {
+                let asking: Vec<_> = (0..8).map(|_| scope.spawn(|| DiskProfile::of(&path))).collect();
+                asking.into_iter().map(|one| one.join().unwrap()).collect()
+            });
+            // Beside other work it may take longer than anybody waits.
+            let known: Vec<_> = answers.iter().flatten().collect();
+            assert!(known.windows(2).all(|two| two[0] == two[1]), "{answers:?}");
+            let late = |error: &Error| error.kind() == ErrorKind::TimedOut;
+            assert!(answers.iter().all(|answer| answer.as_ref().err().is_none_or(late)), "{answers:?}");
         });
-        // Beside other work it may take longer than anybody waits.
-        let known: Vec<_> = answers.iter().flatten().collect();
-        assert!(known.windows(2).all(|two| two[0] == two[1]), "{answers:?}");
-        let late = |error: &Error| error.kind() == ErrorKind::TimedOut;
-        assert!(answers.iter().all(|answer| answer.as_ref().err().is_none_or(late)), "{answers:?}");
-        // Whoever holds a turn for ever holds up its disk only, and not for ever.
-        let disk = Disk::of(&open(&path).unwrap(), &path).unwrap();
-        let _turn = Turn::await_until(&disk, Instant::now() + WAIT).unwrap();
-        let late = Turn::await_until(&disk, Instant::now()).err().map(|error| error.kind());
-        assert_eq!(late, Some(ErrorKind::TimedOut));
-        let other = Disk::of(&open(Path::new("/proc")).unwrap(), &path).unwrap();
-        assert!(Turn::await_until(&other, Instant::now() + WAIT).is_ok());
+    }
+
+    /// Whoever holds a turn for ever holds up its disk only, and not for ever; several that are asked wait side by side.
+    #[test]
+    fn regression_disks_that_do_not_answer_cost_a_second_together() {
+        const ASKED: usize = 8;
+        let test = "store::profile::tests::regression_disks_that_do_not_answer_cost_a_second_together";
+        scene::alone(test, || {
+            let folder = tempfile::tempdir().unwrap();
+            let path = file_of(folder.path(), 40 * MIB);
+            let disk = Disk::of(&open_to_read(&path).unwrap(), &path).unwrap();
+            let _turn = Turn::await_until(&disk, Instant::now() + WAIT).unwrap();
+            let late = Turn::await_until(&disk, Instant::now()).err().map(|error| error.kind());
+            assert_eq!(late, Some(ErrorKind::TimedOut));
+            let other = Disk::of(&open_to_read(Path::new("/proc")).unwrap(), &path).unwrap();
+            assert!(Turn::await_until(&other, Instant::now() + WAIT).is_ok());
+            let begun = Instant::now();
+            let answers = DiskProfile::of_disks(&vec![path; ASKED], IoBackend::Auto);
+            let late = |answer: &Result<_>| answer.as_ref().is_err_and(|error| error.kind() == ErrorKind::TimedOut);
+            assert!(answers.len() == ASKED && answers.iter().all(late), "{answers:?}");
+            assert!(begun.elapsed() < WAIT * ASKED as u32 / 2, "{:?}", begun.elapsed());
+        });
     }
 
     #[test]
@@ -595,7 +575,7 @@ mod tests {
             return eprintln!("SKIPPED: {} is on no disk that can be measured", path.display());
         }
         let options = StoreOptions::new(IoBackend::Threads).hook(Arc::new(Broken));
-        let error = measured(&path, open(&path).unwrap(), &options, Instant::now() + WAIT).unwrap_err();
+        let error = measured(&path, open_to_read(&path).unwrap(), &options, Instant::now() + WAIT).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io, "{error}");
     }
 }

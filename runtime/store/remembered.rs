@@ -4,17 +4,18 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use super::file::filesystem_name;
-use super::place::cache_folder;
+use super::file::{file_system, filesystem_name, longest_file};
+use super::place::{cache_folder, make_cache_folder};
 use super::profile::{BLOCK, DiskProfile, MOST, WAIT};
 use crate::error::{Error, Result};
 use crate::ids::Bytes;
@@ -32,10 +33,16 @@ const NOTE_MOST: u64 = 16 << 10;
 /// Bytes a second that a disk can have: of a slower one no measurement comes to an end.
 const RATES: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
-/// What was measured here lately, the newest last; where nothing can be written, it is all there is.
+/// What was measured here lately, the newest last: all there is where nothing can be written.
 static HERE: Mutex<Vec<Note>> = Mutex::new(Vec::new());
 /// Disks it is kept of.
 const HERE_MOST: usize = 64;
+/// It is held for microseconds, but in a child by `fork` perhaps for ever.
+const HERE_WAIT: Duration = Duration::from_millis(10);
+/// That measurements are not written down was said.
+static TOLD: AtomicBool = AtomicBool::new(false);
+/// What files of ours in the folder begin with.
+const PREFIX: &str = "disk-";
 
 /// Which disk it is, and where its note is.
 pub(super) struct Disk {
@@ -151,11 +158,11 @@ impl Disk {
             "{} {major}:{minor} {} {:x} {number} {source}",
             read("/proc/sys/kernel/random/boot_id"),
             filesystem_name(file),
-            filesystem_id(file),
+            file_system(file).map_or(0, |stat| stat.f_fsid),
         );
         // One file for each disk of a machine, whichever way it was started.
         let name = format!("{} {device:x}", read("/etc/machine-id"));
-        let name = format!("disk-{:016x}.json", XxHash3_64::oneshot(name.as_bytes()));
+        let name = format!("{PREFIX}{:016x}.json", XxHash3_64::oneshot(name.as_bytes()));
         Ok(Self { identity, note: cache_folder().map(|folder| folder.join(name)) })
     }
 
@@ -163,18 +170,22 @@ impl Disk {
         &self.identity
     }
 
-    /// What is known of it.
-    pub fn note(&self) -> Note {
-        let written =
-            self.note.as_deref().and_then(|note| read_note(note).ok()).filter(|note| note.disk == self.identity);
-        let here = || HERE.try_lock()?.iter().find(|note| note.disk == self.identity).cloned();
-        written.or_else(here).unwrap_or_else(|| Note { disk: self.identity.clone(), measured: Vec::new() })
+    /// What is known of it: what was written down, or what this process has measured since and could not write.
+    pub fn note(&self, now: Duration) -> Note {
+        let written = self.note.as_deref().and_then(|note| read_note(note).ok());
+        let here = HERE.try_lock_for(HERE_WAIT).and_then(|here| self.found_in(&here));
+        let known = [here, written.filter(|note| note.disk == self.identity)].into_iter().flatten();
+        let newest = known.max_by_key(|note| note.sound(now).last().map(|one| one.at));
+        newest.unwrap_or_else(|| Note { disk: self.identity.clone(), measured: Vec::new() })
+    }
+
+    fn found_in(&self, notes: &[Note]) -> Option<Note> {
+        notes.iter().find(|note| note.disk == self.identity).cloned()
     }
 
     /// Keeps it, where that can be.
     pub fn remember(&self, note: &Note) {
-        // A child by `fork` may find it locked for ever.
-        if let Some(mut here) = HERE.try_lock() {
+        if let Some(mut here) = HERE.try_lock_for(HERE_WAIT) {
             here.retain(|other| other.disk != self.identity);
             let over = (here.len() + 1).saturating_sub(HERE_MOST);
             here.drain(..over);
@@ -182,13 +193,18 @@ impl Disk {
         }
         let Some(path) = &self.note else { return };
         if let Err(cause) = write_note(path, note) {
-            tracing::debug!(%cause, note = %path.display(), "a measurement is not written down");
+            let note = path.display();
+            if cause.kind() == io::ErrorKind::PermissionDenied && !TOLD.swap(true, Ordering::Relaxed) {
+                tracing::warn!(%cause, %note, "measurements of disks are not written down: every process makes its own");
+            } else {
+                tracing::debug!(%cause, %note, "a measurement is not written down");
+            }
         }
     }
 
     /// Forgets it.
     pub fn forget(&self) {
-        if let Some(mut here) = HERE.try_lock() {
+        if let Some(mut here) = HERE.try_lock_for(HERE_WAIT) {
             here.retain(|other| other.disk != self.identity);
         }
         if let Some(path) = &self.note
@@ -205,15 +221,6 @@ fn mount_source(mounts: &str, major: u32, minor: u32) -> Option<String> {
     let device = format!("{major}:{minor}");
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&device))?;
     Some(line.split_once(" - ")?.1.split(' ').take(2).collect::<Vec<_>>().join(" "))
-}
-
-/// As `statvfs` says; 0 where it says nothing.
-fn filesystem_id(file: &File) -> u64 {
-    // SAFETY: statvfs is plain data, for which all zero bytes is a value.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open, and `stat` is valid for writing.
-    unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) };
-    stat.f_fsid
 }
 
 /// Reads a small regular file of this user's, and nothing else: no link, no pipe, no device.
@@ -233,18 +240,37 @@ fn read_note(path: &Path) -> io::Result<Note> {
 /// Whole or not at all: another process may be reading it.
 fn write_note(path: &Path, note: &Note) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
-    let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    file.write_all(&serde_json::to_vec(note)?)?;
+    make_cache_folder(folder)?;
+    let text = serde_json::to_vec(note)?;
+    if text.len() as u64 > longest_file() {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    let mut file = tempfile::Builder::new().prefix(PREFIX).tempfile_in(folder)?;
+    file.write_all(&text)?;
     file.persist(path).map_err(|error| error.error)?;
+    forget_old(folder);
     Ok(())
+}
+
+/// Removes notes of which nothing counts any more, and what was not written to its end: each mount of a network file system
+/// and each start of a container is another disk.
+fn forget_old(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let age = || entry.metadata().and_then(|note| note.modified()).ok()?.elapsed().ok();
+        if entry.file_name().as_bytes().starts_with(PREFIX.as_bytes())
+            && age().is_some_and(|age| age > SURE)
+            && let Err(cause) = fs::remove_file(entry.path())
+        {
+            tracing::debug!(%cause, note = %entry.path().display(), "an old measurement stays");
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::ffi::CString;
-    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::symlink;
+    use std::time::SystemTime;
 
     use super::*;
 
@@ -322,31 +348,79 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("below/disk-1.json");
         let one = disk(Some(path.clone()), "boot 1 8:1 ext4");
-        assert_eq!(one.note().believed(at(0)), None);
-        let mut note = one.note();
+        assert_eq!(one.note(at(0)).believed(at(0)), None);
+        let mut note = one.note(at(0));
         note.add(profile(2000), at(0));
         one.remember(&note);
         assert_eq!(read_note(&path).unwrap(), note);
-        assert_eq!(one.note().believed(at(1)), Some(profile(2000)));
+        assert_eq!(one.note(at(1)).believed(at(1)), Some(profile(2000)));
         // The same number, of another disk: after a restart, or on another machine that shares the folder.
         let other = disk(Some(path.clone()), "boot 2 8:1 ext4");
-        assert_eq!(other.note().believed(at(1)), None);
+        assert_eq!(other.note(at(1)).believed(at(1)), None);
         one.forget();
         assert!(!path.exists());
-        assert_eq!(one.note().believed(at(1)), None);
+        assert_eq!(one.note(at(1)).believed(at(1)), None);
     }
 
     #[test]
     fn regression_what_cannot_be_written_is_remembered_here() {
         for (n, path) in [None, Some(PathBuf::from("/proc/none/disk-1.json"))].into_iter().enumerate() {
             let disk = disk(path, &format!("nowhere {n}"));
-            let mut note = disk.note();
+            let mut note = disk.note(at(0));
             note.add(profile(2000), at(0));
             disk.remember(&note);
-            assert_eq!(disk.note().believed(at(1)), Some(profile(2000)));
+            assert_eq!(disk.note(at(1)).believed(at(1)), Some(profile(2000)));
             disk.forget();
-            assert_eq!(disk.note().believed(at(1)), None);
+            assert_eq!(disk.note(at(1)).believed(at(1)), None);
         }
+    }
+
+    /// The folder may have become full, read-only or another user's since a note was written.
+    #[test]
+    fn regression_a_note_that_cannot_be_replaced_hides_nothing_newer() {
+        let folder = tempfile::tempdir().unwrap();
+        let writable = disk(Some(folder.path().join("disk-1.json")), "written once");
+        let no_more = disk(Some(PathBuf::from("/proc/none/disk-1.json")), "written once");
+        let measure = |disk: &Disk, minute: u64, rate: u64| {
+            let mut note = writable.note(at(minute));
+            note.add(profile(rate), at(minute));
+            disk.remember(&note);
+        };
+        measure(&writable, 0, 1000);
+        assert_eq!(writable.note(at(11)).believed(at(11)), None, "it is to be measured anew");
+        measure(&no_more, 20, 2000);
+        assert_eq!(writable.note(at(21)).believed(at(21)), Some(profile(2000)));
+        // What another process has written since counts.
+        let mut theirs = read_note(&folder.path().join("disk-1.json")).unwrap();
+        theirs.add(profile(3000), at(40));
+        write_note(&folder.path().join("disk-1.json"), &theirs).unwrap();
+        assert_eq!(writable.note(at(41)).believed(at(41)), Some(profile(3000)));
+        // A time that has not come is no newer one.
+        write_note(&folder.path().join("disk-1.json"), &{
+            let mut note = Note { disk: "written once".into(), ..Note::default() };
+            note.add(profile(4000), at(1000));
+            note
+        })
+        .unwrap();
+        assert_eq!(writable.note(at(21)).believed(at(21)), Some(profile(2000)));
+        writable.forget();
+    }
+
+    #[test]
+    fn regression_notes_that_no_longer_count_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = |name: &str, hours: u64| {
+            let file = File::create_new(folder.path().join(name)).unwrap();
+            file.set_modified(SystemTime::now() - Duration::from_secs(hours * 60 * MINUTE)).unwrap();
+        };
+        // Of a disk that is gone, of one that may be there, what was not written to its end, and what others keep here.
+        for (name, hours) in [("disk-a.json", 25), ("disk-b.json", 23), ("disk-XyZ", 25), ("theirs.json", 2500)] {
+            made(name, hours);
+        }
+        write_note(&folder.path().join("disk-c.json"), &Note::default()).unwrap();
+        let mut left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort_unstable();
+        assert_eq!(left, ["disk-b.json", "disk-c.json", "theirs.json"]);
     }
 
     #[test]
@@ -354,7 +428,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk-1.json");
         let disk = disk(Some(path.clone()), "here");
-        let none = || assert_eq!(disk.note().believed(at(1)), None, "{:?}", fs::symlink_metadata(&path));
+        let none = || assert_eq!(disk.note(at(1)).believed(at(1)), None, "{:?}", fs::symlink_metadata(&path));
         // A pipe that nobody writes to.
         let c_path = CString::new(path.as_os_str().as_bytes()).unwrap();
         // SAFETY: the path is a C string.
@@ -399,7 +473,7 @@ mod tests {
             none();
         }
         fs::write(&path, line(rate, 1, mib, START)).unwrap();
-        assert!(disk.note().believed(at(1)).is_some());
+        assert!(disk.note(at(1)).believed(at(1)).is_some());
         // SAFETY: the call has no preconditions.
         if unsafe { libc::geteuid() } == 0 {
             std::os::unix::fs::chown(&path, Some(65_534), None).unwrap();

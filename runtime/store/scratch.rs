@@ -21,7 +21,6 @@
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::mem;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -33,7 +32,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 use twox_hash::XxHash3_64;
 
-use super::file::{filesystem_name, is_memory, is_remote};
+use super::file::{file_system, filesystem_name, is_memory, is_remote, longest_file};
 use super::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
@@ -67,8 +66,6 @@ pub enum ScratchAllocation {
 /// How a scratch file is made.
 #[derive(Clone, Default)]
 pub struct ScratchOptions {
-    /// Whether the file has a name and stays. Otherwise its space is free as soon as the process ends, however it ends.
-    pub persist: bool,
     /// When room is taken.
     pub allocation: ScratchAllocation,
     /// Sees every call that takes room or gives it back.
@@ -77,10 +74,7 @@ pub struct ScratchOptions {
 
 impl fmt::Debug for ScratchOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ScratchOptions")
-            .field("persist", &self.persist)
-            .field("allocation", &self.allocation)
-            .finish_non_exhaustive()
+        f.debug_struct("ScratchOptions").field("allocation", &self.allocation).finish_non_exhaustive()
     }
 }
 
@@ -109,8 +103,6 @@ pub struct ScratchFile(Arc<Inner>);
 struct Inner {
     file: File,
     directory: PathBuf,
-    /// Where the file can be found, if it was to persist.
-    path: Option<PathBuf>,
     page_size: PageSize,
     in_memory: bool,
     options: ScratchOptions,
@@ -157,13 +149,13 @@ pub struct ScratchRoom {
 }
 
 impl ScratchFile {
-    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. Unless
-    /// it is to `persist`, it has no name, and its space is free as soon as the process ends, however it ends.
+    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. It has no name,
+    /// and its space is free as soon as the process ends, however it ends.
     ///
     /// # Errors
     /// As [`create_with`](Self::create_with).
-    pub fn create(directory: &Path, page_size: PageSize, persist: bool) -> Result<Self> {
-        Self::create_with(directory, page_size, ScratchOptions { persist, ..ScratchOptions::default() })
+    pub fn create(directory: &Path, page_size: PageSize) -> Result<Self> {
+        Self::create_with(directory, page_size, ScratchOptions::default())
     }
 
     /// The same, with options.
@@ -176,17 +168,11 @@ impl ScratchFile {
             Error::io(format!("create the scratch file in {}", directory.display()), cause)
                 .remedy("give a directory that exists and may be written to")
         };
-        let (file, path) = if options.persist {
-            create_named(directory).map(|(file, path)| (file, Some(path)))
-        } else {
-            create_unnamed(directory).map(|file| (file, None))
-        }
-        .map_err(failed)?;
+        let file = create_unnamed(directory).map_err(failed)?;
         let in_memory = is_memory(&filesystem_name(&file));
         Ok(Self(Arc::new(Inner {
             file,
             directory: directory.into(),
-            path,
             page_size,
             in_memory,
             options,
@@ -211,16 +197,17 @@ impl ScratchFile {
         })
     }
 
-    /// Where the file is, or for a file without a name the directory it is in: for messages.
-    pub fn path(&self) -> &Path {
-        self.0.path.as_deref().unwrap_or(&self.0.directory)
+    /// The directory it is in.
+    pub fn directory(&self) -> &Path {
+        &self.0.directory
     }
 
     /// Reserves contiguous slots for `bytes` bytes. Their room is taken as the [options](ScratchOptions::allocation) say.
     /// Threads that reserve at once take their turns; reads and writes of the file's other pages go on meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::DiskFull`] if the file system has no room; nothing is then reserved, and what was taken is given back.
+    /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long; nothing is then reserved, and what
+    /// was taken is given back.
     /// [`ErrorKind::InvalidArgument`] for no bytes, or more than a file can have; [`ErrorKind::OutOfMemory`] if there is no
     /// memory for the checksums.
     pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
@@ -251,11 +238,17 @@ impl ScratchFile {
         // From here on its drop gives everything back.
         let leaves = AtomicBool::new(false);
         let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
-        if let Err(cause) = inner.take_room(run.offset(), run.len()) {
+        let most = longest_file();
+        let fits = run.offset() + run.len() <= most;
+        let refused = if fits { inner.take_room(run.offset(), run.len()).err().map(Some) } else { Some(None) };
+        if let Some(cause) = refused {
             let wish = run.len();
             drop(run);
             inner.shorten(before);
-            return Err(inner.cannot_take(wish, cause));
+            return Err(match cause {
+                Some(cause) => inner.cannot_take(wish, cause),
+                None => inner.may_not_take(wish, most),
+            });
         }
         run.checksums = checksums(wanted)?;
         Ok(run)
@@ -340,16 +333,13 @@ impl ScratchFile {
     }
 }
 
-/// A place for each slot's checksum; 0 is "not recorded".
+/// A place for each slot's checksum; 0 is "not recorded". It takes memory where it is used: there may be room for them all
+/// neither in memory nor on the disk.
 fn checksums(count: u64) -> Result<Box<[AtomicU64]>> {
-    let mut places = Vec::new();
-    places.try_reserve_exact(count as usize).map_err(|cause| {
+    bytemuck::try_zeroed_slice_box(count as usize).map_err(|()| {
         Error::new(ErrorKind::OutOfMemory, format!("no memory for the checksums of {count} pages"))
             .remedy("choose larger pages")
-            .caused_by(cause)
-    })?;
-    places.resize_with(count as usize, AtomicU64::default);
-    Ok(places.into_boxed_slice())
+    })
 }
 
 /// The ranges of `SLICE` bytes or less that `[offset, offset + len)` is made of.
@@ -459,6 +449,15 @@ impl Inner {
             self.directory.display(),
         );
         Error::io(what, cause).remedy("free space there, or give another scratch directory")
+    }
+
+    fn may_not_take(&self, wanted: u64, most: u64) -> Error {
+        let (wanted, most) = (Bytes::new(wanted), Bytes::new(most));
+        let message = format!(
+            "take {wanted} for the scratch file in {}: no file of this process may be longer than {most} (ulimit -f)",
+            self.directory.display(),
+        );
+        Error::new(ErrorKind::DiskFull, message).remedy("raise that limit, or have smaller read-write tensors")
     }
 }
 
@@ -651,15 +650,6 @@ fn fallocate(file: &File, mode: libc::c_int, offset: u64, len: u64) -> io::Resul
     }
 }
 
-/// What the file system of `file` says of itself.
-fn file_system(file: &File) -> Option<libc::statvfs> {
-    // SAFETY: statvfs is plain data, for which all zero bytes is a value.
-    let mut stat: libc::statvfs = unsafe { mem::zeroed() };
-    // SAFETY: the descriptor is open, and `stat` is valid for writing.
-    let answer = unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) };
-    (answer == 0).then_some(stat)
-}
-
 /// What a file can still have. File systems keep some for root.
 fn obtainable(stat: &libc::statvfs, root: bool) -> u64 {
     in_bytes(if root { stat.f_bfree } else { stat.f_bavail }, stat)
@@ -679,21 +669,44 @@ mod tests {
 
     use super::super::operation::IoCall;
     use super::*;
+    use crate::scene;
 
     fn scratch(directory: &Path) -> ScratchFile {
-        ScratchFile::create(directory, PageSize::new(Bytes::kib(64)).unwrap(), false).unwrap()
+        ScratchFile::create(directory, PageSize::new(Bytes::kib(64)).unwrap()).unwrap()
     }
 
     #[test]
-    fn unnamed_unless_it_is_to_persist() {
+    fn it_has_no_name() {
         let directory = tempfile::tempdir().unwrap();
         let entries = || fs::read_dir(directory.path()).unwrap().count();
         let unnamed = scratch(directory.path());
         let meta = unnamed.handle().unwrap().metadata().unwrap();
         assert_eq!((entries(), meta.nlink(), meta.mode() & 0o777), (0, 0, 0o600));
-        let named = ScratchFile::create(directory.path(), PageSize::DEFAULT, true).unwrap();
-        assert_eq!(entries(), 1);
-        assert_eq!(fs::metadata(named.path()).unwrap().mode() & 0o777, 0o600);
+        // What it is made of where file systems know no files without names.
+        let (_file, path) = create_named(directory.path()).unwrap();
+        assert_eq!((entries(), fs::metadata(path).unwrap().mode() & 0o777), (1, 0o600));
+    }
+
+    /// Room that is taken late is more than there is memory for its checksums.
+    #[test]
+    fn regression_checksums_take_no_memory_until_they_are_used() {
+        const PAGES: u64 = 1 << 26;
+        let test = "store::scratch::tests::regression_checksums_take_no_memory_until_they_are_used";
+        scene::alone(test, || {
+            let status = || fs::read_to_string("/proc/self/status").unwrap();
+            let peak = || status().lines().find_map(|line| line.strip_prefix("VmHWM:").map(str::to_owned)).unwrap();
+            let kib = |text: String| text.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+            let before = kib(peak());
+            let directory = tempfile::tempdir().unwrap();
+            let options = ScratchOptions { allocation: ScratchAllocation::AtWriteBack, ..ScratchOptions::default() };
+            let page = PageSize::new(Bytes::kib(4)).unwrap();
+            let scratch = ScratchFile::create_with(directory.path(), page, options).unwrap();
+            let run = scratch.reserve(Bytes::kib(4 * PAGES)).unwrap();
+            run.record(run.slot(PAGES - 1).unwrap(), 7);
+            assert!(run.verify(run.slot(PAGES - 1).unwrap(), 8).is_err());
+            let grown = kib(peak()) - before;
+            assert!(grown < 64 << 10, "{grown} KiB for {PAGES} checksums");
+        });
     }
 
     /// Bytes that the file system has allocated. It counts what it needs to keep track of them, too.
@@ -981,7 +994,7 @@ mod tests {
 
     #[test]
     fn a_directory_that_is_not_there() {
-        let error = ScratchFile::create(Path::new("/nowhere/at/all"), PageSize::DEFAULT, false).unwrap_err();
+        let error = ScratchFile::create(Path::new("/nowhere/at/all"), PageSize::DEFAULT).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
     }
 

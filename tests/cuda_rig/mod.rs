@@ -71,8 +71,8 @@ impl Rig {
         let page_size = PageSize::new(Bytes::new(PAGE)).unwrap();
         let config = CudaDeviceConfig { device: Default::default(), page_size, frames };
         let device = Arc::new(CudaDevice::new(config, sink.clone()).unwrap());
-        let config = HostSlabConfig { page_size, frames: 20, frames_max: 20, staging: 0, lock: true };
-        let slab = HostSlab::for_device(config, device.clone()).unwrap();
+        let config = HostSlabConfig { page_size, frames: 20, staging: 0, lock: true };
+        let slab = HostSlab::new(config, device.clone()).unwrap();
         slab.wait_locked();
         let base = device.reserve(64).unwrap();
         let (fill, back) =

@@ -1,4 +1,5 @@
-//! Tests that run in a process of their own: they use up what a process has, end it, or leave something behind.
+//! Tests that run in a process of their own: they use up what a process has, end it, or leave something behind. Each has a
+//! cache folder of its own: what the user's programs remember is none of a test's business.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(dead_code, reason = "each test uses its own part")]
@@ -69,7 +70,8 @@ impl Scene {
         words.push(std::env::current_exe().unwrap().into());
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).args(["--exact", &self.test, "--nocapture", "--include-ignored"]);
-        command.env(SCENE, &self.test).envs(self.variables);
+        let cache = tempfile::tempdir().unwrap();
+        command.env(SCENE, &self.test).env("XDG_CACHE_HOME", cache.path()).envs(self.variables);
         let output = command.output().unwrap();
         let text = [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
         Ended { status: output.status, text }

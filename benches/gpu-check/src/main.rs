@@ -73,7 +73,7 @@ fn settings(
     };
     let memory = match memory {
         Some(memory) => memory,
-        None => MemoryLimit::detect().map(|found| found.limit.saturating_sub(found.usage))?,
+        None => MemoryLimit::detect()?.free(),
     };
     Ok(Settings { scale, device, dir, memory, page: PageSize::new(page)? })
 }

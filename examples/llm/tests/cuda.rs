@@ -390,7 +390,9 @@ fn generate_gives_the_words_of_the_cpu_in_a_budget_smaller_than_the_model() {
     let on_gpu = [&args[..], &["--device", "cuda:0", "--kernels", kernels]].concat();
     let Some(mut command) = generate(folder.path(), &on_gpu) else { return };
     let got = json_of(&command.output().unwrap());
-    let want = json_of(&Command::new(generate_program()).args(args).stdin(Stdio::null()).output().unwrap());
+    let mut on_cpu = Command::new(generate_program());
+    on_cpu.args(args).stdin(Stdio::null()).env("XDG_CACHE_HOME", folder.path());
+    let want = json_of(&on_cpu.output().unwrap());
     for field in ["prompt_tokens", "tokens", "text"] {
         assert_eq!(got[field], want[field], "{field}");
     }

@@ -84,6 +84,8 @@ fn text(path: &Path) -> &str {
 fn command(args: &[&str]) -> Command {
     let mut command = Command::new(GENERATE);
     command.args(args).stdin(Stdio::null()).env_remove("RUST_LOG");
+    // What the user's programs remember of disks is none of a test's business.
+    command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
     command
 }
 

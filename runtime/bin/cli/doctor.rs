@@ -122,7 +122,7 @@ const IPC_LOCK: u32 = 14;
 pub fn run(options: &Options) -> Result<Diagnosis> {
     let machine = Machine::detect()?;
     let io = io();
-    let free = machine.memory.limit.saturating_sub(machine.memory.usage);
+    let free = machine.memory.free();
     let directories = match &options.dir {
         Some(dir) => {
             // A directory asked for by name has to be there.
@@ -252,7 +252,9 @@ fn examine(dir: &Path, free: Bytes, found: &mut Directory) -> Result<()> {
     // written, and may be in a cache behind the disk.
     DiskProfile::forget(dir)?;
     if let Some(disk) = DiskProfile::measure(&trial.path())? {
-        found.settings = Some(Runtime::builder().disk(disk).device_budget(free).settings()?);
+        // Of one page at least: that memory is short is told elsewhere.
+        let budget = free.max(Bytes::new(PageSize::DEFAULT.bytes()));
+        found.settings = Some(Runtime::builder().disk(disk).device_budget(budget).settings()?);
     }
     Ok(())
 }
