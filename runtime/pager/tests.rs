@@ -407,12 +407,18 @@ fn regression_what_a_scope_gets_as_its_request_begins_to_wait_makes_it_growth() 
 fn regression_a_reservation_that_is_barred_wants_its_frames() {
     let (mut pager, s, words) = pager(3);
     pager.set_passes(0);
-    touch(&mut pager, &words, run(s, 0, 1), Purpose::Read);
-    assert_eq!(words[0].try_pin(), TryPin::Hit);
+    for page in 0..2 {
+        touch(&mut pager, &words, run(s, page, 1), Purpose::Read);
+        assert_eq!(words[page as usize].try_pin(), TryPin::Hit);
+    }
     let mut fx = Effects::default();
-    ask(&mut pager, &[run(s, 1, 3)], Purpose::Read, &mut fx);
+    let bars = ask(&mut pager, &[run(s, 2, 2)], Purpose::Read, &mut fx);
     let (scope, _) = pager.open_scope(ScopeTerms { at_most: Some(2), ..ScopeTerms::default() });
     let Ok(Submitted::Waiting(barred)) = pager.reserve(scope, 2, &mut fx) else { panic!("it passes") };
+    assert!(pager.waits_behind(barred));
+    pager.check_invariants().unwrap();
+    pager.cancel(bars, &mut fx);
+    assert!(!pager.waits_behind(barred));
     assert_eq!(pager.request_stand(barred).and_then(|(_, frames, _)| frames), Some(2));
     pager.check_invariants().unwrap();
 }
