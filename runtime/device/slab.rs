@@ -262,7 +262,7 @@ impl HostSlab {
     /// Maps a slab, which the device locks whose copies it serves. Memory is committed as it is locked or first used.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
+    /// [`OutOfMemory`](crate::ErrorKind::OutOfMemory) if the kernel gives no address space.
     pub fn new(config: HostSlabConfig, device: Arc<dyn Device>) -> Result<Self> {
         Self::locked_by(|device, memory| device.lock_host(memory), config, device)
     }
