@@ -44,6 +44,9 @@
 //! (frames, streams), [`pager`] (the pure
 //! state machine that decides). Their traits are documented with their contracts.
 
+#[macro_use]
+mod sync;
+
 mod compute;
 mod config;
 pub mod device;
@@ -69,7 +72,6 @@ mod segment;
 mod settings;
 pub mod sim;
 pub mod store;
-mod sync;
 mod tensor;
 mod transfer;
 

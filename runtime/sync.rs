@@ -1,4 +1,13 @@
-//! What threads share. Atomics come from the standard library or, under `--cfg loom`, from loom, which explores every interleaving of them.
+//! Internal assertions, and what threads share. Atomics come from the standard library or, under `--cfg loom`, from loom, which explores every interleaving of them.
+
+/// What can only be false because of a bug in this crate. Checked in debug builds and with the feature `strict`.
+macro_rules! invariant {
+    ($holds:expr, $($message:tt)+) => {
+        if cfg!(any(debug_assertions, feature = "strict")) {
+            assert!($holds, $($message)+);
+        }
+    };
+}
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU64, Ordering};

@@ -656,13 +656,10 @@ impl Pager {
 
     fn grant(&mut self, id: RequestId, key: usize, after: Option<crate::ids::FillPoint>, fx: &mut Effects) {
         let Request { terms, spent, cause, .. } = self.requests[key];
-        if cfg!(debug_assertions) {
-            let is_pinned = |page: &PageId| self.word(*page).load().pins > 0;
-            invariant!(
-                self.requests[key].pages().all(|page| is_pinned(&page)),
-                "{id:?} is granted without all its pins"
-            );
-        }
+        invariant!(
+            self.requests[key].pages().all(|page| self.word(page).load().pins > 0),
+            "{id:?} is granted without all its pins"
+        );
         let runs = std::mem::take(&mut self.requests[key].runs);
         self.acquired(&terms, &runs, spent);
         // The scope's now, until its pins end.

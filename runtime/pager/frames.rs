@@ -77,7 +77,7 @@ impl DeviceFrames {
         Some(frame)
     }
     pub(super) fn give(&mut self, frame: FrameId) {
-        debug_assert!(self.owned[frame.index()], "frame {frame:?} freed twice");
+        invariant!(self.owned[frame.index()], "frame {frame:?} freed twice");
         self.owned[frame.index()] = false;
         self.in_use -= 1;
         self.free.push_back(frame);

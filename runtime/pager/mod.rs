@@ -28,15 +28,6 @@
 //! unpin resident pages (see [`pin`]). Effects are carried out after the latch is released, except `protect`, which must not be
 //! overtaken by the frame's next use.
 
-/// What can only be false because of a bug in this crate. Checked in debug builds and with the feature `strict`.
-macro_rules! invariant {
-    ($holds:expr, $($message:tt)+) => {
-        if cfg!(any(debug_assertions, feature = "strict")) {
-            assert!($holds, $($message)+);
-        }
-    };
-}
-
 mod access;
 mod admit;
 mod bits;

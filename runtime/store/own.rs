@@ -54,7 +54,7 @@ impl OwnRing {
         // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the store
         // contract). `Running` keeps operation and ring together until the answer has come, also when its caller leaves.
         let pushed = unsafe { self.0.submission().push(&entry) };
-        debug_assert!(pushed.is_ok(), "a ring with room for two has more than one operation");
+        invariant!(pushed.is_ok(), "a ring with room for two has more than one operation");
     }
 
     /// Waits for the answer, until then or without an end.

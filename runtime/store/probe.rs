@@ -404,7 +404,7 @@ impl Buffer {
     }
 
     fn at(&self, offset: usize) -> HostPointer {
-        debug_assert!(offset < self.layout.size());
+        invariant!(offset < self.layout.size(), "a part lies at {offset}, behind a buffer of {}", self.layout.size());
         // SAFETY: `offset` is inside the allocation: it is that of a part, and parts are as many as fit.
         HostPointer(unsafe { self.memory.add(offset) })
     }

@@ -238,7 +238,7 @@ impl<T> Queue<T> {
                 &mut self.started_other
             }
         };
-        debug_assert!(*count > 0, "an operation ended that never started");
+        invariant!(*count > 0, "an operation ended that never started");
         *count = count.saturating_sub(1);
         self.ended += 1;
     }

@@ -378,7 +378,7 @@ impl FixedFiles {
     /// now.
     fn unname(&mut self, slot: u32) -> Option<u32> {
         let named = &mut self.named[slot as usize];
-        debug_assert!(*named > 0, "a registered file is no longer named, and never was");
+        invariant!(*named > 0, "a registered file is no longer named, and never was");
         *named = named.saturating_sub(1);
         if *named > 0 {
             return None;
