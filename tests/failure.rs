@@ -32,6 +32,7 @@ on_every_device! {
     any_one_operation_may_fail_with_eio
     any_one_operation_may_find_the_disk_full_or_end_early
     reads_that_fail_for_a_moment_are_not_noticed
+    who_joins_a_prefetch_that_fails_gets_a_try_of_its_own
     interrupted_postponed_and_partial_operations_go_on_unnoticed
     a_page_that_cannot_be_written_back_is_lost_alone_and_its_owner_hears_of_it
     close_reports_what_was_lost
@@ -374,6 +375,69 @@ fn reads_that_fail_for_a_moment_are_not_noticed(devices: Devices) {
             drop(model);
             runtime.close().unwrap();
             next_round(setting.on);
+        }
+    });
+}
+
+/// Holds the first read until it is let go. So many reads fail, however often the store tries them.
+struct FailsLate {
+    fails: usize,
+    /// Reads that were begun, and whether they are let go.
+    state: Mutex<(Vec<Token>, bool)>,
+    changed: Condvar,
+}
+
+impl CallHook for FailsLate {
+    fn before(&self, call: &IoCall) -> Injected {
+        let mut state = self.state.lock();
+        if !state.0.contains(&call.token) {
+            state.0.push(call.token);
+            self.changed.notify_all();
+        }
+        self.changed.wait_while(&mut state, |(_, let_go)| !*let_go);
+        let fails = state.0.iter().position(|token| *token == call.token).is_some_and(|at| at < self.fails);
+        if fails { Injected::Errno(libc::EIO) } else { Injected::Nothing }
+    }
+}
+
+fn who_joins_a_prefetch_that_fails_gets_a_try_of_its_own(devices: Devices) {
+    watched("a prefetch that fails", move || {
+        for setting in Setting::tiers(devices) {
+            for fails in [1, 2] {
+                let hook = Arc::new(FailsLate { fails, state: Mutex::default(), changed: Condvar::new() });
+                let runtime = setting.builder(None).store(StoreOptions::new(setting.io).hook(hook.clone()));
+                let runtime = runtime.open().unwrap();
+                let file = common::synthetic(&[10_000]);
+                let model = runtime.open_model(&file.path).unwrap();
+                let tensor = model.tensor("t0").unwrap();
+                runtime.prefetch(&tensor);
+                hook.changed.wait_while(&mut hook.state.lock(), |(begun, _)| begun.is_empty());
+                let mut joins = runtime.reading(&tensor);
+                let mut context = Context::from_waker(Waker::noop());
+                assert!(joins.as_mut().poll(&mut context).is_pending());
+                hook.state.lock().1 = true;
+                hook.changed.notify_all();
+                let mut joined = Poll::Pending;
+                until("who joined", || {
+                    joined = joins.as_mut().poll(&mut context);
+                    joined.is_ready()
+                });
+                let Poll::Ready(joined) = joined else { unreachable!() };
+                assert_eq!(joined.as_ref().map(drop).map_err(Error::kind), [Ok(()), Err(ErrorKind::Io)][fails - 1]);
+                if let Ok(guard) = &joined {
+                    let header = model.header().tensor("t0").unwrap();
+                    assert!(*guard.try_bytes().unwrap() == file.bytes[header.offset as usize..][..10_000]);
+                }
+                assert_eq!((runtime.stats().pager.retried, hook.state.lock().0.len()), (1, 2), "{setting:?}");
+                drop((joined, joins));
+                // One that nobody had begun for it has had its try.
+                runtime.evict(&tensor);
+                drop(runtime.read(&tensor).unwrap());
+                assert_eq!(runtime.stats().pager.retried, 1);
+                drop(model);
+                check_at_rest(runtime, vec![tensor], "a prefetch that fails");
+                next_round(setting.on);
+            }
         }
     });
 }

@@ -200,8 +200,47 @@ fn a_failed_fill_releases_what_its_waiters_hold() {
     world.pin(&[run(s, 0, 2)], false, false).unwrap().unwrap_err();
     world.pin(&[run(s, 1, 2)], false, false).unwrap().unwrap_err();
     end(&mut world, s, 1, false);
-    assert_eq!(world.failed.len(), 2);
+    assert_eq!(world.failed.len(), 1, "who joined gets a try of its own");
     assert_eq!(world.word(page(s, 0)).load().pins, 0);
+    end(&mut world, s, 1, false);
+    assert_eq!((world.failed.len(), world.pager.stats().retried), (2, 1));
+    world.drain();
+}
+
+/// A fill that was begun for a request that has gone failed with whoever had joined it.
+#[test]
+fn regression_who_joins_a_fill_of_one_that_has_gone_gets_a_try_of_its_own() {
+    for (gone_first, write) in [(true, false), (true, true), (false, false)] {
+        let (mut world, s) = world(1, 0, 1);
+        world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
+        if gone_first {
+            world.cancel(0);
+        }
+        world.pin(&[run(s, 0, 1)], write, false).unwrap().unwrap_err();
+        if !gone_first {
+            world.cancel(0);
+        }
+        end(&mut world, s, 0, false);
+        assert_eq!((world.failed.len(), world.pager.stats().retried), (0, 1));
+        // It has one, and no more.
+        end(&mut world, s, 0, false);
+        assert_eq!((world.failed.len(), world.pager.stats().retried), (1, 1));
+        assert!(world.moves.is_empty() && world.waiting.is_empty());
+        world.drain();
+    }
+}
+
+/// The same beside one for whom it was begun and that waits: that one is refused, and who joined is served.
+#[test]
+fn who_joins_a_fill_is_not_refused_with_the_one_it_was_begun_for() {
+    let (mut world, s) = world(1, 0, 1);
+    let first = world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
+    let joined = world.pin(&[run(s, 0, 1)], false, false).unwrap().unwrap_err();
+    end(&mut world, s, 0, false);
+    assert_eq!(world.failed.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [first]);
+    assert!(world.waits(joined));
+    settle(&mut world);
+    assert_eq!((world.guards.len(), world.pager.stats().retried), (1, 1));
     world.drain();
 }
 

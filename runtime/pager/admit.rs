@@ -559,10 +559,9 @@ impl Pager {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         for page in pages {
             let waits = self.filling.get_mut(&page).is_some_and(|fill| {
-                let before = fill.waiters.len();
-                fill.waiters.retain(|waiter| *waiter != id);
-                fill.locked &= !writes || fill.waiters.len() == before;
-                fill.waiters.len() != before
+                let waited = fill.leave(id);
+                fill.locked &= !(writes && waited);
+                waited
             });
             let word = self.word(page).load();
             // A page of an admitted request is either still filling or pinned by it; a failed fill left it Empty.
@@ -624,7 +623,7 @@ impl Pager {
         let mut after = None;
         for page in lent {
             if let Some(fill) = self.filling.get_mut(&page) {
-                fill.waiters.retain(|waiter| *waiter != id);
+                fill.leave(id);
                 fill.lent = true;
                 after = after.max(fill.taken);
             }

@@ -381,7 +381,7 @@ impl Pager {
             let fill = self.filling.get(&page).map(|fill| {
                 let waiters: Vec<_> = fill.waiters.iter().map(request).collect();
                 let lent = (fill.taken.is_some(), fill.lent, fill.failed.is_some());
-                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent, fill.locked, fill.wanted)
+                (waiters, fill.priority, fill.moving.map(|id| moving(id.0)), lent, fill.locked, fill.own)
             });
             let put_off = self.put_off.get(&page).map(|until| until.saturating_sub(self.events));
             (fill, put_off).hash(&mut hasher);

@@ -305,7 +305,7 @@ pub struct PagerStats {
     pub write_backs: u64,
     /// Pages whose bytes were lost after repeated failures.
     pub poisoned: u64,
-    /// Fills ahead of use that failed and were tried once more, for those who had come to wait for them.
+    /// Fills that failed and were tried once more, for those who had come to wait for them after their moves had started.
     pub retried: u64,
     /// Requests that ended because scopes would have waited for each other for ever.
     pub deadlocks: u64,
@@ -484,18 +484,28 @@ pub struct Pager {
 #[derive(Debug)]
 struct Fill {
     waiters: Vec<RequestId>,
+    /// How many of them, from the first, waited when the move under way was started.
+    own: usize,
     priority: Priority,
     moving: Option<MoveId>,
     /// Set once the device has taken up the copy.
     taken: Option<FillPoint>,
     /// Whether it is for a writer, who is the only one that waits.
     locked: bool,
-    /// Whether the move under way was started for somebody who waited.
-    wanted: bool,
     /// Whether the page was lent, at whatever time.
     lent: bool,
     /// Why the move failed, of a page that is still lent.
     failed: Option<Error>,
+}
+
+impl Fill {
+    /// A request waits for it no more. Whether it did.
+    fn leave(&mut self, waiter: RequestId) -> bool {
+        let Some(at) = self.waiters.iter().position(|other| *other == waiter) else { return false };
+        self.waiters.remove(at);
+        self.own -= usize::from(at < self.own);
+        true
+    }
 }
 
 fn count_tail(sum: &mut u64, tail: u64, had: bool, has: bool) {

@@ -117,6 +117,7 @@ impl Pager {
         let id = self.start_move(page, from, Place::Device(frame), priority, fx);
         if let Some(fill) = self.filling.get_mut(&page) {
             fill.moving = Some(id);
+            fill.own = fill.waiters.len();
         }
     }
 
@@ -250,8 +251,8 @@ impl Pager {
         if priority > Priority::WriteBack {
             self.prefetching += 1;
         }
-        let (waiters, wanted) = (waiter.into_iter().collect(), waiter.is_some());
-        let fill = Fill { waiters, priority, moving: None, taken: None, locked, wanted, lent: false, failed: None };
+        let waiters = waiter.into_iter().collect();
+        let fill = Fill { waiters, own: 0, priority, moving: None, taken: None, locked, lent: false, failed: None };
         self.filling.insert(page, fill);
         match self.take_frame() {
             Some(frame) => self.start_fill(page, frame, fx),
@@ -297,7 +298,9 @@ impl Pager {
     }
 
     fn filled(&mut self, page: PageId, from: Place, frame: FrameId, result: Result<()>, fx: &mut Effects) {
-        if result.is_err() && self.tries_again(page, from, frame, fx) {
+        if let Err(error) = &result
+            && self.tries_again(page, from, frame, error, fx)
+        {
             return;
         }
         let Some(mut fill) = self.filling.remove(&page) else { return };
@@ -355,13 +358,14 @@ impl Pager {
         }
     }
 
-    /// A fill that was begun ahead of use has failed, and somebody has come to wait for it: they get a try of their own.
-    fn tries_again(&mut self, page: PageId, from: Place, frame: FrameId, fx: &mut Effects) -> bool {
+    /// A move of a fill has failed, and somebody has come to wait since it was started: they get a try of their own. Those
+    /// for whom it was started have had theirs.
+    fn tries_again(&mut self, page: PageId, from: Place, frame: FrameId, error: &Error, fx: &mut Effects) -> bool {
         let Some(fill) = self.filling.get_mut(&page) else { return false };
-        if fill.wanted || fill.waiters.is_empty() || fill.lent || self.closing {
+        if fill.own == fill.waiters.len() || fill.lent || self.closing {
             return false;
         }
-        fill.wanted = true;
+        let had_theirs: Vec<RequestId> = fill.waiters.drain(..fill.own).collect();
         if fill.taken.take().is_some() {
             for waiter in fill.waiters.clone() {
                 self.untake(waiter);
@@ -372,6 +376,9 @@ impl Pager {
             self.host_copy_read(page, false);
         }
         self.start_fill(page, frame, fx);
+        for waiter in had_theirs {
+            self.end(waiter, error.clone(), fx);
+        }
         true
     }
 
