@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use harness::{AnyDevice, Devices, Setting, watched};
-use outcore::{ErrorKind, Model, Runtime, Verify};
+use outcore::{ErrorKind, Model, Runtime, Tensor, Verify};
 
 on_every_device! {
     a_model_changed_in_place_is_refused
@@ -21,6 +21,7 @@ on_every_device! {
     a_model_that_grew_is_refused
     a_replaced_model_is_read_on_unmixed
     verification_catches_a_byte_flipped_behind_an_unchanged_time
+    without_verification_a_byte_flipped_behind_an_unchanged_time_is_served
     regression_a_model_replaced_while_it_is_opened_is_not_mixed
     a_header_that_was_read_before_is_taken_only_for_the_same_file
     a_header_that_was_edited_is_refused_where_it_lies
@@ -105,24 +106,46 @@ fn a_replaced_model_is_read_on_unmixed(devices: Devices) {
     });
 }
 
+/// Which byte of `t1` is flipped.
+const FLIPPED: usize = 30_000;
+
+/// A tensor that was read and evicted, of which one byte was flipped on disk. The file's time is what it was before.
+fn flipped(setting: &Setting, verify: Verify) -> (common::Synthetic, Runtime, Model, Tensor) {
+    let (file, runtime, model) = opened(setting, verify);
+    let tensor = model.tensor("t1").unwrap();
+    drop(runtime.read(&tensor).unwrap());
+    runtime.evict(&tensor);
+    let at = model.header().tensor("t1").unwrap().offset + FLIPPED as u64;
+    let time = std::fs::metadata(&file.path).unwrap().modified().unwrap();
+    let flipped = [!file.bytes[at as usize]];
+    OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&flipped, at).unwrap();
+    set_modified(&file.path, time);
+    (file, runtime, model, tensor)
+}
+
 fn verification_catches_a_byte_flipped_behind_an_unchanged_time(devices: Devices) {
     watched("a flipped byte", move || {
         for setting in Setting::tiers(devices) {
             for verify in [Verify::First, Verify::Always] {
-                let (file, runtime, model) = opened(&setting, verify);
-                let tensor = model.tensor("t1").unwrap();
-                drop(runtime.read(&tensor).unwrap());
-                runtime.evict(&tensor);
-                let at = model.header().tensor("t1").unwrap().offset + 30_000;
-                let time = std::fs::metadata(&file.path).unwrap().modified().unwrap();
-                let flipped = [!file.bytes[at as usize]];
-                OpenOptions::new().write(true).open(&file.path).unwrap().write_all_at(&flipped, at).unwrap();
-                set_modified(&file.path, time);
+                let (file, runtime, _model, tensor) = flipped(&setting, verify);
                 let error = runtime.read(&tensor).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Corrupt, "{setting:?} {verify}: {error}");
                 let text = error.to_string();
                 assert!(text.contains("page ") && text.contains(file.path.to_str().unwrap()), "{text}");
             }
+        }
+    });
+}
+
+/// Where nothing is verified a change is known by the file's time and length alone.
+fn without_verification_a_byte_flipped_behind_an_unchanged_time_is_served(devices: Devices) {
+    watched("a flipped byte that is served", move || {
+        for setting in Setting::tiers(devices) {
+            let (file, runtime, model, tensor) = flipped(&setting, Verify::Off);
+            let mut bytes = bytes_of(&file, &model, "t1").to_vec();
+            assert!(runtime.read(&tensor).unwrap().bytes() != bytes);
+            bytes[FLIPPED] = !bytes[FLIPPED];
+            assert!(runtime.read(&tensor).unwrap().bytes() == bytes, "{setting:?}");
         }
     });
 }

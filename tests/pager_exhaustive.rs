@@ -71,6 +71,10 @@ fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
                 events.push(Event::InScope { first, purpose, refused });
             }
         }
+    } else if free && setting.pins_only {
+        for purpose in [Use::Read, Use::Write] {
+            events.extend([0, 1].map(|first| Event::Pin { first, count: 1, purpose }));
+        }
     } else if free {
         for purpose in [Use::Read, Use::Write, Use::Stream] {
             for (first, count) in [(0, 1), (1, 1), (0, 2)] {
@@ -79,6 +83,10 @@ fn events(world: &World, setting: Setting, failures: u32) -> Vec<Event> {
         }
     }
     events.extend((0..world.guards.len()).map(Event::Unpin));
+    if setting.pins_only {
+        events.extend((0..world.moves.len()).map(|at| Event::End { at, ok: true }));
+        return events;
+    }
     events.extend((0..world.waiting.len()).map(Event::Cancel));
     events.extend((0..world.moves.len()).filter(|at| world.can_be_taken(*at)).map(Event::TakeUp));
     for at in 0..world.moves.len() {
@@ -135,6 +143,8 @@ struct Setting {
     failures: Option<u32>,
     /// Pins are of a scope that has declared one frame, beside a floor of one.
     floor: bool,
+    /// Nothing happens but pins of one page, their ends, and those of moves.
+    pins_only: bool,
 }
 
 /// A state: how it was reached first.
@@ -194,26 +204,30 @@ struct Seen {
     depth: u32,
     /// There are no more states.
     closed: bool,
+    /// The most that any request was passed by.
+    most_passed: u32,
 }
 
 impl Seen {
     fn print(&self, setting: Setting) {
-        let Self { sequences, states, depth, closed } = self;
+        let Self { sequences, states, depth, closed, most_passed } = self;
         let end = if *closed { "and no more, after at most" } else { "every sequence to depth" };
-        println!("{setting:?}: {sequences} sequences, {states} states, {end} {depth}");
+        println!(
+            "{setting:?}: {sequences} sequences, {states} states, {end} {depth}; passed {most_passed} times at most"
+        );
     }
 }
 
 fn enumerate(setting: Setting, most: usize) -> Seen {
     let mut seen = HashSet::new();
     let mut states = States { setting, all: vec![Reached { from: 0, by: None, depth: 0, failures: 0 }] };
-    let (mut at, mut sequences) = (0, 0);
+    let (mut at, mut sequences, mut most_passed) = (0, 0, 0);
     while let Some(Reached { depth, failures, .. }) = states.all.get(at).copied() {
         let path = states.path(at);
         let (mut world, segment) = states.world(&path);
         let events = events(&world, setting, failures);
         if sequences + events.len() > most {
-            return Seen { sequences, states: states.all.len(), depth, closed: false };
+            return Seen { sequences, states: states.all.len(), depth, closed: false, most_passed };
         }
         for (n, event) in events.into_iter().enumerate() {
             sequences += 1;
@@ -227,6 +241,8 @@ fn enumerate(setting: Setting, most: usize) -> Seen {
             let failures = failures + u32::from(counts);
             let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
                 apply(&mut next, segment, event);
+                assert!(next.most_passed <= PASSES, "a request was passed {} times", next.most_passed);
+                most_passed = most_passed.max(next.most_passed);
                 let is_new = seen.insert((next.fingerprint(), failures));
                 if is_new {
                     next.drain();
@@ -246,11 +262,20 @@ fn enumerate(setting: Setting, most: usize) -> Seen {
         at += 1;
     }
     let depth = states.all.last().map_or(0, |last| last.depth);
-    Seen { sequences, states: states.all.len(), depth, closed: true }
+    Seen { sequences, states: states.all.len(), depth, closed: true, most_passed }
 }
 
 fn lru(frames: u32, host: u32, actors: usize, failures: u32) -> Setting {
-    Setting { frames, host, direct: host == 0, policy: PolicyKind::Lru, actors, failures: Some(failures), floor: false }
+    Setting {
+        frames,
+        host,
+        direct: host == 0,
+        policy: PolicyKind::Lru,
+        actors,
+        failures: Some(failures),
+        floor: false,
+        pins_only: false,
+    }
 }
 
 /// Follows every sequence of any length: there is no state beyond those seen. `states` is a tenth less than there were
@@ -287,6 +312,20 @@ fn every_sequence_of_a_scope_beside_a_floor_keeps_the_invariants_and_ends() {
     assert!(seen.depth >= 3, "{setting:?}: only {seen:?}");
 }
 
+/// One who holds a page, one who waits and one who passes, as often as is allowed and once more: deeper than the worlds of
+/// three in which everything may happen.
+#[test]
+fn nobody_is_passed_more_often_than_is_allowed_in_any_sequence_of_pins() {
+    for frames in [1, 2] {
+        let setting = Setting { pins_only: true, ..lru(frames, 0, 3, 0) };
+        let started = std::time::Instant::now();
+        let seen = enumerate(setting, usize::MAX);
+        seen.print(setting);
+        println!("{:?}", started.elapsed());
+        assert!(seen.closed && seen.most_passed == PASSES, "{setting:?}: {seen:?}");
+    }
+}
+
 #[test]
 fn every_sequence_with_one_frame_keeps_the_invariants_and_ends() {
     every_sequence(1, 5, 6_000);
@@ -308,7 +347,7 @@ fn every_sequence(frames: u32, depth: u32, states: usize) {
             // The pager is the same whichever policy names its victims; two are followed far.
             let far = matches!(policy, PolicyKind::Lru | PolicyKind::Plan);
             let (most, depth, states) = if far { (most, depth, states) } else { (most / 20, 2, states / 20) };
-            let setting = Setting { frames, host, direct, policy, actors: 3, failures: None, floor: false };
+            let setting = Setting { direct, policy, failures: None, ..lru(frames, host, 3, 0) };
             let seen = enumerate(setting, most);
             seen.print(setting);
             let enough = seen.depth >= depth && seen.states >= states;
