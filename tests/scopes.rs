@@ -7,6 +7,8 @@ mod harness;
 
 use std::collections::HashSet;
 use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, OnceLock, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
@@ -14,9 +16,13 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, until, watched};
-use outcore::pager::PASSES_MAX;
+use outcore::pager::state::State;
+use outcore::pager::{PASSES_MAX, PageView};
 use outcore::store::{CallHook, Injected, IoCall, StoreOptions, probe_backend};
-use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, PinGuard, Runtime, ScopePriority, Tensor, WaitsFor};
+use outcore::{
+    Bytes, DType, ErrorKind, IoBackend, PageSize, PagerStats, PinGuard, RequestId, Runtime, Scope, ScopePriority,
+    Tensor, WaitsFor,
+};
 use parking_lot::{Condvar, Mutex};
 
 const PAGE: u64 = 64 << 10;
@@ -90,12 +96,12 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
         let runtime = open(4);
         let other = tensor(&runtime, 4);
         for granted in [true, false] {
-            let blocks = runtime.pin(&other).wait().unwrap();
+            let mut blocks = Some(runtime.pin(&other).wait().unwrap());
             let forgotten = tensor(&runtime, 2);
             let mut writes = Box::new(runtime.pin_mut(&forgotten));
             assert!(poll(&mut writes, Waker::noop()).is_pending());
             if granted {
-                drop(blocks);
+                drop(blocks.take());
                 // The pages are there, and nobody takes them.
                 while !runtime.snapshot(&forgotten).pages.iter().all(|page| page.device.is_resident()) {
                     progress();
@@ -105,11 +111,8 @@ fn regression_a_forgotten_request_concerns_no_later_tensor() {
             std::mem::forget(writes);
             drop(forgotten);
             let later = tensor(&runtime, 2);
-            let write =
-                |tensor: &Tensor| drop(runtime.pin_mut(tensor).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
-            if granted {
-                write(&later);
-            }
+            drop(blocks);
+            drop(runtime.pin_mut(&later).wait_timeout(Duration::from_secs(60)).unwrap().unwrap());
         }
         assert_eq!(runtime.waiting().total, 0, "{}", runtime.waiting());
         drop(runtime.pin_mut(&other).wait().unwrap());
@@ -370,6 +373,302 @@ fn regression_a_writer_is_passed_by_a_bounded_number_of_readers() {
             check_at_rest(runtime, vec![a], "overlapping readers");
         });
     }
+}
+
+/// What was asked for and is there.
+enum Got {
+    Pins(Box<dyn Send>),
+    Scope(Scope),
+}
+
+/// A request that was begun, by a task or by a thread that waits.
+enum Answer {
+    Task(Pin<Box<dyn Future<Output = outcore::Result<Got>>>>),
+    Thread(mpsc::Receiver<outcore::Result<Got>>),
+}
+
+impl Answer {
+    fn look(&mut self) -> Option<outcore::Result<Got>> {
+        match self {
+            Self::Task(task) => match poll(task, Waker::noop()) {
+                Poll::Ready(result) => Some(result),
+                Poll::Pending => None,
+            },
+            Self::Thread(thread) => thread.try_recv().ok(),
+        }
+    }
+}
+
+/// A request that has no answer, of those that are begun one after the other.
+struct Asked {
+    number: u64,
+    id: Option<RequestId>,
+    scope: Option<Arc<Scope>>,
+    pages: Range<u64>,
+    writes: bool,
+    /// By how many later ones it was passed; none of one that grows.
+    passed: Option<u32>,
+    /// What it waited for when nothing moved.
+    stood: Option<WaitsFor>,
+    answer: Answer,
+}
+
+impl Asked {
+    /// Whether one that gets these pages gets what this one stands for.
+    fn is_passed(&self, pages: &Range<u64>) -> bool {
+        match self.stood {
+            Some(WaitsFor::Frames { .. }) => true,
+            Some(WaitsFor::Page(page)) => {
+                // A writer stands in the lines of all its pages.
+                let shares = self.pages.start < pages.end && pages.start < self.pages.end;
+                pages.contains(&u64::from(page.index.get())) || self.writes && shares
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether it stands where it stood.
+    fn stands(&self, now: &WaitsFor) -> bool {
+        match (self.stood, now) {
+            (Some(WaitsFor::Frames { .. }), WaitsFor::Frames { .. }) => true,
+            (Some(WaitsFor::Page(before)), WaitsFor::Page(now)) => before == *now,
+            _ => false,
+        }
+    }
+}
+
+/// Many who ask and hold, of whom one does something at a time.
+struct Crowd {
+    runtime: Runtime,
+    table: Tensor,
+    rng: Rng,
+    asked: Vec<Asked>,
+    held: Vec<(Option<Arc<Scope>>, Option<Box<dyn Send>>)>,
+    begun: u64,
+    /// Moves that have ended.
+    moved: u64,
+    /// Tasks, threads, readers, writers, scopes that grew, that declared, and growth: how many were served.
+    served: [u64; 7],
+    most_passed: u32,
+}
+
+impl Crowd {
+    const FRAMES: u64 = 8;
+    const PAGES: u64 = 12;
+
+    fn begin(&mut self, scope: Option<Arc<Scope>>, pages: Range<u64>, writes: bool, grows: bool, answer: Answer) {
+        self.begun += 1;
+        let passed = (!grows).then_some(0);
+        self.asked.push(Asked { number: self.begun, id: None, scope, pages, writes, passed, stood: None, answer });
+    }
+
+    fn reserve(&mut self) {
+        let builder = self.runtime.scope().priority(self.priority());
+        let request = builder.reserve(Bytes::new((1 + self.rng.below(4)) * PAGE));
+        let answer = if self.rng.one_in(3) {
+            let (send, receive) = mpsc::channel();
+            thread::spawn(move || send.send(request.wait().map(Got::Scope)));
+            Answer::Thread(receive)
+        } else {
+            Answer::Task(Box::pin(async move { request.await.map(Got::Scope) }))
+        };
+        self.begin(None, 0..0, false, false, answer);
+    }
+
+    fn pin(&mut self, scope: Option<Arc<Scope>>, grows: bool) {
+        let most = if grows { 2 } else { Self::FRAMES };
+        let count = if self.rng.one_in(8) { 1 + self.rng.below(most) } else { 1 };
+        let first = self.rng.below(Self::PAGES + 1 - count);
+        let (pages, writes) = (first..first + count, self.rng.one_in(3));
+        let (runtime, part, of) = (self.runtime.clone(), self.table.rows(pages.clone()).unwrap(), scope.clone());
+        macro_rules! pinned {
+            ($($how:tt)+) => {
+                match (&of, writes) {
+                    (None, false) => runtime.pin(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+                    (None, true) => runtime.pin_mut(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+                    (Some(scope), false) => scope.pin(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+                    (Some(scope), true) => scope.pin_mut(&part) $($how)+ .map(|guard| Got::Pins(Box::new(guard))),
+                }
+            };
+        }
+        let answer = if self.rng.one_in(3) {
+            let (send, receive) = mpsc::channel();
+            thread::spawn(move || send.send(pinned!(.wait())));
+            Answer::Thread(receive)
+        } else {
+            Answer::Task(Box::pin(async move { pinned!(.await) }))
+        };
+        self.begin(scope, pages, writes, grows, answer);
+    }
+
+    fn priority(&mut self) -> ScopePriority {
+        if self.rng.one_in(2) { ScopePriority::Batch } else { ScopePriority::Interactive }
+    }
+
+    fn ask(&mut self) {
+        match self.rng.below(8) {
+            0 => self.reserve(),
+            1 | 2 => {
+                let scope = self.runtime.scope().priority(self.priority()).open().unwrap();
+                self.pin(Some(Arc::new(scope)), false);
+            }
+            3 => {
+                // One that holds something, or has it set aside, and asks for nothing yet.
+                let asks = |scope: &Arc<Scope>| {
+                    self.asked.iter().any(|asked| asked.scope.as_ref().is_some_and(|other| Arc::ptr_eq(other, scope)))
+                };
+                let scopes: Vec<Arc<Scope>> = self.held.iter().filter_map(|(scope, _)| scope.clone()).collect();
+                if let Some(scope) = scopes.into_iter().find(|scope| !asks(scope)) {
+                    self.pin(Some(scope), true);
+                }
+            }
+            _ => self.pin(None, false),
+        }
+    }
+
+    /// One guard or scope ends, or a task gives up.
+    fn let_go(&mut self) {
+        let tasks = |asked: &Asked| matches!(asked.answer, Answer::Task(_));
+        if self.rng.one_in(40)
+            && let Some(at) = self.asked.iter().position(tasks)
+        {
+            self.asked.remove(at);
+        } else if !self.held.is_empty() {
+            // Mostly what came last: who holds for long is in others' way, and many go past these meanwhile.
+            let last = self.held.len() - 1;
+            let at = if self.rng.one_in(6) { self.rng.below(last as u64 + 1) as usize } else { last };
+            self.held.remove(at);
+        }
+    }
+
+    /// What moves of the table have ended, and whether none is under way.
+    fn moves(&self) -> (u64, bool) {
+        let PagerStats { fills_disk, fills_zero, evictions, write_backs, .. } = self.runtime.stats().pager;
+        let rests = |page: &PageView| matches!(page.device.state, State::Empty | State::Clean | State::Dirty);
+        let pages = self.runtime.snapshot(&self.table).pages;
+        (fills_disk + fills_zero + evictions + write_backs, pages.iter().all(rests))
+    }
+
+    /// Until nothing moves, and all that was asked for is there or stands in a line. Who was passed by what came is counted.
+    fn settle(&mut self, begun: u64) {
+        let (mut came, mut waiting) = (Vec::new(), Default::default());
+        let mut looks = |asked: &mut Vec<Asked>| {
+            for mut request in std::mem::take(asked) {
+                match request.answer.look() {
+                    Some(result) => came.push((request, result)),
+                    None => asked.push(request),
+                }
+            }
+        };
+        let (before, mut after) = (self.moved, (0, false));
+        looks(&mut self.asked);
+        until("all are served or stand", || {
+            let rests = self.moves().1;
+            looks(&mut self.asked);
+            waiting = self.runtime.waiting();
+            after = self.moves();
+            waiting.total == self.asked.len()
+                && waiting.waiters.iter().all(|waiter| waiter.waits_for != WaitsFor::Moves)
+                && rests
+                && after.1
+        });
+        self.moved = after.0;
+        // Nothing moved before the call of this round. So who was served by that call itself passed those who stood, and so
+        // did whoever was served by one that moved nothing.
+        let known: HashSet<RequestId> = self.asked.iter().filter_map(|asked| asked.id).collect();
+        if let Some(last) = self.asked.last_mut().filter(|asked| asked.id.is_none()) {
+            last.id = waiting.waiters.iter().map(|waiter| waiter.id).find(|id| !known.contains(id));
+        }
+        for asked in &mut self.asked {
+            let waiter = waiting.waiters.iter().find(|waiter| Some(waiter.id) == asked.id).unwrap();
+            for (later, result) in &came {
+                let at_once = later.number > begun;
+                let sure = at_once || before == after.0 && asked.stands(&waiter.waits_for);
+                let new = later.number > asked.number && later.passed.is_some() && result.is_ok();
+                let passes = new && sure && asked.is_passed(&later.pages);
+                if let Some(passed) = asked.passed.as_mut().filter(|_| passes) {
+                    *passed += 1;
+                    assert!(*passed <= PASSES_MAX, "{waiter} was passed {passed} times");
+                    self.most_passed = self.most_passed.max(*passed);
+                }
+            }
+            asked.stood = Some(waiter.waits_for);
+        }
+        let told = came.iter().any(|(_, result)| result.is_err());
+        for (asked, result) in came {
+            self.served(asked, result);
+        }
+        if told {
+            // What they let go of lets others go on.
+            return self.settle(self.begun);
+        }
+        assert!(self.asked.is_empty() || !self.held.is_empty(), "nobody holds anything: {}", self.runtime.waiting());
+    }
+
+    fn served(&mut self, asked: Asked, result: outcore::Result<Got>) {
+        let grows = asked.passed.is_none();
+        match result {
+            Ok(got) => {
+                let declared = matches!(got, Got::Scope(_));
+                let thread = matches!(asked.answer, Answer::Thread(_));
+                let of_scope = asked.scope.is_some() && !grows;
+                let kinds = [!thread, thread, !asked.writes && !declared, asked.writes, of_scope, declared, grows];
+                self.served.iter_mut().zip(kinds).for_each(|(served, is)| *served += u64::from(is));
+                self.held.push(match got {
+                    Got::Pins(guard) => (asked.scope, Some(guard)),
+                    Got::Scope(scope) => (Some(Arc::new(scope)), None),
+                });
+            }
+            Err(error) => {
+                // It lets go of all that it has.
+                assert!(grows, "{error}");
+                assert!(matches!(error.kind(), ErrorKind::WouldDeadlock | ErrorKind::BudgetTooSmall), "{error}");
+                let told = asked.scope.unwrap();
+                self.held.retain(|(scope, _)| scope.as_ref().is_none_or(|scope| !Arc::ptr_eq(scope, &told)));
+            }
+        }
+    }
+}
+
+/// The bound for whoever asks, however and for what: threads and tasks, readers and writers, of resident pages and of absent
+/// ones, outside of scopes and in such that grow or have declared. One thing happens at a time, so who passed whom is known.
+#[test]
+fn nobody_is_passed_more_often_than_promised_in_a_random_crowd() {
+    let seed = seed("nobody_is_passed_more_often_than_promised_in_a_random_crowd");
+    watched("a random crowd", move || {
+        let runtime = open(Crowd::FRAMES);
+        let table = tensor(&runtime, Crowd::PAGES);
+        let mut crowd = Crowd {
+            runtime: runtime.clone(),
+            table: table.clone(),
+            rng: Rng::new(seed),
+            asked: Vec::new(),
+            held: Vec::new(),
+            begun: 0,
+            moved: 0,
+            served: [0; 7],
+            most_passed: 0,
+        };
+        // A run that is short, or in which nobody was passed as often as is allowed, shows little.
+        while crowd.begun < 2000 || crowd.most_passed < PASSES_MAX && crowd.begun < 40_000 {
+            let (begun, crowded) = (crowd.begun, crowd.asked.len() >= 24 || crowd.held.len() >= 5);
+            if crowded || crowd.rng.one_in(3) {
+                crowd.let_go();
+            } else {
+                crowd.ask();
+            }
+            crowd.settle(begun);
+        }
+        while !crowd.held.is_empty() {
+            crowd.let_go();
+            crowd.settle(crowd.begun);
+        }
+        println!("served {:?}, passed {} times at most", crowd.served, crowd.most_passed);
+        assert!(crowd.asked.is_empty() && crowd.served.iter().all(|served| *served > 20), "{:?}", crowd.served);
+        assert_eq!(crowd.most_passed, PASSES_MAX);
+        drop(crowd);
+        check_at_rest(runtime, vec![table], "a random crowd");
+    });
 }
 
 /// A scope that said what it needs never waits for frames while it holds some, whatever others pin meanwhile.
@@ -1309,6 +1608,58 @@ fn a_scope_is_sent_to_other_threads() {
         assert_eq!(scope.held(), Bytes::ZERO);
         drop(scope);
         check_at_rest(runtime, vec![table], "a scope that is sent");
+    });
+}
+
+/// A task that holds a scope and guards across an `.await` goes on where the executor likes.
+#[test]
+fn a_task_with_a_scope_and_guards_moves_between_workers() {
+    watched("a task that moves", || {
+        let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
+        let runtime = open(4);
+        let (mine, other) = (tensor(&runtime, 1), tensor(&runtime, 1));
+        for reserved in [false, true] {
+            let in_the_way = runtime.pin_mut(&other).wait().unwrap();
+            let (task_runtime, first, second) = (runtime.clone(), mine.clone(), other.clone());
+            let (tell, began) = mpsc::channel();
+            let task = tokio.spawn(async move {
+                let scope = match reserved {
+                    true => task_runtime.scope().reserve(Bytes::new(2 * PAGE)).await.unwrap(),
+                    false => task_runtime.scope().open().unwrap(),
+                };
+                let mut writes = scope.pin_mut(&first).await.unwrap();
+                writes.bytes_mut().fill(7);
+                tell.send(thread::current().id()).unwrap();
+                let reads = scope.pin(&second).await.unwrap();
+                assert_eq!(scope.held(), Bytes::new(2 * PAGE));
+                assert!(writes.bytes().iter().all(|byte| *byte == 7) && reads.bytes()[0] == 0);
+                thread::current().id()
+            });
+            let before = began.recv().unwrap();
+            until("the task waits", || runtime.waiting().total == 1);
+            // Its worker is kept busy, and the other one is not.
+            let (tell, occupied) = mpsc::channel();
+            let occupy = || {
+                let (tell, (release, released)) = (tell.clone(), mpsc::channel::<()>());
+                tokio.spawn(async move {
+                    tell.send(thread::current().id()).unwrap();
+                    // Until the sender goes.
+                    let _ = released.recv();
+                });
+                (occupied.recv().unwrap(), release)
+            };
+            let (mut busy, mut release) = occupy();
+            if busy != before {
+                (busy, release) = occupy();
+            }
+            assert_eq!(busy, before);
+            drop(in_the_way);
+            let after = tokio.block_on(task).unwrap();
+            assert_ne!(before, after);
+            drop(release);
+        }
+        drop(tokio);
+        check_at_rest(runtime, vec![mine, other], "a task that moves");
     });
 }
 
