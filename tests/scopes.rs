@@ -437,13 +437,16 @@ impl Asked {
     }
 }
 
+/// A guard and its scope, or a scope that has nothing but what it declared.
+type Held = (Option<Arc<Scope>>, Option<Box<dyn Send>>);
+
 /// Many who ask and hold, of whom one does something at a time.
 struct Crowd {
     runtime: Runtime,
     table: Tensor,
     rng: Rng,
     asked: Vec<Asked>,
-    held: Vec<(Option<Arc<Scope>>, Option<Box<dyn Send>>)>,
+    held: Vec<Held>,
     begun: u64,
     /// Moves that have ended.
     moved: u64,
