@@ -718,7 +718,7 @@ impl Pager {
             self.watched.entry(other).or_default().insert(id);
             return;
         }
-        let now = Wanted { least: wanted.least.saturating_sub(1), kept: wanted.kept.clone() };
+        let now = Wanted { least: wanted.least.saturating_sub(1), ..wanted.clone() };
         let source = *source;
         match source {
             Source::Purse(scope) => self.purse_filled(scope),
@@ -876,6 +876,18 @@ impl Pager {
                 _ => return true,
             }
         }
+        let mut behind = None;
+        while let Some((place, id)) = {
+            let most = room.as_ref().map_or(u32::MAX, |room| room.frames).min(self.declarable());
+            self.frame_line.next_reserving(behind, most)
+        } {
+            behind = Some(place);
+            self.frame_line.looked();
+            match self.attempt(id, fx) {
+                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
+                _ => return true,
+            }
+        }
         false
     }
 
@@ -968,11 +980,12 @@ impl Pager {
 
     /// What a request wants at least that does not go on with `room` frames; it watches the pages.
     fn wanted_of(&mut self, id: RequestId, key: usize, source: Source, kept: &[PageId], room: u32) -> Wanted {
+        let reserves = self.requests[key].frames > 0;
         let kept = self.frame_line.kept(source, kept, &self.kept);
         let own = self.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count() as u32;
         let enough = match source {
             // It is not tried at all.
-            Source::Behind => return Wanted { least: 0, kept },
+            Source::Behind => return Wanted { least: 0, kept, reserves },
             // It is tried only when a frame comes to the purse, or one of these pages.
             Source::Purse(_) => u32::MAX,
             // Frames are not what it was short of.
@@ -980,7 +993,7 @@ impl Pager {
             _ => room.saturating_sub(own) + 1,
         };
         let least = self.watch(id, key, enough) + self.requests[key].frames;
-        Wanted { least, kept }
+        Wanted { least, kept, reserves }
     }
 
     /// Which frames a request may get.

@@ -45,6 +45,8 @@ pub(super) struct Line {
     limits: BTreeSet<(u64, u64)>,
     /// Ages of requests whose part is used up.
     barring: BTreeSet<u64>,
+    /// Those with a smaller age are not passed by others of their class.
+    in_order: u64,
     passes: u64,
 }
 
@@ -102,7 +104,15 @@ impl Line {
 
     /// Whether a new request of this turn would pass one that must not be passed again.
     pub(super) fn bars(&self, turn: Turn) -> bool {
-        turn.class != Class::Growing && self.barring.first().is_some_and(|oldest| *oldest < turn.age)
+        let oldest = self.barring.first().copied();
+        let of_its_class = || self.first_of(turn.class).map(|first| first.age).filter(|age| *age < self.in_order);
+        turn.class != Class::Growing
+            && (oldest.is_some_and(|age| age < turn.age) || of_its_class().is_some_and(|age| age < turn.age))
+    }
+
+    fn first_of(&self, class: Class) -> Option<Turn> {
+        let (first, _) = self.turns.range(Turn { class, age: 0 }..).next()?;
+        (first.class == class).then_some(*first)
     }
 
     /// A request of this turn got what the line waits for.
@@ -113,9 +123,9 @@ impl Line {
         }
     }
 
-    /// Nobody who stands here is passed again.
-    fn bar_all(&mut self) {
-        self.barring.extend(std::mem::take(&mut self.limits).into_iter().map(|(_, age)| age));
+    /// Nobody who stands here is passed by others of the same class any more. Who is urgent still goes before who is not.
+    fn put_in_order(&mut self) {
+        self.in_order = self.ages.last().map_or(self.in_order, |last| last + 1);
     }
 
     fn bar(&mut self) {
@@ -176,8 +186,10 @@ impl Line {
 /// until that one has gone. So where many want the same pages, a page that comes costs a step for those only that may go on.
 /// Of these there are few: after [`PASSES_MAX`] passes all that stood are behind the oldest one. Where nobody passes,
 /// because all want too much, looks at new ones are paid for: each that comes or goes brings [`LOOKS_EACH`], and each event
-/// leaves [`LOOKS_OF_EVENT`] at least. When they are spent, nobody who stands is passed again. So whatever they want,
-/// a new request costs so many looks.
+/// leaves [`LOOKS_OF_EVENT`] at least. When they are spent, those who stand go in order, each class by itself. So whatever
+/// they want, a new request costs so many looks.
+///
+/// Those that set frames aside are told apart from others: they are looked at only where so many may be declared.
 ///
 /// # What it keeps itself
 ///
@@ -190,8 +202,10 @@ pub(super) struct FrameLine {
     pub(super) line: Line,
     /// New ones that pass nobody who must not be passed again, and some of whom that is not known yet.
     new: ByKept,
-    /// New ones that would pass such a one, the oldest first.
-    behind: BTreeSet<(u64, Turn)>,
+    /// Of these the ones that set frames aside, by how many.
+    reserving: BTreeSet<(u32, Turn)>,
+    /// New ones that would pass such a one.
+    behind: BTreeSet<Turn>,
     /// Looks at new ones that are paid for.
     credit: u64,
     /// Those that grow.
@@ -212,6 +226,8 @@ pub(super) struct Wanted {
     pub(super) least: u32,
     /// What it keeps itself, in order.
     pub(super) kept: Vec<PageId>,
+    /// Whether they are to be set aside.
+    pub(super) reserves: bool,
 }
 
 /// Frames that there can be, as one said that failed, and which of these are of pages that it kept itself.
@@ -334,15 +350,23 @@ impl FrameLine {
         let new = self.list(turn, wanted, source);
         invariant!(new, "{turn:?} joins the line for frames twice");
         invariant!(source.is_new() == (turn.class != Class::Growing), "{turn:?} waits for {source:?}");
-        self.credit += if source.is_new() { LOOKS_EACH } else { 0 };
+        self.pay(source);
         self.line.join(turn, id, part)
+    }
+
+    /// A new request comes or goes. However many have, no more is saved than those who stand here brought.
+    fn pay(&mut self, source: Source) {
+        if source.is_new() {
+            let most = 2 * LOOKS_EACH * (self.line.len() as u64 + 1);
+            self.credit = (self.credit + LOOKS_EACH).min(most);
+        }
     }
 
     pub(super) fn leave(&mut self, turn: Turn, joined: u64, wanted: &Wanted, source: Source) -> u32 {
         let was = self.unlist(turn, wanted, source);
         invariant!(was, "{turn:?} leaves a line for frames that it does not stand in");
         let passed = self.line.leave(turn, joined);
-        self.credit += if source.is_new() { LOOKS_EACH } else { 0 };
+        self.pay(source);
         if self.line.is_empty() {
             self.credit = 0;
             invariant!(self.listed() == 0, "who waits for frames, by how many, outlives the line");
@@ -370,20 +394,24 @@ impl FrameLine {
     pub(super) fn looked(&mut self) {
         match self.credit.checked_sub(1) {
             Some(left) => self.credit = left,
-            None => self.line.bar_all(),
+            None => self.line.put_in_order(),
         }
     }
 
     /// One that stands behind nobody who must not be passed again any more.
     pub(super) fn next_to_wake(&self) -> Option<RequestId> {
-        let (_, turn) = self.behind.first().filter(|(_, turn)| !self.line.bars(*turn))?;
-        self.line.get(*turn)
+        let first = |class| {
+            let turn = *self.behind.range(Turn { class, age: 0 }..).next()?;
+            (turn.class == class && !self.line.bars(turn)).then(|| self.line.get(turn))?
+        };
+        first(Class::Interactive).or_else(|| first(Class::Batch))
     }
 
     fn list(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
+            Source::New if wanted.reserves => self.reserving.insert((wanted.least, turn)),
             Source::New => self.new.insert(turn, wanted),
-            Source::Behind => self.behind.insert((turn.age, turn)),
+            Source::Behind => self.behind.insert(turn),
             Source::Growth => self.growing.insert(turn, wanted),
             Source::Floor => self.with_floor.insert(turn),
             Source::Purse(scope) => self.with_purse.entry(scope).or_default().insert((wanted.least, turn)),
@@ -392,8 +420,9 @@ impl FrameLine {
 
     fn unlist(&mut self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
+            Source::New if wanted.reserves => self.reserving.remove(&(wanted.least, turn)),
             Source::New => self.new.remove(turn, wanted),
-            Source::Behind => self.behind.remove(&(turn.age, turn)),
+            Source::Behind => self.behind.remove(&turn),
             Source::Growth => self.growing.remove(turn, wanted),
             Source::Floor => self.with_floor.remove(&turn),
             Source::Purse(scope) => {
@@ -453,11 +482,19 @@ impl FrameLine {
         self.line.get(place.1).map(|id| (place, id))
     }
 
+    /// The next one that sets frames aside, behind the place of another one, if it sets aside at most `most`.
+    pub(super) fn next_reserving(&self, behind: Option<(u32, Turn)>, most: u32) -> Option<((u32, Turn), RequestId)> {
+        let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let place = *self.reserving.range(rest).next().filter(|(least, _)| *least <= most)?;
+        self.line.get(place.1).map(|id| (place, id))
+    }
+
     /// Whether one is listed there, for checks.
     pub(super) fn is_listed(&self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
+            Source::New if wanted.reserves => self.reserving.contains(&(wanted.least, turn)),
             Source::New => self.new.contains(turn, wanted),
-            Source::Behind => self.behind.contains(&(turn.age, turn)),
+            Source::Behind => self.behind.contains(&turn),
             Source::Growth => self.growing.contains(turn, wanted),
             Source::Floor => self.with_floor.contains(&turn),
             Source::Purse(scope) => {
@@ -469,7 +506,12 @@ impl FrameLine {
     /// How many are listed by how many frames they want, for checks.
     pub(super) fn listed(&self) -> usize {
         let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
-        self.new.len() + self.behind.len() + self.growing.len() + self.with_floor.len() + of_purses
+        self.new.len()
+            + self.reserving.len()
+            + self.behind.len()
+            + self.growing.len()
+            + self.with_floor.len()
+            + of_purses
     }
 }
 
@@ -504,5 +546,22 @@ mod tests {
         line.pass(turn(Class::Batch, 4));
         line.pass(turn(Class::Growing, 9));
         assert_eq!(line.leave(turn(Class::Batch, 5), joined), 0);
+    }
+
+    #[test]
+    fn in_order_means_each_class_by_itself() {
+        let mut line = Line::default();
+        line.join(turn(Class::Batch, 1), RequestId(1), 16);
+        line.join(turn(Class::Interactive, 2), RequestId(2), 16);
+        line.put_in_order();
+        assert!(line.bars(turn(Class::Batch, 3)) && line.bars(turn(Class::Interactive, 3)));
+        assert!(!line.bars(turn(Class::Interactive, 2)), "who is urgent goes before who is not");
+        assert!(!line.bars(turn(Class::Growing, 3)), "who holds pins passes");
+        line.leave(turn(Class::Interactive, 2), 0);
+        assert!(!line.bars(turn(Class::Interactive, 3)) && line.bars(turn(Class::Batch, 3)));
+        // Who comes later may be passed as before.
+        line.leave(turn(Class::Batch, 1), 0);
+        line.join(turn(Class::Batch, 3), RequestId(3), 16);
+        assert!(!line.bars(turn(Class::Batch, 4)));
     }
 }

@@ -434,7 +434,12 @@ impl Pager {
     /// Whether one more scope may declare so many frames: together scopes declare no more than there are beside the floor. Asked
     /// of the sum and not of what is free: a frame that a scope is owed may be free, or about to be.
     pub(super) fn may_declare(&self, frames: u32) -> bool {
-        self.declared + frames + self.floor <= self.frames.target
+        frames <= self.declarable()
+    }
+
+    /// How many frames may still be declared.
+    pub(super) fn declarable(&self) -> u32 {
+        self.frames.target.saturating_sub(self.declared + self.floor)
     }
 
     /// Whether a scope waits for what it declares.

@@ -423,6 +423,45 @@ fn regression_a_reservation_that_is_barred_wants_its_frames() {
     pager.check_invariants().unwrap();
 }
 
+/// Reservations that could not be declared were tried at each event. When the looks that are paid for were spent, nobody passed
+/// any of them again, and who is urgent waited behind those who are not.
+#[test]
+fn regression_reservations_that_wait_are_not_looked_at_and_hold_up_nobody_urgent() {
+    let (mut pager, s, words) = pager(64);
+    let mut fx = Effects::default();
+    let (most, holdings) = pager.open_scope(ScopeTerms { at_most: Some(60), ..ScopeTerms::default() });
+    assert!(matches!(pager.reserve(most, 60, &mut fx), Ok(Submitted::Ready(_))));
+    for _ in 0..20 {
+        let terms = ScopeTerms { at_most: Some(8), priority: ScopePriority::Batch, ..ScopeTerms::default() };
+        let (batch, _) = pager.open_scope(terms);
+        assert!(matches!(pager.reserve(batch, 8, &mut fx), Ok(Submitted::Waiting(_))));
+    }
+    let before = pager.looks();
+    let terms = Terms { scope: Some(most), ..Terms::default() };
+    for index in (0..100).map(|n| n % 8) {
+        let runs = [run(s, index, 1)];
+        let spent = match pager.submit(&runs, terms, &mut fx).unwrap() {
+            Submitted::Ready(granted) => granted.spent,
+            Submitted::Waiting(id) => {
+                settle(&mut pager, &mut fx);
+                fx.done.iter().find(|(done, _)| *done == id).unwrap().1.as_ref().unwrap().spent
+            }
+        };
+        holdings.remove(&runs, false, spent);
+        let wanted = words[index as usize].unpin() == Unpin::Wanted;
+        pager.unspent(most, &runs, spent, &mut fx);
+        if wanted {
+            pager.released(&runs, &mut fx);
+        }
+    }
+    let looks = pager.looks() - before;
+    assert!(looks < 500, "{looks} looks at 20 reservations that cannot be had, in 100 uses");
+    pager.check_invariants().unwrap();
+    let (urgent, _) = pager.open_scope(ScopeTerms { at_most: Some(4), ..ScopeTerms::default() });
+    assert!(matches!(pager.reserve(urgent, 4, &mut fx), Ok(Submitted::Ready(_))));
+    pager.check_invariants().unwrap();
+}
+
 /// A search was taken to have seen every resident page, because as many offers were made: one page came twice, or was not
 /// resident, and one that could go was left out. It was never looked at again.
 #[test]
