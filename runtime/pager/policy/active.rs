@@ -528,8 +528,8 @@ impl Active {
         }
     }
 
-    /// Takes in a walker's use of a page the plan names. What it passes without a use is no longer `ahead`.
-    pub(super) fn advance(&mut self, at: usize, number: u32, ahead: &mut Bits) {
+    /// Takes in a walker's use of a page the plan names. Whether it has passed others without a use.
+    pub(super) fn advance(&mut self, at: usize, number: u32) -> bool {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
@@ -540,7 +540,7 @@ impl Active {
             if self.order[position] == number {
                 self.twice.insert(position);
             }
-            return;
+            return false;
         }
         if !repeated && self.order[place.place] == number && (self.cyclic || place.cursor < n) {
             // Almost every use is this one. Its page's next use is at this position again.
@@ -548,14 +548,16 @@ impl Active {
             place.last_used = Some(number);
             place.stays = self.twice.contains(place.place);
             self.go_to(at, self.places[at].cursor + 1);
-            return;
+            return false;
         }
         let near = (n / 8).max(8);
         let cursor = place.cursor;
         let position = self.next_use(at, number);
         let distance = position - cursor;
+        let mut skips = false;
         if distance <= near && position < NEVER {
-            self.step_to(at, position, ahead);
+            self.step_to(at, position);
+            skips = distance > 0;
             self.places[at].judge(distance == 0);
         } else {
             let cyclic = self.cyclic;
@@ -567,7 +569,8 @@ impl Active {
             };
             place.stray = Some((position, run));
             if run >= RESYNC_RUN && position < NEVER {
-                self.step_to(at, position, ahead);
+                self.step_to(at, position);
+                skips = true;
                 let place = &mut self.places[at];
                 if place.suspended {
                     place.resume();
@@ -576,19 +579,20 @@ impl Active {
         }
         let place = &mut self.places[at];
         (place.last_used, place.stays) = (Some(number), false);
+        skips
     }
 
     /// A walker's use at time `now` has happened.
-    fn step_to(&mut self, at: usize, now: u64, ahead: &mut Bits) {
+    fn step_to(&mut self, at: usize, now: u64) {
         let n = self.len();
         let (from, to) = (self.places[at].place, (now % n) as usize);
         self.go_to(at, now + 1);
         // What is at a position that has passed, used or skipped, goes where its next use is.
         if from <= to {
-            self.refile(from, to, ahead);
+            self.refile(from, to);
         } else {
-            self.refile(from, self.order.len() - 1, ahead);
-            self.refile(0, to, ahead);
+            self.refile(from, self.order.len() - 1);
+            self.refile(0, to);
         }
     }
 
@@ -607,14 +611,13 @@ impl Active {
     }
 
     /// A walker has passed the positions from `from` to `to`.
-    fn refile(&mut self, from: usize, to: usize, ahead: &mut Bits) {
+    fn refile(&mut self, from: usize, to: usize) {
         let mut position = from;
         loop {
             let classes = [&self.streamed, &self.kept, &self.held];
             let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
-            ahead.remove(number as usize);
             if self.is_repeated(number) {
                 // Also where this walker has come to its end: others may follow the plan still.
                 self.unfile_at(passed);

@@ -249,6 +249,48 @@ fn regression_a_page_of_two_plans_is_ahead_once() {
     assert_eq!(fill(&mut policy, &mut resident), 4);
 }
 
+/// Pages that a walker skipped while they were in flight were counted as ahead for the rest of its pass: nothing was filled
+/// ahead any more, for nobody.
+#[test]
+fn regression_pages_skipped_in_flight_are_not_ahead() {
+    for (cyclic, arrives) in [(true, true), (true, false), (false, true), (false, false)] {
+        let mut policy = policy(&[64], 64, 4);
+        policy.declare(&pages(0, 0..64), cyclic);
+        let mut present = HashSet::new();
+        policy.accessed(page(0, 0));
+        for index in 1..5 {
+            assert_eq!(policy.next_fill(&|page| present.contains(&page)), Some(page(0, index)));
+            policy.filling(page(0, index));
+            present.insert(page(0, index));
+        }
+        assert_eq!(policy.next_fill(&|page| present.contains(&page)), None);
+        policy.accessed(page(0, 5));
+        if arrives {
+            pages(0, 1..5).into_iter().for_each(|page| policy.inserted(page));
+        }
+        assert_eq!(fill(&mut policy, &mut present), 4);
+        assert!(pages(0, 6..10).iter().all(|page| present.contains(page)));
+    }
+}
+
+/// What a walker skipped was not counted as ahead of another one that was to come to it.
+#[test]
+fn regression_pages_that_another_walker_skips_are_ahead_of_who_comes_to_them() {
+    let mut policy = policy(&[64], 64, 4);
+    let mut resident = HashSet::new();
+    for walker in [1, 2] {
+        walk(&mut policy, walker, &pages(0, 0..64));
+        used(&mut policy, &mut resident, page(0, 0));
+    }
+    assert_eq!(fill(&mut policy, &mut resident), 4);
+    used(&mut policy, &mut resident, page(0, 5));
+    // All four are ahead of the other one.
+    assert_eq!(policy.next_fill(&|page| resident.contains(&page)), None);
+    policy.walker(WalkerId(1));
+    used(&mut policy, &mut resident, page(0, 1));
+    assert_eq!(fill(&mut policy, &mut resident), 1);
+}
+
 /// Uses in no order, of each walker.
 fn stray(policy: &mut PlanPolicy, walkers: u32, segment: u32, uses: u32) {
     let mut random = Random(7);

@@ -86,7 +86,8 @@ pub struct PlanPolicy {
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
-    /// Whether pages may have been filled ahead for a walker of which it is no longer known where it is.
+    /// Whether pages may have been filled ahead for a walker that has passed them since, or of which it is no longer known where
+    /// it is.
     astray: bool,
     /// By their ids, the default walker first.
     walkers: Vec<Walk>,
@@ -717,8 +718,8 @@ impl PlanPolicy {
         found
     }
 
-    /// What was filled ahead for a walker that is not known to be anywhere any more is no longer ahead of anybody,
-    /// unless another walker comes to it.
+    /// What was filled ahead for a walker that has passed it, or is not known to be anywhere any more, is no longer ahead of
+    /// anybody, unless another walker comes to it.
     fn drop_astray(&mut self) {
         if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
             return;
@@ -806,7 +807,8 @@ impl Policy for PlanPolicy {
             let active = &mut self.plans[plan];
             let followed = !active.places[at].suspended;
             if active.names(number) {
-                active.advance(at, number, &mut self.ahead);
+                // What it skips may have been filled for it, or be on its way still.
+                self.astray |= active.advance(at, number);
             } else {
                 active.places[at].judge(false);
             }
