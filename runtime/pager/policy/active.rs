@@ -82,21 +82,36 @@ pub(super) struct Steps {
 
 impl Steps {
     pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Self {
-        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
-        let (mut again_at_once, mut of) = (Vec::new(), 0);
-        for number in pages {
-            of += 1;
-            if order.last() == Some(&number) {
-                again_at_once.push(order.len() - 1);
-            } else {
-                order.push(number);
-            }
+        let mut steps = Self::begin(pages.size_hint().0, cyclic);
+        pages.for_each(|number| steps.push(number));
+        steps.end()
+    }
+
+    fn begin(capacity: usize, cyclic: bool) -> Self {
+        Self { order: Vec::with_capacity(capacity), cyclic, again_at_once: Vec::new(), of: 0 }
+    }
+
+    fn push(&mut self, number: u32) {
+        self.of += 1;
+        if self.order.last() == Some(&number) {
+            self.last_again();
+        } else {
+            self.order.push(number);
         }
-        if cyclic && order.len() > 1 && order.first() == order.last() {
-            order.pop();
+    }
+
+    /// The page of the last step is used twice in a row.
+    fn last_again(&mut self) {
+        self.again_at_once.extend(self.order.len().checked_sub(1));
+    }
+
+    /// All there are.
+    fn end(mut self) -> Self {
+        if self.cyclic && self.order.len() > 1 && self.order.first() == self.order.last() {
+            self.order.pop();
         }
-        step(order.len());
-        Self { order, cyclic, again_at_once, of }
+        step(self.order.len());
+        self
     }
 }
 
@@ -307,22 +322,36 @@ impl Active {
     }
 
     /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing.
-    /// Walkers are where they were.
+    /// Walkers are where they were; some may have [nothing left](Self::exhausted).
     pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
         let left = |number: &u32| !gone.contains(&(*number as usize));
-        let mut before = vec![0; self.order.len() + 1];
-        for (at, number) in self.order.iter().enumerate() {
-            before[at + 1] = before[at] + u64::from(left(number));
+        let mut steps = Steps::begin(self.order.len(), self.cyclic);
+        // By position, the step of the first use that is left from there on: two that come to be neighbours may be one step.
+        let mut moved: Vec<usize> = Vec::with_capacity(self.order.len() + 1);
+        for (at, number) in self.order.iter().enumerate().filter(|(_, number)| left(number)) {
+            steps.push(*number);
+            if self.twice.contains(at) {
+                steps.last_again();
+            }
+            moved.resize(at + 1, steps.order.len() - 1);
         }
-        let mut plan = Self::new(Steps::new(self.order.iter().copied().filter(left), self.cyclic))?;
+        moved.resize(self.order.len() + 1, steps.order.len());
+        let mut plan = Self::new(steps.end())?;
         (plan.declared, plan.left) = (self.declared, self.left);
         plan.places = std::mem::take(&mut self.places);
-        let (old, new) = (self.order.len(), plan.len());
+        let (old, new) = (self.len(), plan.len());
         for place in &mut plan.places {
-            let ended = !plan.cyclic && place.cursor >= old as u64;
-            place.cursor = if ended { new } else { before[place.place] % new };
+            let next = if !plan.cyclic && place.cursor >= old { self.order.len() } else { place.place };
+            let to = moved[next] as u64;
+            // Behind the end of a cycle comes its first step, of which the last one may have become a part.
+            place.cursor = if plan.cyclic && to >= new { 0 } else { to };
             place.place = (place.cursor % new) as usize;
-            (place.scan, place.last_used, place.stays, place.stray) = (place.cursor, None, false, None);
+            place.scan = place.cursor;
+            // What is expected next is not taken for the second use of what was used last.
+            let expected = plan.order[place.place];
+            place.last_used = place.last_used.filter(|number| left(number) && *number != expected);
+            place.stays &= place.last_used.is_some();
+            place.stray = None;
         }
         Some(plan)
     }

@@ -363,6 +363,20 @@ impl PlanPolicy {
         }
     }
 
+    /// Walkers whose plans have nothing left to say to them leave these.
+    fn leave_ended(&mut self) {
+        for walker in 0..self.walkers.len() {
+            let walk = &self.walkers[walker];
+            let ended = walk.plan.is_some_and(|plan| {
+                let active = &self.plans[plan];
+                active.place_of(walk.id).is_some_and(|at| active.exhausted(at))
+            });
+            if ended {
+                self.leave(walker, true);
+            }
+        }
+    }
+
     /// Takes a walker out of its plan, which stays if it is to be `kept`.
     fn take_out(&mut self, walker: usize, gone: bool, kept: Option<usize>) {
         let walk = &mut self.walkers[walker];
@@ -897,6 +911,7 @@ impl Policy for PlanPolicy {
         }
         if !plans.is_empty() {
             self.astray = true;
+            self.leave_ended();
             self.share_memory();
             self.divide_all(false);
         }
@@ -1135,6 +1150,27 @@ mod tests {
             Take::Skip
         });
         assert_eq!(offered, (0..3).map(page).collect());
+    }
+
+    /// Of an order of which something was dropped, it was not known any more which pages two tensors share.
+    #[test]
+    fn regression_pages_that_tensors_share_stay_when_another_tensor_is_dropped() {
+        let scratch = PageId { segment: SegmentId(1), index: PageIndex(0) };
+        for order in [vec![page(0), page(0), page(1), scratch], vec![page(0), scratch, page(0), page(1)]] {
+            for uses in [0, 1] {
+                let mut policy = policy();
+                policy.segment(SegmentId(1), 1);
+                policy.resize(8, 0, 1);
+                policy.declare(&order, true);
+                order[..uses].iter().for_each(|page| policy.accessed(*page));
+                policy.inserted(page(0));
+                policy.forget(SegmentId(1));
+                if uses == 0 || order[1] == scratch {
+                    policy.accessed(page(0));
+                }
+                assert_eq!(own(&policy).unwrap().staying().count(), 1, "{order:?}, {uses} uses");
+            }
+        }
     }
 
     #[test]
