@@ -13,7 +13,7 @@
 //! 3. Frames and the gaps between them are at most two mappings a frame, which are [claimed](super::mappings) when frames
 //!    are made. Segments share arenas, so their number costs no mappings.
 //! 4. Page tables are left only for slots in which a frame is ([`super::tables`]).
-//! 5. Where a failed move has left a *hole*, nothing is mapped or unmapped: anybody's memory may be there.
+//! 5. Where a refused call has left a *hole*, nothing is mapped or unmapped: anybody's memory may be there.
 //!
 //! # Pages smaller than a huge page
 //!
@@ -291,8 +291,9 @@ impl Core {
         }
         // Most likely the last mappings are gone: before anybody else in the process misses them.
         self.ballast.lock().give_up();
-        // Short of memory for its own, the kernel may leave nothing there at all.
-        let _ = sys::refill(around.start, around.end - around.start);
+        if self.has_lost(layout, around) {
+            return;
+        }
         // To protect the whole of a mapping takes none more.
         // SAFETY: as above.
         if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
@@ -310,7 +311,7 @@ impl Core {
             space.occupants.get(index).is_some_and(|frame| *frame != 0)
         });
         let at_home = layout.frames.iter().any(|frame| frame.home == at && frame.at == Some(at));
-        if !taken && !at_home {
+        if !taken && !at_home && !layout.holes.contains(&at) {
             self.close_off(layout, at);
         }
     }
@@ -456,7 +457,8 @@ impl Core {
     }
 
     /// Whether a refused call has left nothing at all in a range, as where the kernel is short of memory for its own. Then the
-    /// range is reserved again, or is a hole. A range is lost as a whole.
+    /// range is reserved again, or is a hole. A range is lost as a whole. What another thread puts there before this is asked
+    /// cannot be told from the core's own.
     fn has_lost(&self, layout: &mut Layout, range: Range<u64>) -> bool {
         if sys::is_mapped(range.start) {
             return false;
@@ -470,7 +472,6 @@ impl Core {
 
     /// Contract rule 1; `frame` is not being warmed.
     fn map(&self, layout: &mut Layout, frame: FrameId, address: u64, slot: Slot) -> Result<()> {
-        let (page, len) = (self.page_size, self.page_bytes());
         let state = layout.frame(frame)?;
         state.used = true;
         let from = state.at;
@@ -482,21 +483,29 @@ impl Core {
             }
             match from {
                 Some(_) => self.carry(layout, frame, address, || format!("map {frame:?}"))?,
-                None => {
-                    self.take_hole_back(layout, address)?;
-                    // SAFETY: the core owns the range (invariant 1), and nothing is there.
-                    unsafe { sys::commit(address, len, self.huge) }
-                        .map_err(|e| self.refused(format!("map {frame:?}"), e))?;
-                    layout.placed(frame, Some(address), true, page, &self.tables);
-                }
+                None => self.give_memory(layout, frame, address, || format!("map {frame:?}"))?,
             }
         }
         if !layout.frame(frame)?.accessible {
             // SAFETY: the frame is behind `address`, which the core owns.
-            unsafe { sys::set_access(address, len, true) }
+            unsafe { sys::set_access(address, self.page_bytes(), true) }
                 .map_err(|e| self.refused(format!("make {frame:?} accessible"), e))?;
             layout.frame(frame)?.accessible = true;
         }
+        Ok(())
+    }
+
+    /// Gives memory to a frame that has none, at its home or behind a page.
+    fn give_memory(&self, layout: &mut Layout, frame: FrameId, at: u64, what: impl Fn() -> String) -> Result<()> {
+        let len = self.page_bytes();
+        self.take_hole_back(layout, at)?;
+        // SAFETY: the core owns the range (invariant 1), and nothing is there.
+        if let Err(cause) = unsafe { sys::commit(at, len, self.huge) } {
+            let error = self.refused(what(), cause);
+            self.has_lost(layout, at..at + len);
+            return Err(error);
+        }
+        layout.placed(frame, Some(at), true, self.page_size, &self.tables);
         Ok(())
     }
 
@@ -600,17 +609,15 @@ impl Core {
             };
             let home = frame.home;
             frame.warming = true;
-            // SAFETY: homes are the core's, and the frame has no memory yet, so nothing is there.
-            let mut outcome = unsafe { sys::commit(home, self.page_bytes(), self.huge) };
-            if outcome.is_ok() {
-                layout.placed(FrameId::new(next as u32), Some(home), true, self.page_size, &self.tables);
-            }
+            let id = FrameId::new(next as u32);
+            let mut outcome = self.give_memory(&mut layout, id, home, || format!("warm {id:?}"));
             let mut offset = 0;
             while outcome.is_ok() && offset < self.page_bytes() {
                 let len = WARM_SLICE_BYTES.min(self.page_bytes() - offset);
                 drop(layout);
                 // SAFETY: committed above; `warming` keeps the frame at home, where nobody else uses it.
-                outcome = unsafe { sys::populate(home + offset, len) };
+                outcome = unsafe { sys::populate(home + offset, len) }
+                    .map_err(|cause| Error::io(format!("bring in the memory of {id:?}"), cause));
                 offset += len;
                 layout = self.layout.lock();
                 if layout.frames.get(next).is_none_or(|frame| frame.used) || self.stopping.load(Ordering::Relaxed) {
@@ -1051,6 +1058,7 @@ impl Drop for HostDevice {
 
 #[cfg(test)]
 mod tests {
+    use super::sys::Refusal;
     use super::*;
     use crate::device::Completion;
 
@@ -1143,17 +1151,73 @@ mod tests {
         device.map(FrameId::new(1), base.offset(2 * PAGE)).unwrap();
         let at = base.get();
         // Where nothing was lost, the frame has its memory.
-        assert!(sys::refusing_vacate(|| device.discard(FrameId::new(0))).is_err());
+        assert!(sys::refusing(Refusal::Call, || device.discard(FrameId::new(0))).is_err());
         assert_eq!(access(at).as_deref(), Some("rw-"));
         // SAFETY: the page is this test's, and nobody uses it.
         assert_eq!(unsafe { libc::munmap(pointer(base).cast(), PAGE as usize) }, 0);
-        let refused = sys::refusing_vacate(|| device.discard(FrameId::new(0)));
+        let refused = sys::refusing(Refusal::Call, || device.discard(FrameId::new(0)));
         refused.unwrap();
         assert_eq!(device.frame_memory(FrameId::new(0)).unwrap(), Bytes::ZERO);
         assert_eq!(access(at).as_deref(), Some("---"));
         device.map(FrameId::new(0), base.offset(PAGE)).unwrap();
         device.map(FrameId::new(1), base).unwrap();
         device.release(base, 4).unwrap();
+    }
+
+    /// Puts a page of somebody else's at an address.
+    fn put_theirs(at: u64) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        let theirs = ptr::with_exposed_provenance_mut(at as usize);
+        // SAFETY: the page is the test's, and nobody uses it.
+        assert_eq!(unsafe { libc::mmap(theirs, PAGE as usize, libc::PROT_READ, flags, -1, 0) }, theirs);
+    }
+
+    /// A place that a frame leaves, a page that gets memory, a home that is warmed: where that was refused and has left a hole,
+    /// what others put there was replaced by the next call.
+    #[test]
+    fn regression_what_others_have_in_a_hole_stays_whoever_made_it() {
+        let device = device(3);
+        let base = device.reserve(8).unwrap();
+        let at = |page: u64| base.offset(page * PAGE);
+        device.map(FrameId::new(0), at(0)).unwrap();
+        // In the same slot, so that pages alone are given back.
+        device.map(FrameId::new(1), at(7)).unwrap();
+        // A page that is left. What is there now is the device's own, and stands for what another thread puts there.
+        sys::refusing(Refusal::CallAndRange, || device.map(FrameId::new(0), at(1))).unwrap();
+        put_theirs(at(0).get());
+        // A page that gets memory.
+        put_theirs(at(2).get());
+        assert!(sys::refusing(Refusal::CallAndRange, || device.map(FrameId::new(2), at(2))).is_err());
+        // A home, of which it is known already.
+        let home = {
+            let mut layout = device.core.layout.lock();
+            layout.frames[2].used = false;
+            let home = layout.frames[2].home;
+            layout.holes.push(home);
+            home
+        };
+        put_theirs(home);
+        device.core.warm();
+        let theirs = || [at(0).get(), at(2).get(), home].map(access);
+        assert_eq!(theirs(), [const { Some("r--") }; 3].map(|access| access.map(str::to_owned)));
+        device.map(FrameId::new(0), at(3)).unwrap();
+        for page in [0, 2] {
+            assert_eq!(device.map(FrameId::new(2), at(page)).unwrap_err().kind(), ErrorKind::Io);
+        }
+        device.map(FrameId::new(2), at(4)).unwrap();
+        device.release(base, 8).unwrap();
+        drop(device);
+        assert_eq!(theirs(), [const { Some("r--") }; 3].map(|access| access.map(str::to_owned)));
+    }
+
+    /// A home that is refused while it is warmed is a hole too.
+    #[test]
+    fn regression_a_home_that_is_lost_while_it_is_warmed_is_a_hole() {
+        let device = device(1);
+        sys::refusing(Refusal::CallAndRange, || device.core.warm());
+        let layout = device.core.layout.lock();
+        assert_eq!(layout.holes, [layout.frames[0].home]);
+        assert!(!layout.frames[0].warming && layout.frames[0].at.is_none());
     }
 
     #[test]

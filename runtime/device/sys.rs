@@ -126,6 +126,8 @@ unsafe fn unmap(base: u64, len: u64) {
 /// # Safety
 /// The range lies in a [`Region`] of the caller's, and nobody uses what is behind it.
 pub(super) unsafe fn commit(address: u64, len: u64, huge: bool) -> io::Result<()> {
+    #[cfg(test)]
+    refused()?;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let flags = RESERVE_FLAGS | libc::MAP_FIXED;
     // SAFETY: the caller owns the range and nobody uses it.
@@ -147,27 +149,40 @@ pub(super) unsafe fn commit(address: u64, len: u64, huge: bool) -> io::Result<()
 /// As for [`commit`].
 pub(super) unsafe fn vacate(address: u64, len: u64) -> io::Result<()> {
     #[cfg(test)]
-    if REFUSED.get() {
-        return Err(io::Error::from_raw_os_error(libc::ENOMEM));
-    }
+    refused()?;
     let flags = RESERVE_FLAGS | libc::MAP_FIXED;
     // SAFETY: the caller owns the range and nobody uses it.
     let got = unsafe { libc::mmap(pointer(address), size(len)?, libc::PROT_NONE, flags, -1, 0) };
     if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// What tests have the calling thread refused.
 #[cfg(test)]
-thread_local! {
-    static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// Every [`commit`] and every [`vacate`].
+    Call,
+    /// The same, and nothing of the range [is mapped](is_mapped) at that moment.
+    CallAndRange,
 }
 
-/// Refuses the calling thread to [`vacate`] anything meanwhile.
 #[cfg(test)]
-pub(super) fn refusing_vacate<T>(call: impl FnOnce() -> T) -> T {
-    REFUSED.set(true);
+thread_local! {
+    static REFUSED: std::cell::Cell<Option<Refusal>> = const { std::cell::Cell::new(None) };
+}
+
+/// Makes a call that is refused this meanwhile.
+#[cfg(test)]
+pub(super) fn refusing<T>(refusal: Refusal, call: impl FnOnce() -> T) -> T {
+    REFUSED.set(Some(refusal));
     let answer = call();
-    REFUSED.set(false);
+    REFUSED.set(None);
     answer
+}
+
+#[cfg(test)]
+fn refused() -> io::Result<()> {
+    REFUSED.get().map_or(Ok(()), |_| Err(io::Error::from_raw_os_error(libc::ENOMEM)))
 }
 
 /// Makes a committed range accessible or not; its content stays.
@@ -340,6 +355,10 @@ pub(super) fn resident(address: u64, len: u64) -> io::Result<u64> {
 
 /// Whether anything is mapped at the beginning of a page, accessible or not.
 pub(super) fn is_mapped(address: u64) -> bool {
+    #[cfg(test)]
+    if REFUSED.get() == Some(Refusal::CallAndRange) {
+        return false;
+    }
     let mut page = 0_u8;
     // SAFETY: the kernel writes one byte for a range of one page, and changes nothing behind it.
     let answer = check(unsafe { libc::mincore(pointer(address), system_page_bytes() as usize, &raw mut page) });

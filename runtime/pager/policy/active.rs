@@ -82,21 +82,36 @@ pub(super) struct Steps {
 
 impl Steps {
     pub(super) fn new(pages: impl Iterator<Item = u32>, cyclic: bool) -> Self {
-        let mut order: Vec<u32> = Vec::with_capacity(pages.size_hint().0);
-        let (mut again_at_once, mut of) = (Vec::new(), 0);
-        for number in pages {
-            of += 1;
-            if order.last() == Some(&number) {
-                again_at_once.push(order.len() - 1);
-            } else {
-                order.push(number);
-            }
+        let mut steps = Self::begin(pages.size_hint().0, cyclic);
+        pages.for_each(|number| steps.push(number));
+        steps.end()
+    }
+
+    fn begin(capacity: usize, cyclic: bool) -> Self {
+        Self { order: Vec::with_capacity(capacity), cyclic, again_at_once: Vec::new(), of: 0 }
+    }
+
+    fn push(&mut self, number: u32) {
+        self.of += 1;
+        if self.order.last() == Some(&number) {
+            self.last_again();
+        } else {
+            self.order.push(number);
         }
-        if cyclic && order.len() > 1 && order.first() == order.last() {
-            order.pop();
+    }
+
+    /// The page of the last step is used twice in a row.
+    fn last_again(&mut self) {
+        self.again_at_once.extend(self.order.len().checked_sub(1));
+    }
+
+    /// All there are.
+    fn end(mut self) -> Self {
+        if self.cyclic && self.order.len() > 1 && self.order.first() == self.order.last() {
+            self.order.pop();
         }
-        step(order.len());
-        Self { order, cyclic, again_at_once, of }
+        step(self.order.len());
+        self
     }
 }
 
@@ -307,22 +322,36 @@ impl Active {
     }
 
     /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing.
-    /// Walkers are where they were.
+    /// Walkers are where they were; some may have [nothing left](Self::exhausted).
     pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
         let left = |number: &u32| !gone.contains(&(*number as usize));
-        let mut before = vec![0; self.order.len() + 1];
-        for (at, number) in self.order.iter().enumerate() {
-            before[at + 1] = before[at] + u64::from(left(number));
+        let mut steps = Steps::begin(self.order.len(), self.cyclic);
+        // By position, the step of the first use that is left from there on: two that come to be neighbours may be one step.
+        let mut moved: Vec<usize> = Vec::with_capacity(self.order.len() + 1);
+        for (at, number) in self.order.iter().enumerate().filter(|(_, number)| left(number)) {
+            steps.push(*number);
+            if self.twice.contains(at) {
+                steps.last_again();
+            }
+            moved.resize(at + 1, steps.order.len() - 1);
         }
-        let mut plan = Self::new(Steps::new(self.order.iter().copied().filter(left), self.cyclic))?;
+        moved.resize(self.order.len() + 1, steps.order.len());
+        let mut plan = Self::new(steps.end())?;
         (plan.declared, plan.left) = (self.declared, self.left);
         plan.places = std::mem::take(&mut self.places);
-        let (old, new) = (self.order.len(), plan.len());
+        let (old, new) = (self.len(), plan.len());
         for place in &mut plan.places {
-            let ended = !plan.cyclic && place.cursor >= old as u64;
-            place.cursor = if ended { new } else { before[place.place] % new };
+            let next = if !plan.cyclic && place.cursor >= old { self.order.len() } else { place.place };
+            let to = moved[next] as u64;
+            // Behind the end of a cycle comes its first step, of which the last one may have become a part.
+            place.cursor = if plan.cyclic && to >= new { 0 } else { to };
             place.place = (place.cursor % new) as usize;
-            (place.scan, place.last_used, place.stays, place.stray) = (place.cursor, None, false, None);
+            place.scan = place.cursor;
+            // What is expected next is not taken for the second use of what was used last.
+            let expected = plan.order[place.place];
+            place.last_used = place.last_used.filter(|number| left(number) && *number != expected);
+            place.stays &= place.last_used.is_some();
+            place.stray = None;
         }
         Some(plan)
     }
@@ -528,8 +557,8 @@ impl Active {
         }
     }
 
-    /// Takes in a walker's use of a page the plan names. What it passes without a use is no longer `ahead`.
-    pub(super) fn advance(&mut self, at: usize, number: u32, ahead: &mut Bits) {
+    /// Takes in a walker's use of a page the plan names. Whether it has passed others without a use.
+    pub(super) fn advance(&mut self, at: usize, number: u32) -> bool {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
@@ -540,7 +569,7 @@ impl Active {
             if self.order[position] == number {
                 self.twice.insert(position);
             }
-            return;
+            return false;
         }
         if !repeated && self.order[place.place] == number && (self.cyclic || place.cursor < n) {
             // Almost every use is this one. Its page's next use is at this position again.
@@ -548,14 +577,16 @@ impl Active {
             place.last_used = Some(number);
             place.stays = self.twice.contains(place.place);
             self.go_to(at, self.places[at].cursor + 1);
-            return;
+            return false;
         }
         let near = (n / 8).max(8);
         let cursor = place.cursor;
         let position = self.next_use(at, number);
         let distance = position - cursor;
+        let mut skips = false;
         if distance <= near && position < NEVER {
-            self.step_to(at, position, ahead);
+            self.step_to(at, position);
+            skips = distance > 0;
             self.places[at].judge(distance == 0);
         } else {
             let cyclic = self.cyclic;
@@ -567,7 +598,8 @@ impl Active {
             };
             place.stray = Some((position, run));
             if run >= RESYNC_RUN && position < NEVER {
-                self.step_to(at, position, ahead);
+                self.step_to(at, position);
+                skips = true;
                 let place = &mut self.places[at];
                 if place.suspended {
                     place.resume();
@@ -576,19 +608,20 @@ impl Active {
         }
         let place = &mut self.places[at];
         (place.last_used, place.stays) = (Some(number), false);
+        skips
     }
 
     /// A walker's use at time `now` has happened.
-    fn step_to(&mut self, at: usize, now: u64, ahead: &mut Bits) {
+    fn step_to(&mut self, at: usize, now: u64) {
         let n = self.len();
         let (from, to) = (self.places[at].place, (now % n) as usize);
         self.go_to(at, now + 1);
         // What is at a position that has passed, used or skipped, goes where its next use is.
         if from <= to {
-            self.refile(from, to, ahead);
+            self.refile(from, to);
         } else {
-            self.refile(from, self.order.len() - 1, ahead);
-            self.refile(0, to, ahead);
+            self.refile(from, self.order.len() - 1);
+            self.refile(0, to);
         }
     }
 
@@ -607,14 +640,13 @@ impl Active {
     }
 
     /// A walker has passed the positions from `from` to `to`.
-    fn refile(&mut self, from: usize, to: usize, ahead: &mut Bits) {
+    fn refile(&mut self, from: usize, to: usize) {
         let mut position = from;
         loop {
             let classes = [&self.streamed, &self.kept, &self.held];
             let next = classes.into_iter().filter_map(|class| class.first_from(position)).min();
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
-            ahead.remove(number as usize);
             if self.is_repeated(number) {
                 // Also where this walker has come to its end: others may follow the plan still.
                 self.unfile_at(passed);

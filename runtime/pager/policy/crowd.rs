@@ -249,6 +249,48 @@ fn regression_a_page_of_two_plans_is_ahead_once() {
     assert_eq!(fill(&mut policy, &mut resident), 4);
 }
 
+/// Pages that a walker skipped while they were in flight were counted as ahead for the rest of its pass: nothing was filled
+/// ahead any more, for nobody.
+#[test]
+fn regression_pages_skipped_in_flight_are_not_ahead() {
+    for (cyclic, arrives) in [(true, true), (true, false), (false, true), (false, false)] {
+        let mut policy = policy(&[64], 64, 4);
+        policy.declare(&pages(0, 0..64), cyclic);
+        let mut present = HashSet::new();
+        policy.accessed(page(0, 0));
+        for index in 1..5 {
+            assert_eq!(policy.next_fill(&|page| present.contains(&page)), Some(page(0, index)));
+            policy.filling(page(0, index));
+            present.insert(page(0, index));
+        }
+        assert_eq!(policy.next_fill(&|page| present.contains(&page)), None);
+        policy.accessed(page(0, 5));
+        if arrives {
+            pages(0, 1..5).into_iter().for_each(|page| policy.inserted(page));
+        }
+        assert_eq!(fill(&mut policy, &mut present), 4);
+        assert!(pages(0, 6..10).iter().all(|page| present.contains(page)));
+    }
+}
+
+/// What a walker skipped was not counted as ahead of another one that was to come to it.
+#[test]
+fn regression_pages_that_another_walker_skips_are_ahead_of_who_comes_to_them() {
+    let mut policy = policy(&[64], 64, 4);
+    let mut resident = HashSet::new();
+    for walker in [1, 2] {
+        walk(&mut policy, walker, &pages(0, 0..64));
+        used(&mut policy, &mut resident, page(0, 0));
+    }
+    assert_eq!(fill(&mut policy, &mut resident), 4);
+    used(&mut policy, &mut resident, page(0, 5));
+    // All four are ahead of the other one.
+    assert_eq!(policy.next_fill(&|page| resident.contains(&page)), None);
+    policy.walker(WalkerId(1));
+    used(&mut policy, &mut resident, page(0, 1));
+    assert_eq!(fill(&mut policy, &mut resident), 1);
+}
+
 /// Uses in no order, of each walker.
 fn stray(policy: &mut PlanPolicy, walkers: u32, segment: u32, uses: u32) {
     let mut random = Random(7);
@@ -300,6 +342,70 @@ fn regression_a_tensor_that_is_dropped_takes_no_order_along() {
             }
         }
         assert_eq!(policy.check(), Ok(()));
+    }
+}
+
+/// Of an order that is no cycle, a walker that had used all but what was dropped was taken to begin it anew.
+#[test]
+fn regression_a_walker_whose_rest_is_dropped_has_ended() {
+    let order = [pages(0, 0..3), pages(1, 0..2)].concat();
+    for others in [false, true] {
+        let mut policy = policy(&[8, 8], 8, 4);
+        if others {
+            policy.walker(WalkerId(1));
+            policy.declare(&order, false);
+            policy.accessed(page(0, 0));
+        }
+        policy.walker(WalkerId::DEFAULT);
+        policy.declare(&order, false);
+        pages(0, 0..3).into_iter().for_each(|page| policy.accessed(page));
+        policy.forget(SegmentId(1));
+        let places: Vec<_> = policy.places().iter().map(|place| (place.walker, place.next, place.pages)).collect();
+        assert_eq!(places, if others { vec![(WalkerId(1), 1, 3)] } else { Vec::new() });
+        assert_eq!(policy.next_fill(&|_| false), others.then_some(page(0, 1)));
+        assert_eq!(policy.check(), Ok(()));
+    }
+}
+
+/// Where pages come next to each other because what was between them is dropped, those that are the same make one step: who was
+/// behind it was put ahead of its place.
+#[test]
+fn regression_a_walker_keeps_its_place_where_steps_join() {
+    const BLOCKS: u32 = 10;
+    let scratch = page(1, 0);
+    let order: Vec<_> = (0..BLOCKS).flat_map(|n| [page(0, n), scratch, page(0, n)]).collect();
+    for cyclic in [true, false] {
+        for uses in 1..3 * BLOCKS as usize {
+            let mut policy = policy(&[16, 4], 16, 1);
+            policy.declare(&order, cyclic);
+            order[..uses].iter().for_each(|page| policy.accessed(*page));
+            policy.forget(SegmentId(1));
+            for (at, used) in order.iter().enumerate().skip(uses).filter(|(_, page)| **page != scratch) {
+                let begun = at >= uses + 2 && order[at - 2] == *used;
+                if !begun {
+                    let next = policy.next_fill(&|_| false);
+                    assert_eq!(next, Some(*used), "cyclic: {cyclic}, {uses} uses, at {at}");
+                }
+                policy.accessed(*used);
+            }
+            let places: Vec<u64> = policy.places().iter().map(|place| place.next).collect();
+            assert_eq!(places, if cyclic { vec![0] } else { Vec::new() }, "{uses} uses");
+        }
+    }
+}
+
+/// The same of a cycle whose last page comes to be its first.
+#[test]
+fn regression_a_walker_keeps_its_place_where_the_ends_of_a_cycle_join() {
+    let order = [page(0, 0), page(0, 1), page(0, 0), page(1, 0)];
+    for uses in 0..8 {
+        let mut policy = policy(&[8, 8], 8, 1);
+        policy.declare(&order, true);
+        order.iter().cycle().take(uses).for_each(|page| policy.accessed(*page));
+        policy.forget(SegmentId(1));
+        let next = [0, 1, 0, 0][uses % 4];
+        assert_eq!(policy.places()[0].next, next, "{uses} uses");
+        assert_eq!(policy.places()[0].pages, 2);
     }
 }
 

@@ -86,7 +86,8 @@ pub struct PlanPolicy {
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
-    /// Whether pages may have been filled ahead for a walker of which it is no longer known where it is.
+    /// Whether pages may have been filled ahead for a walker that has passed them since, or of which it is no longer known where
+    /// it is.
     astray: bool,
     /// By their ids, the default walker first.
     walkers: Vec<Walk>,
@@ -359,6 +360,20 @@ impl PlanPolicy {
         if self.walkers[walker].plan.is_some() {
             self.take_out(walker, gone, None);
             self.walkers_changed();
+        }
+    }
+
+    /// Walkers whose plans have nothing left to say to them leave these.
+    fn leave_ended(&mut self) {
+        for walker in 0..self.walkers.len() {
+            let walk = &self.walkers[walker];
+            let ended = walk.plan.is_some_and(|plan| {
+                let active = &self.plans[plan];
+                active.place_of(walk.id).is_some_and(|at| active.exhausted(at))
+            });
+            if ended {
+                self.leave(walker, true);
+            }
         }
     }
 
@@ -717,8 +732,8 @@ impl PlanPolicy {
         found
     }
 
-    /// What was filled ahead for a walker that is not known to be anywhere any more is no longer ahead of anybody,
-    /// unless another walker comes to it.
+    /// What was filled ahead for a walker that has passed it, or is not known to be anywhere any more, is no longer ahead of
+    /// anybody, unless another walker comes to it.
     fn drop_astray(&mut self) {
         if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
             return;
@@ -806,7 +821,8 @@ impl Policy for PlanPolicy {
             let active = &mut self.plans[plan];
             let followed = !active.places[at].suspended;
             if active.names(number) {
-                active.advance(at, number, &mut self.ahead);
+                // What it skips may have been filled for it, or be on its way still.
+                self.astray |= active.advance(at, number);
             } else {
                 active.places[at].judge(false);
             }
@@ -895,6 +911,7 @@ impl Policy for PlanPolicy {
         }
         if !plans.is_empty() {
             self.astray = true;
+            self.leave_ended();
             self.share_memory();
             self.divide_all(false);
         }
@@ -1133,6 +1150,27 @@ mod tests {
             Take::Skip
         });
         assert_eq!(offered, (0..3).map(page).collect());
+    }
+
+    /// Of an order of which something was dropped, it was not known any more which pages two tensors share.
+    #[test]
+    fn regression_pages_that_tensors_share_stay_when_another_tensor_is_dropped() {
+        let scratch = PageId { segment: SegmentId(1), index: PageIndex(0) };
+        for order in [vec![page(0), page(0), page(1), scratch], vec![page(0), scratch, page(0), page(1)]] {
+            for uses in [0, 1] {
+                let mut policy = policy();
+                policy.segment(SegmentId(1), 1);
+                policy.resize(8, 0, 1);
+                policy.declare(&order, true);
+                order[..uses].iter().for_each(|page| policy.accessed(*page));
+                policy.inserted(page(0));
+                policy.forget(SegmentId(1));
+                if uses == 0 || order[1] == scratch {
+                    policy.accessed(page(0));
+                }
+                assert_eq!(own(&policy).unwrap().staying().count(), 1, "{order:?}, {uses} uses");
+            }
+        }
     }
 
     #[test]
