@@ -6,11 +6,11 @@
 //!
 //! | frames | host frames | actors | failures | states | longest way to one |
 //! |---|---|---|---|---|---|
-//! | 1 | 0 | 1 | 0 | 1,905 | 16 |
-//! | 1 | 1, with staging | 1 | 0 | 9,385 | 22 |
-//! | 1 | 0 | 2 | 0 | 17,849 | 21 |
-//! | 1 | 0 | 1 | 1 | 32,473 | 83 |
-//! | 2 | 0 | 1 | 0 | 69,353 | 25 |
+//! | 1 | 0 | 1 | 0 | 2,969 | 18 |
+//! | 1 | 1, with staging | 1 | 0 | 15,174 | 23 |
+//! | 1 | 0 | 2 | 0 | 19,737 | 21 |
+//! | 1 | 0 | 1 | 1 | 65,525 | 85 |
+//! | 2 | 0 | 1 | 0 | 115,178 | 25 |
 //!
 //! A waiting request may be passed twice in them, not sixteen times, and after each sequence nobody was passed more often.
 //!
