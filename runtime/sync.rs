@@ -1,4 +1,5 @@
-//! Internal assertions, and what threads share. Atomics come from the standard library or, under `--cfg loom`, from loom, which explores every interleaving of them.
+//! Internal assertions, and what threads share. Atomics come from the standard library or, under `--cfg loom`, from loom,
+//! which explores every interleaving of them.
 
 /// What can only be false because of a bug in this crate. Checked in debug builds and with the feature `strict`.
 macro_rules! invariant {

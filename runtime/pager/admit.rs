@@ -853,17 +853,14 @@ impl Pager {
         let (mut behind, mut room) = (None, None);
         while let Some((turn, id)) = self.frame_line.next_growing(behind, room.as_ref()) {
             behind = Some(turn);
-            match self.attempt(id, fx) {
-                Some(Blocked::Frames { .. }) if self.never_refused(id) => {}
-                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
-                _ => return true,
+            if !self.lacks_frames(id, &mut room, fx) {
+                return true;
             }
         }
         let mut room = None;
         for id in self.frame_line.next_new() {
-            match self.attempt(id, fx) {
-                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
-                _ => return true,
+            if !self.lacks_frames(id, &mut room, fx) {
+                return true;
             }
         }
         // Who wants the fewest may turn out to want more: the next one is tried all the same.
@@ -871,31 +868,29 @@ impl Pager {
         while let Some((place, id)) = self.frame_line.next_least(behind, room.as_ref()) {
             behind = Some(place);
             self.frame_line.looked();
-            match self.attempt(id, fx) {
-                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
-                _ => return true,
+            if !self.lacks_frames(id, &mut room, fx) {
+                return true;
             }
         }
         let mut behind = None;
-        while let Some((place, id)) = {
-            let most = room.as_ref().map_or(u32::MAX, |room| room.frames).min(self.declarable());
-            self.frame_line.next_reserving(behind, most)
-        } {
+        while let Some((place, id)) = self.frame_line.next_reserving(behind, room.as_ref(), self.declarable()) {
             behind = Some(place);
             self.frame_line.looked();
-            match self.attempt(id, fx) {
-                Some(Blocked::Frames { room: frames }) => self.has_room(&mut room, frames),
-                _ => return true,
+            if !self.lacks_frames(id, &mut room, fx) {
+                return true;
             }
         }
         false
     }
 
-    /// One that was tried says how many frames there can be, unless that was not what it was short of.
-    fn has_room(&self, room: &mut Option<Room>, frames: u32) {
-        if frames < u32::MAX {
+    /// Tries a request. Whether it stays for want of frames: then it says how many there can be, unless that was not what it was
+    /// short of. What can never be refused has the floor as well, which says nothing of others.
+    fn lacks_frames(&mut self, id: RequestId, room: &mut Option<Room>, fx: &mut Effects) -> bool {
+        let Some(Blocked::Frames { room: frames }) = self.attempt(id, fx) else { return false };
+        if frames < u32::MAX && !self.never_refused(id) {
             *room = Some(Room { frames, kept: self.kept.clone() });
         }
+        true
     }
 
     /// Admits a request, or has it stand in the line of what is in its way, which is returned.

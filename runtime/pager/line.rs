@@ -482,9 +482,16 @@ impl FrameLine {
         self.line.get(place.1).map(|id| (place, id))
     }
 
-    /// The next one that sets frames aside, behind the place of another one, if it sets aside at most `most`.
-    pub(super) fn next_reserving(&self, behind: Option<(u32, Turn)>, most: u32) -> Option<((u32, Turn), RequestId)> {
+    /// The next one that sets frames aside, behind the place of another one, of those for whom there may be frames and so many
+    /// may be `declared`.
+    pub(super) fn next_reserving(
+        &self,
+        behind: Option<(u32, Turn)>,
+        room: Option<&Room>,
+        declared: u32,
+    ) -> Option<((u32, Turn), RequestId)> {
         let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
+        let most = most_for(&[], room).min(declared);
         let place = *self.reserving.range(rest).next().filter(|(least, _)| *least <= most)?;
         self.line.get(place.1).map(|id| (place, id))
     }

@@ -168,19 +168,9 @@ impl Pins {
     fn unpin(&self) {
         let Some(any) = self.segments.first() else { return };
         let unpin_all = || {
-            let mut wanted = false;
-            let mut segments = self.segments.as_slice();
-            for run in &self.runs {
-                while let [first, others @ ..] = segments
-                    && first.id != run.segment
-                {
-                    segments = others;
-                }
-                if let Some(segment) = segments.first() {
-                    wanted |= pin::unpin(segment.words_of(*run), self.exclusive);
-                }
-            }
-            wanted
+            let rows = self.runs.chunk_by(|a, b| a.segment == b.segment).zip(&self.segments);
+            let words = rows.flat_map(|(runs, segment)| runs.iter().map(|run| segment.words_of(*run)));
+            words.fold(false, |wanted, words| pin::unpin(words, self.exclusive) | wanted)
         };
         if self.hold.spent > 0 {
             unpin_paid(any, &self.runs, &self.hold, unpin_all);

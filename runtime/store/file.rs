@@ -10,6 +10,12 @@ use std::path::{Path, PathBuf};
 use super::{FileUse, IO_ALIGNMENT};
 use crate::error::{Error, ErrorKind, Result};
 
+/// The user whose rights this process has; 0 is root.
+pub(super) fn effective_user() -> u32 {
+    // SAFETY: the call has no preconditions.
+    unsafe { libc::geteuid() }
+}
+
 /// What tells one state of a file from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileIdentity {

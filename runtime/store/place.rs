@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::file::effective_user;
 use super::scratch::{ScratchFile, ScratchOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PageSize;
@@ -41,8 +42,7 @@ pub(super) fn cache_folder() -> Option<PathBuf> {
 /// Makes the user's cache folder if it is not there. What root would make in another user's folder, as with `sudo`, that user could
 /// not write to: that is refused.
 pub(super) fn make_cache_folder(folder: &Path) -> io::Result<()> {
-    // SAFETY: the call has no preconditions.
-    let root = unsafe { libc::geteuid() } == 0;
+    let root = effective_user() == 0;
     let whose = folder.ancestors().find_map(|there| fs::metadata(there).ok()).map(|there| there.uid());
     match whose {
         Some(user) if root && user != 0 => {
@@ -190,8 +190,7 @@ mod tests {
         let (file, ()) = first(None).unwrap();
         assert!(file.directory() == there.path() && !there.path().join("not").exists());
         // Nor is it where another user's folder would get what that user cannot write to.
-        // SAFETY: the call has no preconditions.
-        if unsafe { libc::geteuid() } == 0 {
+        if effective_user() == 0 {
             std::os::unix::fs::chown(there.path(), Some(65_534), None).unwrap();
             assert_eq!(make_cache_folder(&missing).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
             let (file, ()) = first(Some(&missing)).unwrap();

@@ -128,9 +128,9 @@ impl DiskProfile {
     }
 
     /// Where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), in files
-    /// `disk-*.json`, which go when they are a day old, and in this process. A measurement counts for ten minutes. Where a later one comes to about as much, they
-    /// count for as long again as they lie apart; of those of a day the fastest is taken, and a single faster one until the next:
-    /// other work makes a disk slower, and not faster.
+    /// `disk-*.json`, which go when they are a day old, and in this process. A measurement counts for ten minutes. Where a later
+    /// one comes to about as much, they count for as long again as they lie apart; of those of a day the fastest is taken, and a
+    /// single faster one until the next: other work makes a disk slower, and not faster.
     pub fn remembered_in() -> Option<PathBuf> {
         super::place::cache_folder()
     }

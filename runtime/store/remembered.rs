@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use super::file::{file_system, filesystem_name, longest_file};
+use super::file::{effective_user, file_system, filesystem_name, longest_file};
 use super::place::{cache_folder, make_cache_folder};
 use super::profile::{BLOCK, DiskProfile, MOST, WAIT};
 use crate::error::{Error, Result};
@@ -227,8 +227,7 @@ fn mount_source(mounts: &str, major: u32, minor: u32) -> Option<String> {
 fn read_note(path: &Path) -> io::Result<Note> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     let metadata = file.metadata()?;
-    // SAFETY: the call has no preconditions.
-    let user = unsafe { libc::geteuid() };
+    let user = effective_user();
     if !metadata.is_file() || metadata.uid() != user || metadata.len() > NOTE_MOST {
         return Err(io::Error::other("not a note of this user's"));
     }
@@ -474,8 +473,7 @@ mod tests {
         }
         fs::write(&path, line(rate, 1, mib, START)).unwrap();
         assert!(disk.note(at(1)).believed(at(1)).is_some());
-        // SAFETY: the call has no preconditions.
-        if unsafe { libc::geteuid() } == 0 {
+        if effective_user() == 0 {
             std::os::unix::fs::chown(&path, Some(65_534), None).unwrap();
             none();
         }

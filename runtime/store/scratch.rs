@@ -32,7 +32,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 use twox_hash::XxHash3_64;
 
-use super::file::{file_system, filesystem_name, is_memory, is_remote, longest_file};
+use super::file::{effective_user, file_system, filesystem_name, is_memory, is_remote, longest_file};
 use super::operation::{CallHook, Injected, RoomCall, RoomKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
@@ -379,8 +379,7 @@ impl Inner {
 
     /// Refuses at once what the file system cannot have: slice by slice, it would take all there is from everybody first.
     fn check_room(&self, len: u64) -> io::Result<()> {
-        // SAFETY: the call has no preconditions.
-        let root = unsafe { libc::geteuid() } == 0;
+        let root = effective_user() == 0;
         let fits = || file_system(&self.file).is_none_or(|stat| stat.f_blocks == 0 || len <= obtainable(&stat, root));
         if fits() {
             return Ok(());

@@ -57,6 +57,11 @@ impl Outside {
         if self.list.len == 0 {
             self.links.fit(end);
         }
+        self.append(number);
+    }
+
+    /// Takes in a page that is not there.
+    fn append(&mut self, number: u32) {
         self.links.push_last(&mut self.list, number);
         self.next = self.next.or(Some(number));
     }
@@ -78,8 +83,7 @@ impl Outside {
     pub(super) fn touch(&mut self, number: u32) {
         if self.contains(number) {
             self.remove(number);
-            self.links.push_last(&mut self.list, number);
-            self.next = self.next.or(Some(number));
+            self.append(number);
         }
     }
 

@@ -206,6 +206,11 @@ pub(crate) fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     if stay < frames { (stay + STREAM_SLACK).min(frames) } else { stay }
 }
 
+/// Whether none of these plans names the page.
+fn none_names(plans: &Slab<Active>, of: &[usize], number: u32) -> bool {
+    !of.iter().any(|plan| plans[*plan].names(number))
+}
+
 impl PlanPolicy {
     /// Without a plan.
     pub fn new() -> Self {
@@ -572,7 +577,7 @@ impl PlanPolicy {
         step(self.recency.len());
         let end = self.recency.numbers().end();
         for number in self.recency.present_numbers() {
-            if !followed.iter().any(|plan| self.plans[*plan].names(number)) {
+            if none_names(&self.plans, &followed, number) {
                 self.outside.insert(number, end);
             }
         }
@@ -581,8 +586,7 @@ impl PlanPolicy {
 
     /// Whether the page belongs in the list of those outside of followed plans, as far as that is kept.
     fn is_outside(&self, number: u32) -> bool {
-        let followed = self.followed.as_ref();
-        followed.is_some_and(|followed| !followed.iter().any(|plan| self.plans[*plan].names(number)))
+        self.followed.as_ref().is_some_and(|followed| none_names(&self.plans, followed, number))
     }
 
     /// Offers pages of plans by where all walkers are.
