@@ -32,7 +32,7 @@ peers: ## Build llama.cpp and fetch libCacheSim into .venv, for `make bench` to 
 	@scripts/need.sh cc c++ python3 pip
 	@scripts/fetch_peers.sh
 
-soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device, simulated machines, a million judged operations, a million tensors, a tebibyte walked, then a model's logits under every setting
+soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every device, simulated machines, a million judged operations, a million tensors, a tebibyte walked, 200 GiB walked in 320 MB, then a model's logits under every setting
 	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --features cuda --test soak --test simulate --test mappings -- --ignored --nocapture --test-threads 1
 	@scripts/fetch_model.sh

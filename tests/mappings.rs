@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use harness::alone;
+use harness::{Scene, alone, is_child, scene_ended};
 use outcore::device::HostDevice;
 use outcore::store::{CallHook, Injected, IoCall, RoomCall, StoreOptions};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, Tensor};
@@ -427,4 +427,38 @@ fn page_tables_of_small_pages_are_within_the_budget() {
 #[ignore = "minutes: make soak"]
 fn page_tables_of_a_walk_of_a_tebibyte_are_given_back() {
     alone("page_tables_of_a_walk_of_a_tebibyte_are_given_back", || walk(1 << 40));
+}
+
+/// Every page of a model of 200 GiB, in pages of 64 KiB, with a device budget of 1 MiB: the page tables that such a walk
+/// could leave behind are more than this control group may hold.
+#[test]
+#[ignore = "minutes, and memory cgroups: make soak"]
+fn a_walk_of_200_gib_lives_in_320_mb() {
+    const TEST: &str = "a_walk_of_200_gib_lives_in_320_mb";
+    if !is_child(TEST) {
+        let child = Scene::of(TEST).by("scripts/cgroup_run.sh", &["320MB"]).run();
+        if let Some(text) = child.well_or_skipped(TEST) {
+            println!("{text}");
+        }
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (rows, row) = (200 << 14, 64 << 10);
+    let path = sparse_model(dir.path(), rows, row);
+    let rt = open(Bytes::kib(64), Bytes::mib(1)).unwrap();
+    let tensor = rt.open_model(&path).unwrap().tensor("w").unwrap();
+    let start = Instant::now();
+    for at in 0..rows {
+        let bytes = rt.pin(&tensor.rows(at..at + 1).unwrap()).wait().unwrap();
+        assert!(bytes.iter().step_by(4096).all(|byte| *byte == 0), "row {at}");
+    }
+    println!(
+        "walked in {:?}: at most {}, page tables {}",
+        start.elapsed(),
+        Bytes::new(status("VmHWM:")),
+        Bytes::new(status("VmPTE:"))
+    );
+    drop(tensor);
+    rt.close().unwrap();
+    scene_ended();
 }
