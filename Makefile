@@ -36,7 +36,7 @@ soak: ## Random work with injected failures for SOAK_SECONDS (1200) on every dev
 	@scripts/need.sh cargo cc python3 pip
 	OUTCORE_SOAK_SECONDS=$(SOAK_SECONDS) cargo test --release --features cuda --test soak --test simulate --test mappings -- --ignored --nocapture --test-threads 1
 	@scripts/fetch_model.sh
-	cargo test --workspace --features outcore/cli --test generate -- --ignored --nocapture
+	cargo test --workspace --test generate -- --ignored --nocapture
 
 fuzz: ## Every fuzz target for FUZZ_SECONDS (60); installs cargo-fuzz if it is missing
 	@scripts/need.sh cargo c++

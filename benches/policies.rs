@@ -12,8 +12,8 @@ use std::hint::black_box;
 use std::num::NonZeroU32;
 
 use outcore::pager::policy::Policy;
-use outcore::sim::{Trace, replay};
 use outcore::{PageId, PageIndex, PolicyKind, SegmentId};
+use outcore_lab::sim::{Trace, replay};
 use serde_json::json;
 use support::{Random, Spread};
 

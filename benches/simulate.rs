@@ -19,13 +19,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
-use outcore::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
-use outcore::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use outcore::store::QueueDepth;
 use outcore::{
     Bytes, DType, LinkModel, Lookahead, PageIndex, PageSize, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor,
     format,
 };
+use outcore_lab::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
+use outcore_lab::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
 use serde_json::{Value, json};
 use support::{Spread, pass};
 

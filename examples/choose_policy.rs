@@ -5,8 +5,8 @@
 
 use std::num::NonZeroU32;
 
-use outcore::sim::{self, Counts, Trace};
 use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Result, Runtime};
+use outcore_lab::sim::{self, Counts, Trace};
 
 const PAGE: u64 = 64 << 10;
 const FRAMES: NonZeroU32 = NonZeroU32::new(96).unwrap();

@@ -128,7 +128,7 @@ impl FromStr for Lookahead {
 }
 
 /// Buffers of the staging ring, where `asked` is what was asked for, if anything.
-pub(crate) fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
+pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
     const DEFAULT_PAGES: u64 = 16;
     const DEFAULT_BYTES: Bytes = Bytes::mib(64);
     let pages = match asked {

@@ -39,41 +39,35 @@
 //! the remedy. The library prints nothing; it reports through [`tracing`].
 //!
 //! The modules that are public beside this surface are the parts it is made of: [`mod@format`] (headers of model files),
-//! [`machine`] (what the machine gives), [`output`] (files that are whole or not there), [`planning`] (what a job needs, and how
-//! fast it can be), [`residency`] (where pages were over time), [`sim`] (policies on traces, and machines that are not there), [`store`] (reads and writes), [`device`]
-//! (frames, streams), [`pager`] (the pure
-//! state machine that decides). Their traits are documented with their contracts.
+//! [`machine`] (what the machine gives), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
+//! state machine that decides). Their traits are documented with their contracts. Policies on traces, machines that are
+//! not there, and what a job needs are the crate `outcore-lab`'s.
 
+// The state machine that decides, a crate of its own; and its macro `invariant`.
 #[macro_use]
-mod sync;
+pub extern crate outcore_pager as pager;
 
 mod compute;
 mod config;
 pub mod device;
 pub mod dlpack;
 mod dtype;
-mod error;
 pub mod format;
-mod ids;
 pub mod machine;
 mod observe;
-pub mod output;
-pub mod pager;
 mod pin;
-pub mod planning;
-mod random;
 mod ranges;
-pub mod residency;
 mod runtime;
 #[cfg(test)]
 #[path = "../tests/harness/scene.rs"]
 mod scene;
 mod segment;
 mod settings;
-pub mod sim;
 pub mod store;
 mod tensor;
 mod transfer;
+
+use pager::{error, ids, random, sync};
 
 pub use compute::ComputeStream;
 pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
@@ -99,6 +93,16 @@ pub use settings::{Chosen, Settings};
 pub use store::{DiskProfile, IoBackend, ScratchAllocation};
 pub use tensor::Tensor;
 pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
+
+/// Rules of the runtime that the laboratory follows, so that both are the same. Not for programs: they change without
+/// notice.
+#[doc(hidden)]
+pub mod shared {
+    pub use crate::config::staging_pages;
+    pub use crate::format::names::{Expert, Role, expert, role};
+    pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
+    pub use crate::store::queue::{Depth, Lane, Queue};
+}
 
 /// The README's example has to compile; `tests/readme.rs` runs it.
 #[cfg(doctest)]

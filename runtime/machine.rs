@@ -245,7 +245,7 @@ impl Machine {
 }
 
 /// How many mappings a kernel allows a process, unless it is told otherwise.
-pub(crate) const MAX_MAP_COUNT: u64 = 65_530;
+pub const MAX_MAP_COUNT: u64 = 65_530;
 
 /// How many mappings a process may have.
 ///

@@ -84,7 +84,7 @@ pub(crate) struct Observer {
     disk_busy: Busy,
     link_busy: Busy,
     /// By cause, then by tier.
-    stalls: [[Stall; Tier::ALL.len()]; CAUSES.len()],
+    stalls: [[Stall; Tier::ALL.len()]; WaitCause::ALL.len()],
     peak_device: AtomicU64,
     peak_host: AtomicU64,
 }
@@ -93,30 +93,6 @@ pub(crate) struct Observer {
 struct Stall {
     count: AtomicU64,
     nanos: AtomicU64,
-}
-
-pub(crate) const CAUSES: [WaitCause; 7] = [
-    WaitCause::Disk,
-    WaitCause::Host,
-    WaitCause::Zero,
-    WaitCause::LatePrefetch,
-    WaitCause::Frames,
-    WaitCause::WriteBack,
-    WaitCause::Guard,
-];
-
-/// The cause in words.
-pub(crate) fn cause_name(cause: WaitCause) -> &'static str {
-    match cause {
-        WaitCause::None => "none",
-        WaitCause::Disk => "disk fault",
-        WaitCause::Host => "host fault",
-        WaitCause::Zero => "zero fill",
-        WaitCause::LatePrefetch => "late prefetch",
-        WaitCause::Frames => "no free frame",
-        WaitCause::WriteBack => "write back of a victim",
-        WaitCause::Guard => "held by another guard",
-    }
 }
 
 /// Which resource an operation uses.
@@ -184,12 +160,12 @@ impl Observer {
     ) -> Duration {
         let now = Instant::now();
         let time = now.saturating_duration_since(since);
-        if let Some(at) = CAUSES.iter().position(|known| *known == cause) {
+        if let Some(at) = WaitCause::ALL.iter().position(|known| *known == cause) {
             let stall = &self.stalls[at][tier as usize];
             stall.count.fetch_add(1, Ordering::Relaxed);
             stall.nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
         }
-        self.span(Lane::Stall, cause_name(cause), since, now, detail);
+        self.span(Lane::Stall, cause.name(), since, now, detail);
         time
     }
 
@@ -249,16 +225,12 @@ impl Observer {
 
     pub(crate) fn stalls(&self) -> Vec<StallStats> {
         let of_cause = |(cause, stalls): (&WaitCause, &[Stall; Tier::ALL.len()])| {
-            let tiers = Tier::ALL.map(|tier| {
-                let stall = &stalls[tier as usize];
-                let time = Duration::from_nanos(stall.nanos.load(Ordering::Relaxed));
-                TierStalls { tier, count: stall.count.load(Ordering::Relaxed), time }
-            });
-            let count = tiers.iter().map(|stalls| stalls.count).sum();
-            let time = tiers.iter().map(|stalls| stalls.time).sum();
-            StallStats { cause: *cause, name: cause_name(*cause), count, time, tiers }
+            let read = |stall: &Stall| {
+                (stall.count.load(Ordering::Relaxed), Duration::from_nanos(stall.nanos.load(Ordering::Relaxed)))
+            };
+            StallStats::new(*cause, stalls.each_ref().map(read))
         };
-        CAUSES.iter().zip(&self.stalls).map(of_cause).collect()
+        WaitCause::ALL.iter().zip(&self.stalls).map(of_cause).collect()
     }
 }
 
@@ -306,6 +278,20 @@ pub struct StallStats {
     pub time: Duration,
     /// The same by the tier that had the bytes of the page that was waited for, fastest first.
     pub tiers: [TierStalls; Tier::ALL.len()],
+}
+
+impl StallStats {
+    /// Of one cause: how often and how long in all, for each of [`Tier::ALL`].
+    #[doc(hidden)]
+    pub fn new(cause: WaitCause, tiers: [(u64, Duration); Tier::ALL.len()]) -> Self {
+        let tiers = Tier::ALL.map(|tier| {
+            let (count, time) = tiers[tier as usize];
+            TierStalls { tier, count, time }
+        });
+        let count = tiers.iter().map(|stalls| stalls.count).sum();
+        let time = tiers.iter().map(|stalls| stalls.time).sum();
+        Self { cause, name: cause.name(), count, time, tiers }
+    }
 }
 
 /// Time callers waited for pages whose bytes were in one tier.
@@ -373,7 +359,7 @@ impl PageWait {
 
 impl PageWaits {
     pub(crate) fn add(&self, pages: u32, page: PageIndex, cause: WaitCause, tier: Tier, time: Duration) {
-        let Some(cause) = CAUSES.iter().position(|known| *known == cause) else { return };
+        let Some(cause) = WaitCause::ALL.iter().position(|known| *known == cause) else { return };
         let all = self.0.get_or_init(|| (0..pages).map(|_| PageWait::default()).collect());
         let Some(wait) = all.get(page.index()) else { return };
         wait.add(time, cause * Tier::ALL.len() + tier as usize);
@@ -385,10 +371,10 @@ impl PageWaits {
         all.iter().enumerate().filter_map(|(index, wait)| {
             let (time, count, last) = PageWait::unpack(wait.0.load(Ordering::Relaxed));
             (count > 0).then(|| Waited {
-                page: PageIndex(index as u32),
+                page: PageIndex::new(index as u32),
                 count,
                 time: Duration::from_nanos(time << 10),
-                cause: CAUSES[last / Tier::ALL.len()],
+                cause: WaitCause::ALL[last / Tier::ALL.len()],
                 tier: Tier::ALL[last % Tier::ALL.len()],
             })
         })

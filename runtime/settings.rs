@@ -51,7 +51,7 @@ pub struct Settings {
 /// Frames that a tier has at least, where pages can be chosen so: below that, one page less is a large part of the budget.
 const FRAMES_LEAST: u64 = 12;
 /// What holds as many pages of the usual size.
-pub(crate) const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
+pub const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
 /// The smallest page that is chosen: below it, moving pages costs more than reading them.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
 /// A page's bytes take the disk no longer than this, or than it takes the disk to begin: so long does a fault wait at least. The
@@ -130,7 +130,7 @@ fn expert_page(piece: Bytes, disk: Option<DiskProfile>) -> u64 {
 /// The largest page of which a device budget in this machine's memory holds as many as there have to be: no larger than a huge
 /// page, nor than is best for `piece`, what is used by itself of a model with experts. Where that would come to more than
 /// `frames` frames, as many as the kernel allows, it is larger, whatever else it should be: smaller ones could not be had at all.
-pub(crate) fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile>, frames: u64) -> PageSize {
+pub fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile>, frames: u64) -> PageSize {
     let best = piece.map_or(u64::MAX, |piece| expert_page(piece, disk));
     let size = power_below(budget.get() / FRAMES_LEAST).min(best).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
     at_most_frames(PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT), budget, frames)

@@ -21,14 +21,14 @@ cargo fmt --all --check
 # Everything first: what it builds of others is what the rest needs.
 say "clippy, all that there is"
 cargo clippy --workspace --all-targets \
-    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
+    --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda -- -D warnings
 say "clippy, without features"
 cargo clippy --workspace --all-targets -- -D warnings
-say "clippy, features cli and strict"
-cargo clippy --workspace --all-targets --features outcore/cli,outcore/strict -- -D warnings
+say "clippy, feature strict"
+cargo clippy --workspace --all-targets --features outcore/strict -- -D warnings
 say "documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps \
-    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
+    --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda
 # The fuzz targets are a workspace of their own, and libFuzzer needs a C++ compiler.
 if [ -f fuzz/Cargo.toml ]; then
     say "fuzz targets"

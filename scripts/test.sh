@@ -28,7 +28,7 @@ step_checker() {
 
 # All members with all they can do, so that nothing is built twice. What is in the memory of a GPU is tested over an
 # emulated driver: no GPU is needed, and none is used. Builds without these features are what `strict` tests, and lint.
-everything=(--workspace --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
+everything=(--workspace --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda,outcore-llm/cuda)
 
 # Unit, integration and end-to-end tests of all members.
 build_workspace() {
@@ -54,7 +54,7 @@ step_kernels() {
 # outcore-llm is built again. A filter that matches nothing would pass, so the tests are counted.
 # Nothing is computed here, so nothing has to be fast.
 without_cuda=(--config 'profile.dev.package.outcore-llm.opt-level=0' --workspace
-    --features outcore/cli,outcore/cuda,outcore-gpu-check/cuda --test generate)
+    --features outcore/cuda,outcore-cli/cuda,outcore-gpu-check/cuda --test generate)
 build_without-cuda() {
     cargo test "${without_cuda[@]}" --no-run
 }
@@ -84,12 +84,12 @@ step_strict() {
 
 # What a release build does at an edge of a page that cannot be, where all other builds stop. A filter that matches nothing
 # would pass, so the tests are counted.
-released=(--config 'profile.dev.package.outcore.debug-assertions=false' -p outcore --lib)
+released=(--config 'profile.dev.package.outcore-pager.debug-assertions=false' -p outcore-pager --lib)
 build_released() {
     cargo test "${released[@]}" --no-run
 }
 step_released() {
-    cargo test "${released[@]}" pager::tests 2>&1 | tee "$target/released.log"
+    cargo test "${released[@]}" tests:: 2>&1 | tee "$target/released.log"
     grep -qE '^test result: ok\. [1-9]' "$target/released.log" || { echo "released: no test ran" >&2; exit 1; }
 }
 
@@ -97,7 +97,7 @@ step_released() {
 # Everything is built anew for this flag, and run for a second: nothing has to be fast.
 with_loom() {
     RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-2} CARGO_TARGET_DIR="$target/loom" \
-        cargo test --config 'profile.dev.opt-level=0' --config 'profile.dev.package."*".opt-level=0' -p outcore --lib "$@"
+        cargo test --config 'profile.dev.opt-level=0' --config 'profile.dev.package."*".opt-level=0' -p outcore-pager --lib "$@"
 }
 build_loom() {
     with_loom --no-run

@@ -1,6 +1,5 @@
 //! Work of the caller's on streams of the host device: a guard that ends behind it keeps its pages until it has ended.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod harness;

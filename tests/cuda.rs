@@ -2,7 +2,6 @@
 //! told is in the wrong order, and whatever call fails ends in an error. No GPU takes part, unless `OUTCORE_REAL_CUDA=1`
 //! asks for one: then the tests of `cuda_real` run, and no others.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;

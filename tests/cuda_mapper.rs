@@ -1,7 +1,6 @@
 //! How the CUDA device maps pages and copies to them, over the emulated driver: in runs, ahead of the copies, and each
 //! operation with an end of its own. No GPU takes part.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[path = "fake-cuda/control.rs"]

@@ -2,7 +2,6 @@
 //! a stream, graphs, DLPack. The same tests run over the emulated driver (`tests/fake-cuda`), which judges the order, and in
 //! `cuda_real` on the machine's own driver, where `OUTCORE_REAL_CUDA=1` asks for it.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;

@@ -1,7 +1,6 @@
 //! How the CUDA device learns what has ended, over the emulated driver: one thread for all streams, none of which holds up
 //! another, and of a device that is lost everything is reported with the first cause. No GPU takes part.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[path = "fake-cuda/control.rs"]

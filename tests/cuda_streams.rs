@@ -1,7 +1,6 @@
 //! Work of the caller's on streams beside the runtime's, over the emulated driver: a guard that ends behind a kernel keeps
 //! its pages until the kernel has ended, and nothing is out of order. No GPU takes part.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;

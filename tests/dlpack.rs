@@ -1,6 +1,5 @@
 //! DLPack views of pinned tensors, as a consumer in C sees them.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[macro_use]

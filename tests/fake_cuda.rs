@@ -1,6 +1,5 @@
 //! The emulated CUDA driver behaves as cudarc, unmodified, expects a driver to.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[path = "fake-cuda/control.rs"]

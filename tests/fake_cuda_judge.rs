@@ -3,7 +3,6 @@
 //! Each test is a pair. The wrong half is written so that the work happens to run in the order the program hoped for,
 //! or does not run at all: what is found does not depend on timing.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 #[path = "fake-cuda/control.rs"]

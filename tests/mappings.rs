@@ -3,7 +3,6 @@
 //!
 //! Each scene runs in a process of its own, whose mappings are its own.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod harness;

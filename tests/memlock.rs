@@ -1,7 +1,6 @@
 //! The promise: where the system locks no memory, or little, a host tier of any size works as well, unlocked; the log says
 //! so once, and every byte is the file's.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;

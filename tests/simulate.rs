@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use harness::Rng;
 use outcore::pager::Backing;
-use outcore::residency::Residency;
-use outcore::sim::{
-    ComputeModel, DiskModel, Even, Guest, LaneRecord, MachineModel, Part, Settings, Share, Simulated, Span, Step,
-    Trouble, TroubleKind, When, Workload, simulate,
-};
 use outcore::store::QueueDepth;
 use outcore::{
     Bytes, DType, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, SegmentClass, Tier, WaitCause, format,
+};
+use outcore_lab::residency::Residency;
+use outcore_lab::sim::{
+    ComputeModel, DiskModel, Even, Guest, LaneRecord, MachineModel, Part, Settings, Share, Simulated, Span, Step,
+    Trouble, TroubleKind, When, Workload, simulate,
 };
 use simulate_swarm::{bits, random_case, stalled, swarm};
 

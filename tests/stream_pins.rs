@@ -1,6 +1,5 @@
 //! Pins for a stream: they are there before the bytes, and work on the stream finds the bytes all the same.
 
-#![cfg(not(loom))]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod common;

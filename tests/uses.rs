@@ -7,8 +7,8 @@ use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::task::{Context, Waker};
 
-use outcore::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, LongTrace};
 use outcore::{Bytes, DType, Lookahead, PageSize, PageUses, PolicyKind, Runtime, SegmentClass, Tensor};
+use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, LongTrace};
 
 const PAGE: u64 = 64 << 10;
 

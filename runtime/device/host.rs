@@ -1454,7 +1454,7 @@ mod tests {
         const FRAMES: u32 = 70;
         let device = device(FRAMES);
         let mut random = crate::random::Random(5);
-        let mut below = |n: u64| random.next() % n;
+        let mut below = |n: u64| random.next_u64() % n;
         let mut segments: Vec<(DeviceAddress, u32)> = Vec::new();
         for step in 0..3000 {
             match below(20) {

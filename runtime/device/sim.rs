@@ -355,7 +355,7 @@ impl State {
             _ => self.now,
         };
         self.streams[index as usize].busy = true;
-        self.running.push(Reverse((end, self.random.next(), index)));
+        self.running.push(Reverse((end, self.random.next_u64(), index)));
         false
     }
 

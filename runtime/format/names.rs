@@ -3,7 +3,7 @@
 
 /// The part a tensor plays in a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
+pub enum Role {
     Embedding,
     Other,
     /// Of a layer. `part` numbers what is in a layer, or in an expert of its own, in the order of its use.
@@ -18,7 +18,7 @@ pub(crate) enum Role {
 
 /// Experts that are routed to: a pass uses only those that its tokens draw. One that all tokens share is none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Expert {
+pub enum Expert {
     /// The tensor holds all of a layer's experts.
     All,
     /// It belongs to one.
@@ -55,7 +55,7 @@ fn number(word: &str) -> Option<u32> {
     word.parse().ok().filter(|_| word.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-pub(crate) fn role(name: &str) -> Role {
+pub fn role(name: &str) -> Role {
     let gguf = match name.split_once('.').map_or(name, |(first, _)| first) {
         "token_embd" => return Role::Embedding,
         "output_norm" => return Role::Norm,
@@ -83,7 +83,7 @@ pub(crate) fn role(name: &str) -> Role {
 
 /// Of which experts a tensor of this name is, if of any. Whatever the rest of the name is: the words about experts are the same
 /// in families that call their layers otherwise.
-pub(crate) fn expert(name: &str) -> Option<Expert> {
+pub fn expert(name: &str) -> Option<Expert> {
     expert_within(name).0
 }
 

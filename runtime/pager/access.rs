@@ -8,10 +8,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
-
 use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
-use crate::sync::Alone;
+use crate::sync::{Alone, Mutex};
 
 const FIRST_USE: u64 = 1 << 63;
 const WRITE: u64 = 1 << 62;
@@ -327,8 +325,9 @@ impl AccessLog {
         self.dirty.store(u64::MAX, Ordering::Relaxed);
     }
 
-    #[cfg(all(test, not(loom)))]
-    pub(crate) fn rings(&self) -> usize {
+    /// How many threads have a ring.
+    #[doc(hidden)]
+    pub fn rings(&self) -> usize {
         self.readers.lock().len()
     }
 
@@ -427,13 +426,13 @@ pub struct PageChain {
 }
 
 /// Uses of pages in order, those of a request for several pages one by one: what a
-/// [capture](crate::sim::capture) is made of.
+/// capture is made of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageUses {
     /// The uses, the first one first.
     pub uses: Vec<PageUse>,
-    /// The prefix [chains](crate::Runtime::chain) that were told of, in order.
+    /// The prefix chains that were told of, in order.
     pub chains: Vec<PageChain>,
     in_chains: usize,
     /// How many uses and chains followed that there was no room for.

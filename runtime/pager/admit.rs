@@ -1428,7 +1428,7 @@ fn class_of(priority: ScopePriority) -> Class {
 }
 
 /// What every call gets once a runtime is being closed.
-pub(crate) fn closing() -> Error {
+pub fn closing() -> Error {
     Error::new(ErrorKind::Closed, "the runtime is closing, or is closed")
         .remedy("open a new one, or close this one later")
 }

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::access::Access;
 use super::{PageRun, PageWord, Purpose, TryPin, Unpin};
 use crate::ids::PageId;
-use crate::pager::state::TryWrite;
+use crate::state::TryWrite;
 use crate::sync::{Alone, AtomicU64, Ordering};
 
 /// Says whether a request waits for frames: then every pin asks under the latch, because it may take away a frame that
@@ -25,7 +25,8 @@ pub struct Gate {
 
 impl Gate {
     /// What is closed already is not written: all cores read it.
-    pub(crate) fn close(&self) {
+    #[doc(hidden)]
+    pub fn close(&self) {
         if !self.is_closed() {
             self.closed.0.store(1, Ordering::Release);
         }

@@ -15,13 +15,11 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::deadlock::Known;
 use super::{Effects, PageRun, Pager, Purpose, Terms};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId, SegmentId};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Which scopes and pins are served first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -215,8 +215,9 @@ fn runs_of(tensors: &[Tensor]) -> Runs {
     /// Of so many, comparing each with each costs less than sorting.
     const FEW: usize = 16;
     let mut runs: Runs = tensors.iter().map(Tensor::run).filter(|run| run.count > 0).collect();
-    let before =
-        |a: &PageRun, b: &PageRun| a.segment < b.segment || (a.segment == b.segment && a.first.0 + a.count < b.first.0);
+    let before = |a: &PageRun, b: &PageRun| {
+        a.segment < b.segment || (a.segment == b.segment && a.first.get() + a.count < b.first.get())
+    };
     if runs.is_sorted_by(before) {
         return runs;
     }
@@ -224,8 +225,8 @@ fn runs_of(tensors: &[Tensor]) -> Runs {
         let run = runs[at];
         runs[..at].iter().any(|other| {
             other.segment == run.segment
-                && run.first.0 <= other.first.0 + other.count
-                && other.first.0 <= run.first.0 + run.count
+                && run.first.get() <= other.first.get() + other.count
+                && other.first.get() <= run.first.get() + run.count
         })
     };
     if runs.len() > FEW || (1..runs.len()).any(touches) {

@@ -37,7 +37,7 @@ mod own;
 mod place;
 mod probe;
 mod profile;
-mod queue;
+pub(crate) mod queue;
 mod remembered;
 mod scratch;
 mod threads;
@@ -64,8 +64,8 @@ pub use self::probe::{
     BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, open_store, probe_backend, probe_file,
 };
 pub use self::profile::DiskProfile;
+pub(crate) use self::queue::Depth;
 pub use self::queue::QueueDepth;
-pub(crate) use self::queue::{Depth, Lane, Queue};
 pub use self::scratch::{ScratchAllocation, ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
 pub use crate::device::{Completion, Completions};
 pub use crate::pager::Priority;

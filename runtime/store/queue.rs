@@ -74,7 +74,7 @@ impl fmt::Display for QueueDepth {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub struct Limits {
     pub total: u32,
     pub all: u32,
     pub background: u32,
@@ -84,7 +84,7 @@ pub(crate) struct Limits {
 
 /// How many operations the kernel may have at once, and of which kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Depth {
+pub enum Depth {
     /// So many that are not demand, and some of demand beside them.
     Ahead(QueueDepth),
     /// So many of any kind.
@@ -119,7 +119,7 @@ impl Depth {
 
 /// What a started operation counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lane {
+pub enum Lane {
     Demand,
     /// Not demand, and its bytes.
     Other(u32),
@@ -135,7 +135,7 @@ struct Waiting<T> {
 }
 
 #[derive(Debug)]
-pub(crate) struct Queue<T> {
+pub struct Queue<T> {
     limits: Limits,
     waiting: [BTreeMap<u64, Waiting<T>>; PRIORITIES],
     places: HashMap<Token, (Priority, u64)>,

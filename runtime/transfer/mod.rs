@@ -47,7 +47,7 @@ use crate::format::ModelHeader;
 use crate::ids::{
     Bytes, FileId, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentId, Tier, WalkerId,
 };
-use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited, cause_name};
+use crate::observe::{Observer, PageStalls, PageWaits, Resource, Waited};
 use crate::pager::pin::{self, Pinned, Words};
 use crate::pager::policy::guarded::{Fate, Panicked};
 use crate::pager::{
@@ -1002,12 +1002,12 @@ impl Engine {
     }
 
     fn address(&self, io: &SegmentIo, page: PageId) -> DeviceAddress {
-        io.base.offset(u64::from(page.index.0) * self.page_bytes)
+        io.base.offset(u64::from(page.index.get()) * self.page_bytes)
     }
 
     /// Bytes of the page that exist.
     fn valid(&self, io: &SegmentIo, page: PageId) -> u64 {
-        (io.len - (u64::from(page.index.0) * self.page_bytes).min(io.len)).min(self.page_bytes)
+        (io.len - (u64::from(page.index.get()) * self.page_bytes).min(io.len)).min(self.page_bytes)
     }
 
     /// Submits the first operation of a move, which is the only one to be started now if it is a lone one. Returns the point
@@ -1153,13 +1153,13 @@ impl Engine {
             self.device.submit(self.write_backs, op, token);
             return None;
         }
-        self.device.submit(self.fills, op, token).map(|end| FillPoint(end.0))
+        self.device.submit(self.fills, op, token).map(|end| FillPoint::new(end.0))
     }
 
     fn read_or_write(&self, planned: Move, stage: Stage, io: &SegmentIo, buffer: HostPointer) -> Result<()> {
         let valid = self.valid(io, planned.page);
         let (file, offset) = match &io.source {
-            Source::File { file, .. } => (*file, u64::from(planned.page.index.0) * self.page_bytes),
+            Source::File { file, .. } => (*file, u64::from(planned.page.index.get()) * self.page_bytes),
             Source::Scratch { file, scratch, slots, .. } => {
                 (*file, scratch.offset_of(slot(slots, planned.page.index)?))
             }
@@ -1191,7 +1191,7 @@ impl Engine {
     fn taken_up(&self, token: Token, end: EventId) {
         if token.0 < CALLER_TOKENS {
             // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
-            self.with(|pager, fx| pager.taken(MoveId(token.0), FillPoint(end.0), fx));
+            self.with(|pager, fx| pager.taken(MoveId::new(token.0), FillPoint::new(end.0), fx));
         }
     }
 
@@ -1200,7 +1200,7 @@ impl Engine {
         if self.page_bytes < LONG_HASH || token.0 >= CALLER_TOKENS {
             return false;
         }
-        let Some(entry) = self.in_flight.lock().get(&MoveId(token.0)).copied() else { return false };
+        let Some(entry) = self.in_flight.lock().get(&MoveId::new(token.0)).copied() else { return false };
         let page = entry.planned.page;
         self.segment_io(page.segment).is_ok_and(|io| match &io.source {
             Source::File { learned, .. } => learned.as_ref().is_some_and(|learned| learned.asks(page.index)),
@@ -1227,7 +1227,7 @@ impl Engine {
         let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
-            let id = MoveId(token.0);
+            let id = MoveId::new(token.0);
             let Some(entry) = self.in_flight.lock().remove(&id) else { continue };
             if let Some(resource) = entry.stage.resource() {
                 let bytes = if result.is_ok() { self.moved_bytes(&entry) } else { 0 };
@@ -1319,12 +1319,14 @@ impl Engine {
     /// "page 7 of model.gguf (blk.0.attn_q.weight)".
     fn describe(&self, page: PageId) -> String {
         let Ok(io) = self.segment_io(page.segment) else {
-            return format!("page {} of a tensor that is gone", page.index.0);
+            return format!("page {} of a tensor that is gone", page.index.get());
         };
         let name = io.source.name();
         match &io.source {
-            Source::File { .. } => format!("page {} of {name} ({})", page.index.0, self.tensors_of(&io, page.index)),
-            Source::Scratch { .. } => format!("page {} of {name}", page.index.0),
+            Source::File { .. } => {
+                format!("page {} of {name} ({})", page.index.get(), self.tensors_of(&io, page.index))
+            }
+            Source::Scratch { .. } => format!("page {} of {name}", page.index.get()),
         }
     }
 
@@ -1363,12 +1365,12 @@ impl Engine {
             worst.truncate(most);
         }
         let named = |(id, io, waited): (usize, &Arc<SegmentIo>, Waited)| PageStalls {
-            page: PageId { segment: SegmentId(id as u32), index: waited.page },
+            page: PageId { segment: SegmentId::new(id as u32), index: waited.page },
             tensor: self.tensors_of(io, waited.page),
             count: waited.count,
             time: waited.time,
             cause: waited.cause,
-            name: cause_name(waited.cause),
+            name: waited.cause.name(),
             tier: waited.tier,
         };
         worst.into_iter().map(named).collect()

@@ -72,7 +72,7 @@ fn find(last: Option<Box<Named>>, name: RuntimeName, log: &AccessLog) -> Box<Nam
     found.ok().flatten().unwrap_or_else(|| new(name, log))
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 mod tests {
     use std::sync::Barrier;
@@ -90,7 +90,7 @@ mod tests {
             PagerConfig { frames: 1, host_frames: 0, staging: 0, direct_io: true, lookahead: 0, page_bytes: 4096 };
         let mut pager = Pager::new(config, PolicyKind::Lru.build());
         let (segment, _) = pager.add_segment(Backing::File, SegmentClass::Weights, 1);
-        let access = Access::new(PageId { segment, index: PageIndex(0) }, false, false);
+        let access = Access::new(PageId { segment, index: PageIndex::new(0) }, false, false);
         for n in 0..200u64 {
             let step = Barrier::new(2);
             thread::scope(|threads| {

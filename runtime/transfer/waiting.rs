@@ -165,7 +165,6 @@ impl Engine {
             _ => waiter.pages,
         };
         let obstacle = match waiter.waits_for {
-            WaitsFor::Moves => "waits for reads, writes or copies that are under way".to_owned(),
             WaitsFor::Frames { wanted, budget } => {
                 let size = Bytes::new(u64::from(budget) * self.page_bytes);
                 format!("waits for {wanted} frames of a budget of {budget} ({size})")
@@ -181,8 +180,10 @@ impl Engine {
                     format!("guards and scopes have more than the budget of {budget} frames ({size})")
                 }
             }
+            // Moves: there is nothing else.
+            _ => "waits for reads, writes or copies that are under way".to_owned(),
         };
-        let holder = |pager::Holder { scope, pages, writes }| Holder { scope: name(scope), pages, writes };
+        let holder = |pager::Holder { scope, pages, writes, .. }| Holder { scope: name(scope), pages, writes };
         Waiter {
             id: waiter.id,
             scope: name(waiter.scope),

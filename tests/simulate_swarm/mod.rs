@@ -8,12 +8,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use outcore::pager::Backing;
-use outcore::sim::{
+use outcore::store::QueueDepth;
+use outcore::{Bytes, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Result, SegmentClass};
+use outcore_lab::sim::{
     ComputeModel, DiskModel, Guest, MachineModel, Part, Settings, Share, Simulated, Span, Step, Trouble, TroubleKind,
     When, Workload, simulate,
 };
-use outcore::store::QueueDepth;
-use outcore::{Bytes, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Result, SegmentClass};
 
 use crate::harness::Rng;
 use crate::harness::replay::{Case as Replayed, first_seed};

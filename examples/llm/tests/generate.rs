@@ -11,7 +11,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use outcore::PolicyKind;
-use outcore::sim::{CaptureReader, CaptureStep, LongTrace};
+use outcore_lab::sim::{CaptureReader, CaptureStep, LongTrace};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, WeightType};
 use serde_json::Value;

@@ -13,10 +13,10 @@
 
 use super::Take;
 use super::standing::Standing;
+use crate::PageRun;
+use crate::bits::Bits;
 use crate::ids::{PageId, WalkerId};
-use crate::pager::PageRun;
-use crate::pager::bits::Bits;
-use crate::pager::numbers::PageNumbers;
+use crate::numbers::PageNumbers;
 
 /// Consecutive uses at a new position after which a walker's place moves there.
 pub(super) const RESYNC_RUN: u32 = 3;

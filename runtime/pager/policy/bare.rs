@@ -12,7 +12,7 @@ const DIRTY: u8 = 2;
 /// Frames, and a policy that says which pages are in them. It is told of uses, comings and goings as a pager tells it, but
 /// for fills ahead and pins.
 #[derive(Debug)]
-pub(crate) struct BareCache {
+pub struct BareCache {
     policy: Box<dyn Policy>,
     /// By segment: [`RESIDENT`] and [`DIRTY`].
     state: Vec<Vec<u8>>,
@@ -28,7 +28,7 @@ pub(crate) struct BareCache {
 
 impl BareCache {
     /// An empty cache. `policy` is new.
-    pub(crate) fn new(mut policy: Box<dyn Policy>, frames: u32) -> Self {
+    pub fn new(mut policy: Box<dyn Policy>, frames: u32) -> Self {
         policy.resize(frames.max(1), 0, 0);
         Self { policy, state: Vec::new(), count: 0, written_back: 0, frames, staying: None, all: true }
     }
@@ -39,7 +39,7 @@ impl BareCache {
     }
 
     /// There is such a segment.
-    pub(crate) fn segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32) {
+    pub fn segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32) {
         self.forget(segment);
         if self.state.len() <= segment.index() {
             self.state.resize(segment.index() + 1, Vec::new());
@@ -76,17 +76,17 @@ impl BareCache {
     }
 
     /// These pages are about to be used, which are a prefix [chain](Policy::chain).
-    pub(crate) fn chain(&mut self, pages: &[PageId]) {
+    pub fn chain(&mut self, pages: &[PageId]) {
         self.policy.chain(pages);
     }
 
     /// Uses will come in this order, and then again.
-    pub(crate) fn declare(&mut self, pages: &[PageId]) {
+    pub fn declare(&mut self, pages: &[PageId]) {
         self.policy.declare(pages, true);
     }
 
     /// Pages that were evicted dirty.
-    pub(crate) const fn written_back(&self) -> u64 {
+    pub const fn written_back(&self) -> u64 {
         self.written_back
     }
 
@@ -94,7 +94,7 @@ impl BareCache {
     ///
     /// # Errors
     /// `InvalidArgument` if the policy offers no page though there is no frame left.
-    pub(crate) fn used(&mut self, page: PageId, write: bool) -> Result<bool> {
+    pub fn used(&mut self, page: PageId, write: bool) -> Result<bool> {
         let state = self.state.get_mut(page.segment.index());
         let Some(state) = state.and_then(|state| state.get_mut(page.index.index())) else { return Ok(false) };
         let was_resident = *state & RESIDENT != 0;

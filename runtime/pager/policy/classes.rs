@@ -2,8 +2,8 @@
 
 use super::Take;
 use crate::ids::PageId;
-use crate::pager::links::{Links, List};
-use crate::pager::numbers::PageNumbers;
+use crate::links::{Links, List};
+use crate::numbers::PageNumbers;
 
 /// `N` queues, at most 64, of resident pages. Which class a page is in is its owner's to know. 8 bytes for each page that
 /// exists.

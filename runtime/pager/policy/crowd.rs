@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use super::active::{RETURNING, STEPS};
 use super::{PlanPolicy, Policy, Take, Want};
+use crate::PageRun;
 use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
-use crate::pager::PageRun;
 use crate::random::Random;
 
 fn page(segment: u32, index: u32) -> PageId {

@@ -2,7 +2,7 @@
 
 use super::line::{Line, LineRule};
 use crate::ids::PageId;
-use crate::pager::order::Order;
+use crate::order::Order;
 
 /// Evicts the page that came longest ago, whether it was used since or not.
 ///

@@ -10,23 +10,23 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use super::{LruPolicy, Policy, Take, WalkerPlace, Want};
+use crate::PageRun;
+use crate::bits::Bits;
 use crate::error::{Error, ErrorKind, caught};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
-use crate::pager::PageRun;
-use crate::pager::bits::Bits;
 
 /// A policy that panicked.
 #[derive(Clone, Debug)]
-pub(crate) struct Panicked {
+pub struct Panicked {
     /// Its name.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// What it said.
-    pub(crate) message: String,
+    pub message: String,
 }
 
 impl Panicked {
     /// As an error. Nothing was lost.
-    pub(crate) fn told(&self) -> Error {
+    pub fn told(&self) -> Error {
         let Self { name, message } = self;
         let what = format!("the policy {name:?} panicked ({message}), and lru has taken its place");
         Error::new(ErrorKind::InvalidArgument, what).remedy("correct the policy; no page was lost")
@@ -34,10 +34,10 @@ impl Panicked {
 }
 
 /// What became of a policy: empty as long as it has not panicked.
-pub(crate) type Fate = Arc<OnceLock<Panicked>>;
+pub type Fate = Arc<OnceLock<Panicked>>;
 
 /// See the module's first line.
-pub(crate) struct Guarded {
+pub struct Guarded {
     name: &'static str,
     /// Methods that only look may panic, too.
     active: RefCell<Active>,
@@ -54,7 +54,7 @@ enum Active {
 }
 
 impl Guarded {
-    pub(crate) fn new(own: Box<dyn Policy>) -> (Self, Fate) {
+    pub fn new(own: Box<dyn Policy>) -> (Self, Fate) {
         let fate = Fate::default();
         let mut this = Self {
             name: "a policy without a name",
@@ -235,8 +235,8 @@ mod tests {
     use std::panic::panic_any;
 
     use super::*;
-    use crate::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose, Submitted, pin};
     use crate::random::Random;
+    use crate::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose, Submitted, pin};
 
     const ON_PURPOSE: &str = "on purpose";
 

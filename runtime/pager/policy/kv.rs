@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use super::classes::Classes;
 use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::numbers::{PageNumbers, fit};
+use crate::numbers::{PageNumbers, fit};
 
 /// Evicts the page that is worth least. A page is worth the logarithm of its uses. That holds for a gap; one that was not used
 /// for `x` gaps has lost `4/3 (x^(3/4) - 1)`. The gap is the geometric mean of the time, in uses of pages, after

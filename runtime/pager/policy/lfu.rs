@@ -3,7 +3,7 @@
 use super::classes::Classes;
 use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::numbers::{PageNumbers, fit};
+use crate::numbers::{PageNumbers, fit};
 
 /// Evicts the page that was used least often since it came; of several, the one whose count is as it is for longest. A
 /// count is 63 at most. After ten times as many uses as there are frames, 4096 at least, all counts are halved, so that

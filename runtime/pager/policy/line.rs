@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::order::Order;
+use crate::order::Order;
 
 /// Where pages stand in the line.
 pub trait LineRule: fmt::Debug + Send {

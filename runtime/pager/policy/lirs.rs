@@ -1,7 +1,7 @@
 //! LIRS.
 
 use super::queues::{Queues, Rule, Ruled};
-use crate::pager::links::{Links, List};
+use crate::links::{Links, List};
 
 /// Ranks pages by the recency of their last use but one: pages whose last two uses were near each other (LIR) keep
 /// nearly all the frames, the others (HIR) pass through a short queue, from which pages leave. A stack of all of them and

@@ -2,7 +2,7 @@
 
 use super::line::{Line, LineRule};
 use crate::ids::PageId;
-use crate::pager::order::Order;
+use crate::order::Order;
 
 /// Evicts the page whose last use is longest ago. Fills nothing ahead by itself.
 pub type LruPolicy = Line<Lru>;

@@ -5,14 +5,15 @@
 
 mod active;
 mod arc;
-pub(crate) mod bare;
+pub mod bare;
 mod classes;
 mod clock;
 #[cfg(test)]
 mod crowd;
 mod cycle;
 mod fifo;
-pub(crate) mod guarded;
+#[doc(hidden)]
+pub mod guarded;
 #[cfg(test)]
 mod interleaved;
 mod kv;
@@ -40,13 +41,14 @@ mod wtinylfu;
 use std::fmt;
 use std::str::FromStr;
 
+use crate::PageRun;
 use crate::error::{Error, ErrorKind, closest};
 use crate::ids::{PageId, SegmentClass, SegmentId, WalkerId};
-use crate::pager::PageRun;
 
 pub use lru::LruPolicy;
 pub use plan::PlanPolicy;
-pub(crate) use plan::found;
+#[doc(hidden)]
+pub use plan::found;
 
 /// What a frame is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +98,7 @@ pub struct WalkerPlace {
     pub followers: u64,
 }
 
-/// The order in which pages leave and come. [`RuntimeBuilder::custom_policy`](crate::RuntimeBuilder::custom_policy) opens
+/// The order in which pages leave and come. `RuntimeBuilder::custom_policy` opens
 /// a runtime with one of the user's.
 ///
 /// # Contract
@@ -111,8 +113,8 @@ pub struct WalkerPlace {
 /// What breaks rule 1 is passed over. What breaks the others costs time, or hangs; it never costs bytes.
 ///
 /// A policy that panics is dropped, and least recently used takes its place for good, with the pages that are resident. The
-/// call during which it panicked goes on. [`Stats::policy_panicked`](crate::Stats::policy_panicked) and
-/// [`Runtime::health`](crate::Runtime::health) tell, and an error is logged once.
+/// call during which it panicked goes on. `Stats::policy_panicked` and
+/// `Runtime::health` tell, and an error is logged once.
 pub trait Policy: Send + fmt::Debug {
     /// The name users select it by.
     fn name(&self) -> &'static str;
@@ -125,7 +127,7 @@ pub trait Policy: Send + fmt::Debug {
     /// A segment was added. Its pages are named from now on, until it is [forgotten](Self::forget).
     fn segment(&mut self, _segment: SegmentId, _pages: u32) {}
     /// These pages are about to be used by one request, in this order: a prefix chain, of which each page's content depends on
-    /// those before it, and the last is usually not full yet. Programs tell of them with [`Runtime::chain`](crate::Runtime::chain).
+    /// those before it, and the last is usually not full yet. Programs tell of them with `Runtime::chain`.
     fn chain(&mut self, _pages: &[PageId]) {}
     /// A page is used.
     fn accessed(&mut self, page: PageId);

@@ -2,7 +2,7 @@
 
 use super::line::{Line, LineRule};
 use crate::ids::PageId;
-use crate::pager::order::Order;
+use crate::order::Order;
 
 /// Evicts the page that was used last: on a cycle larger than memory nearly the best there is, elsewhere nearly the
 /// worst.

@@ -49,14 +49,14 @@ impl Trace {
     const PART: usize = 1 << 12;
 
     /// Whether no more uses are taken in; that there were some is noted.
-    pub(in crate::pager) fn is_full(&mut self) -> bool {
+    pub(crate) fn is_full(&mut self) -> bool {
         let full = self.full.len() * Self::PART == Self::LIMIT;
         self.truncated |= full;
         full
     }
 
     /// Adds a use, and whether it was a hit.
-    pub(in crate::pager) fn push(&mut self, page: u32, hit: bool) {
+    pub(crate) fn push(&mut self, page: u32, hit: bool) {
         if self.is_full() {
             return;
         }

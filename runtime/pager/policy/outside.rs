@@ -9,8 +9,8 @@ use smallvec::SmallVec;
 use super::active::{RETURNING, Stopped, step};
 use super::{Take, Want};
 use crate::ids::PageId;
-use crate::pager::links::{Links, List};
-use crate::pager::numbers::PageNumbers;
+use crate::links::{Links, List};
+use crate::numbers::PageNumbers;
 
 /// 8 bytes for each page that exists, once there was a page outside of a plan.
 #[derive(Debug)]

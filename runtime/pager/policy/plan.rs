@@ -49,10 +49,10 @@ use super::names::Names;
 use super::outside::{Outside, offer_each};
 use super::standing::Standing;
 use super::{Policy, Take, WalkerPlace, Want};
+use crate::PageRun;
+use crate::bits::Bits;
 use crate::ids::{PageId, SegmentId, WalkerId};
-use crate::pager::PageRun;
-use crate::pager::bits::Bits;
-use crate::pager::order::Order;
+use crate::order::Order;
 
 /// Cycles of a plan that nobody declared which are remembered; twice as many each time that one ends, up to so many.
 const DOUBT: u64 = 4;
@@ -201,7 +201,7 @@ fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
 /// How many pages a pass finds resident, of one that uses each of `pages` once and nothing else: those that
 /// stay, and what the frames hold that streaming keeps for uses the plan does not name. Where those do not come, the
 /// pages used longest ago remain in them, and these are the ones that come next.
-pub(crate) fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
+pub fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     let stay = stay(frames, pages, lookahead, unit);
     if stay < frames { (stay + STREAM_SLACK).min(frames) } else { stay }
 }

@@ -19,8 +19,8 @@ use std::fmt;
 
 use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::links::{Links, List};
-use crate::pager::numbers::{PageNumbers, fit};
+use crate::links::{Links, List};
+use crate::numbers::{PageNumbers, fit};
 
 /// Of a page's byte: the queue it is in and one, or [`NOWHERE`].
 const PLACE: u8 = 0b0000_0111;

@@ -2,7 +2,7 @@
 
 use super::{Policy, Take, Want};
 use crate::ids::{PageId, SegmentId};
-use crate::pager::numbers::{PageNumbers, fit};
+use crate::numbers::{PageNumbers, fit};
 use crate::random::Random;
 
 /// Evicts any page, each as likely as the others; which one follows from a seed that is always the same.

@@ -16,7 +16,7 @@
 use super::bare::BareCache;
 use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
-use crate::pager::numbers::{PageNumbers, fit};
+use crate::numbers::{PageNumbers, fit};
 
 const CLASSES: usize = SegmentClass::ALL.len();
 

@@ -2,9 +2,9 @@
 
 use std::io::BufWriter;
 
-use outcore::output::NewFile;
-use outcore::sim::{CaptureHeader, CaptureWriter};
 use outcore::{Error, ErrorKind, Model, PageSize, PageUses, Runtime};
+use outcore_lab::output::NewFile;
+use outcore_lab::sim::{CaptureHeader, CaptureWriter};
 use outcore_llm::Result;
 use tempfile::NamedTempFile;
 

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
-use outcore::output::{Input, NewFile};
-use outcore::sim::ClassBytes;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{Bytes, DeviceChoice, Lane, PageSize, Runtime};
+use outcore_lab::output::{Input, NewFile};
+use outcore_lab::sim::ClassBytes;
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
     PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,

@@ -6,10 +6,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::output::{Input, NewFile};
-use outcore::residency::Residency;
-use outcore::sim::ClassBytes;
 use outcore::{Bytes, Lane, Optimum, PageStalls, Result, Span, Stats, TierStalls};
+use outcore_lab::output::{Input, NewFile};
+use outcore_lab::residency::Residency;
+use outcore_lab::sim::ClassBytes;
 use serde_json::{Value, json};
 
 /// What a run takes memory for, besides the frames.

@@ -4,8 +4,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use outcore::residency::{PagedFile, Residency, Sample};
 use outcore::{Model, PageSize, Runtime, Tensor, Tier};
+use outcore_lab::residency::{PagedFile, Residency, Sample};
 
 /// Between samples, at first: each time there are too many, every second one goes and the time between them doubles.
 const INTERVAL: Duration = Duration::from_millis(5);

@@ -1,0 +1,94 @@
+//! The command line of `outcore`: what a machine allows, how fast its disk is, and what a model needs.
+//!
+//! Exit status. 0: done; 1: it failed, and standard error says why and what to do; 2: the command
+//! line was not understood.
+
+mod bar;
+mod config;
+mod curve;
+mod doctor;
+mod inspect;
+mod output;
+mod plan;
+mod policies;
+mod probe;
+mod report;
+mod residency;
+mod simulate;
+mod trial;
+
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use outcore::{Bytes, PageSize, Result};
+use serde::Serialize;
+
+/// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can be.
+#[derive(Debug, Parser)]
+#[command(name = "outcore", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Say what works on this machine, what was chosen, and what would make it faster
+    Doctor(doctor::Options),
+    /// Measure the ceilings: reads of a file by block size and depth, latency, memory copies
+    Probe(probe::Options),
+    /// Show a model's tensors and pages, and what memory budgets would hold of it
+    Inspect(inspect::Options),
+    /// Say what memory a job needs, what of it would move, how fast that can be, and what would help
+    Plan(plan::Options),
+    /// Run a captured, recorded or synthetic trace through policies, and compare their hits with the best possible
+    Policies(policies::Options),
+    /// Make one HTML page of what `generate`, `policies` and `probe` have found
+    Report(report::Options),
+    /// Say how long passes over a model would take on a machine that is not there
+    Simulate(simulate::Options),
+}
+
+/// What a command has to say, as an object and as text.
+trait Report: Serialize {
+    fn text(&self) -> String;
+}
+
+/// Reads the arguments of the process, does what they say, and writes what was found.
+pub fn main() -> ExitCode {
+    let done = match Arguments::parse().command {
+        Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
+        Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
+        Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
+        Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
+        Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
+        Command::Report(options) => report::run(&options).map(|report| render(&report, options.json)),
+        Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
+    };
+    let written = match done {
+        Ok(Ok(text)) => std::io::stdout().lock().write_all(text.as_bytes()),
+        Ok(Err(cause)) => Err(cause.into()),
+        Err(error) => return fail(&error.to_string()),
+    };
+    match written {
+        // Whoever read the output has seen enough.
+        Err(cause) if cause.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(cause) => fail(&format!("cannot write the report: {cause} (check where standard output goes)")),
+        Ok(()) => ExitCode::SUCCESS,
+    }
+}
+
+fn render(report: &impl Report, json: bool) -> serde_json::Result<String> {
+    if json { serde_json::to_string(report).map(|line| line + "\n") } else { Ok(report.text()) }
+}
+
+fn fail(message: &str) -> ExitCode {
+    // If standard error is closed there is nobody left to tell.
+    drop(writeln!(std::io::stderr(), "outcore: {message}"));
+    ExitCode::FAILURE
+}
+
+fn page_size(text: &str) -> Result<PageSize> {
+    PageSize::new(text.parse::<Bytes>()?)
+}

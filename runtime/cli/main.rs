@@ -1,0 +1,7 @@
+//! The program `outcore`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    outcore_cli::main()
+}

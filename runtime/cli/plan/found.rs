@@ -1,0 +1,370 @@
+//! What a plan says, as one object.
+
+use outcore::Bytes;
+use outcore_lab::planning::{self, Compute, Forecast, Job, Memory, Outcome, Resources, Run, Target, Work};
+use outcore_lab::sim::MachineModel;
+use serde::Serialize;
+
+/// What there is to say about a job.
+#[derive(Debug, Serialize)]
+pub struct Plan {
+    #[serde(flatten)]
+    pub model: Model,
+    /// What was estimated or assumed.
+    pub assumed: Vec<String>,
+    pub shape: ShapeReport,
+    pub job: JobReport,
+    pub resources: ResourcesReport,
+    pub memory: MemoryReport,
+    /// `resident`, `streamed`, or `too small`.
+    pub fit: &'static str,
+    /// The least device memory in which the job runs at all.
+    pub least_device_bytes: u64,
+    /// What to give the runtime; none if the job does not run.
+    pub recommended: Option<Recommended>,
+    /// What a pass or a step moves; none if the job does not run.
+    pub pass: Option<PassReport>,
+    /// Single changes that would help, most first.
+    pub changes: Vec<ChangeReport>,
+    pub target: Option<TargetReport>,
+}
+
+/// Where the shape comes from.
+#[derive(Debug, Serialize)]
+pub struct Model {
+    /// The file; none if the model was described.
+    #[serde(rename = "model")]
+    pub file: Option<String>,
+    pub format: Option<&'static str>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ShapeReport {
+    pub parameters: u64,
+    pub dtype: &'static str,
+    pub layers: u64,
+    pub hidden: u64,
+    pub heads: u64,
+    pub kv_heads: u64,
+    pub key_dim: u64,
+    pub value_dim: u64,
+    pub ffn: u64,
+    pub gated: bool,
+    pub vocab: u64,
+    pub experts: Option<ExpertsReport>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ExpertsReport {
+    pub count: u64,
+    pub active: u64,
+    pub ffn: u64,
+    pub shared_ffn: u64,
+    pub parameters: u64,
+    pub weights_bytes: u64,
+    /// Parameters that a token uses, of the whole model.
+    pub active_parameters: u64,
+    /// Of a layer's experts, how many a pass or a step is expected to use.
+    pub used_per_pass: f64,
+}
+
+#[derive(Debug, Serialize)]
+pub struct JobReport {
+    pub work: &'static str,
+    pub context: u64,
+    pub batch: u64,
+    pub kv: Option<&'static str>,
+    pub optimizer: Option<&'static str>,
+    pub checkpointing: Option<&'static str>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ResourcesReport {
+    pub machine: Option<String>,
+    pub device_bytes: u64,
+    pub host_bytes: u64,
+    pub disk_bytes_per_second: u64,
+    pub disk_write_bytes_per_second: u64,
+    pub link_bytes_per_second: Option<u64>,
+    /// What was given; none if it comes from the machine, or is not known.
+    pub compute_s: Option<f64>,
+    /// The device's, if it computes as the machine says.
+    pub memory_bytes_per_second: Option<u64>,
+    pub flops_per_second: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct MemoryReport {
+    pub weights_bytes: u64,
+    pub kv_bytes: u64,
+    pub activations_bytes: u64,
+    /// In training, by what of them is kept.
+    pub activations_by_checkpointing: Option<Vec<ActivationsReport>>,
+    pub gradients_bytes: u64,
+    pub optimizer_bytes: u64,
+    pub scratch_bytes: u64,
+    pub headroom_bytes: u64,
+    pub total_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ActivationsReport {
+    pub checkpointing: &'static str,
+    /// None if it is 2^64 or more.
+    pub bytes: Option<u64>,
+    pub chosen: bool,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Recommended {
+    pub device_budget_bytes: u64,
+    pub host_budget_bytes: u64,
+    pub page_bytes: u64,
+    pub lookahead_bytes: u64,
+    pub policy: &'static str,
+    pub policy_because: &'static str,
+    pub scratch_file_bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+pub struct PassReport {
+    /// What is paged.
+    pub paged_bytes: u64,
+    /// Of it, the bytes that a pass uses: expected, where there are experts.
+    pub used_bytes: u64,
+    pub kv_paged: bool,
+    pub streamed_bytes: u64,
+    pub in_host_bytes: u64,
+    pub filled_bytes: u64,
+    pub copied_down_bytes: u64,
+    pub disk_read_bytes: u64,
+    pub disk_written_bytes: u64,
+    /// Whether fills start before use; if not, nothing computes while what is missing comes.
+    pub filled_ahead: bool,
+    /// Operations, and bytes of device memory that are read and written.
+    pub flops: f64,
+    pub traffic_bytes: f64,
+    pub compute_s: Option<f64>,
+    /// `given`, or `machine`: then it is the least it can take.
+    pub compute_from: Option<&'static str>,
+    /// Then, what it is bound by: `memory` or `operations`.
+    pub compute_by: Option<&'static str>,
+    pub link_s: Option<f64>,
+    pub disk_s: f64,
+    /// The longest of these, or what computing and moves take one after the other; none if nothing moves and computing is not known.
+    pub pass_s: Option<f64>,
+    pub bottleneck: Option<&'static str>,
+    /// What takes more than half as long: a pass then takes longer than the longest.
+    pub beside: Option<&'static str>,
+    pub tokens: u64,
+    /// At most, unless computing was given.
+    pub tokens_per_s: Option<f64>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct ChangeReport {
+    pub change: String,
+    /// Tokens a second then over now; none if the job does not run now, or nothing moves then.
+    pub speedup: Option<f64>,
+    pub tokens_per_s: Option<f64>,
+    pub fit: &'static str,
+}
+
+#[derive(Debug, Serialize)]
+pub struct TargetReport {
+    pub tokens_per_s: f64,
+    /// None if no move stands in its way and computing is not known.
+    pub reached: Option<bool>,
+    pub ways: Vec<ChangeReport>,
+}
+
+fn fit(run: Option<&Run>) -> &'static str {
+    match run {
+        None => "too small",
+        Some(run) if run.is_resident() => "resident",
+        Some(_) => "streamed",
+    }
+}
+
+impl From<&Outcome> for ChangeReport {
+    fn from(outcome: &Outcome) -> Self {
+        Self {
+            change: outcome.change.to_string(),
+            speedup: outcome.speedup,
+            tokens_per_s: outcome.run.tokens_per_second(),
+            fit: fit(Some(&outcome.run)),
+        }
+    }
+}
+
+impl Plan {
+    pub fn new(
+        model: Model,
+        machine: Option<&MachineModel>,
+        job: &Job,
+        resources: &Resources,
+        forecast: &Forecast,
+        changes: &[Outcome],
+        target: Option<&Target>,
+    ) -> Self {
+        let run = forecast.run.as_ref();
+        Self {
+            model,
+            assumed: job.shape.assumed.clone(),
+            shape: ShapeReport::of(job),
+            job: JobReport::from(job),
+            resources: ResourcesReport::of(machine, resources),
+            memory: MemoryReport::of(job, &forecast.memory),
+            fit: fit(run),
+            least_device_bytes: forecast.least_device.get(),
+            recommended: run.map(Recommended::from),
+            pass: run.map(|run| PassReport::of(job, resources, &forecast.memory, run)),
+            changes: changes.iter().map(ChangeReport::from).collect(),
+            target: target.map(|target| TargetReport {
+                tokens_per_s: target.wanted,
+                reached: target.reached,
+                ways: target.ways.iter().map(ChangeReport::from).collect(),
+            }),
+        }
+    }
+}
+
+impl ShapeReport {
+    fn of(job: &Job) -> Self {
+        let shape = &job.shape;
+        Self {
+            parameters: shape.parameters,
+            dtype: shape.dtype.name(),
+            layers: shape.layers,
+            hidden: shape.hidden,
+            heads: shape.heads,
+            kv_heads: shape.kv_heads,
+            key_dim: shape.key_dim,
+            value_dim: shape.value_dim,
+            ffn: shape.ffn,
+            gated: shape.gated,
+            vocab: shape.vocab,
+            experts: shape.experts.map(|experts| ExpertsReport {
+                count: experts.count,
+                active: experts.active,
+                ffn: experts.ffn,
+                shared_ffn: experts.shared_ffn,
+                parameters: experts.parameters,
+                weights_bytes: experts.weights.get(),
+                active_parameters: shape.active_parameters().round() as u64,
+                used_per_pass: experts.distinct(job.tokens()),
+            }),
+        }
+    }
+}
+
+impl From<&Job> for JobReport {
+    fn from(job: &Job) -> Self {
+        let (work, kv, optimizer, checkpointing) = match job.work {
+            Work::Train { optimizer, checkpointing } => {
+                ("train", None, Some(optimizer.name()), Some(checkpointing.name()))
+            }
+            Work::Infer { kv } => ("infer", Some(kv.name()), None, None),
+            _ => ("other", None, None, None),
+        };
+        Self { work, context: job.context, batch: job.batch, kv, optimizer, checkpointing }
+    }
+}
+
+impl ResourcesReport {
+    fn of(machine: Option<&MachineModel>, resources: &Resources) -> Self {
+        let disk = resources.disk.bytes_per_second().get();
+        let (compute_s, computes) = match resources.compute {
+            Some(Compute::Seconds(seconds)) => (Some(seconds), None),
+            Some(Compute::Roofline(computes)) => (None, Some(computes)),
+            _ => (None, None),
+        };
+        Self {
+            machine: machine.map(|machine| machine.name.clone()),
+            device_bytes: resources.device.get(),
+            host_bytes: resources.host.get(),
+            disk_bytes_per_second: disk,
+            disk_write_bytes_per_second: resources.disk_write.map_or(disk, |write| write.bytes_per_second().get()),
+            link_bytes_per_second: resources.link.map(|link| link.bytes_per_second().get()),
+            compute_s,
+            memory_bytes_per_second: computes.map(|computes| computes.bandwidth.get()),
+            flops_per_second: computes.and_then(|computes| computes.flops),
+        }
+    }
+}
+
+impl MemoryReport {
+    fn of(job: &Job, memory: &Memory) -> Self {
+        let chosen = match job.work {
+            Work::Train { checkpointing, .. } => Some(checkpointing),
+            _ => None,
+        };
+        let settings = job.activations_by_checkpointing().map(|settings| {
+            let each = settings.into_iter().map(|(setting, bytes)| ActivationsReport {
+                checkpointing: setting.name(),
+                bytes: bytes.map(Bytes::get),
+                chosen: chosen == Some(setting),
+            });
+            each.collect()
+        });
+        Self {
+            weights_bytes: memory.weights.get(),
+            kv_bytes: memory.kv.get(),
+            activations_bytes: memory.activations.get(),
+            activations_by_checkpointing: settings,
+            gradients_bytes: memory.gradients.get(),
+            optimizer_bytes: memory.optimizer.get(),
+            scratch_bytes: memory.scratch.get(),
+            headroom_bytes: memory.headroom.get(),
+            total_bytes: memory.total.get(),
+        }
+    }
+}
+
+impl From<&Run> for Recommended {
+    fn from(run: &Run) -> Self {
+        Self {
+            device_budget_bytes: run.device_budget.get(),
+            host_budget_bytes: run.host_budget.get(),
+            page_bytes: run.page_size.bytes(),
+            lookahead_bytes: run.lookahead.get(),
+            policy: run.policy.name(),
+            policy_because: run.policy_because,
+            scratch_file_bytes: run.scratch_file.get(),
+        }
+    }
+}
+
+impl PassReport {
+    fn of(job: &Job, resources: &Resources, memory: &Memory, run: &Run) -> Self {
+        let from = match resources.compute {
+            Some(Compute::Seconds(_)) => Some("given"),
+            Some(Compute::Roofline(_)) => Some("machine"),
+            _ => None,
+        };
+        Self {
+            paged_bytes: run.paged.get(),
+            used_bytes: run.used.get(),
+            kv_paged: run.kv_paged,
+            streamed_bytes: run.streamed.get(),
+            in_host_bytes: run.in_host.get(),
+            filled_bytes: run.filled.get(),
+            copied_down_bytes: run.copied_down.get(),
+            disk_read_bytes: run.disk_read.get(),
+            disk_written_bytes: run.disk_written.get(),
+            filled_ahead: run.ahead,
+            flops: job.flops(),
+            traffic_bytes: job.traffic(memory),
+            compute_s: run.compute_s,
+            compute_by: resources.compute.and_then(|compute| compute.bound_by(job, memory)),
+            compute_from: from.filter(|_| run.compute_s.is_some()),
+            link_s: run.link_s,
+            disk_s: run.disk_s,
+            pass_s: run.pass_s(),
+            bottleneck: run.bottleneck().map(planning::Bottleneck::name),
+            beside: run.beside().map(planning::Bottleneck::name),
+            tokens: run.tokens,
+            tokens_per_s: run.tokens_per_second(),
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! `outcore plan`: what a job needs of memory, what of it would move, how fast that can be, and what would help. Reads
+//! headers only.
+
+mod found;
+mod text;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use outcore::format::{self, Metadata};
+use outcore::{Bytes, DType, Error, ErrorKind, Result};
+use outcore_lab::planning::{
+    self, Bandwidth, Checkpointing, Compute, Given, GivenExperts, Job, KvType, Optimizer, Parameters, Resources, Shape,
+    Work,
+};
+use outcore_lab::sim::MachineModel;
+
+use super::config::config_beside;
+use found::{Model, Plan};
+
+/// What `outcore plan` takes.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// A GGUF or safetensors file, one file of a split model, an index.json, or a folder with one of them; safetensors
+    /// need their config.json beside them
+    #[arg(value_name = "MODEL", required_unless_present = "params")]
+    model: Option<PathBuf>,
+    /// Without a file: the model's number of parameters, such as 70B
+    #[arg(long, value_name = "N", conflicts_with = "model", allow_hyphen_values = true)]
+    params: Option<Parameters>,
+    /// Without a file: the type of the weights, such as bf16 or q8_0
+    #[arg(long, value_name = "TYPE", conflicts_with = "model", requires = "params", default_value = "bf16")]
+    dtype: DType,
+    /// Without a file: layers. This and what follows is estimated where it is left out
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    layers: Option<u64>,
+    /// Without a file: elements of the residual stream
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    hidden: Option<u64>,
+    /// Without a file: query heads
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    heads: Option<u64>,
+    /// Without a file: heads of keys and values
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    kv_heads: Option<u64>,
+    /// Without a file: elements of the feed-forward layer
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    ffn: Option<u64>,
+    /// Without a file: token ids
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    vocab: Option<u64>,
+    /// Without a file: the feed-forward layer has a gate (SwiGLU), as Llama's
+    #[arg(long, conflicts_with = "model", requires = "params")]
+    gated: bool,
+    /// Without a file: experts of each layer, which are among the parameters
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    experts: Option<u64>,
+    /// Without a file: of these, how many a token uses. Default: all
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts", value_parser = count, allow_hyphen_values = true)]
+    active_experts: Option<u64>,
+    /// Without a file: elements of an expert's feed-forward layer. Default: --ffn, or what the parameters leave
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts", value_parser = count, allow_hyphen_values = true)]
+    expert_ffn: Option<u64>,
+    /// The machine, as in `outcore simulate`: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes
+    /// one (docs/simulator.md). It says what the options below leave out, and how fast it computes
+    #[arg(long, value_name = "NAME|FILE")]
+    machine: Option<String>,
+    /// The device's memory, such as 24GiB: a GPU's, or this process's where there is none
+    #[arg(long, value_name = "SIZE", required_unless_present = "machine", value_parser = some_memory, allow_hyphen_values = true)]
+    device_memory: Option<Bytes>,
+    /// The host's memory beside it; 0 for no host tier. Default: the machine's, or 0
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
+    host_memory: Option<Bytes>,
+    /// What the disk reads and writes, such as 2GB/s; `outcore probe` measures it
+    #[arg(long, value_name = "BANDWIDTH", required_unless_present = "machine", allow_hyphen_values = true)]
+    disk: Option<Bandwidth>,
+    /// What the link between host and GPU moves each way, such as 25GB/s; none where the device is the host
+    #[arg(long, value_name = "BANDWIDTH", allow_hyphen_values = true)]
+    link: Option<Bandwidth>,
+    /// Time of a pass or a step with everything resident, such as 80ms. Default: what it takes at the machine's rates, or
+    /// not known
+    #[arg(long, value_name = "TIME", value_parser = seconds, allow_hyphen_values = true)]
+    compute: Option<f64>,
+    /// Tokens of a sequence. Default: 4096, or what the model was made for if that is less
+    #[arg(long, value_name = "N", value_parser = count, allow_hyphen_values = true)]
+    context: Option<u64>,
+    /// Sequences at a time
+    #[arg(long, value_name = "N", value_parser = count, default_value = "1", allow_hyphen_values = true)]
+    batch: u64,
+    /// Generate text (the default)
+    #[arg(long, conflicts_with = "train")]
+    infer: bool,
+    /// Train all weights
+    #[arg(long)]
+    train: bool,
+    /// How keys and values are kept: f32, f16 or q8
+    #[arg(long, value_name = "TYPE", default_value = "f16", conflicts_with = "train")]
+    kv: KvType,
+    /// What updates the weights: sgd, adam, adam-mixed or adam-8bit
+    #[arg(long, value_name = "NAME", default_value = "adam-mixed", requires = "train")]
+    optimizer: Optimizer,
+    /// Which activations are computed again in the backward pass: none, selective (attention scores) or full (all but
+    /// each layer's input)
+    #[arg(long, value_name = "NAME", default_value = "none", requires = "train")]
+    checkpoint: Checkpointing,
+    /// What is to stay free, in percent of what is used
+    #[arg(long, value_name = "PERCENT", default_value = "20", value_parser = clap::value_parser!(u64).range(..=1000))]
+    headroom: u64,
+    /// Tokens a second that are wanted, of all sequences together
+    #[arg(long, value_name = "TOK/S", value_parser = tokens_per_second, allow_hyphen_values = true)]
+    target: Option<f64>,
+    /// One JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn wrong(what: String, remedy: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, what).remedy(remedy)
+}
+
+fn count(text: &str) -> Result<u64> {
+    const MOST: u64 = 1 << 40;
+    match text.trim().parse::<u64>() {
+        Ok(n) if (1..=MOST).contains(&n) => Ok(n),
+        Ok(n) => Err(wrong(format!("{n} is not from 1 to 2^40"), "give a number of that size")),
+        Err(_) => {
+            Err(wrong(format!("number {text:?} is not understood"), "give a whole number from 1 up, such as 4096"))
+        }
+    }
+}
+
+fn some_memory(text: &str) -> Result<Bytes> {
+    match text.parse::<Bytes>()? {
+        Bytes::ZERO => Err(wrong("a device of 0 bytes holds nothing".to_owned(), "give its memory, such as 24GiB")),
+        memory => Ok(memory),
+    }
+}
+
+fn positive(text: &str, scale: f64) -> Option<f64> {
+    let n = text.trim().parse::<f64>().ok()? * scale;
+    (n.is_finite() && n > 0.0).then_some(n)
+}
+
+fn seconds(text: &str) -> Result<f64> {
+    let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.0)];
+    let found = units.into_iter().find_map(|(unit, scale)| Some((text.trim().strip_suffix(unit)?, scale)));
+    found
+        .and_then(|(number, scale)| positive(number, scale))
+        .ok_or_else(|| wrong(format!("time {text:?} is not understood"), "give more than none, such as 80ms or 1.5s"))
+}
+
+fn tokens_per_second(text: &str) -> Result<f64> {
+    positive(text, 1.0).ok_or_else(|| {
+        wrong(format!("{text:?} tokens a second is not understood"), "give a number above 0, such as 10 or 0.5")
+    })
+}
+
+const CONTEXT: u64 = 4096;
+
+/// Reads the header, if there is a file, and does the sums.
+pub fn run(options: &Options) -> Result<Plan> {
+    let (mut shape, format) = shape(options)?;
+    let context = match (options.context, shape.context) {
+        (Some(asked), made_for) => {
+            if let Some(made_for) = made_for.filter(|made_for| asked > *made_for) {
+                shape.assumed.push(format!("a context of {asked} is more than the {made_for} the model was made for"));
+            }
+            asked
+        }
+        (None, made_for) => {
+            let context = made_for.filter(|n| *n > 0).unwrap_or(CONTEXT).min(CONTEXT);
+            shape.assumed.push(format!("context: {context} (--context)"));
+            context
+        }
+    };
+    let work = if options.train {
+        Work::Train { optimizer: options.optimizer, checkpointing: options.checkpoint }
+    } else {
+        Work::Infer { kv: options.kv }
+    };
+    let mut job = Job { shape, work, context, batch: options.batch, headroom_percent: options.headroom };
+    let machine = options.machine.as_deref().map(MachineModel::find).transpose()?;
+    let resources = resources(options, machine.as_ref(), &mut job)?;
+    let forecast = planning::forecast(&job, &resources)?;
+    let changes = planning::advice(&job, &resources, &forecast)?;
+    let target = options.target.map(|wanted| planning::target(&job, &resources, &forecast, wanted)).transpose()?;
+    let model = Model { file: options.model.as_ref().map(|path| path.display().to_string()), format };
+    Ok(Plan::new(model, machine.as_ref(), &job, &resources, &forecast, &changes, target.as_ref()))
+}
+
+/// What the machine has, but for what the options say. What is left out of account is added to what was assumed.
+fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -> Result<Resources> {
+    let missing = |option: &str| {
+        wrong(format!("neither {option} nor --machine is given"), "give the option, or the machine's name or file")
+    };
+    let known = machine.map(Resources::of).transpose()?;
+    let device = options.device_memory.or(known.map(|known| known.device)).ok_or_else(|| missing("--device-memory"))?;
+    let disk = options.disk.or(known.map(|known| known.disk)).ok_or_else(|| missing("--disk"))?;
+    let assumed = &mut job.shape.assumed;
+    if machine.is_none() && options.compute.is_none() {
+        assumed.push("computing is not counted: --machine or --compute says how long it takes".to_owned());
+    }
+    if let Some(machine) = machine {
+        let name = &machine.name;
+        if machine.devices.get() > 1 {
+            assumed.push(format!(
+                "one of the {} devices of {name}, with all of its host memory and its disk",
+                machine.devices
+            ));
+        }
+        if (machine.unified_memory || machine.link.is_none()) && options.host_memory.is_none() {
+            assumed.push(format!("no host tier: {name} has one memory for both (--host-memory)"));
+        }
+        if machine.compute.flops.is_none() && options.compute.is_none() {
+            assumed.push(format!(
+                "{name} does not say compute.flops_per_second: {}",
+                if options.train { "how long a step computes is not known" } else { "computing is reading memory" }
+            ));
+        }
+    }
+    Ok(Resources {
+        device,
+        host: options.host_memory.or(known.map(|known| known.host)).unwrap_or(Bytes::ZERO),
+        disk,
+        disk_write: known.and_then(|known| known.disk_write).filter(|_| options.disk.is_none()),
+        link: options.link.or(known.and_then(|known| known.link)),
+        link_shared: options.link.is_none() && known.is_some_and(|known| known.link_shared),
+        link_latency: match options.link {
+            Some(_) => Duration::ZERO,
+            None => known.map_or(Duration::ZERO, |known| known.link_latency),
+        },
+        compute: options.compute.map(Compute::Seconds).or(known.and_then(|known| known.compute)),
+    })
+}
+
+fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
+    if let Some(parameters) = options.params {
+        let given = Given {
+            parameters,
+            dtype: options.dtype,
+            layers: options.layers,
+            hidden: options.hidden,
+            heads: options.heads,
+            kv_heads: options.kv_heads,
+            ffn: options.ffn,
+            vocab: options.vocab,
+            gated: options.gated,
+            experts: options.experts.map(|count| GivenExperts {
+                count,
+                active: options.active_experts,
+                ffn: options.expert_ffn,
+            }),
+        };
+        return Ok((Shape::estimate(&given)?, None));
+    }
+    let path = options.model.clone().unwrap_or_default();
+    let header = format::open(&path)?;
+    let (config, format) = match (&header.metadata, header.files.first()) {
+        (Metadata::Safetensors(_), Some(file)) => (Some(config_beside(&file.path)?), "safetensors"),
+        _ => (None, "GGUF"),
+    };
+    let shape = Shape::of(&header, config.as_deref()).map_err(|error| error.context(path.display()))?;
+    Ok((shape, Some(format)))
+}

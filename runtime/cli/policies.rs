@@ -1,0 +1,425 @@
+//! What policies make of a trace, recorded or made up.
+
+use std::iter;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Instant;
+
+use clap::Args;
+use outcore::format::{self, ModelHeader};
+use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result};
+use outcore_lab::output::{Input, NewFile};
+use outcore_lab::sim::synthetic::{Workload, WorkloadKind};
+use outcore_lab::sim::{Counts, LongTrace, Progress};
+use serde::{Deserialize, Serialize};
+
+use super::bar::Bar;
+use super::output::{Side, Table, printable, size};
+use super::{Report, curve, page_size};
+
+/// What `outcore policies` takes.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// A file of `generate --capture`, or a text with one JSON object a line, whose "hash_ids" are the blocks that a request
+    /// uses in order (the form of the Mooncake traces)
+    #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
+    trace: Option<PathBuf>,
+    /// A synthetic workload instead: decode, prefill, moe, kv, train or mixed (docs/policies.md says what they are)
+    #[arg(long, value_name = "NAME")]
+    workload: Option<WorkloadKind>,
+    /// Of the workload's random numbers
+    #[arg(long, value_name = "NUMBER", default_value_t = 0, conflicts_with = "trace")]
+    seed: u64,
+    /// How many uses the workload has
+    #[arg(long, value_name = "COUNT", default_value_t = 1_000_000, conflicts_with = "trace")]
+    uses: u64,
+    /// The model whose weights the workload uses, as for `outcore inspect`; only headers are read. Default: a known one's
+    /// sizes
+    #[arg(long, value_name = "MODEL", conflicts_with = "trace")]
+    model: Option<PathBuf>,
+    /// Size of a page. Default: what a capture says; 2MiB for workloads; for other traces none, and then bytes are not told
+    #[arg(long, value_name = "SIZE", value_parser = page_size)]
+    page_size: Option<PageSize>,
+    /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity, allow_hyphen_values = true)]
+    capacity: Vec<NonZeroU32>,
+    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, mru,
+    /// random; plan-declared, which is plan where the program tells the order of its first pass; opt, the optimum, which is
+    /// always told; or all
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
+    policy: Vec<Choice>,
+    /// Draw miss ratios by capacity into this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print one JSON object instead
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Choice {
+    All,
+    /// Which knows the future, and is no policy that a runtime can have.
+    Optimum,
+    One(Candidate),
+}
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Candidate {
+    Policy(PolicyKind),
+    /// `plan`, which the program has told of its order.
+    Declared,
+}
+
+impl Candidate {
+    const DECLARED: &str = "plan-declared";
+
+    /// All that say something of a trace.
+    fn all(trace: &LongTrace) -> impl Iterator<Item = Self> {
+        let declared = (trace.passes() > 1).then_some(Self::Declared);
+        PolicyKind::ALL.into_iter().flat_map(move |kind| {
+            let declared = declared.filter(|_| kind == PolicyKind::Plan);
+            iter::once(Self::Policy(kind)).chain(declared)
+        })
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Policy(kind) => kind.name(),
+            Self::Declared => Self::DECLARED,
+        }
+    }
+
+    fn replay(self, trace: &mut LongTrace, pages: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
+        match self {
+            Self::Policy(kind) => trace.replay(kind.build(), pages, progress),
+            Self::Declared => trace.replay_declared(PolicyKind::Plan.build(), pages, progress),
+        }
+    }
+}
+
+impl FromStr for Choice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "all" => Ok(Self::All),
+            "opt" => Ok(Self::Optimum),
+            Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
+            _ => text.parse().map(|kind| Self::One(Candidate::Policy(kind))).map_err(|error: Error| {
+                let more = format!("; here also all, opt and {}", Candidate::DECLARED);
+                let remedy = error.advice().unwrap_or_default().to_owned() + &more;
+                error.remedy(remedy)
+            }),
+        }
+    }
+}
+
+fn capacity(text: &str) -> Result<NonZeroU32> {
+    let pages: Result<u64, _> = text.trim().parse();
+    let wrong = match pages {
+        Ok(pages) => match u32::try_from(pages).map(NonZeroU32::new) {
+            Ok(Some(pages)) => return Ok(pages),
+            Ok(None) => format!("capacity {text:?} holds no page"),
+            Err(_) => format!("capacity {text:?} is more than {} pages", u32::MAX),
+        },
+        Err(_) => format!("capacity {text:?} is not understood"),
+    };
+    Err(Error::new(ErrorKind::InvalidArgument, wrong).remedy("give a whole number of pages, from 1 up, such as 5000"))
+}
+
+/// What there is to say about a trace. `outcore report` reads it again.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Found {
+    pub trace: String,
+    /// What a capture is of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub about: Option<String>,
+    pub uses: u64,
+    pub pages: u32,
+    /// Uses that write their page.
+    #[serde(default)]
+    pub writes: u64,
+    #[serde(default)]
+    pub passes: u64,
+    #[serde(default)]
+    pub page_bytes: Option<u64>,
+    #[serde(default)]
+    pub classes: Vec<Class>,
+    pub capacities: Vec<Capacity>,
+    /// Of LRU, at every capacity or at some hundreds, evenly spaced.
+    #[serde(default)]
+    pub lru: Vec<Point>,
+}
+
+/// What pages hold.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Class {
+    pub class: String,
+    pub pages: u32,
+    pub uses: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Capacity {
+    pub pages: NonZeroU32,
+    /// Of Belady's MIN, which knows the trace.
+    pub optimum: Ratio,
+    pub policies: Vec<Outcome>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Ratio {
+    pub hits: u64,
+    pub misses: u64,
+    pub hit_ratio: f64,
+    /// Pages that had been written when they were evicted.
+    #[serde(default)]
+    pub written_back: u64,
+    /// What the misses bring, if all pages are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_moved: Option<u64>,
+    /// What is written back, if all pages are whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_written: Option<u64>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Outcome {
+    pub policy: String,
+    #[serde(flatten)]
+    pub ratio: Ratio,
+    /// The optimum's hit ratio less this one's.
+    pub regret: f64,
+    /// Of a use, with what it evicts and brings in, and the simulation's own work.
+    pub ns_per_use: f64,
+}
+
+/// A hit ratio at a capacity.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Point {
+    pub pages: u32,
+    pub hit_ratio: f64,
+}
+
+/// Points of the curve at most, besides the capacities that were asked for.
+const POINTS: u64 = 256;
+
+fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
+    Ratio {
+        hits: counts.hits,
+        misses: counts.misses(),
+        hit_ratio: counts.hit_ratio(),
+        written_back: counts.written_back,
+        bytes_written: page.map(|page| counts.written_back.saturating_mul(page.bytes())),
+        bytes_moved: page.map(|page| counts.misses().saturating_mul(page.bytes())),
+    }
+}
+
+/// What to look at, its name, and the size of its pages if that is known.
+fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, String, Option<PageSize>)> {
+    let kind = match (&options.trace, options.workload) {
+        (Some(path), _) => {
+            let bar = Bar::counting("reading");
+            let trace = LongTrace::open(path, &mut |uses| bar.at(uses))?;
+            let name = path.display().to_string();
+            let page = match (trace.page_size(), options.page_size) {
+                (Some(has), Some(asked)) if has != asked => {
+                    let (has, asked) = (size(has.bytes()), size(asked.bytes()));
+                    let what = format!("the capture {name} is of pages of {has}, not of {asked}");
+                    return Err(Error::new(ErrorKind::InvalidArgument, what)
+                        .remedy("leave --page-size out, or capture a run with pages of that size"));
+                }
+                (has, asked) => has.or(asked),
+            };
+            return Ok((trace, name, page));
+        }
+        (None, Some(kind)) => kind,
+        (None, None) => {
+            return Err(Error::new(ErrorKind::InvalidArgument, "there is nothing to look at")
+                .remedy("give --trace or --workload"));
+        }
+    };
+    let page = options.page_size.unwrap_or(PageSize::DEFAULT);
+    let workload = Workload::new(kind, page, model)?;
+    let bar = Bar::new("making the workload", options.uses);
+    let trace = workload.trace(options.uses, options.seed, &mut |uses| bar.at(uses))?;
+    Ok((trace, format!("workload {kind}, seed {}", options.seed), Some(page)))
+}
+
+/// What all policies make of a capture, at the capacities that are looked at by default.
+pub fn of_capture(path: &std::path::Path) -> Result<Found> {
+    run(&Options {
+        trace: Some(path.to_owned()),
+        workload: None,
+        seed: 0,
+        uses: 0,
+        model: None,
+        page_size: None,
+        capacity: Vec::new(),
+        policy: vec![Choice::All],
+        svg: None,
+        json: false,
+    })
+}
+
+/// Runs the trace through each policy at each capacity.
+pub fn run(options: &Options) -> Result<Found> {
+    let model = options.model.as_deref().map(format::open).transpose()?;
+    let of_model = model.iter().flat_map(|model| model.files.iter().map(|file| &file.path)).chain(&options.model);
+    let mut inputs: Vec<Input> =
+        of_model.map(|path| Input { path: path.clone(), is: "it is a file of the model" }).collect();
+    inputs.extend(options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }));
+    // Tried first: some traces take long.
+    let svg = options.svg.as_deref().map(|path| NewFile::create(path, "drawing", "--svg", &inputs)).transpose()?;
+    let (mut trace, name, page) = trace(options, model.as_ref())?;
+    let mut candidates: Vec<Candidate> = Vec::new();
+    for choice in &options.policy {
+        match *choice {
+            Choice::All => candidates.extend(Candidate::all(&trace)),
+            Choice::Optimum => {}
+            Choice::One(candidate) => candidates.push(candidate),
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    candidates.retain(|candidate| seen.insert(*candidate));
+    if candidates.contains(&Candidate::Declared) && trace.passes() == 0 {
+        let what = format!("{} needs a trace in passes, and {name} has none", Candidate::DECLARED);
+        return Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave it out"));
+    }
+    let mut sizes = if options.capacity.is_empty() { shares(trace.pages()) } else { options.capacity.clone() };
+    let mut seen = std::collections::HashSet::new();
+    sizes.retain(|pages| seen.insert(*pages));
+
+    let rounds = sizes.len() as u64 * (candidates.len() as u64 + 1) + 1;
+    let bar = Bar::new("policies", rounds * trace.uses());
+    let uses = trace.uses();
+    let mut done = 0;
+    let hits = trace.hits_of_lru(&mut |uses| bar.at(uses))?;
+    let mut capacities = Vec::new();
+    for pages in sizes {
+        done += uses;
+        let optimum = ratio(trace.optimum(pages, &mut |uses| bar.at(done + uses))?, page);
+        let mut policies = Vec::new();
+        for candidate in &candidates {
+            done += uses;
+            let start = Instant::now();
+            let ratio = ratio(candidate.replay(&mut trace, pages, &mut |uses| bar.at(done + uses))?, page);
+            let ns = start.elapsed().as_nanos() as f64 / uses as f64;
+            policies.push(Outcome {
+                policy: candidate.name().to_owned(),
+                ratio,
+                regret: optimum.hit_ratio - ratio.hit_ratio,
+                ns_per_use: (ns * 10.0).round() / 10.0,
+            });
+        }
+        capacities.push(Capacity { pages, optimum, policies });
+    }
+    drop(bar);
+    let classes = trace.classes().iter();
+    let found = Found {
+        trace: name,
+        about: trace.about().map(str::to_owned),
+        uses,
+        pages: trace.pages(),
+        writes: trace.writes(),
+        passes: trace.passes(),
+        page_bytes: page.map(PageSize::bytes),
+        classes: classes
+            .map(|class| Class { class: class.class.clone(), pages: class.pages, uses: class.uses })
+            .collect(),
+        lru: points(&hits, uses, &capacities),
+        capacities,
+    };
+    if let Some(svg) = svg {
+        curve::write(&found, &svg)?;
+    }
+    Ok(found)
+}
+
+/// 10, 25, 50, 75 and 90 % of the pages.
+fn shares(pages: u32) -> Vec<NonZeroU32> {
+    let of = |percent: u64| NonZeroU32::new((u64::from(pages) * percent / 100) as u32).unwrap_or(NonZeroU32::MIN);
+    [10, 25, 50, 75, 90].map(of).to_vec()
+}
+
+/// The curve, at capacities evenly spaced and at those that were asked for.
+fn points(hits: &[u64], uses: u64, capacities: &[Capacity]) -> Vec<Point> {
+    let all = hits.len() as u64;
+    let mut at: Vec<u64> = (1..=POINTS).map(|n| (n * all).div_ceil(POINTS)).collect();
+    at.extend(capacities.iter().map(|capacity| u64::from(capacity.pages.get()).min(all)));
+    at.sort_unstable();
+    at.dedup();
+    let point = |pages: u64| {
+        let hits = hits.get((pages as usize).checked_sub(1)?)?;
+        Some(Point { pages: pages as u32, hit_ratio: *hits as f64 / uses as f64 })
+    };
+    at.into_iter().filter_map(point).collect()
+}
+
+impl Report for Found {
+    fn text(&self) -> String {
+        let writing = if self.writes > 0 { format!(", {} of which write,", self.writes) } else { String::new() };
+        let mut text = format!("{}: {} uses{writing} of {} pages", printable(&self.trace), self.uses, self.pages);
+        if let Some(bytes) = self.page_bytes {
+            text += &format!(" of {}, {} in all", size(bytes), size(bytes * u64::from(self.pages)));
+        }
+        if self.passes > 0 {
+            text += &format!(", in {} passes", self.passes);
+        }
+        text += "\n";
+        if let Some(about) = &self.about {
+            text += &format!("captured from: {}\n", printable(about));
+        }
+        if self.classes.len() > 1 {
+            let mut table = Table::new(&[("class", Side::Left), ("pages", Side::Right), ("uses", Side::Right)]);
+            for class in &self.classes {
+                table.row([printable(&class.class), class.pages.to_string(), class.uses.to_string()]);
+            }
+            text += &format!("\n{}", table.text());
+        }
+        for capacity in &self.capacities {
+            text += &format!("\nwith room for {}", capacity.pages);
+            if let Some(bytes) = self.page_bytes {
+                text += &format!(", {}", size(bytes * u64::from(capacity.pages.get())));
+            }
+            text += "\n";
+            let mut head = vec![
+                ("policy", Side::Left),
+                ("hits", Side::Right),
+                ("hit ratio", Side::Right),
+                ("below the optimum", Side::Right),
+                ("ns a use", Side::Right),
+            ];
+            let (bytes, passes, writes) = (self.page_bytes.is_some(), self.passes > 0, self.writes > 0);
+            let columns = [
+                (bytes, "moved"),
+                (bytes && passes, "a pass"),
+                (writes && bytes, "written"),
+                (writes && bytes && passes, "a pass"),
+                (writes && !bytes, "pages written"),
+            ];
+            head.extend(columns.into_iter().filter(|(is_there, _)| *is_there).map(|(_, name)| (name, Side::Right)));
+            let mut table = Table::new(&head);
+            let mut row = |name: &str, found: &Ratio, regret: String, ns: String| {
+                let of_bytes = |bytes: Option<u64>| {
+                    let all = bytes.map(size);
+                    let pass = bytes.filter(|_| passes).map(|bytes| size(bytes / self.passes));
+                    all.into_iter().chain(pass)
+                };
+                let written = found.bytes_written.filter(|_| writes);
+                let pages = (writes && !bytes).then(|| found.written_back.to_string());
+                let cells = [name.to_owned(), found.hits.to_string(), format!("{:.4}", found.hit_ratio), regret, ns];
+                table.row(cells.into_iter().chain(of_bytes(found.bytes_moved)).chain(of_bytes(written)).chain(pages));
+            };
+            row("optimum", &capacity.optimum, String::new(), String::new());
+            for found in &capacity.policies {
+                row(&found.policy, &found.ratio, format!("{:.4}", found.regret), format!("{:.0}", found.ns_per_use));
+            }
+            text += &table.text();
+        }
+        text
+    }
+}

@@ -1,0 +1,162 @@
+//! What a budget would hold of a model: the pager and policy of the runtime, driven over the model's tensors with moves
+//! that end at once and carry no bytes.
+
+use outcore::format::ModelHeader;
+use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
+use outcore_pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
+
+/// One pass over a model under a budget, once the first passes are over.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass {
+    /// Bytes read from disk.
+    pub streamed: u64,
+    /// Pages read from disk.
+    pub pages_streamed: u64,
+    /// Pages of the largest set pinned as a unit.
+    pub unit_pages: u64,
+}
+
+/// Passes before the one that counts: the first fills, the second settles.
+const PASSES_BEFORE: u32 = 2;
+
+struct Simulation {
+    pager: Pager,
+    segments: Vec<(SegmentId, PageWords, u64)>,
+    page: PageSize,
+    fx: Effects,
+    pages_streamed: u64,
+    streamed: u64,
+}
+
+/// Passes over the tensors in file order, each pinned as a whole if it fits in half the frames, else in row ranges that
+/// do.
+pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
+    let config = PagerConfig {
+        frames,
+        host_frames: 0,
+        staging: 0,
+        direct_io: true,
+        lookahead: Lookahead::Auto.pages(page, frames),
+        page_bytes: page.bytes(),
+    };
+    let mut simulation = Simulation {
+        pager: Pager::new(config, PolicyKind::Plan.build()),
+        segments: Vec::new(),
+        page,
+        fx: Effects::default(),
+        pages_streamed: 0,
+        streamed: 0,
+    };
+    for file in &model.files {
+        let pages = u32::try_from(page.pages_for(file.len).max(1)).map_err(|_| too_many(page))?;
+        let (id, words) = simulation.pager.add_segment(Backing::File, SegmentClass::Weights, pages);
+        simulation.segments.push((id, words, file.len));
+    }
+    let units = simulation.units(model, frames)?;
+    simulation.pager.declare_plan(&units, true, &mut simulation.fx);
+    simulation.settle()?;
+    for _ in 0..PASSES_BEFORE {
+        simulation.run(&units)?;
+    }
+    let (streamed, pages) = (simulation.streamed, simulation.pages_streamed);
+    simulation.run(&units)?;
+    Ok(Pass {
+        streamed: simulation.streamed - streamed,
+        pages_streamed: simulation.pages_streamed - pages,
+        unit_pages: units.iter().map(|run| u64::from(run.count)).max().unwrap_or(0),
+    })
+}
+
+fn too_many(page: PageSize) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("a file has too many pages of {}", Bytes::new(page.bytes())))
+        .remedy("choose larger pages")
+}
+
+impl Simulation {
+    fn units(&self, model: &ModelHeader, frames: u32) -> Result<Vec<PageRun>> {
+        let half = u64::from((frames / 2).max(1));
+        let mut units = Vec::new();
+        for tensor in model.tensors.iter().filter(|tensor| tensor.len > 0) {
+            let Some((segment, ..)) = self.segments.get(tensor.file as usize) else { continue };
+            let mut push = |offset: u64, len: u64| -> Result<()> {
+                let first = self.page.page_of(offset);
+                let count = self.page.page_of(offset + len - 1) - first + 1;
+                let (Ok(first), Ok(count)) = (u32::try_from(first), u32::try_from(count)) else {
+                    return Err(too_many(self.page));
+                };
+                units.push(PageRun { segment: *segment, first: PageIndex::new(first), count });
+                Ok(())
+            };
+            let row = row_bytes(&tensor.shape, tensor.len);
+            let whole = self.page.page_of(tensor.end() - 1) - self.page.page_of(tensor.offset) < half;
+            if whole || row == tensor.len {
+                push(tensor.offset, tensor.len)?;
+                continue;
+            }
+            // As many rows as fit in half the frames wherever they begin.
+            let step = ((half - 1) * self.page.bytes() / row).max(1) * row;
+            let mut at = 0;
+            while at < tensor.len {
+                push(tensor.offset + at, step.min(tensor.len - at))?;
+                at += step;
+            }
+        }
+        Ok(units)
+    }
+
+    fn run(&mut self, units: &[PageRun]) -> Result<()> {
+        for unit in units {
+            let submitted = self.pager.submit(std::slice::from_ref(unit), Purpose::Read, &mut self.fx)?;
+            self.settle()?;
+            if let Submitted::Waiting(id) = submitted {
+                let at = self.fx.done.iter().position(|(done, _)| *done == id);
+                let (_, result) = at.map(|at| self.fx.done.swap_remove(at)).ok_or_else(|| {
+                    Error::new(ErrorKind::Internal, "a simulated request was not served").remedy("report this as a bug")
+                })?;
+                result?;
+            }
+            let mut wanted = false;
+            if let Some((_, words, _)) = self.segments.iter().find(|(id, ..)| *id == unit.segment) {
+                let first = unit.first.get() as usize;
+                for word in words.iter().skip(first).take(unit.count as usize) {
+                    wanted |= word.unpin() == Unpin::Wanted;
+                }
+            }
+            if wanted {
+                self.pager.released(std::slice::from_ref(unit), &mut self.fx);
+            }
+            self.settle()?;
+        }
+        Ok(())
+    }
+
+    /// Ends every move that was started.
+    fn settle(&mut self) -> Result<()> {
+        loop {
+            let moves = std::mem::take(&mut self.fx.moves);
+            self.fx.protect.clear();
+            self.fx.raised.clear();
+            if moves.is_empty() {
+                return Ok(());
+            }
+            for movement in moves {
+                if movement.from == Place::Disk {
+                    let file = self.segments.iter().find(|(id, ..)| *id == movement.page.segment);
+                    let start = u64::from(movement.page.index.get()) * self.page.bytes();
+                    let len = file.map_or(0, |(.., len)| len.saturating_sub(start).min(self.page.bytes()));
+                    self.streamed += len;
+                    self.pages_streamed += 1;
+                }
+                self.pager.complete(movement.id, Ok(()), &mut self.fx);
+            }
+        }
+    }
+}
+
+/// Bytes of one row of the outermost extent; of the whole tensor if it has no rows that can be addressed.
+pub fn row_bytes(shape: &[u64], len: u64) -> u64 {
+    match shape.first() {
+        Some(&rows) if rows > 0 && len.is_multiple_of(rows) => (len / rows).max(1),
+        _ => len,
+    }
+}

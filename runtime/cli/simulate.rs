@@ -1,0 +1,420 @@
+//! `outcore simulate`: how long passes over a model would take on a machine that is not there.
+
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result, format};
+use outcore_lab::residency::{PagedFile, Residency};
+use outcore_lab::sim::{
+    self, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind, SpanRecord,
+    TensorClass, Workload,
+};
+use serde::Serialize;
+
+use super::output::{Side, Table, percent, printable, size};
+use super::{Report, page_size};
+
+/// What `outcore simulate` takes.
+#[derive(Debug, Args)]
+pub struct Options {
+    /// A GGUF or safetensors model: a file, one file of a split model, an index.json, or a folder; only headers are read
+    #[arg(value_name = "MODEL", required_unless_present = "params", conflicts_with_all = ["params", "layers", "dtype"])]
+    model: Option<PathBuf>,
+    /// In place of a model: so many parameters, such as 70B or 1T, in equal layers
+    #[arg(long, value_name = "N", value_parser = params)]
+    params: Option<u64>,
+    /// With --params: the parameters' type
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    dtype: DType,
+    /// With --params: layers, from 1 to 16777216
+    #[arg(long, value_name = "N", default_value_t = 80)]
+    layers: u32,
+    /// With --params: experts of each layer
+    #[arg(long, value_name = "N", requires = "params")]
+    experts: Option<u32>,
+    /// Experts of a layer that a pass uses. Default: what a GGUF model says, else all
+    #[arg(long, value_name = "N")]
+    experts_used: Option<u32>,
+    /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one (docs/simulator.md)
+    #[arg(long, value_name = "NAME|FILE")]
+    machine: String,
+    /// Which pages stay: a policy, as in `outcore policies`
+    #[arg(long, value_name = "NAME", default_value = "plan")]
+    policy: PolicyKind,
+    /// Memory for pages of each device. Default: 90 % of it
+    #[arg(long, value_name = "SIZE")]
+    device_budget: Option<Bytes>,
+    /// Memory of the host for pages, for all devices together
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    host_budget: Bytes,
+    /// Size of a page: a power of two from 4KiB to 1GiB
+    #[arg(long, value_name = "SIZE", value_parser = page_size, default_value = "2MiB")]
+    page_size: PageSize,
+    /// How far ahead of use fills start: auto, off, or a size
+    #[arg(long, value_name = "SIZE", default_value = "auto")]
+    lookahead: Lookahead,
+    /// The most of a tensor that is pinned at once. Default: as `generate` does, 8MiB but at most a 32nd of the budget
+    #[arg(long, value_name = "SIZE")]
+    step: Option<Bytes>,
+    /// Steps that are pinned ahead of the one that is computed. Default: 1 where there is a link, else 0
+    #[arg(long, value_name = "N")]
+    steps_ahead: Option<u32>,
+    /// Passes, from 1 up
+    #[arg(long, value_name = "N", value_parser = passes, default_value = "4")]
+    passes: NonZeroU32,
+    /// Of everything that is drawn by chance: the same seed gives the same numbers
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// With --json: also what happened when, for `outcore report`: at most some 2 MB, however long the run is
+    #[arg(long, requires = "json")]
+    timeline: bool,
+    /// One JSON object instead of tables
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn wrong(message: String, remedy: &str) -> Error {
+    Error::new(ErrorKind::InvalidArgument, message).remedy(remedy)
+}
+
+fn passes(text: &str) -> Result<NonZeroU32> {
+    match u32::from_str(text).map(NonZeroU32::new) {
+        Ok(Some(passes)) => Ok(passes),
+        Ok(None) => Err(wrong("0 passes simulate nothing".to_owned(), "give at least 1")),
+        Err(_) => Err(wrong(format!("{text:?} is no number of passes"), "give a whole number from 1 to 4294967295")),
+    }
+}
+
+fn params(text: &str) -> Result<u64> {
+    let bad = || wrong(format!("{text:?} is no number of parameters"), "give a number and K, M, B or T, such as 70B");
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let scale = match unit.to_ascii_uppercase().as_str() {
+        "" => 1.0,
+        "K" => 1e3,
+        "M" => 1e6,
+        "B" => 1e9,
+        "T" => 1e12,
+        _ => return Err(bad()),
+    };
+    let params = number.parse::<f64>().map_err(|_| bad())? * scale;
+    // Bytes of so many parameters of 16 bytes can still be counted.
+    if (1.0..=1e18).contains(&params) { Ok(params as u64) } else { Err(bad()) }
+}
+
+#[derive(Debug, Serialize)]
+pub struct Found {
+    model: String,
+    machine: String,
+    devices: NonZeroU32,
+    policy: &'static str,
+    page_bytes: u64,
+    device_budget_bytes: u64,
+    host_budget_bytes: u64,
+    seed: u64,
+    model_bytes: u64,
+    pages: u64,
+    frames: u32,
+    host_frames: u32,
+    unit_pages: u32,
+    first_pass_s: f64,
+    median_pass_s: f64,
+    passes_s: Vec<f64>,
+    total_s: f64,
+    hit_ratio: f64,
+    stall_s: f64,
+    stalls: Vec<Stall>,
+    disk_read: FlowReport,
+    disk_written: FlowReport,
+    link_in: FlowReport,
+    link_out: FlowReport,
+    compute: FlowReport,
+    uses: u64,
+    hits: u64,
+    faults: u64,
+    evictions: u64,
+    demotions: u64,
+    events: u64,
+    /// Of the model's files, by what tensors are for.
+    weights: Vec<ClassBytes>,
+    /// Of the last pages of all files, on all devices, what is beyond the files' ends.
+    tail_bytes: u64,
+    ceiling: Ceilings,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    timeline: Option<Timeline>,
+}
+
+/// What the machine can move, of all devices together.
+#[derive(Debug, Serialize)]
+struct Ceilings {
+    disk_read_bytes_per_second: u64,
+    disk_write_bytes_per_second: u64,
+    /// In each direction. None where device memory is host memory.
+    link_bytes_per_second: Option<u64>,
+    compute_bytes_per_second: u64,
+}
+
+/// What happened when, on the first device; times in nanoseconds.
+#[derive(Debug, Serialize)]
+struct Timeline {
+    lanes: Vec<LaneReport>,
+    residency: Residency,
+    hit_ratio: f64,
+    opt_hit_ratio: f64,
+    ratio_uses: u64,
+    peak_device_frames: u32,
+    peak_host_frames: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct LaneReport {
+    name: &'static str,
+    kinds: Vec<KindReport>,
+    /// Which kind, when it began, how long it took, how much of that was taken: several near ones of a kind may be one here.
+    spans: Vec<(usize, u64, u64, u64)>,
+}
+
+#[derive(Debug, Serialize)]
+struct KindReport {
+    name: &'static str,
+    count: u64,
+    ns: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct Stall {
+    cause: &'static str,
+    tier: &'static str,
+    count: u64,
+    seconds: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct FlowReport {
+    bytes: u64,
+    busy_s: f64,
+    utilisation: f64,
+}
+
+impl From<Flow> for FlowReport {
+    fn from(flow: Flow) -> Self {
+        Self { bytes: flow.bytes.get(), busy_s: flow.busy.as_secs_f64(), utilisation: flow.utilisation }
+    }
+}
+
+impl Timeline {
+    fn of(recorded: Recorded, files: Vec<PagedFile>) -> Self {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let kind = |kind: &SpanKind| KindReport { name: kind.name, count: kind.count, ns: nanos(kind.time) };
+        let span = |span: &SpanRecord| {
+            (span.kind, nanos(span.start), nanos(span.end.saturating_sub(span.start)), nanos(span.busy))
+        };
+        let lane = |lane: &LaneRecord| LaneReport {
+            name: lane.name,
+            kinds: lane.kinds.iter().map(kind).collect(),
+            spans: lane.spans.iter().map(span).collect(),
+        };
+        Self {
+            lanes: recorded.lanes.iter().map(lane).collect(),
+            residency: Residency { files, ..recorded.residency },
+            hit_ratio: recorded.optimum.actual_ratio(),
+            opt_hit_ratio: recorded.optimum.ratio(),
+            ratio_uses: recorded.optimum.uses,
+            peak_device_frames: recorded.peak_frames,
+            peak_host_frames: recorded.peak_host_frames,
+        }
+    }
+}
+
+/// What is simulated, and what is known of it beside its steps.
+struct Model {
+    name: String,
+    workload: Workload,
+    weights: Vec<ClassBytes>,
+    /// By segment.
+    files: Vec<String>,
+}
+
+impl Model {
+    /// The files of one device, which has an equal part of each.
+    fn files_of_a_device(&self, machine: &MachineModel, page: PageSize) -> Vec<PagedFile> {
+        let part = |(name, (_, len)): (&String, &(_, u64))| {
+            let bytes = len.div_ceil(u64::from(machine.devices.get()));
+            PagedFile { name: name.clone(), bytes, pages: page.pages_for(bytes).max(1) }
+        };
+        self.files.iter().zip(self.workload.segments()).map(part).collect()
+    }
+}
+
+pub fn run(options: &Options) -> Result<Found> {
+    let machine = MachineModel::find(&options.machine)?;
+    let model = model(options)?;
+    let device_budget = options.device_budget.unwrap_or(Bytes::new(machine.device_memory.get() / 10 * 9));
+    let step_pages = match options.step {
+        None => None,
+        Some(step) => {
+            let pages = options.page_size.pages_for(step.get());
+            let pages = u32::try_from(pages).ok().and_then(NonZeroU32::new);
+            Some(
+                pages
+                    .ok_or_else(|| wrong(format!("a step of {step}"), "give at least a page, at most 2^32 of them"))?,
+            )
+        }
+    };
+    let settings = Settings {
+        policy: options.policy,
+        page_size: options.page_size,
+        lookahead: options.lookahead,
+        step_pages,
+        steps_ahead: options.steps_ahead.unwrap_or(u32::from(machine.link.is_some())),
+        passes: options.passes,
+        seed: options.seed,
+        timeline: options.timeline,
+        ..Settings::new(device_budget, options.host_budget)
+    };
+    let done = sim::simulate(&model.workload, &machine, &settings)?;
+    Ok(found(options, &machine, &settings, model, done))
+}
+
+fn model(options: &Options) -> Result<Model> {
+    if let Some(path) = &options.model {
+        let header = format::open(path)?;
+        let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        return Ok(Model {
+            name: path.display().to_string(),
+            workload: Workload::of_model(&header, options.experts_used)?,
+            weights: ClassBytes::of_model(&header),
+            files: header.files.iter().map(|file| name(&file.path)).collect(),
+        });
+    }
+    let Options { params, dtype, layers, .. } = *options;
+    let params = params.unwrap_or_default();
+    if let (Some(used), None) = (options.experts_used, options.experts) {
+        let what = format!("--experts-used {used} says nothing without --experts");
+        return Err(wrong(what, "give --experts too, how many each layer has"));
+    }
+    let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));
+    let workload = Workload::even(Even { params, dtype, layers, experts })?;
+    let class = if experts.is_some() { TensorClass::Experts } else { TensorClass::Other };
+    Ok(Model {
+        name: format!("{params} parameters of {} in {layers} layers", dtype.name()),
+        weights: vec![ClassBytes::new(class, workload.bytes())],
+        files: vec!["layers".to_owned()],
+        workload,
+    })
+}
+
+fn found(options: &Options, machine: &MachineModel, settings: &Settings, model: Model, mut done: Simulated) -> Found {
+    let files = model.files_of_a_device(machine, settings.page_size);
+    let timeline = done.recorded.take().map(|recorded| Timeline::of(recorded, files));
+    let of_all = |rate: Bytes| rate.get().saturating_mul(u64::from(machine.devices.get()));
+    let stalls = done.stalls.iter().flat_map(|stall| {
+        stall.tiers.iter().filter(|tier| tier.count > 0).map(|tier| Stall {
+            cause: stall.name,
+            tier: tier.tier.name(),
+            count: tier.count,
+            seconds: tier.time.as_secs_f64(),
+        })
+    });
+    let stalls: Vec<Stall> = stalls.collect();
+    Found {
+        model_bytes: model.workload.bytes(),
+        model: model.name,
+        machine: machine.name.clone(),
+        devices: machine.devices,
+        policy: settings.policy.name(),
+        page_bytes: settings.page_size.bytes(),
+        device_budget_bytes: settings.device_budget.get(),
+        host_budget_bytes: settings.host_budget.get(),
+        seed: options.seed,
+        pages: done.pages,
+        frames: done.frames,
+        host_frames: done.host_frames,
+        unit_pages: done.unit_pages,
+        first_pass_s: done.first().as_secs_f64(),
+        median_pass_s: done.median().as_secs_f64(),
+        passes_s: done.passes.iter().map(std::time::Duration::as_secs_f64).collect(),
+        total_s: done.time.as_secs_f64(),
+        hit_ratio: done.hit_ratio(),
+        stall_s: done.stalls.iter().map(|stall| stall.time.as_secs_f64()).sum(),
+        stalls,
+        disk_read: done.disk_read.into(),
+        disk_written: done.disk_written.into(),
+        link_in: done.link_in.into(),
+        link_out: done.link_out.into(),
+        compute: done.compute.into(),
+        uses: done.pager.uses,
+        hits: done.pager.hits,
+        faults: done.pager.faults,
+        evictions: done.pager.evictions,
+        demotions: done.pager.demotions,
+        events: done.events,
+        weights: model.weights,
+        tail_bytes: done.tails.get(),
+        ceiling: Ceilings {
+            disk_read_bytes_per_second: machine.disk.read.get(),
+            disk_write_bytes_per_second: machine.disk.write.get(),
+            link_bytes_per_second: machine.link.map(|link| of_all(link.bandwidth())),
+            compute_bytes_per_second: of_all(machine.compute.bandwidth),
+        },
+        timeline,
+    }
+}
+
+impl Report for Found {
+    fn text(&self) -> String {
+        let seconds = |s: f64| format!("{s:.6} s");
+        let mut text = format!("{} on {}, simulated\n", printable(&self.model), printable(&self.machine));
+        let mut about = Table::pairs();
+        about.pair("model", format!("{}, {} pages of {}", size(self.model_bytes), self.pages, size(self.page_bytes)));
+        about.pair("devices", format!("{}, each with {} frames", self.devices, self.frames));
+        about.pair("host tiers", format!("{} frames each", self.host_frames));
+        about.pair("policy", self.policy);
+        about.pair("largest step", format!("{} pages of a device", self.unit_pages));
+        about.pair("first pass", seconds(self.first_pass_s));
+        if self.passes_s.len() > 1 {
+            about.pair("median of the others", seconds(self.median_pass_s));
+        }
+        about.pair("passes", self.passes_s.len().to_string());
+        about.pair("hits", format!("{} of {} uses", percent(self.hits, self.uses), self.uses));
+        let of_all = match self.devices.get() {
+            1 => String::new(),
+            devices => format!(" on each of {devices} devices, whose stalls are added"),
+        };
+        about.pair("stalled", format!("{} in all, of {}{of_all}", seconds(self.stall_s), seconds(self.total_s)));
+        text += &about.text();
+        let mut flows = Table::new(&[("link", Side::Left), ("bytes", Side::Right), ("busy", Side::Right)]);
+        for (name, flow) in [
+            ("disk, read", &self.disk_read),
+            ("disk, written", &self.disk_written),
+            ("host to device", &self.link_in),
+            ("device to host", &self.link_out),
+            ("compute", &self.compute),
+        ] {
+            let share = format!("{:.1} %", 100.0 * flow.utilisation);
+            flows.row([name.to_owned(), size(flow.bytes), share]);
+        }
+        text += "\n";
+        text += &flows.text();
+        if !self.stalls.is_empty() {
+            let head = [
+                ("stalled by", Side::Left),
+                ("bytes were in", Side::Left),
+                ("times", Side::Right),
+                ("time", Side::Right),
+            ];
+            let mut table = Table::new(&head);
+            for stall in &self.stalls {
+                let row =
+                    [stall.cause.to_owned(), stall.tier.to_owned(), stall.count.to_string(), seconds(stall.seconds)];
+                table.row(row);
+            }
+            text += "\n";
+            text += &table.text();
+        }
+        text
+    }
+}

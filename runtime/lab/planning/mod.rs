@@ -1,0 +1,70 @@
+//! What a job needs of memory, what of it has to move in each pass, and how long that takes.
+//!
+//! Pure arithmetic: no file is opened and nothing is measured here. [`Shape`] comes from a header that was read, or from
+//! numbers; [`Job::memory`] counts bytes class by class; [`forecast`] says where pages would be and what a pass moves, by
+//! the rules of the runtime and its policy `plan`, and how long it computes if that or the [machine](Compute) is known;
+//! [`advice`] and [`target`] make changes and look again. The formulas and
+//! their sources are in `docs/planning.md`.
+//!
+//! ```
+//! use outcore_lab::planning::{Bandwidth, Given, Job, KvType, Resources, Shape, Work, forecast};
+//! use outcore_lab::sim::MachineModel;
+//! use outcore::{Bytes, DType};
+//!
+//! let given = Given {
+//!     parameters: "70B".parse()?,
+//!     dtype: DType::BF16,
+//!     layers: Some(80),
+//!     hidden: Some(8192),
+//!     heads: Some(64),
+//!     kv_heads: Some(8),
+//!     ffn: Some(28672),
+//!     vocab: Some(32000),
+//!     gated: true,
+//!     experts: None,
+//! };
+//! let shape = Shape::estimate(&given)?;
+//! let job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 4096, batch: 1, headroom_percent: 20 };
+//! assert_eq!(job.memory(true)?.kv, Bytes::mib(1280));
+//!
+//! let resources = Resources {
+//!     device: Bytes::gib(80),
+//!     host: Bytes::gib(64),
+//!     disk: "5GB/s".parse()?,
+//!     disk_write: None,
+//!     link: Some("50GB/s".parse()?),
+//!     link_shared: false,
+//!     link_latency: std::time::Duration::ZERO,
+//!     compute: None,
+//! };
+//! let run = forecast(&job, &resources)?.run.expect("80 GiB hold more than activations");
+//! assert!(run.disk_read > Bytes::gib(10) && run.tokens_per_second() < Some(0.5));
+//!
+//! // On a machine that is known it can be said how long a pass computes, too.
+//! let resources = Resources { device: Bytes::gib(200), ..Resources::of(&MachineModel::named("h200")?)? };
+//! let run = forecast(&job, &resources)?.run.expect("200 GiB hold all of it");
+//! assert!(run.is_resident() && run.pass_s() > Some(0.028) && run.pass_s() < Some(0.032));
+//! # Ok::<(), outcore::Error>(())
+//! ```
+
+mod advice;
+mod compute;
+mod estimate;
+mod experts;
+mod forecast;
+mod memory;
+mod policy;
+mod shape;
+mod units;
+
+pub use advice::{Change, Outcome, Target, advice, target};
+pub use compute::Compute;
+pub use estimate::{Given, GivenExperts};
+pub use experts::Experts;
+pub use forecast::{Bottleneck, Forecast, Resources, Run, forecast};
+pub use memory::{Checkpointing, Job, KvType, Memory, Optimizer, Work};
+pub use shape::Shape;
+pub use units::{Bandwidth, Parameters};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,271 @@
+//! Simulations: policies on recorded traces, and whole machines.
+//!
+//! # Machines
+//!
+//! [`simulate`] runs passes over a model ([`Workload`]) on a machine that is only described ([`MachineModel`]): the pager that
+//! a runtime has, under a virtual clock. What it models, and what not, is in `docs/simulator.md`.
+//!
+//! # Traces
+//!
+//! A cache of a fixed number of pages that holds no bytes. What decides is the [`Policy`] that a runtime would use, told of uses, comings and goings as the pager tells it, but
+//! for fills ahead and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio found here is
+//! that of the code that ships, and can be compared with what other simulators find on the same trace.
+//!
+//! ```
+//! use std::num::NonZeroU32;
+//!
+//! use outcore::PolicyKind;
+//! use outcore_lab::sim::{self, Trace};
+//!
+//! let trace = Trace::from_ids([7, 3, 9, 7, 3, 9])?;
+//! let frames = NonZeroU32::new(2).unwrap();
+//! let counts = sim::replay(PolicyKind::Lru.build(), &trace, frames)?;
+//! assert_eq!((counts.uses, counts.hits), (6, 0));
+//! assert_eq!(sim::optimum(&trace, frames).hits, 2);
+//! # Ok::<(), outcore::Error>(())
+//! ```
+
+pub mod capture;
+mod long;
+mod machine;
+mod recorded;
+mod reuse;
+mod simulate;
+pub mod synthetic;
+mod trace;
+mod weights;
+mod workload;
+
+use std::num::NonZeroU32;
+
+use crate::error::Result;
+use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
+use crate::pager::policy::Policy;
+use crate::pager::policy::bare::BareCache;
+use crate::pager::policy::opt::{Min, next_uses};
+
+pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
+pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
+pub use machine::{ComputeModel, DiskModel, MachineModel};
+pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
+pub use simulate::{Flow, Guest, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
+pub use trace::{LINE_BYTES_MAX, Trace};
+pub use weights::ClassBytes;
+pub use workload::{Even, Share, Span, Step, Workload};
+
+/// Uses of a trace, and how many found their page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// All of them.
+    pub uses: u64,
+    /// Those that found their page resident.
+    pub hits: u64,
+    /// Pages that had been written when they were evicted, and so were written back. Those that are resident at the end are
+    /// not counted.
+    pub written_back: u64,
+}
+
+impl Counts {
+    /// Uses that did not.
+    pub const fn misses(&self) -> u64 {
+        self.uses - self.hits
+    }
+
+    /// Hits over uses; 0 where there were none.
+    pub fn hit_ratio(&self) -> f64 {
+        if self.uses == 0 { 0.0 } else { self.hits as f64 / self.uses as f64 }
+    }
+}
+
+const SEGMENT: SegmentId = SegmentId::new(0);
+
+/// A cache of a policy's, use by use: what [`replay`] does.
+#[derive(Debug)]
+struct Replay {
+    cache: BareCache,
+    /// By number; empty if all are of one segment.
+    pages: Vec<PageId>,
+    /// Of the request in progress.
+    chain: Vec<PageId>,
+    uses: u64,
+    hits: u64,
+}
+
+impl Replay {
+    /// An empty cache of `frames` pages, of `pages` that there are, all of one class. `policy` is new.
+    fn new(policy: Box<dyn Policy>, class: SegmentClass, pages: u32, frames: NonZeroU32) -> Self {
+        // More frames than pages are as many; some policies take memory for each.
+        let mut cache = BareCache::new(policy, frames.get().min(pages.max(1)));
+        cache.segment(SEGMENT, class, pages);
+        Self { cache, pages: Vec::new(), chain: Vec::new(), uses: 0, hits: 0 }
+    }
+
+    /// As [`new`](Self::new), of pages of these classes, each of which has a segment.
+    fn of_classes(policy: Box<dyn Policy>, classes: &[SegmentClass], frames: NonZeroU32) -> Self {
+        let mut counts = [0; SegmentClass::ALL.len()];
+        let pages = classes.iter().map(|class| {
+            let count = &mut counts[*class as usize];
+            *count += 1;
+            PageId { segment: SegmentId::new(*class as u32), index: PageIndex::new(*count - 1) }
+        });
+        let pages: Vec<PageId> = pages.collect();
+        let mut cache = BareCache::new(policy, frames.get().min((pages.len() as u32).max(1)));
+        for (class, count) in SegmentClass::ALL.into_iter().zip(counts).filter(|(_, count)| *count > 0) {
+            cache.segment(SegmentId::new(class as u32), class, count);
+        }
+        Self { cache, pages, chain: Vec::new(), uses: 0, hits: 0 }
+    }
+
+    fn page(&self, number: u32) -> PageId {
+        self.pages.get(number as usize).copied().unwrap_or(PageId { segment: SEGMENT, index: PageIndex::new(number) })
+    }
+
+    /// Uses will come in this order, and then again.
+    fn declare(&mut self, numbers: &[u32]) {
+        let pages: Vec<PageId> = numbers.iter().map(|number| self.page(*number)).collect();
+        self.cache.declare(&pages);
+    }
+
+    /// A page is used, of those that there are.
+    fn used(&mut self, number: u32, write: bool) -> Result<()> {
+        self.uses += 1;
+        self.hits += u64::from(self.cache.used(self.page(number), write)?);
+        Ok(())
+    }
+
+    /// These pages are about to be used, which are a request's and a prefix chain.
+    fn chain(&mut self, numbers: impl Iterator<Item = u32>) {
+        let mut chain = std::mem::take(&mut self.chain);
+        chain.clear();
+        chain.extend(numbers.map(|number| self.page(number)));
+        if !chain.is_empty() {
+            self.cache.chain(&chain);
+        }
+        self.chain = chain;
+    }
+
+    /// What was found so far.
+    const fn counts(&self) -> Counts {
+        Counts { uses: self.uses, hits: self.hits, written_back: self.cache.written_back() }
+    }
+}
+
+/// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first. A page that is missing comes
+/// at its use, in place of one that `policy` names if the cache is full. Of requests the policy is told the
+/// [chain](Policy::chain) first; their pages are written at their first use, and nothing else is. `policy` is new.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
+pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
+    let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
+    let mut cache = Replay::new(policy, class, trace.pages(), frames);
+    let mut writes = trace.writes();
+    for request in trace.requests() {
+        if trace.has_requests() {
+            cache.chain(request.iter().copied());
+        }
+        for number in request {
+            cache.used(*number, writes(*number))?;
+        }
+    }
+    Ok(cache.counts())
+}
+
+/// What the best of all policies would have found: Belady's MIN, which knows the whole trace. See [`Min`].
+pub fn optimum(trace: &Trace, frames: NonZeroU32) -> Counts {
+    let mut min = Min::new(frames.get() as usize);
+    let mut writes = trace.writes();
+    next_uses(trace.uses()).into_iter().zip(trace.uses()).for_each(|(next, number)| min.used(next, writes(*number)));
+    Counts { uses: trace.uses().len() as u64, hits: min.hits(), written_back: min.written_back() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::pager::PolicyKind;
+    use crate::pager::policy::{Take, Want};
+
+    fn frames(n: u32) -> NonZeroU32 {
+        NonZeroU32::new(n).unwrap()
+    }
+
+    #[test]
+    fn a_cycle_larger_than_memory() {
+        let trace = Trace::from_ids((0..100u64).cycle().take(1_000)).unwrap();
+        let hits = |kind: PolicyKind| replay(kind.build(), &trace, frames(50)).unwrap().hits;
+        // MRU keeps all but one of the first pages; of 99 uses after the first pass 49 hit.
+        assert_eq!(optimum(&trace, frames(50)).hits, hits(PolicyKind::Mru));
+        for kind in [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve] {
+            assert_eq!(hits(kind), 0, "{kind}");
+        }
+    }
+
+    #[test]
+    fn no_policy_beats_the_optimum_and_all_are_alike_where_everything_fits() {
+        let mut x = 1u32;
+        let mut next = || {
+            x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            u64::from((x >> 8) % ((x >> 24) * 3 + 1))
+        };
+        let trace = Trace::from_ids((0..30_000).map(|_| next())).unwrap();
+        for size in [1, 2, 10, 99, 100, 250] {
+            let best = optimum(&trace, frames(size)).hits;
+            for kind in PolicyKind::ALL {
+                let counts = replay(kind.build(), &trace, frames(size)).unwrap();
+                assert!(counts.hits <= best, "{kind} with {size} frames: {} of {best}", counts.hits);
+                assert_eq!(counts.uses, 30_000);
+            }
+        }
+        let all = u64::from(trace.pages());
+        for kind in PolicyKind::ALL {
+            let counts = replay(kind.build(), &trace, frames(trace.pages())).unwrap();
+            assert_eq!(counts.misses(), all, "{kind}: each page is missed once");
+        }
+    }
+
+    /// A request makes the pages that none used before; they are written once, when they go first.
+    #[test]
+    fn what_requests_make_is_written_back_once() {
+        let text =
+            &b"{\"hash_ids\": [1, 2, 3]}\n{\"hash_ids\": [1, 4]}\n{\"hash_ids\": [2, 3]}\n{\"hash_ids\": [1, 4]}\n"[..];
+        let trace = Trace::read_mooncake(text, "made").unwrap();
+        let mut long = LongTrace::read(text, "made", &mut |_| ()).unwrap();
+        assert_eq!(long.writes(), 4);
+        for frames in [1, 2, 3, 4].map(frames) {
+            for kind in PolicyKind::ALL {
+                let counts = replay(kind.build(), &trace, frames).unwrap();
+                assert_eq!(counts, long.replay(kind.build(), frames, &mut |_| ()).unwrap(), "{kind}");
+                assert!(counts.written_back <= 4, "{kind}: {counts:?}");
+            }
+            assert_eq!(optimum(&trace, frames), long.optimum(frames, &mut |_| ()).unwrap());
+        }
+        let fifo = |size| replay(PolicyKind::Fifo.build(), &trace, frames(size)).unwrap().written_back;
+        // With three, 4 comes for 1, and 1 comes back for 2.
+        assert_eq!([fifo(1), fifo(2), fifo(3), fifo(4)], [4, 4, 2, 0]);
+    }
+
+    #[derive(Debug)]
+    struct Refuses;
+
+    impl Policy for Refuses {
+        fn name(&self) -> &'static str {
+            "refuses"
+        }
+        fn accessed(&mut self, _page: PageId) {}
+        fn inserted(&mut self, _page: PageId) {}
+        fn removed(&mut self, _page: PageId) {}
+        fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
+            take(PageId { segment: SegmentId::new(3), index: PageIndex::new(7) });
+            None
+        }
+    }
+
+    #[test]
+    fn a_policy_without_victims_is_an_error() {
+        let trace = Trace::from_ids([1, 2, 3]).unwrap();
+        let error = replay(Box::new(Refuses), &trace, frames(2)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert!(error.to_string().contains("policy refuses"), "{error}");
+    }
+}

@@ -1,0 +1,305 @@
+//! What happened when in a simulation: lanes of spans, where pages were, and the order of use.
+//!
+//! # Invariants
+//!
+//! 1. However long a simulation is, what is kept is bounded: [`LaneRecord::SPANS_MAX`] spans of each lane, what
+//!    [`Residency`] keeps, and the order of the first [`Recorded::USES_MAX`] uses, which goes at the end.
+//! 2. Recording looks and changes nothing: a simulation ends as it would have without.
+
+use std::time::Duration;
+
+use crate::ids::{PageId, PageIndex, PageSize, SegmentId, Tier};
+use crate::pager::policy::opt::{Optimum, min_hits};
+use crate::pager::{PageUses, Pager, WaitCause};
+use crate::residency::{Residency, Sample};
+
+/// Nanoseconds since the start.
+type Nanos = u64;
+
+/// What happened when, of one device and the disk that all share.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Recorded {
+    /// What computed and what waited, then what moved.
+    pub lanes: Vec<LaneRecord>,
+    /// Where the device's pages were.
+    pub residency: Residency,
+    /// Of the first uses of the device's pages: hits, and those of Belady's MIN with as many frames.
+    pub optimum: Optimum,
+    /// Most frames in use, after any event.
+    pub peak_frames: u32,
+    /// Most of the host tier's.
+    pub peak_host_frames: u32,
+}
+
+impl Recorded {
+    /// Uses of which the order is kept, some 16 MiB.
+    pub const USES_MAX: usize = 1 << 22;
+}
+
+/// What one resource did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LaneRecord {
+    /// In words.
+    pub name: &'static str,
+    /// What spans can be.
+    pub kinds: Vec<SpanKind>,
+    /// Spans, in order; neighbours of a kind put together where there were more than are kept.
+    pub spans: Vec<SpanRecord>,
+    /// Spans of a kind that lie within so much time are put together.
+    cell: Nanos,
+}
+
+/// All spans of a kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpanKind {
+    /// In words.
+    pub name: &'static str,
+    /// How many there were.
+    pub count: u64,
+    /// Their times.
+    pub time: Duration,
+}
+
+/// Something that took time, or several of one kind that came one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SpanRecord {
+    /// Which of the lane's kinds.
+    pub kind: usize,
+    /// Since the start of the simulation.
+    pub start: Duration,
+    /// Since the start.
+    pub end: Duration,
+    /// The part of the time between that was taken.
+    pub busy: Duration,
+}
+
+impl LaneRecord {
+    /// Spans that are kept at most.
+    pub const SPANS_MAX: usize = 2000;
+
+    fn new(name: &'static str, kinds: impl IntoIterator<Item = &'static str>) -> Self {
+        let kind = |name| SpanKind { name, count: 0, time: Duration::ZERO };
+        Self { name, kinds: kinds.into_iter().map(kind).collect(), spans: Vec::new(), cell: 0 }
+    }
+
+    fn push(&mut self, kind: usize, start: Nanos, end: Nanos) {
+        let time = Duration::from_nanos(end - start);
+        if let Some(kind) = self.kinds.get_mut(kind) {
+            kind.count += 1;
+            kind.time += time;
+        }
+        let span = SpanRecord { kind, start: Duration::from_nanos(start), end: Duration::from_nanos(end), busy: time };
+        self.keep(span);
+        while self.spans.len() > Self::SPANS_MAX {
+            // Of a kind, two neighbours that were not put together take more than this: there are few enough of them.
+            self.cell = (2 * self.cell).max(end / Self::SPANS_MAX as u64).max(1);
+            for span in std::mem::take(&mut self.spans) {
+                self.keep(span);
+            }
+        }
+    }
+
+    /// Puts a span to the last of its kind if both together are short enough, so that what varies over time can still be
+    /// seen; other kinds may lie between.
+    fn keep(&mut self, span: SpanRecord) {
+        let cell = Duration::from_nanos(self.cell);
+        let before = self.spans.iter_mut().rev().take(2 * self.kinds.len()).find(|last| last.kind == span.kind);
+        match before {
+            Some(last) if self.cell > 0 && span.end.saturating_sub(last.start) <= cell => {
+                last.end = last.end.max(span.end);
+                last.busy += span.busy;
+            }
+            _ => self.spans.push(span),
+        }
+    }
+
+    /// The time of all spans.
+    pub fn busy(&self) -> Duration {
+        self.kinds.iter().map(|kind| kind.time).sum()
+    }
+
+    /// How many there were.
+    pub fn count(&self) -> u64 {
+        self.kinds.iter().map(|kind| kind.count).sum()
+    }
+}
+
+/// A lane.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Row {
+    Compute,
+    Stalled,
+    LinkIn,
+    LinkOut,
+    DiskRead,
+    DiskWrite,
+}
+
+/// Pages looked at of each row of a sample.
+const LOOKS: usize = 32;
+/// Between samples, at first.
+const INTERVAL: Nanos = 10_000;
+
+/// Records a simulation as it goes.
+#[derive(Debug)]
+pub(super) struct Recorder {
+    lanes: Vec<LaneRecord>,
+    residency: Residency,
+    interval: Nanos,
+    next: Nanos,
+    /// By segment: the number of its first page.
+    firsts: Vec<usize>,
+    /// Of those segments, how many are the workload's, and their pages; with those that came later.
+    own: usize,
+    pages: usize,
+    numbered: usize,
+    /// The order of use, and how many of these were hits.
+    order: Vec<u32>,
+    hits: u64,
+    full: bool,
+    peaks: (u32, u32),
+}
+
+impl Recorder {
+    /// Of a device whose pager has segments of these numbers of pages, in order.
+    pub(super) fn new(page: PageSize, segments: impl IntoIterator<Item = usize>, pager: &mut Pager) -> Self {
+        let mut pages = 0;
+        let first = |count| {
+            pages += count;
+            pages - count
+        };
+        let firsts: Vec<usize> = segments.into_iter().map(first).collect();
+        pager.keep_uses();
+        let lanes = vec![
+            LaneRecord::new("compute", ["step"]),
+            LaneRecord::new("stalled", WaitCause::ALL.map(WaitCause::name)),
+            LaneRecord::new("link up", ["fill"]),
+            LaneRecord::new("link down", ["write back"]),
+            LaneRecord::new("disk read", ["read"]),
+            LaneRecord::new("disk write", ["write"]),
+        ];
+        let residency = Residency { page_bytes: page.bytes(), ..Residency::default() };
+        Self {
+            lanes,
+            residency,
+            interval: INTERVAL,
+            next: 0,
+            own: firsts.len(),
+            firsts,
+            pages,
+            numbered: pages,
+            order: Vec::new(),
+            hits: 0,
+            full: false,
+            peaks: (0, 0),
+        }
+    }
+
+    /// What a lane did.
+    pub(super) fn span(&mut self, row: Row, start: Nanos, end: Nanos) {
+        self.lanes[row as usize].push(0, start, end);
+    }
+
+    /// The device had nothing to compute.
+    pub(super) fn stalled(&mut self, cause: WaitCause, start: Nanos, end: Nanos) {
+        if let Some(kind) = WaitCause::ALL.iter().position(|known| *known == cause) {
+            self.lanes[Row::Stalled as usize].push(kind, start, end);
+        }
+    }
+
+    /// An event has happened.
+    pub(super) fn happened(&mut self, now: Nanos, pager: &mut Pager) {
+        let (device, host) = (pager.device_frames().0, pager.host_frames().0);
+        self.peaks = (self.peaks.0.max(device), self.peaks.1.max(host));
+        if now >= self.next {
+            self.look(now, pager);
+            self.next = now.saturating_add(self.interval);
+        }
+    }
+
+    fn look(&mut self, now: Nanos, pager: &mut Pager) {
+        let tier = |number: usize| {
+            let segment = self.firsts[..self.own].partition_point(|first| *first <= number) - 1;
+            let index = PageIndex::new((number - self.firsts[segment]) as u32);
+            let page = PageId { segment: SegmentId::new(segment as u32), index };
+            pager.view_of(page).map_or(Tier::Disk, |view| view.tier())
+        };
+        let sample = Sample::of(now as f64 / 1e3, self.pages, tier, LOOKS);
+        if self.residency.push(sample) {
+            self.interval *= 2;
+        }
+        self.take_uses(pager);
+    }
+
+    /// A segment of so many pages was added, which is looked at only for the order of use.
+    pub(super) fn joined(&mut self, segment: SegmentId, pages: usize, pager: &mut Pager) {
+        // Its number may be that of one whose uses nobody has taken.
+        self.take_uses(pager);
+        let first = self.numbered;
+        self.numbered += pages;
+        match self.firsts.get_mut(segment.index()) {
+            Some(known) => *known = first,
+            None => self.firsts.push(first),
+        }
+    }
+
+    fn take_uses(&mut self, pager: &mut Pager) {
+        let PageUses { uses, dropped, .. } = pager.take_uses();
+        if self.full || uses.is_empty() {
+            return;
+        }
+        // What is compared has to be of the same uses, and hits are known only at the end of what was taken.
+        if dropped > 0 || self.order.len() + uses.len() > Recorded::USES_MAX {
+            self.full = true;
+            return;
+        }
+        let number = |page: PageId| (self.firsts[page.segment.index()] + page.index.index()) as u32;
+        self.order.extend(uses.iter().map(|used| number(used.page)));
+        self.hits = pager.stats().hits;
+    }
+
+    /// The simulation has ended.
+    pub(super) fn finish(mut self, now: Nanos, pager: &mut Pager, frames: u32) -> Recorded {
+        self.look(now, pager);
+        Recorded {
+            lanes: self.lanes,
+            residency: self.residency,
+            optimum: Optimum {
+                uses: self.order.len() as u64,
+                hits: min_hits(&self.order, frames as usize),
+                actual_hits: self.hits,
+                truncated: self.full,
+            },
+            peak_frames: self.peaks.0,
+            peak_host_frames: self.peaks.1,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lane_keeps_every_span_while_there_are_few_and_their_time_where_there_are_many() {
+        let mut lane = LaneRecord::new("lane", ["a", "b"]);
+        for n in 0..1000 {
+            lane.push((n % 2) as usize, n * 10, n * 10 + 4);
+        }
+        assert_eq!(lane.spans.len(), 1000);
+        assert_eq!(lane.spans[1].start, Duration::from_nanos(10));
+        for n in 1000..1_000_000 {
+            lane.push((n % 3 / 2) as usize, n * 10, n * 10 + 4);
+        }
+        assert!(lane.spans.len() <= LaneRecord::SPANS_MAX && lane.spans.len() > 100, "{}", lane.spans.len());
+        assert_eq!((lane.count(), lane.busy()), (1_000_000, Duration::from_nanos(4_000_000)));
+        let kept: Duration = lane.spans.iter().map(|span| span.busy).sum();
+        assert_eq!(kept, lane.busy());
+        assert!(lane.spans.iter().all(|span| span.busy <= span.end - span.start), "no more than there is");
+        // Far from all others it stays by itself.
+        lane.push(0, 1_000_000_000, 1_000_000_004);
+        assert_eq!(lane.spans.last().unwrap().busy, Duration::from_nanos(4));
+    }
+}

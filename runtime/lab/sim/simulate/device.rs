@@ -1,0 +1,200 @@
+//! A device: its pager, what moves to and from it, and the program on it.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use super::Nanos;
+use super::contents::Contents;
+use super::units::Unit;
+use super::walker::Walker;
+use crate::device::LinkSchedule;
+use crate::ids::{MoveId, PageId, RequestId, SegmentClass, SegmentId, Tier};
+use crate::pager::pin::{self, Pinned};
+use crate::pager::{
+    AccessLog, Backing, Effects, Gate, Move, PageRun, PageWords, Pager, Purpose, Recorded, Recorder, WaitCause,
+};
+use crate::shared::{Lane, Queue};
+
+/// A move under way.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    pub(super) planned: Move,
+    /// What it counts against in the store's queue, while the disk has it.
+    pub(super) lane: Option<Lane>,
+    /// How long the operation under way takes the disk or its stream.
+    pub(super) time: Nanos,
+}
+
+/// A stream of copies.
+#[derive(Debug, Default)]
+pub(super) struct Stream {
+    pub(super) waiting: VecDeque<MoveId>,
+    pub(super) running: Option<MoveId>,
+    pub(super) busy: Nanos,
+    pub(super) bytes: u64,
+}
+
+/// Why somebody waits.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wait {
+    pub(super) cause: WaitCause,
+    pub(super) tier: Tier,
+}
+
+/// The program on one device.
+#[derive(Debug, Default)]
+pub(super) struct Caller {
+    /// The next unit to pin.
+    pub(super) next: usize,
+    pub(super) request: Option<(RequestId, Tier)>,
+    /// Units that are pinned and not computed yet, in order: whether there was a wait, and whether the bytes are there.
+    pub(super) pinned: VecDeque<(Option<Wait>, bool)>,
+    pub(super) computing: bool,
+    /// Units of this pass that have been computed.
+    pub(super) ended: usize,
+    pub(super) attempts: u32,
+}
+
+/// A device and what is on it.
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) pager: Pager,
+    pub(super) log: AccessLog,
+    pub(super) recorder: Recorder,
+    pub(super) gate: Arc<Gate>,
+    /// By segment: its pages, and its bytes.
+    pub(super) words: Vec<PageWords>,
+    pub(super) lens: Vec<u64>,
+    pub(super) queue: Queue<MoveId>,
+    pub(super) moves: HashMap<MoveId, InFlight>,
+    pub(super) link: Option<LinkSchedule>,
+    pub(super) streams: [Stream; 2],
+    pub(super) caller: Caller,
+    /// Tensors that came later, and others who use pages, by the number of the trouble they are.
+    pub(super) guests: BTreeMap<usize, SegmentId>,
+    pub(super) walkers: BTreeMap<usize, Walker>,
+    /// Those who wait for a smaller budget.
+    pub(super) shrinking: Vec<RequestId>,
+    /// Frames whose memory is on its way back to the system.
+    pub(super) discarding: usize,
+    pub(super) lost: bool,
+    pub(super) fx: Effects,
+    /// Where the simulation is checked.
+    pub(super) contents: Option<Contents>,
+}
+
+impl Device {
+    /// A segment of so many pages, for which the pager has room, and of so many bytes.
+    pub(super) fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32, len: u64) -> SegmentId {
+        // The number of one that is gone is used again, perhaps at once.
+        self.forget_released();
+        let (segment, words) = self.pager.add_segment(backing, class, pages);
+        if segment.index() == self.words.len() {
+            self.words.push(words);
+            self.lens.push(len);
+        } else {
+            self.words[segment.index()] = words;
+            self.lens[segment.index()] = len;
+        }
+        if let Some(contents) = &mut self.contents {
+            contents.joined(segment, backing, pages);
+        }
+        segment
+    }
+
+    /// Segments of which nothing is in flight any more are gone.
+    pub(super) fn forget_released(&mut self) {
+        let released = std::mem::take(&mut self.fx.released);
+        if let Some(contents) = &mut self.contents {
+            released.into_iter().for_each(|segment| contents.left(segment));
+        }
+    }
+
+    /// Whether all is as it should be, where that is checked.
+    pub(super) fn check(&mut self) -> Result<(), String> {
+        let Some(contents) = &mut self.contents else { return Ok(()) };
+        self.pager.check_invariants()?;
+        contents.check(&self.pager)
+    }
+
+    /// Bytes of a page that exist on disk, where pages have so many.
+    pub(super) fn valid(&self, page: PageId, page_bytes: u64) -> u64 {
+        let start = u64::from(page.index.get()) * page_bytes;
+        self.lens[page.segment.index()].saturating_sub(start).min(page_bytes)
+    }
+
+    /// Pages of which no bytes are left: those that could not be written back and, of a lost device, those that only it had.
+    pub(super) fn lost_runs(&self) -> Vec<PageRun> {
+        let mut runs = if self.lost { self.pager.only_on_device() } else { Vec::new() };
+        runs.extend(self.pager.lost_pages().iter().map(|(page, _)| PageRun {
+            segment: page.segment,
+            first: page.index,
+            count: 1,
+        }));
+        PageRun::normalize(&mut runs);
+        runs
+    }
+
+    /// Pins every page of a run without the pager, or none.
+    pub(super) fn try_pin_run(&mut self, run: PageRun) -> bool {
+        let first = run.first.index();
+        let words = &self.words[run.segment.index()][first..first + run.count as usize];
+        let Self { pager, log, recorder, gate, .. } = self;
+        let pinned = pin::pin(gate, &[(run, words)], Purpose::Read, |access| {
+            if recorder.record(access) == Recorded::Full {
+                pager.record(log);
+                let _ = recorder.record(access);
+            }
+        });
+        match pinned {
+            Pinned::None { wanted } => {
+                if wanted {
+                    self.released(&[run]);
+                }
+                false
+            }
+            Pinned::All { reached } => {
+                if reached {
+                    // A page filled ahead has been reached: the pager may look further.
+                    self.pager.record(&self.log);
+                    self.pager.pump(&mut self.fx);
+                }
+                true
+            }
+        }
+    }
+
+    fn released(&mut self, runs: &[PageRun]) {
+        self.pager.record(&self.log);
+        self.pager.released(runs, &mut self.fx);
+    }
+
+    /// Ends the pins of pages, `writes` if they are a writer's.
+    pub(super) fn let_go_of(&mut self, runs: &[PageRun], writes: bool) -> Result<(), String> {
+        if writes && let Some(contents) = &mut self.contents {
+            contents.written(&self.pager, runs)?;
+        }
+        let wanted = runs.iter().fold(false, |wanted, run| {
+            let first = run.first.index();
+            let words = &self.words[run.segment.index()][first..first + run.count as usize];
+            wanted | pin::unpin(words, writes)
+        });
+        if wanted {
+            self.released(runs);
+        }
+        Ok(())
+    }
+
+    /// The program lets a unit go.
+    pub(super) fn unpin(&mut self, unit: &Unit) -> Result<(), String> {
+        self.let_go_of(&unit.runs, unit.writes)
+    }
+
+    /// The program has a unit.
+    pub(super) fn has(&mut self, unit: &Unit) -> Result<(), String> {
+        match &mut self.contents {
+            Some(contents) => contents.pinned(&self.pager, &unit.runs, unit.writes),
+            None => Ok(()),
+        }
+    }
+}

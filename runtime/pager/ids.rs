@@ -1,0 +1,343 @@
+//! Identifiers and sizes. Everything the runtime counts has its own type, so that a frame number can never be passed
+//! where a page number is wanted and a byte count never where a page count is.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Serialize, Serializer};
+
+use crate::error::{Error, ErrorKind};
+
+/// A number of bytes.
+///
+/// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"` (decimal units are powers of ten, binary units powers of two;
+/// a bare `K`, `M`, `G`, `T`, `P`, `E` is binary, as memory sizes usually are). Serialized as a number.
+///
+/// ```
+/// # extern crate outcore_pager as outcore;
+/// use outcore::Bytes;
+/// assert_eq!("32MiB".parse::<Bytes>()?, Bytes::mib(32));
+/// assert_eq!("1.5G".parse::<Bytes>()?, Bytes::mib(1536));
+/// assert_eq!(Bytes::mib(98).to_string(), "98.0 MiB");
+/// # Ok::<(), outcore::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct Bytes(u64);
+
+impl Bytes {
+    /// No bytes.
+    pub const ZERO: Self = Self(0);
+
+    /// `n` bytes.
+    pub const fn new(n: u64) -> Self {
+        Self(n)
+    }
+    /// `n` times 1024 bytes.
+    pub const fn kib(n: u64) -> Self {
+        Self(n << 10)
+    }
+    /// `n` times 1024² bytes.
+    pub const fn mib(n: u64) -> Self {
+        Self(n << 20)
+    }
+    /// `n` times 1024³ bytes.
+    pub const fn gib(n: u64) -> Self {
+        Self(n << 30)
+    }
+    /// The count as an integer.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+    /// `self - other`, or zero where `other` is larger.
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl std::ops::Add for Bytes {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self(self.0.saturating_add(other.0))
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let mut value = self.0 as f64;
+        let mut unit = 0;
+        while value >= 1024.0 && unit + 1 < UNITS.len() {
+            value /= 1024.0;
+            unit += 1;
+        }
+        if unit == 0 { write!(f, "{} B", self.0) } else { write!(f, "{value:.1} {}", UNITS[unit]) }
+    }
+}
+
+impl FromStr for Bytes {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let bad = || {
+            Error::new(ErrorKind::InvalidArgument, format!("size {text:?} is not understood"))
+                .remedy("write a number and a unit, such as 512MiB, 1.5G or 1000MB")
+        };
+        let large = || {
+            let what = format!("size {text:?} is too large: the limit is {}", Self(u64::MAX));
+            Error::new(ErrorKind::InvalidArgument, what).remedy("give a size that some memory or disk has")
+        };
+        let trimmed = text.trim();
+        let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
+        let (number, unit) = trimmed.split_at(split);
+        let scale: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+            "" | "b" => 1,
+            "k" | "kib" => 1 << 10,
+            "m" | "mib" => 1 << 20,
+            "g" | "gib" => 1 << 30,
+            "t" | "tib" => 1 << 40,
+            "p" | "pib" => 1 << 50,
+            "e" | "eib" => 1 << 60,
+            "kb" => 1_000,
+            "mb" => 1_000_000,
+            "gb" => 1_000_000_000,
+            "tb" => 1_000_000_000_000,
+            "pb" => 1_000_000_000_000_000,
+            "eb" => 1_000_000_000_000_000_000,
+            _ => return Err(bad()),
+        };
+        if let Ok(whole) = number.parse::<u64>() {
+            return whole.checked_mul(scale).map(Self).ok_or_else(large);
+        }
+        let value = number.parse::<f64>().map_err(|_| bad())? * scale as f64;
+        if value < u64::MAX as f64 { Ok(Self(value as u64)) } else { Err(large()) }
+    }
+}
+
+/// The size of a page and of a frame: a power of two from 4 KiB to 1 GiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageSize {
+    log2: u8,
+}
+
+impl PageSize {
+    /// 2 MiB: the size of a huge page on x86-64, and the default of every device (`docs/decisions/0014-page-size-on-a-gpu.md`).
+    pub const DEFAULT: Self = Self { log2: 21 };
+    const MIN_LOG2: u8 = 12;
+    const MAX_LOG2: u8 = 30;
+
+    /// The page size of `bytes`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] if `bytes` is not a power of two from 4 KiB to 1 GiB.
+    pub fn new(bytes: Bytes) -> Result<Self, Error> {
+        let n = bytes.get();
+        let log2 = n.checked_ilog2().unwrap_or(0) as u8;
+        if n.is_power_of_two() && (Self::MIN_LOG2..=Self::MAX_LOG2).contains(&log2) {
+            return Ok(Self { log2 });
+        }
+        Err(Error::new(ErrorKind::InvalidArgument, format!("page size {n} bytes is not usable"))
+            .remedy("choose a power of two from 4KiB to 1GiB; 2MiB suits most machines"))
+    }
+
+    /// Bytes in a page.
+    pub const fn bytes(self) -> u64 {
+        1 << self.log2
+    }
+    /// Pages that cover `len` bytes.
+    pub const fn pages_for(self, len: u64) -> u64 {
+        len.div_ceil(self.bytes())
+    }
+    /// The page that holds byte `offset` of a segment.
+    pub const fn page_of(self, offset: u64) -> u64 {
+        offset >> self.log2
+    }
+}
+
+/// As a number of bytes.
+impl Serialize for PageSize {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(self.bytes())
+    }
+}
+
+impl fmt::Debug for PageSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageSize({})", Bytes::new(self.bytes()))
+    }
+}
+
+/// A kind of memory pages can be in, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Tier {
+    /// The device's memory: where pages are used.
+    Device,
+    /// The host's memory.
+    Host,
+    /// Model files and the scratch file.
+    Disk,
+}
+
+impl Tier {
+    /// All of them, fastest first.
+    pub const ALL: [Self; 3] = [Self::Device, Self::Host, Self::Disk];
+
+    /// Its name in lower case.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+            Self::Disk => "disk",
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident, $inner:ty, $prefix:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+        pub struct $name(pub(crate) $inner);
+
+        impl $name {
+            /// Wraps a raw number.
+            pub const fn new(n: $inner) -> Self {
+                Self(n)
+            }
+            /// The raw number, for display and for keys of foreign maps.
+            pub const fn get(self) -> $inner {
+                self.0
+            }
+            /// The raw number, as an index of a vector that has a place for each.
+            pub const fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($prefix, "{}"), self.0)
+            }
+        }
+    };
+}
+
+id!(
+    /// A reserved, contiguous device address range.
+    SegmentId, u32, "seg"
+);
+id!(
+    /// A page's position within its segment: it holds segment bytes `[index * P, (index + 1) * P)`.
+    PageIndex, u32, "pg"
+);
+id!(
+    /// Physical room for one page in the device tier.
+    FrameId, u32, "frame"
+);
+id!(
+    /// Physical room for one page in the host tier.
+    HostFrameId, u32, "hframe"
+);
+id!(
+    /// A buffer of the staging ring, through which pages pass where the store cannot reach device memory.
+    StagingId, u32, "staging"
+);
+id!(
+    /// A file the store has open.
+    FileId, u32, "file"
+);
+id!(
+    /// One planned copy of a page from one place to another.
+    MoveId, u64, "move"
+);
+id!(
+    /// A point on the timeline of the stream on which fills are copied. A greater one comes later: when it has passed, so
+    /// have the smaller ones.
+    FillPoint, u64, "point"
+);
+id!(
+    /// A set of pages wanted as a unit.
+    RequestId, u64, "req"
+);
+id!(
+    /// What one task holds and may still ask for.
+    ScopeId, u64, "scope"
+);
+id!(
+    /// One pass in progress over the pages of a plan.
+    WalkerId, u32, "walker"
+);
+
+impl WalkerId {
+    /// The walker of all uses that are made without one.
+    pub const DEFAULT: Self = Self(0);
+}
+
+impl Default for WalkerId {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// What a segment's tensors are for: policies may treat classes differently.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SegmentClass {
+    /// A model's, used pass after pass in much the same order. Segments of model files are of this class.
+    Weights,
+    /// Of attention: written once, used as long as a conversation lasts.
+    KeysAndValues,
+    /// What training keeps beside the weights: gradients and moments.
+    Optimizer,
+    /// What a pass computes and uses once more or a few times.
+    Activations,
+    /// Anything else.
+    #[default]
+    Other,
+}
+
+impl SegmentClass {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Weights, Self::KeysAndValues, Self::Optimizer, Self::Activations, Self::Other];
+}
+
+/// A page: fixed-size logical unit of tensor bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct PageId {
+    /// The segment the page belongs to.
+    pub segment: SegmentId,
+    /// Its position there.
+    pub index: PageIndex,
+}
+
+impl fmt::Debug for PageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}.{}", self.segment, self.index.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn regression_sizes_that_are_too_large_are_called_that() {
+        assert_eq!("15EiB".parse::<Bytes>().unwrap(), Bytes::new(15 << 60));
+        assert_eq!("2 PB".parse::<Bytes>().unwrap(), Bytes::new(2_000_000_000_000_000));
+        assert_eq!(Bytes::new(15 << 60).to_string(), "15.0 EiB");
+        for large in ["16EiB", "18446744073709551616", "1e30", "99999999999999999999999GiB", "20000000.5TiB"] {
+            let error = large.parse::<Bytes>().unwrap_err().to_string();
+            // An exponent is not how sizes are written, whatever their size.
+            let wanted = if large.contains('e') { "not understood" } else { "too large: the limit is 16.0 EiB" };
+            assert!(error.contains(wanted), "{large}: {error}");
+        }
+    }
+}
