@@ -155,7 +155,7 @@ impl Replay {
 /// [chain](Policy::chain) first; their pages are written at their first use, and nothing else is. `policy` is new.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
+/// [`ErrorKind::InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
     let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
     let mut cache = Replay::new(policy, class, trace.pages(), frames);
