@@ -159,7 +159,7 @@ fn reality(size: Bytes, bandwidth: Bytes, rounds: usize) -> Value {
             jitter: 0.0,
         };
         let settings = Settings {
-            policy: point.policy,
+            policy: point.policy.into(),
             page_size: page,
             step_pages: Some(NonZeroU32::MAX),
             passes: NonZeroU32::new(rounds as u32 + 3).unwrap(),

@@ -226,7 +226,9 @@ fn a_pass_that_streams_takes_as_long_as_its_link() {
 
 #[test]
 fn lru_on_a_cycle_hits_nothing_and_plan_does() {
-    let of = |policy| simulate(&pages(100), &machine(), &Settings { policy, ..settings(40) }).unwrap();
+    let of = |policy: PolicyKind| {
+        simulate(&pages(100), &machine(), &Settings { policy: policy.into(), ..settings(40) }).unwrap()
+    };
     let (lru, plan) = (of(PolicyKind::Lru), of(PolicyKind::Plan));
     assert_eq!(lru.pager.hits, 0);
     assert!(plan.hit_ratio() > 0.25, "{}", plan.hit_ratio());
@@ -303,7 +305,7 @@ fn failures_cost_time_and_nothing_else() {
 
 /// 100 pages in order, of which LRU hits none in 40 frames: a pass is 100 reads of 100 us, copies of 1 ms and steps of 1 ns.
 fn in_trouble(trouble: Vec<Trouble>) -> Simulated {
-    let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(40) };
+    let settings = Settings { policy: PolicyKind::Lru.into(), trouble, ..settings(40) };
     simulate(&pages(100), &machine(), &settings).unwrap()
 }
 
@@ -352,7 +354,7 @@ fn a_single_move_can_take_a_thousand_times_as_long() {
 #[test]
 fn a_smaller_budget_costs_the_faults_of_what_it_holds_no_more() {
     let of = |trouble| {
-        let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(100) };
+        let settings = Settings { policy: PolicyKind::Lru.into(), trouble, ..settings(100) };
         simulate(&pages(100), &machine(), &settings).unwrap()
     };
     let half = Trouble::from(TroubleKind::DeviceBudget(Bytes::new(50 * PAGE)), When::Pass(2));
@@ -397,7 +399,8 @@ fn a_tensor_comes_and_goes_with_its_dirty_pages() {
     };
     let of = |frames, kind: Option<TroubleKind>| {
         let trouble = kind.map(|kind| Trouble::from(kind, When::Pass(1)).until(When::Pass(3))).into_iter().collect();
-        let settings = Settings { policy: PolicyKind::Lru, lookahead: Lookahead::Off, trouble, ..settings(frames) };
+        let settings =
+            Settings { policy: PolicyKind::Lru.into(), lookahead: Lookahead::Off, trouble, ..settings(frames) };
         // Steps that leave it time for its pages.
         let compute = ComputeModel { step: Duration::from_millis(1), ..machine().compute };
         simulate(&pages(40), &MachineModel { compute, ..machine() }, &settings).unwrap()
@@ -423,7 +426,7 @@ fn a_full_disk_costs_bytes_only_where_there_is_no_room_for_them() {
     let segments = vec![(Backing::ReadWrite, 8 * PAGE), (Backing::File, 30 * PAGE)];
     let steps = [one_by_one(0, 8, true), one_by_one(1, 30, false)].concat();
     let workload = Workload::new(segments, steps).unwrap();
-    let settings = Settings { policy: PolicyKind::Lru, trouble: vec![full], ..settings(20) };
+    let settings = Settings { policy: PolicyKind::Lru.into(), trouble: vec![full], ..settings(20) };
     let done = simulate(&workload, &machine(), &settings).unwrap();
     // What cannot be written stays, and what can be read again goes.
     assert!(done.failures > 0, "{done:?}");
@@ -452,7 +455,7 @@ fn a_lost_device_ends_the_run_and_names_what_is_lost_with_it() {
     let of = |workload: &Workload, frames, host: u64, at| {
         let trouble = vec![Trouble::from(TroubleKind::DeviceLost { device: 0 }, at)];
         let host_budget = Bytes::new(host * PAGE);
-        let settings = Settings { policy: PolicyKind::Lru, trouble, host_budget, ..settings(frames) };
+        let settings = Settings { policy: PolicyKind::Lru.into(), trouble, host_budget, ..settings(frames) };
         let error = simulate(workload, &machine(), &settings).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Device);
         error.to_string()
@@ -490,7 +493,7 @@ fn what_a_program_tells_its_pager_is_done_when_it_says() {
     let ten = vec![Span { segment: 0, offset: 10 * PAGE, len: 10 * PAGE, row: 1 }];
     let of = |kinds: Vec<TroubleKind>| {
         let trouble = kinds.into_iter().map(|kind| Trouble::from(kind, When::Pass(2))).collect();
-        let settings = Settings { policy: PolicyKind::Lru, trouble, ..settings(60) };
+        let settings = Settings { policy: PolicyKind::Lru.into(), trouble, ..settings(60) };
         simulate(&pages(50), &machine(), &settings).unwrap().pager
     };
     assert_eq!(of(Vec::new()).faults, 50);

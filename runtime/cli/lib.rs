@@ -20,8 +20,10 @@ mod trial;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use outcore::{Bytes, PageSize, Result};
+use outcore_lab::sim::AnyPolicy;
+pub use outcore_lab::sim::OwnPolicy;
 use serde::Serialize;
 
 /// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can be.
@@ -57,13 +59,22 @@ trait Report: Serialize {
 
 /// Reads the arguments of the process, does what they say, and writes what was found.
 pub fn main() -> ExitCode {
-    let done = match Arguments::parse().command {
+    main_with(&[])
+}
+
+/// As [`main`], where the program has policies of its own: `policies`, `simulate` and `report` know them by their names.
+pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
+    let arguments = match Arguments::from_arg_matches(&command(own).get_matches()) {
+        Ok(arguments) => arguments,
+        Err(error) => error.exit(),
+    };
+    let done = match arguments.command {
         Command::Doctor(options) => doctor::run(&options).map(|report| render(&report, options.json)),
         Command::Probe(options) => probe::run(&options).map(|report| render(&report, options.json)),
         Command::Inspect(options) => inspect::run(&options).map(|report| render(&report, options.json)),
         Command::Plan(options) => plan::run(&options).map(|report| render(&report, options.json)),
-        Command::Policies(options) => policies::run(&options).map(|report| render(&report, options.json)),
-        Command::Report(options) => report::run(&options).map(|report| render(&report, options.json)),
+        Command::Policies(options) => policies::run(&options, own).map(|report| render(&report, options.json)),
+        Command::Report(options) => report::run(&options, own).map(|report| render(&report, options.json)),
         Command::Simulate(options) => simulate::run(&options).map(|report| render(&report, options.json)),
     };
     let written = match done {
@@ -77,6 +88,20 @@ pub fn main() -> ExitCode {
         Err(cause) => fail(&format!("cannot write the report: {cause} (check where standard output goes)")),
         Ok(()) => ExitCode::SUCCESS,
     }
+}
+
+/// The command line, in which `own` are policies like those that ship.
+fn command(own: &[OwnPolicy]) -> clap::Command {
+    let (compared, simulated) = (own.to_vec(), own.to_vec());
+    Arguments::command()
+        .mut_subcommand("policies", |command| {
+            command.mut_arg("policy", |policy| {
+                policy.value_parser(move |name: &str| policies::Choice::find(name, &compared))
+            })
+        })
+        .mut_subcommand("simulate", |command| {
+            command.mut_arg("policy", |policy| policy.value_parser(move |name: &str| AnyPolicy::find(name, &simulated)))
+        })
 }
 
 fn render(report: &impl Report, json: bool) -> serde_json::Result<String> {

@@ -11,7 +11,7 @@ use outcore::format::{self, ModelHeader};
 use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::synthetic::{Workload, WorkloadKind};
-use outcore_lab::sim::{Counts, LongTrace, Progress};
+use outcore_lab::sim::{AnyPolicy, Counts, LongTrace, OwnPolicy, Progress};
 use serde::{Deserialize, Serialize};
 
 use super::bar::Bar;
@@ -58,7 +58,7 @@ pub struct Options {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Choice {
+pub enum Choice {
     All,
     /// Which knows the future, and is no policy that a runtime can have.
     Optimum,
@@ -67,8 +67,8 @@ enum Choice {
 
 /// What is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Candidate {
-    Policy(PolicyKind),
+pub enum Candidate {
+    Policy(AnyPolicy),
     /// `plan`, which the program has told of its order.
     Declared,
 }
@@ -77,25 +77,42 @@ impl Candidate {
     const DECLARED: &str = "plan-declared";
 
     /// All that say something of a trace.
-    fn all(trace: &LongTrace) -> impl Iterator<Item = Self> {
+    fn all(trace: &LongTrace, own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
         let declared = (trace.passes() > 1).then_some(Self::Declared);
-        PolicyKind::ALL.into_iter().flat_map(move |kind| {
+        let shipped = PolicyKind::ALL.into_iter().flat_map(move |kind| {
             let declared = declared.filter(|_| kind == PolicyKind::Plan);
-            iter::once(Self::Policy(kind)).chain(declared)
-        })
+            iter::once(Self::Policy(kind.into())).chain(declared)
+        });
+        shipped.chain(own.iter().map(|own| Self::Policy(AnyPolicy::Own(*own))))
     }
 
     const fn name(self) -> &'static str {
         match self {
-            Self::Policy(kind) => kind.name(),
+            Self::Policy(policy) => policy.name(),
             Self::Declared => Self::DECLARED,
         }
     }
 
     fn replay(self, trace: &mut LongTrace, pages: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
         match self {
-            Self::Policy(kind) => trace.replay(kind.build(), pages, progress),
+            Self::Policy(policy) => trace.replay(policy.build(), pages, progress),
             Self::Declared => trace.replay_declared(PolicyKind::Plan.build(), pages, progress),
+        }
+    }
+}
+
+impl Choice {
+    /// What `text` selects, where the program has policies of its own.
+    pub fn find(text: &str, own: &[OwnPolicy]) -> Result<Self> {
+        match text {
+            "all" => Ok(Self::All),
+            "opt" => Ok(Self::Optimum),
+            Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
+            _ => AnyPolicy::find(text, own).map(|policy| Self::One(Candidate::Policy(policy))).map_err(|error| {
+                let more = format!("; here also all, opt and {}", Candidate::DECLARED);
+                let remedy = error.advice().unwrap_or_default().to_owned() + &more;
+                error.remedy(remedy)
+            }),
         }
     }
 }
@@ -104,16 +121,7 @@ impl FromStr for Choice {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "all" => Ok(Self::All),
-            "opt" => Ok(Self::Optimum),
-            Candidate::DECLARED => Ok(Self::One(Candidate::Declared)),
-            _ => text.parse().map(|kind| Self::One(Candidate::Policy(kind))).map_err(|error: Error| {
-                let more = format!("; here also all, opt and {}", Candidate::DECLARED);
-                let remedy = error.advice().unwrap_or_default().to_owned() + &more;
-                error.remedy(remedy)
-            }),
-        }
+        Self::find(text, &[])
     }
 }
 
@@ -250,8 +258,8 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, S
 }
 
 /// What all policies make of a capture, at the capacities that are looked at by default.
-pub fn of_capture(path: &std::path::Path) -> Result<Found> {
-    run(&Options {
+pub fn of_capture(path: &std::path::Path, own: &[OwnPolicy]) -> Result<Found> {
+    let options = Options {
         trace: Some(path.to_owned()),
         workload: None,
         seed: 0,
@@ -262,11 +270,12 @@ pub fn of_capture(path: &std::path::Path) -> Result<Found> {
         policy: vec![Choice::All],
         svg: None,
         json: false,
-    })
+    };
+    run(&options, own)
 }
 
 /// Runs the trace through each policy at each capacity.
-pub fn run(options: &Options) -> Result<Found> {
+pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Found> {
     let model = options.model.as_deref().map(format::open).transpose()?;
     let of_model = model.iter().flat_map(|model| model.files.iter().map(|file| &file.path)).chain(&options.model);
     let mut inputs: Vec<Input> =
@@ -278,7 +287,7 @@ pub fn run(options: &Options) -> Result<Found> {
     let mut candidates: Vec<Candidate> = Vec::new();
     for choice in &options.policy {
         match *choice {
-            Choice::All => candidates.extend(Candidate::all(&trace)),
+            Choice::All => candidates.extend(Candidate::all(&trace, own)),
             Choice::Optimum => {}
             Choice::One(candidate) => candidates.push(candidate),
         }

@@ -6,11 +6,11 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
-use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result, format};
+use outcore::{Bytes, DType, Error, ErrorKind, Lookahead, PageSize, Result, format};
 use outcore_lab::residency::{PagedFile, Residency};
 use outcore_lab::sim::{
-    self, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind, SpanRecord,
-    TensorClass, Workload,
+    self, AnyPolicy, ClassBytes, Even, Flow, LaneRecord, MachineModel, Recorded, Settings, Simulated, SpanKind,
+    SpanRecord, TensorClass, Workload,
 };
 use serde::Serialize;
 
@@ -43,7 +43,7 @@ pub struct Options {
     machine: String,
     /// Which pages stay: a policy, as in `outcore policies`
     #[arg(long, value_name = "NAME", default_value = "plan")]
-    policy: PolicyKind,
+    policy: AnyPolicy,
     /// Memory for pages of each device. Default: 90 % of it
     #[arg(long, value_name = "SIZE")]
     device_budget: Option<Bytes>,

@@ -101,7 +101,7 @@ fn calm_case(rng: &mut Rng) -> Case {
     // At least one step is in every pass.
     steps.push(Step { spans: vec![Span { segment: 0, offset: 0, len: 1, row: 1 }], share: Share::All, writes: false });
     let settings = Settings {
-        policy: *rng.pick(&PolicyKind::ALL),
+        policy: (*rng.pick(&PolicyKind::ALL)).into(),
         page_size: page,
         lookahead: *rng.pick(&[Lookahead::Auto, Lookahead::Off, Lookahead::Bytes(Bytes::kib(16))]),
         step_pages: if rng.one_in(2) { None } else { Some(count(1 + rng.below(8) as u32)) },

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use outcore::{Bytes, Error, ErrorKind, Result};
 use outcore_lab::residency::Residency;
-use outcore_lab::sim::{ClassBytes, capture};
+use outcore_lab::sim::{ClassBytes, OwnPolicy, capture};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -216,15 +216,15 @@ const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`
      `outcore probe --json` wrote";
 
 impl Inputs {
-    /// Reads files, and `probe`, which has to be what it is said to be.
-    pub fn read(paths: &[impl AsRef<Path>], probe: Option<&Path>) -> Result<Self> {
+    /// Reads files, and `probe`, which has to be what it is said to be. Captures run through all policies, `own` among them.
+    pub fn read(paths: &[impl AsRef<Path>], probe: Option<&Path>, own: &[OwnPolicy]) -> Result<Self> {
         let mut inputs = Self::default();
         for path in paths {
-            inputs.add(path.as_ref())?;
+            inputs.add(path.as_ref(), own)?;
         }
         if let Some(path) = probe {
             let before = inputs.probed.len();
-            inputs.add(path)?;
+            inputs.add(path, own)?;
             if inputs.probed.len() == before {
                 let what = format!("{}, given with --probe, is not what a probe found", path.display());
                 return Err(Error::new(ErrorKind::Format, what).remedy("give what `outcore probe --json` wrote"));
@@ -233,11 +233,11 @@ impl Inputs {
         Ok(inputs)
     }
 
-    fn add(&mut self, path: &Path) -> Result<()> {
+    fn add(&mut self, path: &Path, own: &[OwnPolicy]) -> Result<()> {
         let name = path.display().to_string();
         let text = read(path, &name)?;
         if text.starts_with(&capture::MAGIC) {
-            self.policies.push(policies::of_capture(path)?);
+            self.policies.push(policies::of_capture(path, own)?);
             return Ok(());
         }
         self.add_text(&text, name)

@@ -22,6 +22,7 @@ use serde::Serialize;
 use super::Report;
 use super::output::{printable, size};
 use input::Inputs;
+use outcore_lab::sim::OwnPolicy;
 
 /// What `outcore report` takes.
 #[derive(Debug, Args)]
@@ -57,11 +58,11 @@ pub struct LeftOut {
     pub needs: &'static str,
 }
 
-pub fn run(options: &Options) -> Result<Written> {
+pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Written> {
     let named = |path: &PathBuf| Input { path: path.clone(), is: "it is what is reported on" };
     let kept: Vec<Input> = options.inputs.iter().chain(&options.probe).map(named).collect();
     let file = NewFile::create(&options.output, "page", "--output", &kept)?;
-    let inputs = Inputs::read(&options.inputs, options.probe.as_deref())?;
+    let inputs = Inputs::read(&options.inputs, options.probe.as_deref(), own)?;
     let page = page::of(&inputs)?;
     let mut out = file.beside()?;
     out.write_all(page.text.as_bytes()).map_err(|cause| file.failed(cause))?;

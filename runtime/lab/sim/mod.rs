@@ -25,6 +25,7 @@
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
+mod any_policy;
 pub mod capture;
 mod long;
 mod machine;
@@ -44,6 +45,7 @@ use crate::pager::policy::Policy;
 use crate::pager::policy::bare::BareCache;
 use crate::pager::policy::opt::{Min, next_uses};
 
+pub use any_policy::{AnyPolicy, OwnPolicy};
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
 pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 
+use super::super::any_policy::AnyPolicy;
 use super::trouble::Trouble;
 use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
@@ -11,7 +12,7 @@ use outcore::Lookahead;
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Which pages stay.
-    pub policy: PolicyKind,
+    pub policy: AnyPolicy,
     /// Memory for frames of each device.
     pub device_budget: Bytes,
     /// Memory for the host tiers of all devices together.
@@ -46,7 +47,7 @@ impl Settings {
     /// passes.
     pub fn new(device_budget: Bytes, host_budget: Bytes) -> Self {
         Self {
-            policy: PolicyKind::Plan,
+            policy: PolicyKind::Plan.into(),
             device_budget,
             host_budget,
             page_size: PageSize::DEFAULT,
