@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crate::device::{CudaDeviceSelector, DeviceHook, HostDevice, LinkModel};
+use crate::device::{CudaDeviceSelector, DeviceFactory, DeviceHook, HostDevice, HostFactory, LinkModel, SimFactory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
@@ -140,7 +140,7 @@ pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
 }
 
 /// Where the device tier is.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum DeviceChoice {
     /// This process's own memory.
@@ -154,17 +154,36 @@ pub enum DeviceChoice {
     },
     /// The memory of a GPU. Only builds with the feature `cuda` can open one.
     Cuda(CudaDeviceSelector),
+    /// A device of a crate that outcore does not know.
+    Custom(Arc<dyn DeviceFactory>),
 }
 
 impl DeviceChoice {
-    /// Page tables of this process's that a frame of the device tier can have for itself.
-    pub(crate) fn tables_of_a_frame(&self, page_size: PageSize) -> Bytes {
+    /// What opens it.
+    pub(crate) fn factory(&self) -> Arc<dyn DeviceFactory> {
         match self {
-            Self::Host => HostDevice::tables_of_a_frame(page_size),
-            Self::Simulated { .. } | Self::Cuda(_) => Bytes::ZERO,
+            Self::Host => Arc::new(HostFactory),
+            Self::Simulated { seed } => Arc::new(SimFactory { seed: *seed }),
+            Self::Cuda(selector) => Arc::new(selector.clone()),
+            Self::Custom(factory) => factory.clone(),
         }
     }
 }
+
+/// Two custom devices are equal if one factory opens them.
+impl PartialEq for DeviceChoice {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Host, Self::Host) => true,
+            (Self::Simulated { seed }, Self::Simulated { seed: other }) => seed == other,
+            (Self::Cuda(selector), Self::Cuda(other)) => selector == other,
+            (Self::Custom(factory), Self::Custom(other)) => Arc::ptr_eq(factory, other),
+            _ => false,
+        }
+    }
+}
+
+impl Eq for DeviceChoice {}
 
 impl FromStr for DeviceChoice {
     type Err = Error;
@@ -188,11 +207,7 @@ impl FromStr for DeviceChoice {
 
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Host => f.write_str("host"),
-            Self::Simulated { seed } => write!(f, "sim:{seed}"),
-            Self::Cuda(selector) => write!(f, "cuda:{selector}"),
-        }
+        f.write_str(&self.factory().name())
     }
 }
 
@@ -418,6 +433,11 @@ impl RuntimeBuilder {
         self
     }
 
+    /// The device of another crate; see [`DeviceFactory`].
+    pub fn custom_device(self, factory: impl DeviceFactory + 'static) -> Self {
+        self.device(DeviceChoice::Custom(Arc::new(factory)))
+    }
+
     /// Shows every call of the device to `hook` before the device gets it, from the first stream on.
     pub fn device_hook(mut self, hook: Arc<dyn DeviceHook>) -> Self {
         self.device_hook = Some(hook);
@@ -498,7 +518,7 @@ impl RuntimeBuilder {
 
     /// How many frames a device budget holds, which was asked for as it stands here and has come to so many bytes.
     pub(crate) fn device_frames(&self, budget: Bytes, page_size: PageSize) -> Result<u32> {
-        let frames = device_frames_of(budget, page_size, self.device.tables_of_a_frame(page_size))?;
+        let frames = device_frames_of(budget, page_size, self.device.factory().tables_of_a_frame(page_size))?;
         if frames > 0 {
             return Ok(frames);
         }
@@ -511,11 +531,13 @@ impl RuntimeBuilder {
 
     /// What settings are chosen from.
     pub(crate) fn wanted(&self) -> Wanted {
-        let budget = match (&self.device, self.device_budget) {
-            (DeviceChoice::Cuda(_), _) => Err("pages of a GPU's memory have this size whatever it holds"),
-            (_, DeviceBudget::Bytes(budget)) => Ok(budget),
+        let budget = match self.device_budget {
+            _ if !self.device.factory().is_process_memory() => {
+                Err("pages of a GPU's memory have this size whatever it holds")
+            }
+            DeviceBudget::Bytes(budget) => Ok(budget),
             // As the device itself is asked when it is open.
-            (_, share) => MemoryLimit::detect()
+            share => MemoryLimit::detect()
                 .map(|memory| share.of(memory.free()))
                 .map_err(|_| "how much of this machine's memory is free is not known"),
         };

@@ -12,14 +12,11 @@ use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use crate::compute::ComputeStream;
-use crate::config::{DeviceBudget, DeviceChoice, RuntimeBuilder, Verify, staging_pages};
-use crate::device::{
-    Completions, Device, DeviceAddress, Hooked, HookedSink, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig,
-    Opened, SimClock, SimDevice, SimDeviceConfig, open_cuda,
-};
+use crate::config::{DeviceBudget, RuntimeBuilder, Verify, staging_pages};
+use crate::device::{Completions, DeviceAddress, DeviceSettings, Hooked, HookedSink, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{self, FileState, ModelHeader};
+use crate::format::{self, FileState, ModelFile, ModelHeader};
 use crate::ids::{Bytes, FileId, PageSize, SegmentClass, SegmentId};
 use crate::machine::MemoryLimit;
 use crate::observe::{Lane, Observer, PageStalls, PageWaits, Span, StallStats, Traffic};
@@ -29,7 +26,8 @@ use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, 
 use crate::segment::Segment;
 use crate::settings::{Chosen, Settings, Wanted};
 use crate::store::{
-    FileUse, IoBackend, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store, scratch_on_a_disk,
+    FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
+    scratch_on_a_disk,
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
@@ -313,7 +311,8 @@ impl Runtime {
         let page_bytes = page_size.bytes();
         let host_frames = host_frames_of(config.host_budget, page_size)?;
         check_host_budget(config.host_budget)?;
-        let frame_tables = config.device.tables_of_a_frame(page_size);
+        let factory = config.device.factory();
+        let frame_tables = factory.tables_of_a_frame(page_size);
         // A share is of what the open device has free; its frames are made then.
         let known = match config.device_budget {
             DeviceBudget::Bytes(budget) => Some(config.device_frames(budget, page_size)?),
@@ -326,25 +325,8 @@ impl Runtime {
             Some((_, sink)) => sink.clone(),
             None => sink.clone(),
         };
-        let device: Arc<dyn Device> = match &config.device {
-            DeviceChoice::Host => Arc::new(HostDevice::new(
-                HostDeviceConfig { page_size, frames, link: config.link, warm: config.warm },
-                told,
-            )?),
-            DeviceChoice::Simulated { seed } => {
-                let (seed, link, clock) = (*seed, config.link, SimClock::Free);
-                Arc::new(SimDevice::new(SimDeviceConfig { page_size, frames, link, seed, clock }, told)?)
-            }
-            DeviceChoice::Cuda(_) if config.link.is_some() => {
-                return Err(Error::new(
-                    ErrorKind::InvalidArgument,
-                    "a modelled link was asked for, and a GPU, which has one",
-                )
-                .remedy("leave the link out, or use the host device"));
-            }
-            DeviceChoice::Cuda(selector) => open_cuda(selector, page_size, frames, told)
-                .map_err(|error| error.context(format!("open the device {}", config.device)))?,
-        };
+        let settings = DeviceSettings { page_size, frames, link: config.link, warm: config.warm };
+        let device = factory.open(settings, told)?;
         let device = match hooked {
             Some((hook, sink)) => Arc::new(Hooked { device, hook, sink }),
             None => device,
@@ -453,23 +435,44 @@ impl Runtime {
     /// [`OutOfMemory`](ErrorKind::OutOfMemory) if there is no address space for it.
     pub fn open_parsed(&self, header: impl Into<Arc<ModelHeader>>) -> Result<Model> {
         let header = header.into();
+        if let Some(dir) = header.files.first().and_then(|file| file.path.parent()) {
+            self.shared.model_dir.get_or_init(|| dir.to_owned());
+        }
+        self.open_with(header, &|file| {
+            let failed = |cause| Error::io(format!("open {}", file.path.display()), cause);
+            let handle = File::open(&file.path).map_err(failed)?;
+            let now = handle.metadata().map_err(failed)?;
+            if FileState::of(&now) != file.state {
+                return Err(changed_since(file));
+            }
+            self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)
+        })
+    }
+
+    /// Opens a model in one file, GGUF or safetensors, whose bytes come from a [source](PageSource): an object store, a
+    /// decompressor. Reads of it block threads of its own, and hold up no reads of files.
+    ///
+    /// # Errors
+    /// As for [`open_model`](Self::open_model). [`Unsupported`](ErrorKind::Unsupported) for a model in several files.
+    pub fn open_source(&self, source: Arc<dyn PageSource>) -> Result<Model> {
+        let header = Arc::new(format::open_source(&source)?);
+        self.open_with(header, &|file| {
+            if FileState::of_source(&*source) != file.state {
+                return Err(changed_since(file));
+            }
+            self.engine().store.add_source(source.clone())
+        })
+    }
+
+    /// Opens a model whose header was read; `add` takes its files into the store.
+    fn open_with(&self, header: Arc<ModelHeader>, add: &dyn Fn(&ModelFile) -> Result<FileId>) -> Result<Model> {
         self.still_open()?;
         // Its fields are public, and what tensors say becomes slices of memory.
         header.check()?;
         let mut segments = Vec::with_capacity(header.files.len());
-        if let Some(dir) = header.files.first().and_then(|file| file.path.parent()) {
-            self.shared.model_dir.get_or_init(|| dir.to_owned());
-        }
         for (index, file) in header.files.iter().enumerate() {
-            let handle =
-                File::open(&file.path).map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
-            let now = handle.metadata().map_err(|cause| Error::io(format!("open {}", file.path.display()), cause))?;
-            if FileState::of(&now) != file.state {
-                let message = format!("{} changed after its header was read", file.path.display());
-                return Err(Error::new(ErrorKind::ModelChanged, message).remedy("open the model again"));
-            }
             segments.push(self.add_segment(Backing::File, SegmentClass::Weights, file.len, |pages| {
-                let id = self.engine().store.add_file(handle, file.path.clone(), FileUse::Model)?;
+                let id = add(file)?;
                 let learned = LearnedHashes::new(self.shared.verify, pages);
                 Ok(Source::File { file: id, model: header.clone(), index: index as u32, learned })
             })?);
@@ -1183,15 +1186,20 @@ fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: B
     })
 }
 
+fn changed_since(file: &ModelFile) -> Error {
+    let message = format!("{} changed after its header was read", file.path.display());
+    Error::new(ErrorKind::ModelChanged, message).remedy("open the model again")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DeviceChoice;
+    use crate::device::HostDevice;
 
     #[test]
     fn page_tables_count_beyond_what_is_beside_the_budget() {
         for page in [4, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap()) {
-            let tables = DeviceChoice::Host.tables_of_a_frame(page);
+            let tables = HostDevice::tables_of_a_frame(page);
             let held = |frames: u64| frames * (page.bytes() + tables.get());
             for frames in [1, 2, 12, 1000, 4096, 4097, 31_000, 1 << 20] {
                 let budget = Bytes::new(frames * page.bytes() + page.bytes() / 2);
@@ -1210,8 +1218,7 @@ mod tests {
         // Of 64 GiB and 8 MiB each frame takes a 512th more.
         assert_eq!(host_frames_of(budget, page).unwrap(), 32708);
         // A GPU's memory is in no table of this process.
-        let simulated = DeviceChoice::Simulated { seed: 1 }.tables_of_a_frame(page);
-        assert_eq!(device_frames_of(budget, page, simulated).unwrap(), 32768);
+        assert_eq!(device_frames_of(budget, page, Bytes::ZERO).unwrap(), 32768);
         assert!(host_frames_of(Bytes::new(u64::MAX), page).is_err());
     }
 }

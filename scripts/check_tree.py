@@ -22,6 +22,7 @@ UNSAFE_ALLOWED = {
     "runtime/compute.rs": "adopts streams of the caller's, whose handles are raw pointers",
     "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",
+    "examples/own_device/src/lib.rs": "copies between raw host memory and its own",
     "examples/llm/src/kernels.rs": "vector instructions; quantised blocks over pinned bytes",
     "examples/llm/src/pool.rs": "lends a borrowed closure to the kernels' threads",
     "examples/llm/src/cuda/": "launches kernels on raw device addresses, and calls cuBLAS",

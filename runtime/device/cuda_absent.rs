@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Completions, CudaDeviceInfo, CudaDeviceSelector, Device};
+use super::{Completions, CudaDeviceInfo, CudaDeviceSelector, Device, DeviceFactory, DeviceSettings, has_a_link};
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::PageSize;
 
 fn absent() -> Error {
     Error::new(ErrorKind::Unsupported, "this build of outcore has no CUDA device")
@@ -27,6 +26,15 @@ pub fn cuda_device(_: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
     Err(absent())
 }
 
-pub(crate) fn open(_: &CudaDeviceSelector, _: PageSize, _: u32, _: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
-    Err(absent())
+impl DeviceFactory for CudaDeviceSelector {
+    fn name(&self) -> String {
+        format!("cuda:{self}")
+    }
+
+    fn open(&self, settings: DeviceSettings, _: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        match settings.link {
+            Some(_) => Err(has_a_link(&self.name())),
+            None => Err(absent().context(format!("open the device {}", self.name()))),
+        }
+    }
 }

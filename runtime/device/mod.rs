@@ -36,6 +36,7 @@
 // The device is chosen by file; everything above sees the same names.
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
+mod factory;
 mod hooked;
 mod host;
 mod link;
@@ -57,10 +58,12 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::machine::MemoryLimit;
 
-pub(crate) use cuda::open as open_cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use cuda::{cuda_device, cuda_devices};
+use factory::has_a_link;
+pub use factory::{DeviceFactory, DeviceSettings};
+pub(crate) use factory::{HostFactory, SimFactory};
 pub use hooked::{DeviceCall, DeviceHook};
 pub(crate) use hooked::{Hooked, HookedSink};
 pub use host::{HostDevice, HostDeviceConfig};
@@ -76,6 +79,10 @@ pub(crate) use sys::HUGE_PAGE_BYTES;
 pub struct DeviceAddress(pub(crate) u64);
 
 impl DeviceAddress {
+    /// The address that a device gave this number.
+    pub const fn new(address: u64) -> Self {
+        Self(address)
+    }
     /// The address `bytes` after this one.
     pub const fn offset(self, bytes: u64) -> Self {
         Self(self.0 + bytes)
@@ -118,9 +125,31 @@ unsafe impl Sync for RawStream {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamId(pub(crate) u32);
 
+impl StreamId {
+    /// The stream to which a device gave this number.
+    pub const fn new(number: u32) -> Self {
+        Self(number)
+    }
+    /// The number.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
 /// A point on a stream's timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EventId(pub(crate) u64);
+
+impl EventId {
+    /// The event to which a device gave this number. Of two events of one stream the later one has the greater number.
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+    /// The number.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+}
 
 /// Names an operation in flight to whoever is told of its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -20,6 +20,7 @@ use twox_hash::XxHash3_64;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::ids::Bytes;
+use crate::store::PageSource;
 
 pub mod gguf;
 pub(crate) mod names;
@@ -27,7 +28,7 @@ mod open;
 pub mod safetensors;
 
 use names::Expert;
-pub use open::open;
+pub use open::{open, open_source};
 
 /// A tensor as a model file declares it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,6 +99,11 @@ pub(crate) struct FileState {
 impl FileState {
     pub(crate) fn device(&self) -> u64 {
         self.device
+    }
+
+    /// No file of this machine has the same.
+    pub(crate) fn of_source(source: &dyn PageSource) -> Self {
+        Self { device: u64::MAX, inode: source.identity(), len: source.len(), modified: (0, 0) }
     }
 
     pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {

@@ -11,12 +11,14 @@ use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 
 use super::gguf::{self, Gguf};
 use super::safetensors::{self, Safetensors};
 use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted, unsupported};
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::PageSource;
 
 /// What is read of a GGUF file beyond what its header is known to have, in bytes. A GGUF header does not say how long it
 /// is: that much, at most, is read of what lies behind it. Most headers take one to ten reads.
@@ -67,6 +69,30 @@ pub fn open(path: impl AsRef<Path>) -> Result<ModelHeader> {
     open_file(path)
 }
 
+/// Reads the header of a model in one file, GGUF or safetensors, from a source of its bytes. The only
+/// [path](ModelFile::path) that the header names is the source's name.
+///
+/// # Errors
+/// As for [`open`]; [`ErrorKind::Unsupported`] for a model in several files.
+pub fn open_source(source: &Arc<dyn PageSource>) -> Result<ModelHeader> {
+    let file = HeaderFile::of_source(Arc::clone(source))?;
+    let in_several_files = || {
+        unsupported(format!("{} is a part of a model in several files, or their index", file.path.display()))
+            .remedy("give a model in one file")
+    };
+    match file.sniff()? {
+        Kind::Gguf => {
+            let header = file.gguf()?;
+            if header.metadata.get_u32("split.count").is_some_and(|count| count > 1) {
+                return Err(in_several_files());
+            }
+            one_gguf(&file, header)
+        }
+        Kind::Safetensors => one_safetensors(&file),
+        Kind::Index => Err(in_several_files()),
+    }
+}
+
 fn open_file(path: &Path) -> Result<ModelHeader> {
     let file = HeaderFile::open(path)?;
     match file.sniff()? {
@@ -103,13 +129,49 @@ enum Kind {
 
 /// An open file of a model, of which only the beginning is read.
 struct HeaderFile {
-    file: File,
+    source: Bytes,
     path: PathBuf,
     len: u64,
     state: FileState,
 }
 
+/// Where a header is read from.
+enum Bytes {
+    File(File),
+    Source(Arc<dyn PageSource>),
+}
+
+impl Bytes {
+    fn read_exact_at(&self, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
+        let source = match self {
+            Self::File(file) => return file.read_exact_at(bytes, offset),
+            Self::Source(source) => source,
+        };
+        while !bytes.is_empty() {
+            match source.read_at(offset, bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(came) => {
+                    bytes = bytes.get_mut(came..).unwrap_or_default();
+                    offset += came as u64;
+                }
+                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
+                Err(cause) => return Err(cause),
+            }
+        }
+        Ok(())
+    }
+}
+
 impl HeaderFile {
+    fn of_source(source: Arc<dyn PageSource>) -> Result<Self> {
+        let (path, len) = (PathBuf::from(source.name()), source.len());
+        if len == 0 {
+            return Err(damaged(Damage::Truncated, format!("{} is empty", path.display())));
+        }
+        let state = FileState::of_source(&*source);
+        Ok(Self { source: Bytes::Source(source), path, len, state })
+    }
+
     fn open(path: &Path) -> Result<Self> {
         // Opening a pipe would wait for a writer, so the type is looked at first.
         if !stat(path)?.is_file() {
@@ -122,7 +184,7 @@ impl HeaderFile {
         if len == 0 {
             return Err(damaged(Damage::Truncated, format!("{} is empty", path.display())));
         }
-        Ok(Self { file, path: path.to_owned(), len, state: FileState::of(&metadata) })
+        Ok(Self { source: Bytes::File(file), path: path.to_owned(), len, state: FileState::of(&metadata) })
     }
 
     /// Makes `prefix` the first `want` bytes of the file, or all of it if it is shorter.
@@ -134,7 +196,7 @@ impl HeaderFile {
         }
         prefix.resize(want, 0);
         let rest = prefix.get_mut(have..).unwrap_or_default();
-        self.file.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
+        self.source.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => {
                 damaged(Damage::Truncated, format!("{} became shorter while it was read", self.path.display()))
             }
@@ -267,12 +329,22 @@ fn open_shard(path: &Path, number: usize, count: usize) -> Result<HeaderFile> {
     })
 }
 
+fn one_gguf(file: &HeaderFile, header: Gguf) -> Result<ModelHeader> {
+    let metadata = Metadata::Gguf(header.metadata);
+    ModelHeader::new(vec![file.model_file()], header.tensors, metadata).map_err(in_file(&file.path))
+}
+
+fn one_safetensors(file: &HeaderFile) -> Result<ModelHeader> {
+    let header = file.safetensors()?;
+    let metadata = Metadata::Safetensors(header.metadata);
+    ModelHeader::new(vec![file.model_file()], header.tensors, metadata).map_err(in_file(&file.path))
+}
+
 fn open_gguf(opened: HeaderFile) -> Result<ModelHeader> {
     let header = opened.gguf()?;
     let count = header.metadata.get_u32("split.count").unwrap_or(1);
     if count <= 1 {
-        let metadata = Metadata::Gguf(header.metadata);
-        return ModelHeader::new(vec![opened.model_file()], header.tensors, metadata).map_err(in_file(&opened.path));
+        return one_gguf(&opened, header);
     }
     let number = header.metadata.get_u32("split.no").and_then(|no| no.checked_add(1)).unwrap_or(0);
     let path = opened.path.clone();
@@ -323,9 +395,7 @@ fn open_gguf(opened: HeaderFile) -> Result<ModelHeader> {
 fn open_safetensors(opened: HeaderFile) -> Result<ModelHeader> {
     let path = opened.path.clone();
     let Some(name) = ShardName::of(&path, "safetensors").filter(|name| name.count > 1) else {
-        let header = opened.safetensors()?;
-        let metadata = Metadata::Safetensors(header.metadata);
-        return ModelHeader::new(vec![opened.model_file()], header.tensors, metadata).map_err(in_file(&path));
+        return one_safetensors(&opened);
     };
     let mut index = name.prefix.clone();
     index.extend_from_slice(INDEX_SUFFIX.as_bytes());

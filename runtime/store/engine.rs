@@ -33,6 +33,7 @@ use super::file::OpenFile;
 use super::operation::{Active, CallHook};
 use super::own::{OwnRead, OwnRings};
 use super::queue::{Depth, Lane, Queue};
+use super::source::{PageSource, WithSources};
 use super::{
     Completion, Completions, DirectIo, FileUse, IoBackend, IoKind, IoOp, Priority, QueueDepth, Store, threads, uring,
 };
@@ -114,7 +115,7 @@ impl StoreOptions {
             match self.start(backend, direct, Arc::clone(&sink)) {
                 Ok(store) => {
                     tracing::info!(%backend, depth = ?self.depth, passed_over = ?refusals, "store opened");
-                    return Ok(Arc::new(store));
+                    return Ok(Arc::new(WithSources::new(store, self.clone(), sink)));
                 }
                 Err(error) if self.backend == IoBackend::Auto && error.kind() != ErrorKind::Internal => {
                     refusals.push(error.to_string());
@@ -124,6 +125,11 @@ impl StoreOptions {
         }
         Err(Error::new(ErrorKind::Unsupported, format!("no I/O backend works here: {}", refusals.join("; ")))
             .remedy("raise the limit on threads (ulimit -u)"))
+    }
+
+    /// A store for [sources](PageSource): they are read by calls that block.
+    pub(super) fn start_sources(&self, sink: Arc<dyn Completions>) -> Result<Engine> {
+        self.start(IoBackend::Threads, DirectIo::Never, sink)
     }
 
     fn start(&self, backend: IoBackend, direct: DirectIo, sink: Arc<dyn Completions>) -> Result<Engine> {
@@ -380,7 +386,7 @@ struct Files {
     open: HashMap<FileId, Arc<OpenFile>>,
 }
 
-struct Engine {
+pub(super) struct Engine {
     backend: IoBackend,
     direct: DirectIo,
     shared: Arc<Shared>,
@@ -399,6 +405,19 @@ impl Engine {
         })?;
         Active::check(&op, &file)?;
         Ok(Active::new(op, file))
+    }
+
+    fn add(&self, file: OpenFile) -> Result<FileId> {
+        let file = Arc::new(file);
+        let mut files = self.files.lock();
+        let id = FileId::new(files.next);
+        files.next = files.next.checked_add(1).ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "this store has taken in 2^32 files").remedy("open a new store")
+        })?;
+        files.open.insert(id, Arc::clone(&file));
+        drop(files);
+        self.driver.file_added(id, &file);
+        Ok(id)
     }
 
     /// Closes without waiting. False if the caller is one of those to wait for.
@@ -436,16 +455,14 @@ impl Store for Engine {
         if self.shared.state.lock().closing {
             return Err(closed().context(format!("add {}", path.display())));
         }
-        let file = Arc::new(OpenFile::open(file, path, usage, self.direct)?);
-        let mut files = self.files.lock();
-        let id = FileId::new(files.next);
-        files.next = files.next.checked_add(1).ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "this store has taken in 2^32 files").remedy("open a new store")
-        })?;
-        files.open.insert(id, Arc::clone(&file));
-        drop(files);
-        self.driver.file_added(id, &file);
-        Ok(id)
+        self.add(OpenFile::open(file, path, usage, self.direct)?)
+    }
+
+    fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
+        if self.shared.state.lock().closing {
+            return Err(closed().context(format!("add {}", source.name())));
+        }
+        self.add(OpenFile::of_source(source))
     }
 
     fn buffered_files(&self) -> Vec<PathBuf> {

@@ -6,8 +6,9 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use super::{FileUse, IO_ALIGNMENT};
+use super::{FileUse, IO_ALIGNMENT, PageSource};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The user whose rights this process has; 0 is root.
@@ -84,15 +85,41 @@ pub enum DirectIo {
 
 /// A file in a store. Closed when the last operation that names it has ended.
 pub(super) struct OpenFile {
-    file: File,
+    bytes: Bytes,
     path: PathBuf,
     direct: bool,
     writable: bool,
     remote: bool,
-    identity: Option<FileIdentity>,
+    identity: Option<Identity>,
+}
+
+/// Where a file's bytes come from.
+enum Bytes {
+    Kernel(File),
+    Source(Arc<dyn PageSource>),
+}
+
+/// What tells one state of a file or a source from another.
+enum Identity {
+    File(FileIdentity),
+    Source(u64),
 }
 
 impl OpenFile {
+    pub fn of_source(source: Arc<dyn PageSource>) -> Self {
+        let identity = Some(Identity::Source(source.identity()));
+        let (path, bytes) = (source.name().into(), Bytes::Source(source));
+        Self { bytes, path, direct: false, writable: false, remote: true, identity }
+    }
+
+    /// The source that has the bytes; none for a file, which the kernel reads.
+    pub fn source(&self) -> Option<&dyn PageSource> {
+        match &self.bytes {
+            Bytes::Kernel(_) => None,
+            Bytes::Source(source) => Some(&**source),
+        }
+    }
+
     pub fn open(file: File, path: PathBuf, usage: FileUse, direct: DirectIo) -> Result<Self> {
         let failed = |cause| Error::io(format!("open {}", path.display()), cause);
         let kind = file.metadata().map_err(failed)?.file_type();
@@ -100,7 +127,7 @@ impl OpenFile {
             return Err(not_a_file(&path));
         }
         let identity = match usage {
-            FileUse::Model => Some(FileIdentity::of(&file).map_err(failed)?),
+            FileUse::Model => Some(Identity::File(FileIdentity::of(&file).map_err(failed)?)),
             FileUse::Scratch => None,
         };
         let (writable, remote) = (usage == FileUse::Scratch, is_remote(&filesystem_name(&file)));
@@ -121,11 +148,11 @@ impl OpenFile {
             },
         };
         Ok(match direct_file {
-            Some(file) => Self { file, path, direct: true, writable, remote, identity },
+            Some(file) => Self { bytes: Bytes::Kernel(file), path, direct: true, writable, remote, identity },
             None => {
                 // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
                 advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-                Self { file, path, direct: false, writable, remote, identity }
+                Self { bytes: Bytes::Kernel(file), path, direct: false, writable, remote, identity }
             }
         })
     }
@@ -143,8 +170,12 @@ impl OpenFile {
     pub fn is_remote(&self) -> bool {
         self.remote
     }
+    /// The descriptor of a file; of a source one that no call accepts.
     pub fn fd(&self) -> RawFd {
-        self.file.as_raw_fd()
+        match &self.bytes {
+            Bytes::Kernel(file) => file.as_raw_fd(),
+            Bytes::Source(_) => -1,
+        }
     }
 
     pub fn has_identity(&self) -> bool {
@@ -153,10 +184,19 @@ impl OpenFile {
 
     /// An error if the file is no longer what it was when it was taken in. Always fine for a file without identity.
     pub fn check_identity(&self) -> Result<()> {
-        let Some(then) = &self.identity else { return Ok(()) };
-        let now = FileIdentity::of(&self.file)
-            .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
-        match then.difference(&now) {
+        let difference = match (&self.identity, &self.bytes) {
+            (Some(Identity::File(then)), Bytes::Kernel(file)) => {
+                let now = FileIdentity::of(file)
+                    .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
+                then.difference(&now)
+            }
+            (Some(Identity::Source(then)), Bytes::Source(source)) => {
+                let now = source.identity();
+                (*then != now).then(|| format!("its identity went from {then:#x} to {now:#x}"))
+            }
+            _ => None,
+        };
+        match difference {
             None => Ok(()),
             Some(what) => Err(Error::new(
                 ErrorKind::ModelChanged,
@@ -169,8 +209,10 @@ impl OpenFile {
     /// Gives up what the page cache holds of a range, so that buffered I/O does not take memory outside the budgets.
     /// Dirty pages are sent on their way and dropped by a later call.
     pub fn drop_cache(&self, offset: u64, len: u32) {
-        if !self.direct {
-            advise(&self.file, offset, u64::from(len), libc::POSIX_FADV_DONTNEED);
+        if let Bytes::Kernel(file) = &self.bytes
+            && !self.direct
+        {
+            advise(file, offset, u64::from(len), libc::POSIX_FADV_DONTNEED);
         }
     }
 }

@@ -40,6 +40,7 @@ mod profile;
 pub(crate) mod queue;
 mod remembered;
 mod scratch;
+mod source;
 mod threads;
 mod uring;
 
@@ -47,6 +48,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -67,6 +69,7 @@ pub use self::profile::DiskProfile;
 pub(crate) use self::queue::Depth;
 pub use self::queue::QueueDepth;
 pub use self::scratch::{ScratchAllocation, ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
+pub use self::source::PageSource;
 pub use crate::device::{Completion, Completions};
 pub use crate::pager::Priority;
 
@@ -165,6 +168,14 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn backend(&self) -> IoBackend;
     /// Takes a file into the store. `path` is for messages and for opening with other flags.
     fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
+    /// Takes a source of pages into the store, to be read like a model's file.
+    ///
+    /// # Errors
+    /// [`Unsupported`](ErrorKind::Unsupported) for a store that reads files only, and where the system starts no thread.
+    fn add_source(&self, source: Arc<dyn PageSource>) -> Result<FileId> {
+        Err(Error::new(ErrorKind::Unsupported, format!("this store reads no sources such as {}", source.name()))
+            .remedy("open it with StoreOptions"))
+    }
     /// The files it holds that go through the page cache though direct I/O was preferred, in the order they were added.
     fn buffered_files(&self) -> Vec<PathBuf> {
         Vec::new()

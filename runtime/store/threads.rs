@@ -13,8 +13,8 @@ use parking_lot::Condvar;
 use super::engine::{Driver, Ended, Shared, Started};
 use super::operation::Active;
 use super::queue::Lane;
-use super::{Completion, IoKind};
-use crate::error::{Error, ErrorKind, Result};
+use super::{Completion, IoKind, PageSource};
+use crate::error::{Error, ErrorKind, Result, caught};
 
 #[derive(Debug)]
 struct Threads {
@@ -94,7 +94,13 @@ pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
     loop {
         let answer = match active.consult(shared.hook.as_deref()) {
             Some(injected) => injected,
-            None => call(&active),
+            None => match active.file.source() {
+                None => call(&active),
+                Some(source) => match ask(source, &active) {
+                    Ok(answer) => answer,
+                    Err(error) => return Ended { active, outcome: Err(error) },
+                },
+            },
         };
         if let Some(outcome) = active.advance(answer) {
             return Ended { active, outcome };
@@ -102,6 +108,29 @@ pub(super) fn run(mut active: Active, shared: &Shared) -> Ended {
         if answer == -libc::EAGAIN {
             thread::yield_now();
         }
+    }
+}
+
+/// One call of a source: a byte count, or a negated `errno`.
+///
+/// # Errors
+/// The source's, where no `errno` stands for it.
+fn ask(source: &dyn PageSource, active: &Active) -> Result<i32> {
+    let rest = active.remainder();
+    // A source is not asked for bytes behind its end.
+    let len = rest.len.min(u32::try_from(source.len().saturating_sub(rest.offset)).unwrap_or(u32::MAX));
+    // SAFETY: whoever submitted the operation keeps its buffer valid and unaliased until completion (rule 3 of the store
+    // contract), and it is memory of a frame or a staging buffer, which has been initialised.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(rest.buffer.as_ptr(), len as usize) };
+    let failed = |cause| Error::io(format!("read {len} bytes at offset {} of {}", rest.offset, source.name()), cause);
+    match caught(|| source.read_at(rest.offset, bytes)) {
+        Ok(Ok(came)) => Ok(i32::try_from(came.min(len as usize)).unwrap_or(i32::MAX)),
+        Ok(Err(cause)) => match (cause.raw_os_error(), cause.kind()) {
+            (Some(errno), _) => Ok(-errno),
+            (None, io::ErrorKind::Interrupted) => Ok(-libc::EINTR),
+            _ => Err(failed(cause)),
+        },
+        Err(panic) => Err(failed(io::Error::other(format!("the source panicked: {panic}")))),
     }
 }
 

@@ -34,8 +34,8 @@ pub use driver::{cuda_device, cuda_devices};
 
 use super::stream::{STREAMS_MAX, closed, event_of, event_parts, report_apart};
 use super::{
-    Completions, CudaDeviceSelector, Device, DeviceAddress, EventId, HostPointer, RawStream, SlabRegion, StreamId,
-    StreamKind, StreamOp, Token,
+    Completions, CudaDeviceSelector, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, HostPointer,
+    RawStream, SlabRegion, StreamId, StreamKind, StreamOp, Token, has_a_link,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
@@ -292,14 +292,20 @@ impl fmt::Debug for CudaDevice {
     }
 }
 
-/// Opens a GPU behind the trait.
-pub(crate) fn open(
-    device: &CudaDeviceSelector,
-    page_size: PageSize,
-    frames: u32,
-    sink: Arc<dyn Completions>,
-) -> Result<Arc<dyn Device>> {
-    Ok(Arc::new(CudaDevice::new(CudaDeviceConfig { device: device.clone(), page_size, frames }, sink)?))
+impl DeviceFactory for CudaDeviceSelector {
+    fn name(&self) -> String {
+        format!("cuda:{self}")
+    }
+
+    fn open(&self, settings: DeviceSettings, completions: Arc<dyn Completions>) -> Result<Arc<dyn Device>> {
+        let DeviceSettings { page_size, frames, link, .. } = settings;
+        if link.is_some() {
+            return Err(has_a_link(&self.name()));
+        }
+        let config = CudaDeviceConfig { device: self.clone(), page_size, frames };
+        let device = CudaDevice::new(config, completions);
+        Ok(Arc::new(device.map_err(|error| error.context(format!("open the device {}", self.name())))?))
+    }
 }
 
 impl CudaDevice {

@@ -1,0 +1,116 @@
+//! The promise: a runtime keeps its tensors on a device of another crate, within its budget, and no byte is wrong.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::path::Path;
+use std::thread;
+
+use outcore::{Bytes, DType, ErrorKind, LinkModel, PageSize, Runtime, RuntimeBuilder, Tensor};
+use outcore_own_device::Accelerator;
+
+const PAGE: u64 = 64 << 10;
+
+fn builder() -> RuntimeBuilder {
+    Runtime::builder()
+        .custom_device(Accelerator)
+        .page_size(PageSize::new(Bytes::new(PAGE)).unwrap())
+        .device_budget(Bytes::new(8 * PAGE))
+        .scratch_dir(env!("CARGO_TARGET_TMPDIR"))
+}
+
+fn read(runtime: &Runtime, tensor: &Tensor) -> Vec<u8> {
+    let mut bytes = vec![0; PAGE as usize];
+    runtime.pin_device(std::slice::from_ref(tensor)).wait().unwrap().copy_out(0, 0, &mut bytes).unwrap();
+    bytes
+}
+
+fn write(runtime: &Runtime, tensor: &Tensor, value: u8) {
+    let mut guard = runtime.pin_device_mut(std::slice::from_ref(tensor)).wait().unwrap();
+    guard.copy_in(0, 0, &vec![value; PAGE as usize]).unwrap();
+}
+
+#[test]
+fn tensors_larger_than_the_device_keep_their_bytes() {
+    for host in [0, 4 * PAGE] {
+        let runtime = builder().host_budget(Bytes::new(host)).open().unwrap();
+        let table = runtime.alloc(DType::U8, &[64, PAGE]).unwrap();
+        let rows: Vec<Tensor> = (0..64).map(|row| table.rows(row..row + 1).unwrap()).collect();
+        thread::scope(|scope| {
+            for part in rows.chunks(16) {
+                let runtime = &runtime;
+                scope.spawn(move || {
+                    for round in 0..3 {
+                        for (n, row) in part.iter().enumerate() {
+                            write(runtime, row, 3 * n as u8 + round);
+                        }
+                        for (n, row) in part.iter().enumerate() {
+                            assert!(read(runtime, row).iter().all(|byte| *byte == 3 * n as u8 + round));
+                        }
+                    }
+                });
+            }
+        });
+        let stats = runtime.stats();
+        assert!(stats.pager.evictions > 100 && stats.traffic.peak_device <= Bytes::new(8 * PAGE), "{stats:?}");
+        drop((rows, table));
+        runtime.close().unwrap();
+    }
+}
+
+fn model(folder: &Path, rows: u64) -> std::path::PathBuf {
+    let path = folder.join("model.safetensors");
+    let header =
+        format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[{rows},{PAGE}],\"data_offsets\":[0,{}]}}}}", rows * PAGE);
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend((0..rows).flat_map(|row| vec![row as u8; PAGE as usize]));
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+#[test]
+fn a_model_streams_through_it_ahead_of_use() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let runtime = builder().open().unwrap();
+    let weights = runtime.open_model(model(folder.path(), 40)).unwrap().tensor("w").unwrap();
+    for _ in 0..4 {
+        for row in 0..40 {
+            let bytes = read(&runtime, &weights.rows(row..row + 1).unwrap());
+            assert!(bytes.iter().all(|byte| *byte == row as u8), "row {row}");
+        }
+    }
+    assert!(runtime.stats().pager.prefetched > 0);
+    drop(weights);
+    runtime.close().unwrap();
+}
+
+#[test]
+fn closures_and_ends_of_pins_are_in_the_order_of_the_stream() {
+    let runtime = builder().open().unwrap();
+    let tensors = [runtime.alloc(DType::U8, &[PAGE]).unwrap()];
+    write(&runtime, &tensors[0], 9);
+    let stream = runtime.compute_stream().unwrap();
+    let (told, ends) = std::sync::mpsc::channel();
+    let guard = runtime.pin_device(&tensors).wait().unwrap();
+    stream.call(move || told.send(()).unwrap());
+    guard.unpin_after(&stream).unwrap();
+    stream.synchronize().unwrap();
+    ends.try_recv().unwrap();
+    write(&runtime, &tensors[0], 10);
+    assert!(read(&runtime, &tensors[0]).iter().all(|byte| *byte == 10));
+    drop((tensors, stream));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_it_cannot_have_is_refused_by_its_own_error() {
+    let link = LinkModel::new(Bytes::gib(8), std::time::Duration::from_micros(5), true).unwrap();
+    let error = builder().link(link).open().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("an accelerator has a link of its own"), "{error}");
+    let runtime = builder().open().unwrap();
+    let tensor = runtime.alloc(DType::U8, &[PAGE]).unwrap();
+    assert_eq!(runtime.pin(&tensor).wait().unwrap_err().kind(), ErrorKind::Unsupported);
+    drop(tensor);
+    runtime.close().unwrap();
+}
