@@ -159,8 +159,7 @@ impl Pager {
         self.request_key(id).is_some_and(|key| self.requests[key].terms.never_refused)
     }
 
-    /// How many of the pages that a live request for a stream waits for the device has not taken up. `None` for any
-    /// other request.
+    /// For a live request for a stream: how many fills it waits for that the device has not taken up. Otherwise `None`.
     pub(super) fn request_untaken(&self, id: RequestId) -> Option<u32> {
         let request = &self.requests[self.request_key(id)?];
         (request.terms.purpose == Purpose::ReadOnStream).then_some(request.untaken)
@@ -1286,7 +1285,7 @@ impl Pager {
     }
 
     /// Spares a victim that is being written back, because an admission wants the page, unless its frame is promised.
-    /// Left in transit, the admission could count on the very frame that its own pin holds.
+    /// If it stayed in transit, the admission could count on the very frame that its own pin holds.
     fn spare(&mut self, page: PageId) -> bool {
         let may = self.can_rescue();
         if may {

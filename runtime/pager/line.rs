@@ -251,7 +251,7 @@ const KEPT_PAGES: usize = 8;
 
 /// Looks that each new request brings when it comes, and again when it goes.
 const LOOKS_EACH: u64 = 64;
-/// Looks that are left at least each time the line is served.
+/// The least number of looks available each time the line is served.
 const LOOKS_OF_EVENT: u64 = 16;
 
 /// The frames that a request waits for.

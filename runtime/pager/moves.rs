@@ -110,7 +110,7 @@ impl Pager {
             (None, false) => Place::Zero,
         };
         if let Place::Host(_) = from {
-            // While it is read, the copy cannot be chosen as a host victim.
+            // The copy cannot be chosen as a host victim while it is read.
             self.host.left(page);
         }
         let id = self.start_move(page, from, Place::Device(frame), priority, fx);

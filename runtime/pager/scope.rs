@@ -30,7 +30,7 @@ pub enum ScopePriority {
     #[default]
     Interactive,
     /// Nobody waits for an answer. Served when no interactive scope waits, or after 16 interactive requests have
-    /// passed.
+    /// passed it.
     Batch,
 }
 
@@ -301,7 +301,7 @@ impl Holdings {
 pub struct ScopeTerms {
     /// A name for messages. May be empty.
     pub label: String,
-    /// Which requests are served before this scope's.
+    /// How early its requests are served.
     pub priority: ScopePriority,
     /// The most pages that it will have pinned at one time. `None` if it does not say.
     pub at_most: Option<u32>,
@@ -520,8 +520,8 @@ impl Pager {
         None
     }
 
-    /// A guard has ended for whose pages its scope spent `frames` of its purse. Called under the same hold of the latch
-    /// that unpins the pages. These frames belong to the scope, so nobody else may get one before the pager knows.
+    /// Tells that a guard has ended on whose pages its scope had spent `frames` of its purse. Called under the same hold
+    /// of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one before that.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
