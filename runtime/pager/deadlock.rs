@@ -766,8 +766,8 @@ impl Pager {
         if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
             return Some(told);
         }
-        // Otherwise the one whose end costs the least. First a scope that helps by letting go, because it holds something
-        // that no other does; then one not opened for a number of pages; then a batch one; then the youngest.
+        // Otherwise the one whose end costs the least. First a scope that helps by letting go, because it holds
+        // something that no other does; then one not opened for a number of pages; then a batch one; then the youngest.
         let declared = nodes.iter().map(|node| node.scope.declared).sum();
         let all = HeldByAll { pages: &holders, claims, frames: self.frames.target, declared };
         let victim = nodes

@@ -803,9 +803,9 @@ impl Pager {
         self.gate.clone()
     }
 
-    /// Acts on an edge of a page word, and returns whether it was taken. An illegal edge stops debug and `strict` builds
-    /// at once. Other builds give up the page and the requests that wait for it, so that nothing goes on with an unknown
-    /// state.
+    /// Acts on an edge of a page word, and returns whether it was taken. An illegal edge stops debug and `strict`
+    /// builds at once. Other builds give up the page and the requests that wait for it, so that nothing goes on with an
+    /// unknown state.
     fn took(&mut self, page: PageId, edge: Result<(), Illegal>, fx: &mut Effects) -> bool {
         let Err(illegal) = edge else { return true };
         invariant!(false, "{page:?}: {illegal}");

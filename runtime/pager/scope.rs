@@ -520,8 +520,8 @@ impl Pager {
         None
     }
 
-    /// Tells that a guard has ended on whose pages its scope had spent `frames` of its purse. Called under the same hold
-    /// of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one before that.
+    /// Tells that a guard has ended on whose pages its scope had spent `frames` of its purse. Called under the same
+    /// hold of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one before that.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
