@@ -1,9 +1,9 @@
-//! The order of use, carried from the lock-free hit path to the policy.
+//! The order of use, carried from pins without the latch to the policy.
 //!
-//! Each thread that pins has a ring of its own, which it alone writes and the pager, under its latch, alone reads: a hit
-//! is recorded with plain stores. Uses of one page that follow each other are one entry with a count. An entry that is no use
-//! says whose uses follow. What is lost is the order between threads, as far as nothing else tells it; each thread's own is
-//! kept, and every use is there.
+//! Each thread that pins has its own ring. Only that thread writes it, and only the pager, under its latch, reads it.
+//! So a hit is recorded with plain stores. Consecutive uses of one page are one entry with a count. An entry may
+//! instead name the walker whose uses follow. No use is lost, and the order within a thread is kept. The order between
+//! threads is lost unless something else tells it.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, OnceLock};
@@ -13,19 +13,19 @@ use crate::sync::{Alone, Mutex};
 
 const FIRST_USE: u64 = 1 << 63;
 const WRITE: u64 = 1 << 62;
-/// Segments are counted in 30 bits here.
+/// Segments have 30 bits here.
 const SEGMENT: u32 = (1 << 30) - 1;
-/// In place of the segment: the entry is no use, and its lower half names the walker whose uses follow. It counts none.
+/// In place of a segment: the entry is no use, and its lower half names the walker whose uses follow. Its count is 0.
 const WALKER: u64 = SEGMENT as u64;
 
-/// One use of a page. One number, which functions pass in a register: read back from memory field by field it would wait
-/// for its own stores, for longer than a pin takes.
+/// One use of a page. It is one number, which functions pass in a register. Read back from memory field by field, it
+/// would wait for its own stores, for longer than a pin takes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Access(u64);
 
 impl Access {
-    /// A use of `page`: whether it was pinned for writing, and whether this was the first use since the page was filled
-    /// ahead.
+    /// A use of `page`. `write`: it was pinned for writing. `first_use`: this was the first use since the page was
+    /// filled ahead.
     #[inline]
     pub fn new(page: PageId, write: bool, first_use: bool) -> Self {
         let flags = if first_use { FIRST_USE } else { 0 } | if write { WRITE } else { 0 };
@@ -62,29 +62,31 @@ impl std::fmt::Debug for Access {
 pub enum Recorded {
     /// There is room.
     Ok,
-    /// Its back has just become a quarter full: somebody should [drain](super::Pager::record) the log soon.
+    /// The back has just become a quarter full: somebody should [drain](super::Pager::record) the log soon.
     High,
-    /// It was full: the use was not recorded. The caller drains the log and records it again.
+    /// The ring was full, and the use was not recorded. The caller drains the log and records the use again.
     Full,
 }
 
-/// Slots of a ring's front. They stay in the cache of the thread that writes them, unless somebody has read them.
+/// Slots of a ring's front. They stay in the cache of the writing thread unless another core has read them.
 const FRONT: u32 = 64;
-/// Slots that move to the back at once: of memory another core has read, many cache lines are fetched in the time of one.
+/// Slots that move to the back together: where another core has read the memory, many cache lines then arrive in the
+/// time of one.
 const BATCH: u32 = FRONT / 2;
-/// Slots of the back. So many that what an overflow costs is one use in as many.
+/// Slots of the back. So many that an overflow costs little for each use.
 const BACK: u32 = 1 << 16;
-/// The back comes in parts, made when they are first needed: a thread whose uses are read often needs few, or none.
+/// Slots of one part of the back. Parts are made when first needed: a thread whose uses are read often needs few, or
+/// none.
 const PART: u32 = 1 << 10;
-/// Slots in the back at which somebody is asked to read them.
+/// Slots in the back at which the caller is asked to have them read.
 const HIGH: u32 = BACK / 4;
-/// Slots read before the writer may use them again.
+/// Slots that are read before the writer may use them again.
 const READ: u32 = 1 << 8;
 
 #[derive(Debug, Default)]
 struct Slot {
     access: AtomicU64,
-    /// Uses so far; grows while it is the newest slot.
+    /// Uses so far. Grows while this is the newest slot.
     count: AtomicU32,
 }
 
@@ -99,35 +101,35 @@ impl Slot {
     }
 }
 
-/// One thread's uses. Slots are numbered in the order in which they are begun; numbers wrap.
+/// The uses of one thread. Slots are numbered in the order in which they are begun; numbers wrap.
 ///
 /// # Invariants
 ///
-/// 1. `head <= flushed + FRONT`, `flushed <= newest`, `head <= newest`: the newest slot, which may grow, is in the front and
-///    stays the reader's.
-/// 2. A slot at or after `flushed` is in the front; one before it, and not before `head`, is in the back.
-/// 3. The writer uses the place of a front slot again after it has stored a later `flushed`, and a fence. So a reader that
-///    read a front slot, and after a fence finds it not before `flushed`, has read that slot.
-/// 4. Places in the back are counted from `base`, which moves only while the back holds nothing that is to be read.
+/// 1. `head <= flushed + FRONT`, `flushed <= newest`, `head <= newest`. So the newest slot, which may grow, is in the
+///    front and has not been passed by the reader.
+/// 2. A slot at or after `flushed` is in the front. A slot before it, and not before `head`, is in the back.
+/// 3. The writer uses a front slot's place again only after it has stored a later `flushed`, and a fence. So if a
+///    reader reads a front slot, and after a fence finds it not before `flushed`, it has read that slot.
+/// 4. Places in the back are counted from `base`. It moves only while the back holds nothing that is still to be read.
 #[derive(Debug)]
 struct Ring {
     written: Alone<Written>,
     front: [Slot; FRONT as usize],
     back: [OnceLock<Box<[Slot]>>; (BACK / PART) as usize],
-    /// Slots done with, by the reader.
+    /// The first slot that the reader is not done with.
     head: Alone<AtomicU32>,
     /// Its bit in [`AccessLog::dirty`].
     bit: u64,
 }
 
-/// What the writer writes.
+/// What only the writer writes.
 #[derive(Debug, Default)]
 struct Written {
-    /// Slots begun.
+    /// How many slots were begun.
     tail: AtomicU32,
     flushed: AtomicU32,
     base: AtomicU32,
-    /// Uses recorded in all.
+    /// How many uses were recorded in all.
     uses: AtomicU64,
 }
 
@@ -149,37 +151,37 @@ impl Ring {
         &part[(at % PART) as usize]
     }
 
-    /// Reads a slot that was in the front, has begun, and that the reader is not done with.
+    /// Reads a slot that has begun, was in the front, and that the reader is not done with.
     fn read_front(&self, number: u32) -> (u64, u32) {
         let slot = self.front(number).get();
         fence(Ordering::Acquire);
         if number.wrapping_sub(self.written.flushed.load(Ordering::Relaxed)) < FRONT {
             return slot;
         }
-        // It has moved meanwhile.
+        // The slot has moved to the back meanwhile.
         fence(Ordering::Acquire);
         self.back(number, self.written.base.load(Ordering::Relaxed)).get()
     }
 }
 
-/// Records the uses of one thread, or of whoever else makes one at a time.
+/// Records the uses of one thread, or of several that take turns.
 #[derive(Debug)]
 pub struct Recorder {
     ring: Arc<Ring>,
     dirty: Arc<Alone<AtomicU64>>,
-    /// The newest slot.
+    /// The entry in the newest slot.
     last: u64,
     count: u32,
     uses: u64,
     tail: u32,
     flushed: u32,
     base: u32,
-    /// Whose uses these are.
+    /// The walker whose uses these are.
     walker: WalkerId,
 }
 
 impl Recorder {
-    /// Adds a use of this walker.
+    /// Records a use of this walker.
     #[inline(always)]
     pub fn record_of(&mut self, walker: WalkerId, access: Access) -> Recorded {
         if walker != self.walker { self.record_of_another(walker, access) } else { self.record(access) }
@@ -199,7 +201,7 @@ impl Recorder {
         named.max(self.record(access))
     }
 
-    /// Adds a use, of the walker of the last one.
+    /// Records a use, of the same walker as the last one.
     #[inline]
     pub fn record(&mut self, Access(packed): Access) -> Recorded {
         let mut recorded = Recorded::Ok;
@@ -227,16 +229,16 @@ impl Recorder {
         recorded
     }
 
-    /// Makes room in the front, which is full.
+    /// Makes room in the full front.
     #[inline(never)]
     fn flush(&mut self) -> Recorded {
         let (ring, written) = (&self.ring, &self.ring.written);
         let head = ring.head.load(Ordering::Acquire);
         let read = head.wrapping_sub(self.flushed);
-        // Before `flushed` it would be far beyond it.
+        // If `head` is before `flushed`, `read` wraps to a large number.
         let mut recorded = Recorded::Ok;
         if read <= FRONT {
-            // Nothing in the back is wanted any more.
+            // Nothing in the back is still to be read.
             self.base = self.flushed;
             written.base.store(self.base, Ordering::Relaxed);
         }
@@ -257,7 +259,7 @@ impl Recorder {
             }
         }
         written.flushed.store(self.flushed, Ordering::Release);
-        // Before the places in the front are written again.
+        // Comes before the places in the front are written again.
         fence(Ordering::Release);
         recorded
     }
@@ -266,30 +268,30 @@ impl Recorder {
 #[derive(Debug)]
 struct Reader {
     ring: Arc<Ring>,
-    /// Uses of the newest slot that were told already.
+    /// How many uses of the newest slot were told already.
     told: u32,
-    /// Uses that were told in all.
+    /// How many uses were told in all.
     uses: u64,
-    /// Whose uses come next.
+    /// The walker whose uses come next.
     walker: WalkerId,
 }
 
-/// What is told of the uses so far.
+/// Which of the recorded uses are told.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
-    /// Those of threads that are marked: of many threads, few. Seldom, a mark is [missing](AccessLog::mark_all).
+    /// Those of marked threads: few, of many threads. Rarely, a mark is [missing](AccessLog::mark_all).
     Marked,
-    /// The same, but of so many slots of each thread.
+    /// Those of marked threads, but at most this many slots of each.
     Some(u32),
     /// Those of every thread.
     All,
 }
 
-/// Uses not yet seen by the pager.
+/// The recorded uses that the pager has not seen.
 #[derive(Debug, Default)]
 pub struct AccessLog {
     readers: Mutex<Vec<Reader>>,
-    /// Rings with something new, by one of 64 bits.
+    /// One of 64 bits for each ring that has something new.
     dirty: Arc<Alone<AtomicU64>>,
 }
 
@@ -299,18 +301,18 @@ impl AccessLog {
         Self::default()
     }
 
-    /// A ring for one more thread. It goes when the recorder has gone and its uses have been told.
+    /// Makes a ring for one more thread. The ring goes once the recorder has gone and its uses have been told.
     pub fn recorder(&self) -> Recorder {
         let mut readers = self.readers.lock();
-        // What a thread that has ended recorded was told, or is told with the next drain.
+        // Drops rings of ended threads whose uses were all told. The others go with the next drain.
         readers.retain(|reader| {
-            // Looked at first: after that nobody writes any more.
+            // Checked first: once this is so, nobody writes any more.
             let ended = Arc::strong_count(&reader.ring) == 1;
             fence(Ordering::Acquire);
             !ended || reader.uses != reader.ring.written.uses.load(Ordering::Relaxed)
         });
         let used = readers.iter().fold(0u64, |used, reader| used | reader.ring.bit);
-        // Beyond 64 threads some share a bit.
+        // Beyond 64 threads, some share a bit.
         let bit = 1u64 << (!used).trailing_zeros().min(63);
         let ring = Arc::new(Ring::new(bit));
         readers.push(Reader { ring: ring.clone(), told: 0, uses: 0, walker: WalkerId::DEFAULT });
@@ -319,8 +321,9 @@ impl AccessLog {
         Recorder { ring, dirty, last: 0, count: 0, uses: 0, tail: 0, flushed: 0, base: 0, walker }
     }
 
-    /// Has the next reader look at every ring. A writer that finds its mark does not set it again, and the reader that is just
-    /// taking the marks may not see what was written before. If that thread does nothing more, only this finds it.
+    /// Makes the next reader look at every ring. A writer that finds its mark set does not set it again, and a reader
+    /// that is just taking the marks may not see what was written before. If that thread then does nothing more, only
+    /// this finds its uses.
     pub fn mark_all(&self) {
         self.dirty.store(u64::MAX, Ordering::Relaxed);
     }
@@ -342,8 +345,8 @@ impl AccessLog {
         self.len() == 0
     }
 
-    /// Tells the uses so far, each with whose it is and how often it was made in a row, and forgets them. Whether there are
-    /// more.
+    /// Tells the recorded uses, each with its walker and how often it was made in a row, and forgets them. Returns
+    /// whether there are more.
     pub(super) fn drain(&self, part: Part, mut tell: impl FnMut(WalkerId, Access, u32)) -> bool {
         let all = part == Part::All;
         if !all && self.dirty.load(Ordering::Relaxed) == 0 {
@@ -357,7 +360,7 @@ impl AccessLog {
             if !all && reader.ring.bit & dirty == 0 {
                 return true;
             }
-            // Nobody writes any more if this is the last owner; looked at before the ring is read to its end.
+            // Checked before the ring is read to its end: nobody writes any more if this is the last owner.
             let ended = Arc::strong_count(&reader.ring) == 1;
             fence(Ordering::Acquire);
             let done = reader.read(most, &mut tell);
@@ -372,11 +375,12 @@ impl AccessLog {
 }
 
 impl Reader {
-    /// Tells what is new in the ring, of so many slots. Whether that was all.
+    /// Tells what is new in the ring, from at most `most` slots. Returns whether that was all.
     fn read(&mut self, most: u32, tell: &mut impl FnMut(WalkerId, Access, u32)) -> bool {
         let written = &self.ring.written;
         let tail = written.tail.load(Ordering::Acquire);
-        // Looked at once: what the writer writes all the time is not taken from its cache for every slot.
+        // Read once: the writer writes these all the time, so reading them for every slot would take them from its
+        // cache.
         let flushed = written.flushed.load(Ordering::Acquire);
         let base = written.base.load(Ordering::Relaxed);
         let mut head = self.ring.head.load(Ordering::Relaxed);
@@ -391,7 +395,7 @@ impl Reader {
                 self.uses += u64::from(count - self.told);
             }
             if head.wrapping_add(1) == tail {
-                // It may still grow.
+                // This slot may still grow.
                 self.told = count;
                 break;
             }
@@ -415,36 +419,35 @@ pub struct PageUse {
     pub write: bool,
 }
 
-/// A prefix chain that was told of.
+/// A prefix chain that a program has declared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChain {
-    /// How many of the uses came before it.
+    /// How many of the uses came before the chain.
     pub before: usize,
     /// Its pages, from the beginning.
     pub pages: Vec<PageId>,
 }
 
-/// Uses of pages in order, those of a request for several pages one by one: what a
-/// capture is made of.
+/// Uses of pages in order, from which a capture is made. A request for several pages gives one use for each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageUses {
     /// The uses, the first one first.
     pub uses: Vec<PageUse>,
-    /// The prefix chains that were told of, in order.
+    /// The prefix chains, in order.
     pub chains: Vec<PageChain>,
     in_chains: usize,
-    /// How many uses and chains followed that there was no room for.
+    /// How many later uses and chains were dropped for want of room.
     pub dropped: u64,
 }
 
 impl PageUses {
-    /// Uses kept at most until they are taken: 12 MiB. As many pages of chains.
+    /// The most uses that are kept until they are taken: 12 MiB. The same limit holds for the pages of chains.
     pub const MAX: usize = 1 << 20;
 
     pub(super) fn push(&mut self, used: PageUse) {
-        // After a gap nothing is kept, so that what is there is without one.
+        // After a gap nothing is kept, so that what is kept has no gap.
         if self.dropped == 0 && self.uses.len() < Self::MAX {
             self.uses.push(used);
         } else {
@@ -472,7 +475,7 @@ mod tests {
         Access::new(page, page.index.0.is_multiple_of(5), page.index.0.is_multiple_of(3))
     }
 
-    /// Adds uses, and has the log read when it must be. Returns whether it had to.
+    /// Records a use, and drains the log if it is full. Returns whether it was.
     fn record(recorder: &mut Recorder, log: &AccessLog, page: u32, told: &mut Vec<u32>) -> bool {
         let full = recorder.record(access(page)) == Recorded::Full;
         if full {
@@ -512,7 +515,7 @@ mod tests {
         }
     }
 
-    /// However often the walker changes, and whenever the log is read: also when the newest entry names a walker.
+    /// However often the walker changes, and whenever the log is read, also when the newest entry names a walker.
     #[test]
     fn every_use_is_told_with_its_walker() {
         let mut random = Random(11);
@@ -610,7 +613,7 @@ mod tests {
         assert!(told.into_iter().eq(0..=USES));
     }
 
-    /// One that had told everything when it ended is not looked at by a drain again.
+    /// A ring that had told everything when its recorder ended is not looked at by a drain again.
     #[test]
     fn regression_the_rings_of_recorders_that_have_gone_go() {
         let log = AccessLog::new();

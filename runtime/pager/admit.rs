@@ -1,11 +1,12 @@
 //! Requests: sets of pages that are admitted, filled and pinned as a unit.
 //!
-//! A request takes all it needs in one step, or nothing: pins and locks of pages that are resident, frames for those that
-//! are not. Admitted, it waits for moves only, and these end. Not admitted, it stands in the [`Line`] of what was missing
-//! first, a page or frames, and is tried again when that line moves. So a step costs what it changes, however many wait.
+//! A request takes all it needs in one step, or nothing: pins and locks of resident pages, and frames for the others.
+//! Once admitted, it waits for moves only, and moves end. Otherwise it stands in the [`Line`] of what was missing
+//! first, a page or frames, and is tried again when that line moves. So a step costs only what it changes, however many
+//! requests wait.
 //!
-//! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages, so that
-//! readers who come one after the other do not keep it from all of them together.
+//! A reader stands in the line of the page that is in its way. A writer stands in the lines of all its pages. So
+//! readers that come one after the other cannot keep it from having all of them at once.
 
 use super::line::{Class, Line, Room, Source, Turn, Wanted};
 use super::policy::Want;
@@ -15,33 +16,33 @@ use super::{Effects, Granted, PageRun, Pager, Place, Priority, ScopePriority, Su
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, MoveId, PageId, RequestId, ScopeId, SegmentId, WalkerId};
 
-/// What pins are wanted for.
+/// The use that pins are wanted for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// To read.
     #[default]
     Read,
-    /// To read and write: nobody else has the pages meanwhile.
+    /// To read and write. Nobody else has the pages meanwhile.
     Write,
-    /// To be read by work on a stream, which is made to wait for what is not there yet: pages may be *lent*, see
+    /// To be read by work on a stream. The stream waits for pages that are not there yet, so pages may be *lent*: see
     /// [`Pager::taken`].
     ReadOnStream,
 }
 
-/// What a request is like, but for its pages.
+/// The terms of a request: all but its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Terms {
     /// What the pins are for.
     pub purpose: Purpose,
-    /// The scope it belongs to; a scope of its own without one.
+    /// The scope it belongs to. Without one, the request is a scope of its own.
     pub scope: Option<ScopeId>,
-    /// Whose uses these are.
+    /// The walker that uses the pages.
     pub walker: WalkerId,
-    /// When it is served, if it has no scope.
+    /// The priority of a request without a scope.
     pub priority: ScopePriority,
-    /// Whoever asks cannot be told no, and has the [floor](Pager::set_floor) to draw on: also in a scope that declared what it
-    /// needs, of which this is no part. It spends of the scope's purse only what the floor does not have. It waits where
-    /// others are told `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
+    /// Whether the request cannot be refused. Such a request may use the [floor](Pager::set_floor). It does not count
+    /// towards what its scope declared; it spends from the scope's purse only what the floor does not have. It waits
+    /// where others get `WouldDeadlock`, and gets `BudgetTooSmall` only for more pages than there are frames.
     pub never_refused: bool,
 }
 
@@ -55,18 +56,18 @@ impl From<Purpose> for Terms {
 pub(super) enum Stage {
     /// Holds nothing, and stands in lines.
     Queued,
-    /// Holds pins or locks of some pages and waits for the others' fills.
+    /// Holds pins or locks of some pages, and waits for the fills of the others.
     Filling,
-    /// Waits for the budget to be met.
+    /// Waits until the device tier fits the budget.
     Shrinking,
 }
 
 /// A move that takes too long.
 struct LateMove<'a> {
     page: PageId,
-    /// It writes what a frame has, which is free then.
+    /// Whether it writes a frame's bytes down, after which the frame is free.
     frees: bool,
-    /// It has a frame, which it fills.
+    /// Whether it fills a frame.
     fills: bool,
     error: &'a Error,
 }
@@ -75,21 +76,21 @@ struct LateMove<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Stand {
     Nowhere,
-    /// In the line for frames, wanting so many of these at least, and the count it joined at.
+    /// In the line for frames. `wanted` is the least it wants, and `joined` the line's count when it joined.
     Frames {
         wanted: Wanted,
         source: Source,
         joined: u64,
     },
-    /// In the lines of these pages, with the counts it joined at. The first one is in its way.
+    /// In the lines of these pages, each with the line's count when it joined. The first page is in its way.
     Pages(Vec<(PageId, u64)>),
 }
 
 /// Why a request was not admitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blocked {
-    /// Frames are missing. At most `room` could be had by anybody that grows, and fewer by those who want pages that would have
-    /// to go for that.
+    /// Frames are missing. A request that grows can have at most `room`; fewer, if some of these would come from pages
+    /// that it wants itself. `u32::MAX`: the request was short of something else than frames.
     Frames {
         room: u32,
     },
@@ -100,20 +101,20 @@ enum Blocked {
 pub(super) struct Request {
     runs: Vec<PageRun>,
     terms: Terms,
-    /// Frames to be set aside for its scope, of a request for a purse.
+    /// Frames to set aside for its scope, if it is a request for a purse; otherwise 0.
     frames: u32,
     turn: Turn,
     stage: Stage,
     stand: Stand,
-    /// How often it was passed before it joined the lines it stands in.
+    /// How often it was passed in lines that it has left.
     passed: u32,
-    /// Pages whose fill it waits for.
+    /// How many fills it waits for.
     remaining: u32,
-    /// Those of them that the device has not taken up.
+    /// How many of these fills the device has not taken up.
     untaken: u32,
-    /// Frames of its scope's purse that it has spent.
+    /// Frames that it has spent of its scope's purse.
     spent: u32,
-    /// Pages that were claimed for it, of those its scope was opened for, and that its scope does not hold.
+    /// Pages claimed for it of those its scope was opened for. 0 once its scope holds them.
     claimed: u32,
     cause: WaitCause,
     serial: u32,
@@ -158,20 +159,20 @@ impl Pager {
         self.request_key(id).is_some_and(|key| self.requests[key].terms.never_refused)
     }
 
-    /// Of a live request for a stream: for how many pages it waits that the device has not taken up.
+    /// For a live request for a stream: how many fills it waits for that the device has not taken up. Otherwise `None`.
     pub(super) fn request_untaken(&self, id: RequestId) -> Option<u32> {
         let request = &self.requests[self.request_key(id)?];
         (request.terms.purpose == Purpose::ReadOnStream).then_some(request.untaken)
     }
 
-    /// Every live request: its stage as a number, what it waits for, whether it writes.
+    /// Every live request: its stage as a number, how many fills it waits for, and whether it writes.
     pub(super) fn request_stages(&self) -> impl Iterator<Item = (RequestId, u8, u32, bool)> {
         self.requests
             .iter()
             .map(|(key, request)| (self.request_id(key), request.stage as u8, request.remaining, request.writes()))
     }
 
-    /// For checks: frames that requests of a scope have spent which are not granted yet.
+    /// For checks: frames that a scope's requests have spent before they are granted.
     pub(super) fn being_spent(&self, scope: ScopeId) -> u32 {
         let of = |(_, request): (usize, &Request)| (request.terms.scope == Some(scope)).then_some(request.spent);
         self.requests.iter().filter_map(of).sum()
@@ -192,7 +193,7 @@ impl Pager {
         Some(request.passed + since)
     }
 
-    /// Whether a request is growth by now.
+    /// Whether a request is growth.
     #[doc(hidden)]
     pub fn is_growth(&self, id: RequestId) -> bool {
         self.request_key(id).is_some_and(|key| self.requests[key].turn.class == Class::Growing)
@@ -209,7 +210,8 @@ impl Pager {
         self.request_key(id).is_some_and(|key| matches!(self.requests[key].stand, Stand::Frames { .. }))
     }
 
-    /// For checks: of a request that waits for its scope's purse, how many frames it lacks. It is tried only when one comes.
+    /// For checks: how many frames a request that waits for its scope's purse lacks there. It is tried only when a
+    /// frame comes to the purse.
     pub(super) fn lacks_in_purse(&self, id: RequestId) -> Option<i64> {
         let request = &self.requests[self.request_key(id)?];
         let Stand::Frames { source: Source::Purse(_), .. } = request.stand else { return None };
@@ -217,7 +219,7 @@ impl Pager {
         Some(i64::from(self.absent_of(request.pages())) - i64::from(purse))
     }
 
-    /// How many frames more a request wants than its scope has set aside.
+    /// How many frames a request wants beyond those its scope has set aside.
     pub(super) fn frames_short(&self, id: RequestId) -> u32 {
         let Some(key) = self.request_key(id) else { return 0 };
         let request = &self.requests[key];
@@ -225,8 +227,8 @@ impl Pager {
         (self.absent_of(request.pages()) + request.frames).saturating_sub(purse)
     }
 
-    /// For checks: of a request that waits for frames, how many it wants at least, how many it lacks, the absent pages that it
-    /// watches, and those it keeps.
+    /// For checks, of a request that waits for frames: the least it wants, how many it lacks, the absent pages it
+    /// watches, and the pages it keeps.
     pub(super) fn watches(&self, id: RequestId) -> Option<(u32, u32, Vec<PageId>, &[PageId])> {
         let request = &self.requests[self.request_key(id)?];
         let Stand::Frames { wanted, .. } = &request.stand else { return None };
@@ -240,20 +242,21 @@ impl Pager {
         matches!(stand, Some(Stand::Frames { source: Source::Behind, .. }))
     }
 
-    /// For checks: whether a request that waits for frames is not listed under what it waits for.
+    /// For checks: whether a request that waits for frames is not listed under its source.
     pub(super) fn is_misplaced(&self, id: RequestId) -> bool {
         let Some(key) = self.request_key(id) else { return false };
         let Request { turn, terms, stand: Stand::Frames { wanted, source, .. }, .. } = &self.requests[key] else {
             return false;
         };
         let right = self.source_of(key);
-        // Who stands behind another one by now is told so when it is looked at. What a scope declares is not its before all is there.
+        // Exceptions: a request that now stands behind another one learns so when it is looked at. The purse that a
+        // scope reserves is not its own before all frames are there.
         let later = (*source, right) == (Source::New, Source::Behind)
             || self.scope(terms.scope).is_some_and(|scope| scope.reserving.is_some());
         *source != right && !later || !self.frame_line.is_listed(*turn, wanted, *source)
     }
 
-    /// For checks: whether a request that waits for frames could go on.
+    /// For checks: whether a request that waits for frames could go on now.
     pub(super) fn could_go_on(&self, id: RequestId) -> bool {
         let Some(key) = self.request_key(id) else { return false };
         let Request { terms, turn, frames, stand: Stand::Frames { .. }, .. } = self.requests[key] else { return false };
@@ -284,12 +287,12 @@ impl Pager {
         self.frames.free_count() + self.transit + can_go + spent >= self.promised() + floor + needed
     }
 
-    /// For checks: pages that somebody watches, and how many do.
+    /// For checks: watched pages, and by how many requests.
     pub(super) fn watched(&self) -> impl Iterator<Item = (PageId, usize)> {
         self.watched.iter().map(|(page, by)| (*page, by.len()))
     }
 
-    /// How many requests were looked at so far to find who goes on.
+    /// How many times a request was looked at to see whether it can go on.
     #[doc(hidden)]
     pub fn looks(&self) -> u64 {
         self.looks
@@ -300,7 +303,8 @@ impl Pager {
         pages.filter(|page| self.is_absent(*page)).count() as u32
     }
 
-    /// For checks: a request's turn, whether it waits for frames, and the pages in whose lines it stands.
+    /// For checks: a request's turn, the least frames it wants if it waits for frames, and the pages in whose lines it
+    /// stands.
     pub(super) fn request_stand(&self, id: RequestId) -> Option<(Turn, Option<u32>, Vec<PageId>)> {
         let request = &self.requests[self.request_key(id)?];
         let (frames, pages) = match &request.stand {
@@ -357,11 +361,13 @@ impl Pager {
         request
     }
 
-    /// Wants all these pages pinned at once. `runs` must be [normalized](PageRun::normalize).
+    /// Asks for pins of all these pages as a unit. `runs` must be [normalized](PageRun::normalize).
     ///
     /// # Errors
-    /// `BudgetTooSmall` if they can never be resident together, or are more than the scope was opened for;
-    /// `WouldDeadlock` if the scope's own pins are in the way; `Poisoned` if the bytes of one were lost; `Closed`.
+    /// - `BudgetTooSmall`: the pages can never be resident together, or are more than the scope was opened for.
+    /// - `WouldDeadlock`: the scope's own pins are in the way.
+    /// - `Poisoned`: the bytes of a page were lost.
+    /// - `Closed`: the pager is closing, or the scope has ended.
     pub fn submit(&mut self, runs: &[PageRun], terms: impl Into<Terms>, fx: &mut Effects) -> Result<Submitted> {
         let terms = terms.into();
         if self.closing {
@@ -389,18 +395,20 @@ impl Pager {
                 return Err(self.lost_error(page));
             }
         }
-        // Its pages were resident, or are in the hands of a writer or of a move.
+        // Every page was resident or being evicted.
         self.stats.latched_hits += u64::from(cause == WaitCause::None && total > 0);
         self.policy.unit(total as u32);
         let id = self.add_request(runs.to_vec(), 0, terms, Stage::Queued);
         self.enter(id, cause, fx)
     }
 
-    /// Sets aside the frames that a scope said it needs: as a request for as many pages, and in line with them.
+    /// Sets aside the frames that a scope says it needs. Waits in line like a request for as many pages.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if there are never so many; `Closed`; `InvalidArgument` for a scope that said nothing, has pins, or has
-    /// reserved before.
+    /// - `BudgetTooSmall`: there are never so many frames.
+    /// - `Closed`: the pager is closing.
+    /// - `InvalidArgument`: the scope was not opened for a number of pages, has pins, has reserved before, or has
+    ///   ended.
     pub fn reserve(&mut self, scope: ScopeId, frames: u32, fx: &mut Effects) -> Result<Submitted> {
         if self.closing {
             return Err(closing());
@@ -423,12 +431,12 @@ impl Pager {
         self.enter(id, WaitCause::None, fx)
     }
 
-    /// Tries a new request, and has it stand in line if it cannot be admitted.
+    /// Tries a new request. If it cannot be admitted, it stands in line.
     fn enter(&mut self, id: RequestId, cause: WaitCause, fx: &mut Effects) -> Result<Submitted> {
         if let Some(key) = self.request_key(id) {
             self.requests[key].cause = cause;
         }
-        // What has become possible meanwhile is older.
+        // Older requests and pages first get what has become possible meanwhile.
         self.serve_awaiting(fx);
         self.fill_purses(fx);
         self.retire_frames(fx);
@@ -443,7 +451,7 @@ impl Pager {
         {
             self.pump(fx);
         }
-        // Ready at once: the result is given here rather than as an effect.
+        // A request that is ready at once is returned here, not listed in the effects.
         if let Some(at) = fx.done.iter().position(|(done, _)| *done == id) {
             let (_, result) = fx.done.swap_remove(at);
             return Ok(Submitted::Ready(result?));
@@ -451,7 +459,7 @@ impl Pager {
         Ok(Submitted::Waiting(id))
     }
 
-    /// Frames a request can have at most. What its scope declared is the scope's, also where the budget has shrunk.
+    /// The most frames that a request can have. At least what its scope declared, even if the budget has shrunk.
     fn frames_for(&self, terms: &Terms) -> u32 {
         let declared = self.scope(terms.scope).map_or(0, |scope| scope.declared);
         self.frames.target.saturating_sub(if terms.never_refused { 0 } else { self.floor }).max(declared)
@@ -485,7 +493,7 @@ impl Pager {
         }
     }
 
-    /// Waits until the device tier is within its budget.
+    /// Waits until the device tier fits its budget.
     pub fn await_budget(&mut self, fx: &mut Effects) -> Submitted {
         if self.frames.existing() <= self.frames.target {
             return Submitted::Ready(Granted::default());
@@ -501,7 +509,7 @@ impl Pager {
         Submitted::Waiting(id)
     }
 
-    /// Nobody waits for this request any more. What it holds is released; fills under way end as prefetches.
+    /// Ends a request that nobody waits for any more. It releases what it holds. Fills under way go on as prefetches.
     pub fn cancel(&mut self, id: RequestId, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         self.withdraw(id, key);
@@ -516,7 +524,7 @@ impl Pager {
         self.finish(id, Err(error), fx);
     }
 
-    /// A request waits for nothing any more, and holds nothing.
+    /// Makes a request wait for nothing and hold nothing.
     fn withdraw(&mut self, id: RequestId, key: usize) {
         match self.requests[key].stage {
             Stage::Queued => self.step_out(id, key),
@@ -525,7 +533,7 @@ impl Pager {
         }
     }
 
-    /// Nobody can wait for pages of this segment any more: a request that still does was forgotten, not dropped.
+    /// Ends the requests for pages of a segment that goes. A request that still exists was forgotten, not dropped.
     pub(super) fn cancel_all_of(&mut self, segment: SegmentId, fx: &mut Effects) {
         if self.segments.get(segment.index()).is_none_or(|table| table.requests == 0) {
             return;
@@ -542,7 +550,7 @@ impl Pager {
         }
     }
 
-    /// All that a scope declared is set aside.
+    /// Grants a request for a purse: all frames that the scope declared are set aside.
     pub(super) fn reserved(&mut self, id: RequestId, fx: &mut Effects) {
         if let Some(key) = self.request_key(id) {
             self.grant(id, key, None, fx);
@@ -564,9 +572,9 @@ impl Pager {
                 waited
             });
             let word = self.word(page).load();
-            // A page of an admitted request is either still filling or pinned by it; a failed fill left it Empty.
+            // A page of an admitted request is either filling or pinned by it. A failed fill has left it Empty.
             if !waits && word.pins > 0 && word.is_resident() {
-                // The pump that follows serves whoever wanted this.
+                // The next pump serves whoever waited for this.
                 let _ = if writes { self.word(page).unlock() } else { self.word(page).unpin() };
             }
             self.changed(page);
@@ -575,7 +583,8 @@ impl Pager {
         self.owe(scope, spent);
     }
 
-    /// A fill this request waited for is done; the request holds its pin. `taken` if it was said to be taken up before.
+    /// Notes that a fill this request waited for has ended, and that the request holds its pin. `taken` means that the
+    /// request was told before that the device took it up.
     pub(super) fn page_ready(&mut self, id: RequestId, taken: bool, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         let Request { stage, remaining, untaken, .. } = self.requests[key];
@@ -595,14 +604,15 @@ impl Pager {
         }
     }
 
-    /// A fill this request waits for has been taken up by the device.
+    /// Notes that the device has taken up a fill this request waits for.
     pub(super) fn page_taken(&mut self, id: RequestId, fx: &mut Effects) {
         let Some(key) = self.request_key(id) else { return };
         self.requests[key].untaken -= 1;
         self.lend_if_taken(id, key, fx);
     }
 
-    /// Ends a request for a stream that waits only for fills that the device has taken up: their pages are lent.
+    /// Grants a request for a stream once the device has taken up all fills that it still waits for. Their pages are
+    /// lent.
     fn lend_if_taken(&mut self, id: RequestId, key: usize, fx: &mut Effects) {
         let Request { terms: Terms { purpose: Purpose::ReadOnStream, .. }, untaken: 0, .. } = self.requests[key] else {
             return;
@@ -615,8 +625,8 @@ impl Pager {
                 continue;
             }
             lent[..count].iter().for_each(|page| self.word(*page).unpin_quiet());
-            // With as many pins as a word counts it waits for the ends of its fills, as others do. A page that is given up
-            // ends those who wait for its fill, and this is one of them.
+            // The word's pin count is at its limit: the request waits for its fills to end, as others do. If the page
+            // is given up, all that wait for its fill are ended, this request included.
             self.took(*page, edge.map(drop), fx);
             return;
         }
@@ -631,7 +641,7 @@ impl Pager {
         self.grant(id, key, after, fx);
     }
 
-    /// The fill it waits for is done anew: the device has not taken it up.
+    /// Notes that a fill this request waits for starts anew: the device has not taken it up.
     pub(super) fn untake(&mut self, id: RequestId) {
         if let Some(key) = self.request_key(id) {
             self.requests[key].untaken += 1;
@@ -646,7 +656,7 @@ impl Pager {
                     let error = self.lost_error(page);
                     return self.end(id, error, fx);
                 }
-                // What failed to be written is out of date.
+                // An earlier failed write back no longer matters: its bytes are out of date.
                 self.forget_failures(page);
             }
         }
@@ -661,13 +671,13 @@ impl Pager {
         );
         let runs = std::mem::take(&mut self.requests[key].runs);
         self.acquired(&terms, &runs, spent);
-        // The scope's now, until its pins end.
+        // These pages are the scope's claim from here on, until the pins end.
         self.requests[key].claimed = 0;
         self.requests[key].runs = runs;
         self.finish(id, Ok(Granted { cause, after, spent }), fx);
     }
 
-    /// The request is over.
+    /// Removes a request and reports its result.
     pub(super) fn finish(&mut self, id: RequestId, result: Result<Granted>, fx: &mut Effects) {
         if let Some(key) = self.request_key(id) {
             self.remove_request(key);
@@ -675,7 +685,8 @@ impl Pager {
         }
     }
 
-    /// A writer's pins have ended, or others' that somebody waits for: whoever stands in these pages' lines may go on.
+    /// Pins of these pages have ended: a writer's, or pins that somebody waits for. Requests in the pages' lines may go
+    /// on.
     pub fn released(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
             self.changed(page);
@@ -683,7 +694,7 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Something has happened to a page: its line is served by the next [pump](Self::pump).
+    /// Something has happened to a page: the next [pump](Self::pump) serves its line.
     pub(super) fn changed(&mut self, page: PageId) {
         if self.page_lines.contains_key(&page) {
             self.moved.push(page);
@@ -691,7 +702,8 @@ impl Pager {
         self.may_go(page);
     }
 
-    /// A page that was absent is on its way, or back: who watches it watches another one, or wants one frame fewer.
+    /// A page is no longer absent. Each request that watches it watches another absent page instead, or wants one frame
+    /// fewer.
     pub(super) fn appeared(&mut self, page: PageId) {
         for id in self.watched.remove(&page).unwrap_or_default() {
             self.looks += 1;
@@ -699,7 +711,7 @@ impl Pager {
         }
     }
 
-    /// A page that a request watches is not absent any more.
+    /// A page that this request watches is no longer absent.
     fn came(&mut self, id: RequestId, page: PageId) {
         let Some(key) = self.request_key(id) else { return };
         let request = &self.requests[key];
@@ -710,7 +722,7 @@ impl Pager {
                 return self.waits_on(id, key, Source::Behind, u32::MAX);
             }
         }
-        // In a circle, so that one that comes and goes is not watched again at once.
+        // In a circle, so that a page which comes and goes is not watched again at once.
         let behind = request.pages().filter(|other| *other > page);
         let circle = behind.chain(request.pages().filter(|other| *other < page));
         let other = circle.into_iter().find(|other| self.is_absent(*other) && !self.is_watched(*other, id));
@@ -727,7 +739,7 @@ impl Pager {
         self.wants(key, now, source);
     }
 
-    /// A request that stands in the line for frames wants another number of these at least, or of another source.
+    /// Sets the least frames and the source of a request that stands in the line for frames.
     fn wants(&mut self, key: usize, now: Wanted, from: Source) {
         let Request { turn, stand: Stand::Frames { wanted, source, .. }, .. } = &mut self.requests[key] else { return };
         if *wanted != now || *source != from {
@@ -736,7 +748,7 @@ impl Pager {
         }
     }
 
-    /// A request watches so many of its absent pages, if there are so many. Returns how many it does watch.
+    /// Makes a request watch up to `most` of its absent pages. Returns how many it watches.
     fn watch(&mut self, id: RequestId, key: usize, most: u32) -> u32 {
         let pages = || self.requests[key].pages();
         let mut watched = pages().filter(|page| self.is_watched(*page, id)).count() as u32;
@@ -771,7 +783,7 @@ impl Pager {
         self.word(page).load().state == State::Empty
     }
 
-    /// Serves whoever can go on.
+    /// Serves all requests that can go on.
     pub(super) fn serve_lines(&mut self, fx: &mut Effects) {
         loop {
             if let Some(page) = self.moved.pop() {
@@ -788,11 +800,11 @@ impl Pager {
         }
     }
 
-    /// Tries those in a page's line, in order, until one finds this page in its way. If that is a writer who waits for
-    /// readers to leave, scopes that grow may still read beside these: they wait for who is in their way, and never for
-    /// who is before them.
+    /// Tries the requests in a page's line, in order, until one finds this page in its way. If that is a writer that
+    /// waits for readers, growing readers behind it are still tried: growth waits for those that hold the page, never
+    /// for those that stand before it.
     fn serve_page(&mut self, page: PageId, fx: &mut Effects) {
-        // Those who must not pass it may stand before it.
+        // First the oldest request that must not be passed: those before it in the line may not pass it.
         if let Some(id) = self.page_lines.get(&page).and_then(Line::barring) {
             self.attempt(id, fx);
         }
@@ -817,14 +829,15 @@ impl Pager {
         }
     }
 
-    /// A frame has come to a scope's purse, or a request of it wants fewer of them.
+    /// A frame has come to a scope's purse, or a request of the scope wants fewer.
     pub(super) fn purse_filled(&mut self, scope: ScopeId) {
         if self.filled.last() != Some(&scope) {
             self.filled.push(scope);
         }
     }
 
-    /// Tries those that wait for a purse, who wants the fewest frames first, as far as it may be enough.
+    /// Tries the requests that wait for a purse, the one that wants the fewest frames first, while the purse may be
+    /// enough.
     fn serve_purse(&mut self, scope: ScopeId, fx: &mut Effects) {
         loop {
             let purse = self.scope(Some(scope)).map_or(0, Scope::may_spend);
@@ -833,10 +846,11 @@ impl Pager {
         }
     }
 
-    /// Tries those for whom frames may be enough. Whether one of them went on, or waits for something else.
+    /// Tries the requests for which the frames may be enough. Returns whether one of them went on, or now waits for
+    /// something else.
     ///
-    /// Those that grow are tried in turn, past each other: none waits for those before it. One that fails says how many frames
-    /// there can be, and whoever wants more is not tried.
+    /// Growing requests are tried in turn, past each other: none waits for those before it. A request that fails says
+    /// how many frames there can be. Requests that want more are then not tried.
     fn serve_frames(&mut self, fx: &mut Effects) -> bool {
         self.eased = false;
         if self.frame_line.line.is_empty() {
@@ -863,7 +877,7 @@ impl Pager {
                 return true;
             }
         }
-        // Who wants the fewest may turn out to want more: the next one is tried all the same.
+        // The least a request wants may be too low. So if it fails, the next one is tried all the same.
         let mut behind = None;
         while let Some((place, id)) = self.frame_line.next_least(behind, room.as_ref()) {
             behind = Some(place);
@@ -883,8 +897,9 @@ impl Pager {
         false
     }
 
-    /// Tries a request. Whether it stays for want of frames: then it says how many there can be, unless that was not what it was
-    /// short of. What can never be refused has the floor as well, which says nothing of others.
+    /// Tries a request. Returns whether it stays for want of frames, and then sets `room` to how many frames there can
+    /// be. `room` stays as it is if the request was short of something else, or can never be refused: such a request
+    /// also has the floor, so its count says nothing about others.
     fn lacks_frames(&mut self, id: RequestId, room: &mut Option<Room>, fx: &mut Effects) -> bool {
         let Some(Blocked::Frames { room: frames }) = self.attempt(id, fx) else { return false };
         if frames < u32::MAX && !self.never_refused(id) {
@@ -893,7 +908,7 @@ impl Pager {
         true
     }
 
-    /// Admits a request, or has it stand in the line of what is in its way, which is returned.
+    /// Admits a request, or puts it in the line of what is in its way. Returns what that is.
     fn attempt(&mut self, id: RequestId, fx: &mut Effects) -> Option<Blocked> {
         let key = self.request_key(id)?;
         self.looks += 1;
@@ -909,7 +924,7 @@ impl Pager {
         }
     }
 
-    /// Has a request stand in line, if it does not already.
+    /// Puts a request in line, unless it stands there already.
     fn stand(&mut self, id: RequestId, key: usize, blocked: Blocked) {
         let source = self.source_of(key);
         match (&self.requests[key].stand, blocked) {
@@ -928,8 +943,8 @@ impl Pager {
         self.stand_anew(id, key, blocked, source);
     }
 
-    /// Has a request stand in line, whether it stands already or not. What is closed for it is not open in between: a pin
-    /// that passed it then would not be counted.
+    /// Puts a request in line, whether it stands in one already or not. Pages and the gate stay closed for it in
+    /// between: a pin that passed it then would not be counted.
     fn stand_anew(&mut self, id: RequestId, key: usize, blocked: Blocked, source: Source) {
         let before = self.leave_lines(id, key);
         let Request { turn, passed, .. } = self.requests[key];
@@ -961,8 +976,7 @@ impl Pager {
         self.open_behind(before);
     }
 
-    /// A request waits for frames as before, or is new and begins or ends to stand behind another one. What it wants at
-    /// least is known better: it does not go on with `room` frames.
+    /// Updates what a waiting request wants at least, and its source: it is known not to go on with `room` frames.
     fn waits_on(&mut self, id: RequestId, key: usize, source: Source, room: u32) {
         let Stand::Frames { wanted, .. } = &self.requests[key].stand else { return };
         let kept = wanted.kept.clone();
@@ -973,7 +987,7 @@ impl Pager {
         self.wants(key, now, source);
     }
 
-    /// What a request wants at least that does not go on with `room` frames; it watches the pages.
+    /// The least that a request wants which does not go on with `room` frames. Makes it watch as many pages.
     fn wanted_of(&mut self, id: RequestId, key: usize, source: Source, kept: &[PageId], room: u32) -> Wanted {
         let reserves = self.requests[key].frames > 0;
         let kept = self.frame_line.kept(source, kept, &self.kept);
@@ -981,9 +995,9 @@ impl Pager {
         let enough = match source {
             // It is not tried at all.
             Source::Behind => return Wanted { least: 0, kept, reserves },
-            // It is tried only when a frame comes to the purse, or one of these pages.
+            // It is tried only when a frame comes to the purse, or one of these pages comes.
             Source::Purse(_) => u32::MAX,
-            // Frames are not what it was short of.
+            // It was short of something else than frames.
             _ if room == u32::MAX => 1,
             _ => room.saturating_sub(own) + 1,
         };
@@ -991,7 +1005,7 @@ impl Pager {
         Wanted { least, kept, reserves }
     }
 
-    /// Which frames a request may get.
+    /// The frames that a request may get.
     fn source_of(&self, key: usize) -> Source {
         let Request { turn, terms, .. } = &self.requests[key];
         let declared = self.scope(terms.scope).is_some_and(|scope| scope.declared > 0);
@@ -1003,13 +1017,13 @@ impl Pager {
         }
     }
 
-    /// Has a request leave the lines it stands in.
+    /// Takes a request out of the lines it stands in.
     fn step_out(&mut self, id: RequestId, key: usize) {
         let stand = self.leave_lines(id, key);
         self.open_behind(stand);
     }
 
-    /// Has a request leave the lines it stands in, which is returned: what is closed for these stays closed.
+    /// Takes a request out of the lines it stands in, and returns where it stood. Pages and the gate stay closed.
     fn leave_lines(&mut self, id: RequestId, key: usize) -> Stand {
         let turn = self.requests[key].turn;
         let mut passed = 0;
@@ -1028,7 +1042,7 @@ impl Pager {
                     if line.is_empty() {
                         self.page_lines.remove(page);
                     } else {
-                        // It may have been what was in the others' way.
+                        // It may have been in the way of the others.
                         self.moved.push(*page);
                     }
                 }
@@ -1038,7 +1052,7 @@ impl Pager {
         stand
     }
 
-    /// Opens what was closed for who stood like this, where nobody stands any more.
+    /// Opens the pages or the gate that were closed for a request which stood here, unless others still stand there.
     fn open_behind(&self, stand: Stand) {
         match stand {
             Stand::Nowhere => {}
@@ -1057,7 +1071,7 @@ impl Pager {
         }
     }
 
-    /// The line in which somebody must not be passed by a new request for these pages again.
+    /// The line in which a new request for these pages would pass one that must not be passed again.
     fn barred(&self, turn: Turn, pages: &[PageId]) -> Option<Blocked> {
         if turn.class == Class::Growing {
             return None;
@@ -1069,7 +1083,7 @@ impl Pager {
         pages.iter().find(barred).map(|page| Blocked::Page(*page))
     }
 
-    /// Takes everything the request needs, or nothing and says what was in the way.
+    /// Takes everything the request needs, or takes nothing and returns what was in the way.
     fn try_admit(&mut self, id: RequestId, key: usize, fx: &mut Effects) -> Result<(), (Blocked, WaitCause)> {
         let pages: Vec<PageId> = self.requests[key].pages().collect();
         let Request { terms, turn, frames, .. } = self.requests[key];
@@ -1089,7 +1103,7 @@ impl Pager {
                 State::Empty => missing.push(page),
                 State::Filling => match self.filling.get(&page) {
                     Some(fill) if fill.failed.is_some() => {
-                        // It cannot be tried again while it is lent, and when that ends is not known.
+                        // The fill cannot be tried again while the page is lent, and nobody knows when that ends.
                         let error = fill.failed.clone().unwrap_or_else(closing);
                         self.undo(&pinned, writes);
                         self.end(id, error, fx);
@@ -1108,7 +1122,7 @@ impl Pager {
                 }
                 State::Evicting if !writes && self.can_rescue() => {
                     let rescued = self.word(page).rescue();
-                    // Its frame does not come, whatever it is now.
+                    // Its frame will not become free, whatever its state is now.
                     self.transit -= 1;
                     if !self.took(page, rescued, fx) {
                         self.undo(&pinned, writes);
@@ -1121,7 +1135,7 @@ impl Pager {
                     pinned.push(page);
                 }
                 State::Evicting => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
-                // The copy of a victim that was rescued still reads the frame.
+                // The victim was rescued, and its copy down still reads the frame.
                 _ if writes && copying_out => blocked = Some((Blocked::Page(page), WaitCause::WriteBack)),
                 _ if writes => match self.word(page).lock() {
                     Claim::Won => pinned.push(page),
@@ -1148,20 +1162,21 @@ impl Pager {
         let needed = missing.len() as u32 + frames;
         let (purse, declared) = self.scope(terms.scope).map_or((0, 0), |scope| (scope.may_spend(), scope.declared));
         let from_purse = purse.min(missing.len() as u32);
-        // What can never be refused has the floor first, and leaves the purse to the pins for which it was declared.
+        // A request that can never be refused uses the floor first, and leaves the purse to the pins it was declared
+        // for.
         let mut spent = if terms.never_refused { 0 } else { from_purse };
         if blocked.is_none() && declared > 0 && !terms.never_refused && needed > spent {
-            // It pays from its purse and from nothing else: what it lacks was spent, and comes back before anybody else gets a
-            // frame. Pins that end behind a stream would else add up to more than it declared.
+            // The scope pays from its purse only. What the purse lacks was spent, and comes back before anybody else
+            // gets a frame. Otherwise pins that end behind a stream could add up to more than the scope declared.
             let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
             blocked = Some((Blocked::Frames { room: u32::MAX }, cause));
         }
         let floor = if terms.never_refused { 0 } else { self.floor };
         if blocked.is_none() && frames > 0 && !self.may_declare(frames) {
-            // However many frames are free just now. Who declared them is owed some, and gets them back from these.
+            // However many frames are free now: scopes that declared frames may be owed some of them.
             blocked = Some((Blocked::Frames { room: u32::MAX }, WaitCause::Frames));
         }
-        // What is paid from the purse is there, whatever a smaller budget waits for.
+        // Frames paid from the purse are there, whatever a smaller budget waits for.
         while blocked.is_none()
             && needed > spent
             && self.frames.free_count() + self.transit + spent < self.promised() + floor + needed
@@ -1173,7 +1188,7 @@ impl Pager {
                     continue;
                 }
                 let cause = if self.transit > 0 { WaitCause::WriteBack } else { WaitCause::Frames };
-                // What it would pin itself could go for others.
+                // Pages that only this request's own pins keep from being evicted: they could go for others.
                 let own = pinned.iter().copied().filter(|page| self.word(*page).load().pins == 1);
                 self.kept = own.collect();
                 let there = (self.frames.free_count() + self.transit).saturating_sub(self.promised() + floor);
@@ -1232,28 +1247,28 @@ impl Pager {
         Ok(())
     }
 
-    /// Gives back what was pinned or locked for a request that is not admitted after all.
+    /// Gives back the pins or locks of a request that is not admitted after all.
     fn undo(&mut self, pinned: &[PageId], writes: bool) {
         for page in pinned {
             if writes {
-                // Whoever met the lock meanwhile stands in the page's line, and was in it before.
+                // A request that met the lock meanwhile stands in the page's line, and stood there before.
                 let _ = self.word(*page).unlock();
             } else {
                 self.word(*page).unpin_quiet();
             }
-            // A search for frames may have met this pin, and nobody is told of its end. Whoever has pinned the page since
-            // may have met no mark.
+            // A search for frames may have met this pin, and its end is not told. A later pin of the page may carry no
+            // mark either.
             self.may_go(*page);
         }
     }
 
-    /// The scope of a request that waits holds pins now.
+    /// Makes a waiting request growth, because its scope holds pins now.
     pub(super) fn make_growing(&mut self, id: RequestId) {
         let Some(key) = self.request_key(id) else { return };
         if self.requests[key].turn.class == Class::Growing || self.requests[key].stage != Stage::Queued {
             return;
         }
-        // Known of whoever was tried last.
+        // `kept` belongs to the request tried last.
         self.kept.clear();
         let blocked = match &self.requests[key].stand {
             Stand::Nowhere => None,
@@ -1269,8 +1284,8 @@ impl Pager {
         self.nearly.push(id);
     }
 
-    /// A victim that is being written back is wanted by an admission: it stays, unless its frame is promised. Were it
-    /// left in transit, the admission could count on a frame that its own pin holds.
+    /// Spares a victim that is being written back, because an admission wants the page, unless its frame is promised.
+    /// If it stayed in transit, the admission could count on the very frame that its own pin holds.
     fn spare(&mut self, page: PageId) -> bool {
         let may = self.can_rescue();
         if may {
@@ -1282,7 +1297,7 @@ impl Pager {
         may
     }
 
-    /// A page is no victim any more, or nobody waits for it any more: pins need not ask, unless it is still one of these.
+    /// Opens a page to pins without the latch, unless a request still waits for it or it is still a victim.
     pub(super) fn reopen(&self, page: PageId) {
         let evict_after = self.segments[page.segment.index()].entries[page.index.index()].evict_after();
         if !self.page_lines.contains_key(&page) && !evict_after {
@@ -1290,40 +1305,41 @@ impl Pager {
         }
     }
 
-    /// Frames, free or in transit, that are spoken for: by admitted pages, by scopes that declared them, and by a shrinking
-    /// budget.
+    /// Frames, free or in transit, that are spoken for by admitted pages, by scopes that declared them, or by a
+    /// shrinking budget.
     pub(super) fn promised(&self) -> u32 {
         self.wanted() + self.leaving()
     }
 
-    /// The same without a shrinking budget.
+    /// [`promised`](Self::promised) without the shrinking budget's frames.
     pub(super) fn wanted(&self) -> u32 {
         self.awaiting.len() as u32 + self.purses + self.coming
     }
 
-    /// Frames that a shrinking budget takes as soon as they are free. What scopes have declared stays until they end.
+    /// Frames that a shrinking budget takes as soon as they are free. Frames that scopes have declared stay until the
+    /// scopes end.
     pub(super) fn leaving(&self) -> u32 {
         self.frames.active().saturating_sub(self.frames_beside(self.declared))
     }
 
-    /// Frames there are as long as scopes have declared so many: what these declared is theirs, and the floor is nobody's of
-    /// them, also where the budget has shrunk.
+    /// How many frames exist while scopes have declared `declared` of them. Also after the budget has shrunk, the
+    /// declared frames are the scopes', and the floor is there beside them.
     pub(super) fn frames_beside(&self, declared: u32) -> u32 {
         self.frames.target.max(if declared > 0 { declared + self.floor } else { 0 })
     }
 
-    /// Whether the frame of a page being evicted is not promised to anybody.
+    /// Whether the frame of a page that is being evicted is promised to nobody.
     fn can_rescue(&self) -> bool {
         self.frames.free_count() + self.transit > self.promised()
     }
 
-    /// How many requests wait for what others hold.
+    /// How many requests wait for something that others hold.
     pub fn waiting_count(&self) -> usize {
         self.standing + self.shrinking.len()
     }
 
-    /// Moves take too long, each told by its error: those of `waiting` that wait for one of them end with it. The moves go on,
-    /// and what they use stays theirs.
+    /// Handles moves that take too long, each given with its error. Requests of `waiting` that wait for one of these
+    /// moves end with that error. The moves go on, and keep their frames and buffers.
     pub fn overdue(&mut self, moves: &[(MoveId, Error)], waiting: &[RequestId], fx: &mut Effects) {
         let late: Vec<LateMove<'_>> = moves.iter().filter_map(|(id, error)| self.late_move(*id, error)).collect();
         for id in waiting {
@@ -1331,7 +1347,8 @@ impl Pager {
                 self.end(*id, late.error.clone(), fx);
             }
         }
-        // When those are gone, the frame of a read is there for anybody as soon as it ends, if it ever does.
+        // Once the requests of a late read have ended, its frame goes to anybody as soon as the read ends, if it ever
+        // does.
         let reads: Vec<&LateMove<'_>> = late
             .iter()
             .filter(|late| late.fills && self.filling.get(&late.page).is_some_and(|fill| fill.waiters.is_empty()))
@@ -1352,7 +1369,8 @@ impl Pager {
         Some(LateMove { page, frees, fills, error })
     }
 
-    /// The first of these moves that a request waits for: of a page that it wants, or of one whose frame it is to get.
+    /// The first of these moves that a request waits for: one of a page that it wants, or one that frees a frame it
+    /// could get.
     fn waits_for_page<'a, 'b>(&self, id: RequestId, late: &'b [LateMove<'a>]) -> Option<&'b LateMove<'a>> {
         let Request { frames, stage, stand, .. } = &self.requests[self.request_key(id)?];
         let frees = || late.iter().find(|late| late.frees);
@@ -1364,13 +1382,13 @@ impl Pager {
                 of(page).or_else(|| if fill.moving.is_none() { frees() } else { None })
             }),
             (Stage::Queued, Stand::Pages(pages)) => pages.iter().find_map(|(page, _)| of(*page)),
-            // Of a smaller budget: it stays as it was set, and nobody waits any more until it is met.
+            // A request for a smaller budget only stops waiting: the budget stays as it was set.
             (Stage::Queued | Stage::Shrinking, _) => frees(),
         }
     }
 
-    /// Whether a request waits for frames, and would have them, or a smaller budget be met, if so many more came. Otherwise
-    /// others are in its way, for whom it waits however long that takes.
+    /// Whether a request waits for frames and would have them with `more` more; for a smaller budget, whether it would
+    /// then be met. Otherwise others are in its way, and it waits for them however long that takes.
     fn has_frames_but_for(&self, id: RequestId, more: u32) -> bool {
         let Some(key) = self.request_key(id) else { return false };
         let Request { terms, stage, stand, frames, .. } = &self.requests[key];
@@ -1386,8 +1404,8 @@ impl Pager {
         }
     }
 
-    /// Fails requests that wait and that a smaller budget can never hold, and finds those that it makes wait for each
-    /// other.
+    /// Ends waiting requests that a smaller budget can never hold. Then looks for scopes that the smaller budget makes
+    /// wait for each other.
     pub(super) fn refuse_oversized(&mut self, fx: &mut Effects) {
         let queued: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage == Stage::Queued as u8).map(|(id, ..)| id).collect();
@@ -1404,7 +1422,7 @@ impl Pager {
         self.look_at_all(fx);
     }
 
-    /// Ends every request that stands in a line.
+    /// Ends every request that stands in a line or waits for a smaller budget.
     pub(super) fn end_all_queued(&mut self, error: &Error, fx: &mut Effects) {
         let queued: Vec<RequestId> =
             self.request_stages().filter(|(_, stage, ..)| *stage != Stage::Filling as u8).map(|(id, ..)| id).collect();
@@ -1413,7 +1431,7 @@ impl Pager {
         }
     }
 
-    /// In whose line requests stand, for checks.
+    /// For checks: all lines; `None` stands for the line for frames.
     pub(super) fn lines(&self) -> impl Iterator<Item = (Option<PageId>, &Line)> {
         let frames = std::iter::once((None, &self.frame_line.line));
         frames.chain(self.page_lines.iter().map(|(page, line)| (Some(*page), line)))
@@ -1427,13 +1445,13 @@ fn class_of(priority: ScopePriority) -> Class {
     }
 }
 
-/// What every call gets once a runtime is being closed.
+/// The error of every call once a runtime is being closed.
 pub fn closing() -> Error {
     Error::new(ErrorKind::Closed, "the runtime is closing, or is closed")
         .remedy("open a new one, or close this one later")
 }
 
-/// The first cause that applies stays; `None` yields.
+/// The first cause that is not `None`.
 fn earlier(first: WaitCause, next: WaitCause) -> WaitCause {
     if first == WaitCause::None { next } else { first }
 }

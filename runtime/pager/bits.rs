@@ -1,17 +1,18 @@
-//! A set of small numbers: one bit each, and summaries above, so that the next member is found in a few steps.
+//! A set of small numbers: one bit each, and summaries above them, so that the next member is found in a few steps.
 
 const WORD: usize = u64::BITS as usize;
 
-/// A set of the numbers below its size.
+/// A set of numbers below a size.
 #[derive(Debug, Default)]
 pub(super) struct Bits {
-    /// `levels[0]` has a bit for each number, `levels[k + 1]` one for each word of `levels[k]` that is not zero.
+    /// `levels[0]` has a bit for each number. `levels[k + 1]` has a bit for each word of `levels[k]`, set if that is
+    /// not 0.
     levels: Vec<Vec<u64>>,
     count: usize,
 }
 
 impl Bits {
-    /// Empty, for numbers below `size`.
+    /// An empty set for numbers below `size`.
     pub(super) fn new(size: usize) -> Self {
         let mut levels = Vec::new();
         let mut words = size.div_ceil(WORD).max(1);
@@ -29,7 +30,7 @@ impl Bits {
         self.count
     }
 
-    /// It is for numbers below `size` from now on, or below what it was for if that is more.
+    /// Lets the set have numbers below `size`. It never gets smaller.
     pub(super) fn reach(&mut self, size: usize) {
         let reached = self.levels.first().map_or(0, |level| level.len() * WORD);
         if size <= reached {
@@ -44,7 +45,7 @@ impl Bits {
         *self = larger;
     }
 
-    /// Whether it has this number, which may be any.
+    /// Whether the set has this number. The number may be of any size.
     pub(super) fn contains(&self, n: usize) -> bool {
         self.levels.first().and_then(|level| level.get(n / WORD)).is_some_and(|word| word & (1 << (n % WORD)) != 0)
     }
@@ -63,7 +64,7 @@ impl Bits {
         }
     }
 
-    /// Whether it was there.
+    /// Removes a number. Returns whether it was there.
     pub(super) fn remove(&mut self, n: usize) -> bool {
         if !self.contains(n) {
             return false;
@@ -114,7 +115,7 @@ impl Bits {
         None
     }
 
-    /// From bit `n` of a level down to a member, choosing by `bit`.
+    /// The member below bit `n` of a level. `bit` chooses the bit in each word on the way down.
     fn descend(&self, level: usize, mut n: usize, bit: impl Fn(u64) -> usize) -> usize {
         for below in self.levels[..level].iter().rev() {
             n = n * WORD + bit(below[n]);

@@ -1,4 +1,4 @@
-//! The invariants as code, for tests: everything the pager keeps twice must agree.
+//! The invariants as code, for tests: whatever the pager keeps twice must agree.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -16,7 +16,7 @@ macro_rules! ensure {
     };
 }
 
-/// What one page's moves are.
+/// How many moves of each kind a page has.
 #[derive(Default)]
 struct Touching {
     fill: u32,
@@ -26,21 +26,21 @@ struct Touching {
 }
 
 impl Pager {
-    /// Checks every invariant of the [module documentation](super) and every link between the tables. The caller holds
-    /// the latch and has carried out the effects; pins may not change meanwhile.
+    /// Checks every invariant of the [module documentation](super), and that all tables agree. The caller holds the
+    /// latch and has carried out the effects. Pins must not change meanwhile.
     ///
     /// # Errors
-    /// The first one that does not hold.
+    /// The first check that fails.
     #[doc(hidden)]
     pub fn check_invariants(&self) -> Result<(), String> {
         self.check_invariants_beside(&|_| false)
     }
 
-    /// As [`check_invariants`](Self::check_invariants), where pins of `untold` pages have ended and the pager is about to hear
-    /// of it.
+    /// [`check_invariants`](Self::check_invariants) while the pager is about to be told that pins of `untold` pages
+    /// have ended.
     ///
     /// # Errors
-    /// The first one that does not hold.
+    /// The first check that fails.
     #[doc(hidden)]
     pub fn check_invariants_beside(&self, untold: &dyn Fn(PageId) -> bool) -> Result<(), String> {
         self.frames.check()?;
@@ -93,7 +93,7 @@ impl Pager {
         Ok(touching)
     }
 
-    /// Returns how many victims are in motion.
+    /// Checks every page. Returns how many victims are in motion.
     fn check_pages(&self, touching: &HashMap<PageId, Touching>) -> Result<u32, String> {
         let none = Touching::default();
         let (mut owned, mut hosted, mut victims) = (HashSet::new(), HashSet::new(), 0);
@@ -163,7 +163,7 @@ impl Pager {
             let ordered = self.host.ordered(page);
             ensure!(!leaves || ordered, "{page:?}: its host copy never leaves");
             ensure!(!ordered || entry.host().is_some() && !entry.host_busy(), "{page:?}: ordered without a copy");
-            // Invariant 5: what is newest is somewhere.
+            // Invariant 5: the newest bytes are somewhere.
             let below = entry.on_disk() || entry.valid_host().is_some() && !copying;
             let zero = !entry.on_disk() && entry.host().is_none() && word.generation == 0;
             ensure!(
@@ -179,7 +179,7 @@ impl Pager {
         Ok(victims)
     }
 
-    /// Whether a page may have bytes other than zero: those of tests that write are told by the tests themselves.
+    /// Whether a page may have bytes other than zero. Read-write pages are left out: tests that write check those.
     fn written(&self, page: PageId) -> bool {
         self.segments[page.segment.index()].backing == super::Backing::File
     }
@@ -259,7 +259,7 @@ impl Pager {
             }
             if let Some((least, lacks, watched, kept)) = self.watches(id) {
                 watching += watched.len();
-                // One that wants more than it lacks hides from who looks for those that could go on.
+                // A request that wants more than it lacks would be missed by a search for those that can go on.
                 ensure!(least <= lacks, "{id:?} wants {least} frames at least, and lacks {lacks}");
                 let aside = self.asks(id).map_or(0, |(.., aside)| aside);
                 let behind = self.waits_behind(id);
@@ -341,8 +341,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Who waits for frames stands where it is looked for, and nobody does who could go on; but what can go because of a pin whose
-    /// end is still to be told may have been taken meanwhile.
+    /// Checks that each request waiting for frames is listed where it is looked for, and that none could go on. The
+    /// second is not checked while the end of a pin is still to be told.
     fn check_waiting(&self, untold: &dyn Fn(PageId) -> bool) -> Result<(), String> {
         let all_told = !self.page_ids().any(untold);
         for (id, ..) in self.request_stages().filter(|(id, ..)| self.waits_for_frames(*id)) {
@@ -354,20 +354,20 @@ impl Pager {
         Ok(())
     }
 
-    /// Hints that nothing has come of yet.
+    /// How many hints wait for their fills.
     #[doc(hidden)]
     pub fn hint_count(&self) -> usize {
         self.hints.len()
     }
 
-    /// A number that two pagers share if they will answer every sequence of events alike. Requests and moves go by their
-    /// age, not by their ids; counters for users are left out. Of a policy other than LRU, what its `Debug` shows counts.
+    /// A number that two pagers share if they will answer every sequence of events alike. Requests and moves count by
+    /// age, not by id. Counters for users are left out. For a policy other than LRU, its `Debug` output counts.
     #[doc(hidden)]
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         let mut requests: Vec<_> = self.request_stages().collect();
         requests.sort_unstable_by_key(|(id, ..)| self.next_serial.wrapping_sub((id.0 >> 32) as u32));
-        // One that is gone has no rank.
+        // A request that is gone has no rank.
         let request = |id: &RequestId| requests.iter().position(|(other, ..)| other == id);
         let mut moves: Vec<(usize, &MoveRecord)> = self.moves.iter().collect();
         moves.sort_unstable_by_key(|(_, record)| self.next_serial.wrapping_sub(record.serial));

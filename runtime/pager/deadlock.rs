@@ -1,17 +1,18 @@
-//! Who of the scopes that hold and wait do so for each other.
+//! Finds scopes that hold something and wait for each other.
 //!
-//! The scopes that hold pins or a purse, and wait, are *members*. Whether they all go on is asked whenever one of them gets
-//! more, or asks for more. Two ways lead to the answer:
+//! Scopes that hold pins or a purse, and wait, are *members*. Whenever a member gets more or asks for more, the pager
+//! checks whether all members can go on. There are two ways to find out:
 //!
-//! - The *order*. Members have ranks, so that each goes on once those of lower ranks have let go: who has a page in a way that
-//!   excludes a request has a lower rank than who asks, and in `slack` is how many frames are left beside what anybody wants,
-//!   and what is held by him and those behind him, at least. As long as there is such an order, nobody is in a circle. A member that comes is put
-//!   where it belongs, by a look at the lowest and highest ranks at its own pages. If it does not fit, others are moved back.
-//!   So a look costs what has changed, however many hold a page and however many ask for it.
-//! - The *reduction*, if no order is known. Members that could go on are taken away, round by round, each request and each
-//!   page looked at once for each change. The rounds are the new ranks. Who remains waits for ever.
+//! - The *order*. Each member has a rank, and can go on once the members of lower ranks have let go. A member that
+//!   holds a page in a way that excludes a request ranks below the member that asks. At each member's turn, at least
+//!   `slack` frames are left beside what it asks for and what it and the members behind it hold. As long as such an
+//!   order is known, no member is in a circle. A new member finds its rank from the lowest and highest ranks at its own
+//!   pages. If it does not fit, others are moved back. So a check costs only what has changed, however many members
+//!   hold a page or ask for it.
+//! - The *reduction*, if no order is known. Members that could go on are removed, round by round. Each request and each
+//!   page is looked at once for each change. The rounds become the new ranks. Members that remain wait forever.
 //!
-//! The order may be lost at any time (`sure` is false then): that costs a reduction, and nothing else.
+//! The order may be lost at any time (`sure` is then false). That costs one reduction, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::fmt::Write;
@@ -21,22 +22,22 @@ use super::{Effects, PageRun, Pager, Purpose};
 use crate::error::{Error, ErrorKind};
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
 
-/// What is known of a scope that waits.
+/// What the search knows of a scope that waits.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// Of a member: see the [module documentation](self).
+    /// The rank of a member: see the [module documentation](self).
     rank: Option<i64>,
-    /// Its pages.
+    /// The pages it holds.
     held: HashMap<PageId, Times>,
-    /// What it [claims](Scope::claim).
+    /// The frames it [claims](Scope::claim).
     claim: u32,
-    /// What it asks for, of a member.
+    /// What a member's requests ask for.
     asks: HashMap<RequestId, Asks>,
-    /// Requests of which that is not known yet.
+    /// Waiting requests that are not in `asks` yet.
     unasked: BTreeSet<RequestId>,
 }
 
-/// How often a scope has a page, and how often for itself alone.
+/// How often a scope holds a page, and how often exclusively.
 #[derive(Clone, Copy, Debug, Default)]
 struct Times {
     all: u32,
@@ -55,7 +56,7 @@ impl Asks {
         self.runs.iter().flat_map(|run| run.pages())
     }
 
-    /// The frames it wants at most.
+    /// The most frames it may want.
     fn most(&self) -> u64 {
         pages_of(&self.runs) + u64::from(self.reserves)
     }
@@ -70,36 +71,36 @@ impl Known {
         self.rank.is_none() && self.held.is_empty() && self.asks.is_empty() && self.unasked.is_empty()
     }
 
-    /// Edges to pages.
+    /// How many edges to pages it has: one for each page held, and one for each page asked for.
     fn size(&self) -> u64 {
         self.held.len() as u64 + self.asks.values().map(|asks| pages_of(&asks.runs)).sum::<u64>()
     }
 }
 
-/// Rank and key.
+/// A member's rank and key.
 type Member = (i64, usize);
 
-/// More frames than there are.
+/// Stands for more frames than there are.
 const PLENTY: i64 = i64::MAX / 2;
 
-/// Members that have to do with a page, by rank.
+/// The members that hold a page or ask for it, by rank.
 #[derive(Debug, Default, PartialEq)]
 struct AtPage {
     holders: BTreeSet<Member>,
-    /// How many of these have it for themselves alone: one, unless somebody is not counted again yet.
+    /// How many holders have the page exclusively: at most one, unless a member's changes are not counted yet.
     locks: u32,
-    /// How many requests of theirs want to read it.
+    /// How many requests of each member want to read it.
     readers: BTreeMap<Member, u32>,
     writers: BTreeMap<Member, u32>,
 }
 
 impl AtPage {
-    /// The highest rank of who holds it.
+    /// The highest rank of a holder.
     fn top(&self) -> Option<i64> {
         self.holders.last().map(|(rank, _)| *rank)
     }
 
-    /// The first of those that holders exclude.
+    /// The lowest-ranked member with a request that the holders exclude.
     fn first_excluded(&self) -> Option<Member> {
         let first = |asking: &BTreeMap<Member, u32>| asking.first_key_value().map(|(member, _)| *member);
         let reader = first(&self.readers).filter(|_| self.locks > 0);
@@ -115,36 +116,36 @@ impl AtPage {
     }
 }
 
-/// The members, and their order.
+/// All members, and their order.
 #[derive(Debug, Default)]
 pub(super) struct Members {
     pages: HashMap<PageId, AtPage>,
     count: usize,
-    /// Pages that somebody holds.
+    /// Pages that some member holds.
     held: u64,
-    /// What they claim beside these.
+    /// Frames that members claim beside these.
     claims: u64,
     /// How many edges there are between members and pages.
     edges: u64,
-    /// How many requests want at most so many frames.
+    /// How many requests there are for each number of frames that a request wants at most.
     wants: BTreeMap<u64, u32>,
-    /// Requests that reserve.
+    /// How many requests reserve frames.
     reserving: u32,
-    /// Whether the ranks are an order in which everybody goes on.
+    /// Whether the ranks are known to be an order in which all members go on.
     sure: bool,
-    /// In that order: so many frames are left, at least, whoever's turn it is.
+    /// At least this many frames are left at each member's turn in that order.
     slack: i64,
-    /// No rank is higher.
+    /// No rank is higher than this.
     highest: i64,
-    /// Every reduction is compared with the plain one.
+    /// Whether every reduction is compared with the plain search.
     compares: bool,
-    /// What has been looked at, for tests that count.
+    /// How many edges have been looked at, for tests that count.
     steps: u64,
 }
 
 impl Members {
-    /// `locks` if it has the page for itself alone from now on, `comes` if it did not have it before. Whether who asks for it
-    /// may have to move.
+    /// Notes that a member holds a page. `comes` means that it did not hold it before, `locks` that it holds it
+    /// exclusively from now on. Returns whether a member that asks for the page may have to move.
     fn hold(&mut self, page: PageId, (rank, key): Member, comes: bool, locks: bool) -> bool {
         self.steps += 1;
         let at = self.pages.entry(page).or_default();
@@ -153,7 +154,7 @@ impl Members {
             self.held += u64::from(before.is_none());
             self.edges += 1;
             at.holders.insert((rank, key));
-            // Who has a place between these two did not meet this page when its turn came.
+            // Members with ranks between these two did not count this page as held at their turns.
             if before.is_none_or(|before| before < rank && before < self.highest) {
                 self.slack -= 1;
             }
@@ -176,7 +177,8 @@ impl Members {
         }
     }
 
-    /// Whether it has to move. Counts the page if nobody holds it.
+    /// Notes that a member asks for a page, and counts the page in `wanted` if nobody holds it. Returns whether the
+    /// member has to move.
     fn ask(&mut self, page: PageId, member: Member, writes: bool, wanted: &mut u64) -> bool {
         self.steps += 1;
         self.edges += 1;
@@ -215,7 +217,7 @@ impl Members {
         }
     }
 
-    /// It is no member any more.
+    /// Removes a scope from the members.
     fn leave(&mut self, key: usize, known: &mut Known) {
         let Some(rank) = known.rank.take() else { return };
         self.count -= 1;
@@ -228,7 +230,7 @@ impl Members {
             known.unasked.insert(request);
         }
         if self.count == 0 {
-            // Of nobody every order is one.
+            // Without members, any order will do.
             (self.sure, self.slack, self.highest) = (true, PLENTY, 0);
         }
     }
@@ -255,7 +257,7 @@ impl Members {
                 self.steps += 1;
                 let Some(at) = self.pages.get_mut(&page) else { continue };
                 let asking = at.asking(asks.writes);
-                // The first of several requests for one page has moved them all.
+                // If several requests ask for one page, the first has moved all of them.
                 if let Some(times) = asking.remove(&old) {
                     asking.insert(new, times);
                 }
@@ -264,7 +266,7 @@ impl Members {
         self.highest = self.highest.max(to);
     }
 
-    /// Frames left beside what anybody wants and what all hold, whatever the order.
+    /// Frames left beside what all members hold and claim and the most that one request wants, whatever the order.
     fn left_in_any_order(&self, frames: u64) -> i64 {
         let most = self.wants.last_key_value().map_or(0, |(most, _)| *most);
         frames as i64 - (self.held + self.claims + most) as i64
@@ -272,19 +274,19 @@ impl Members {
 }
 
 impl Pager {
-    /// Has every search for deadlocks compared with a plain one, which is slow.
+    /// Compares every search for deadlocks with the plain one, which is slow.
     #[doc(hidden)]
     pub fn compare_deadlocks(&mut self) {
         self.members.compares = true;
     }
 
-    /// How many edges between scopes and pages have been looked at, for who waits for whom.
+    /// How many edges between scopes and pages have been looked at to find deadlocks.
     #[doc(hidden)]
     pub fn deadlock_steps(&self) -> u64 {
         self.members.steps
     }
 
-    /// A request of this scope waits no more, and none does if `all`.
+    /// Notes that a request of this scope waits no more. `all` means that none does.
     pub(super) fn asks_no_more(&mut self, key: usize, request: RequestId, all: bool) {
         let Self { scopes, members, .. } = self;
         let known = &mut scopes[key].known;
@@ -298,7 +300,7 @@ impl Pager {
         }
     }
 
-    /// Counts what a scope that waits holds and asks for now. The order is kept, if there is one, or lost.
+    /// Takes in what a waiting scope now holds and asks for. A known order is updated, or lost.
     fn count(&mut self, key: usize) {
         let Self { scopes, members, .. } = self;
         let Scope { holdings, known, declared, .. } = &mut scopes[key];
@@ -371,7 +373,8 @@ impl Pager {
         self.members.sure &= self.members.slack >= 0;
     }
 
-    /// A scope that waits becomes a member. Where others ask for what it holds, or hold what it asks for, is its place.
+    /// Makes a waiting scope a member. Its rank follows from the members that ask for its pages or hold what it asks
+    /// for.
     fn join(&mut self, key: usize, moved: &mut Vec<PageId>) {
         let known = &self.scopes[key].known;
         let (mut above, mut below) = (None, None);
@@ -406,7 +409,8 @@ impl Pager {
         members.highest = members.highest.max(rank);
     }
 
-    /// What a member asks for is known from now on. Whether there are too few frames for that while all keep what they have.
+    /// Takes in what a member newly asks for. Returns whether frames are too few for that while all keep what they
+    /// have.
     fn register(&mut self, key: usize, moved: &mut Vec<PageId>) -> bool {
         let mut short = false;
         for request in std::mem::take(&mut self.scopes[key].known.unasked) {
@@ -424,7 +428,7 @@ impl Pager {
             }
             *members.wants.entry(asks.most()).or_default() += 1;
             members.reserving += u32::from(reserves > 0);
-            // What is declared by then is not known.
+            // How many frames will be declared at its turn is not known.
             members.sure &= reserves == 0;
             let others = members.claims - u64::from(known.claim);
             let left = i64::from(self.frames.target) - (members.held + wanted + others) as i64;
@@ -438,9 +442,10 @@ impl Pager {
         short
     }
 
-    /// Moves those back that ask for one of these pages and are not behind all that hold it, and who waits for these.
+    /// Moves members back that ask for one of these pages and are not behind all its holders. Does the same for the
+    /// members that wait for those.
     fn make_way(&mut self, mut pages: Vec<PageId>) {
-        // Whoever is moved again and again may be in a circle.
+        // A member that is moved again and again may be in a circle.
         let mut most = 4 * self.members.edges + 64;
         while let Some(page) = pages.pop() {
             while let Some(at) = self.members.pages.get(&page)
@@ -450,7 +455,7 @@ impl Pager {
                 let Self { scopes, members, .. } = self;
                 let known = &mut scopes[first.1].known;
                 let size = known.size();
-                // It holds itself what it asks for, or it is looked at too often.
+                // The member asks for a page that it holds itself, or too many edges were looked at.
                 if known.held.contains_key(&page) || size > most {
                     members.sure = false;
                     return;
@@ -462,8 +467,7 @@ impl Pager {
         }
     }
 
-    /// There are too few frames for a member as long as all keep what they have: it goes on after all others, if nobody
-    /// waits for it.
+    /// Puts a member last if nobody waits for it: frames are too few for it as long as all others keep what they have.
     fn put_last(&mut self, key: usize) {
         let known = &self.scopes[key].known;
         let is_awaited = |page: &PageId| self.members.pages.get(page).is_some_and(|at| at.first_excluded().is_some());
@@ -483,38 +487,40 @@ impl Pager {
         members.slack = members.slack.min(left);
     }
 
-    /// Whether a request may want more frames than its scope ever has for it while it keeps what it holds, for all that others
-    /// do. A scope that declared what it needs pays from its purse and from nothing else, and of that it claims so many. What can
-    /// never be refused may have spent of them what the scope's own requests count on, and a scope may have reserved less than
-    /// it was opened for. Pages that are there for now may go, so all that it asks for is counted.
+    /// Whether a request may want more frames than its scope ever has for it, whatever others do, while the scope keeps
+    /// what it holds. A scope that declared what it needs pays from its purse only, so it has at most its claim. This
+    /// can happen in two ways: a request that can never be refused has spent frames that the scope's own requests count
+    /// on, or the scope has reserved less than it was opened for. Resident pages may be evicted, so all pages asked for
+    /// count.
     fn outgrows(&self, request: RequestId, claim: u32) -> bool {
         let Some((scope, runs, ..)) = self.asks(request) else { return false };
         let declares = self.scope(scope).is_some_and(|scope| scope.declared > 0);
         declares && !self.never_refused(request) && pages_of(runs) > u64::from(claim)
     }
 
-    /// Whether a request of a member outgrows what it claims.
+    /// Whether a request of a member outgrows the member's claim.
     fn any_outgrows(&self, key: usize) -> bool {
         let Scope { known, declared, .. } = &self.scopes[key];
-        // Nobody asks for more than the most that anybody does.
+        // No request asks for more than `most`.
         let most = self.members.wants.last_key_value().map_or(0, |(most, _)| *most);
         *declared > 0
             && most > u64::from(known.claim)
             && known.asks.keys().any(|request| self.outgrows(*request, known.claim))
     }
 
-    /// Frames that a request leaves alone.
+    /// Frames that a request must leave to the floor.
     fn floor_for(&self, request: RequestId) -> u32 {
         if self.never_refused(request) { 0 } else { self.floor }
     }
 
-    /// Whether the budget holds what is declared: then a member that lets go takes nothing from others.
+    /// Whether the budget holds all declared frames and the floor. If so, a member that lets go takes nothing from
+    /// others.
     fn is_roomy(&self) -> bool {
         self.declared + self.floor <= self.frames.target
     }
 
-    /// Ends one of the requests that wait for each other for ever because of this scope, and again until there are none. Whether
-    /// there was one.
+    /// Ends requests that wait for each other forever because of this scope, one after the other until none is left.
+    /// Returns whether there was one.
     pub(super) fn break_deadlocks(&mut self, scope: ScopeId, fx: &mut Effects) -> bool {
         let Some(key) = self.scope_key(scope).filter(|key| !self.scopes[*key].waiting.is_empty()) else { return false };
         self.count(key);
@@ -540,9 +546,9 @@ impl Pager {
         any
     }
 
-    /// Who waits for each other, and which request is to end.
+    /// The request that is to end because scopes wait for each other, and its error.
     fn find_deadlock(&mut self) -> Option<(RequestId, Error)> {
-        // Nobody needs to be moved now.
+        // No member needs to be moved while all are counted.
         self.members.sure = false;
         let waiting = self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty());
         for key in waiting.map(|(key, _)| key).collect::<Vec<_>>() {
@@ -565,7 +571,7 @@ impl Pager {
         (!left.is_empty()).then(|| self.choose(&left)).flatten()
     }
 
-    /// Takes away, round by round, the members that could go on if all others but the rest let go.
+    /// Removes, round by round, the members that can go on once those removed before have let go.
     fn reduce(&mut self) -> Reduction {
         let mut numbers: HashMap<PageId, usize> = HashMap::new();
         let mut pages: Vec<PageLeft> = Vec::new();
@@ -590,7 +596,7 @@ impl Pager {
             nodes.push(node);
         }
         used += pages.len() as i64;
-        // Requests whose pages nobody has in a way that excludes them, and that are to be tried.
+        // Requests to be tried: no member holds one of their pages in a way that excludes them.
         let mut next: Vec<usize> = Vec::new();
         for (at, node) in nodes.iter_mut().enumerate() {
             for id in &self.scopes[node.key].waiting {
@@ -625,7 +631,7 @@ impl Pager {
         }
         let target = i64::from(self.frames.target);
         let mut ready: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at].open == 0).collect();
-        // Those that wait until no more than so many frames are used.
+        // Requests that wait until at most this many frames are used.
         let mut until: BinaryHeap<(i64, usize)> = BinaryHeap::new();
         let mut undeclared: Vec<usize> = Vec::new();
         let mut rounds = Vec::with_capacity(nodes.len());
@@ -644,7 +650,8 @@ impl Pager {
                 if declares && used <= most {
                     slack = slack.min(most - used);
                 } else if wanted <= u64::from(scope.purse + scope.coming) {
-                    // What is in its purse it gets, whatever a smaller budget waits for; but that may be spent for another one.
+                    // Frames in the scope's purse are there, whatever a smaller budget waits for. But another request
+                    // may spend them.
                     lasts = false;
                 } else if declares {
                     until.push((most, number));
@@ -697,7 +704,7 @@ impl Pager {
         members.sure = reduction.lasts && members.reserving == 0;
     }
 
-    /// Members that do not go on, found by looking at each again and again.
+    /// Members that cannot go on, found by looking at each member again and again.
     fn left_plainly(&self) -> Vec<usize> {
         let waiting = self.scopes.iter().filter(|(_, scope)| !scope.waiting.is_empty()).map(|(key, _)| key);
         let (mut nodes, mut holders) = self.nodes(waiting);
@@ -728,7 +735,8 @@ impl Pager {
         }
     }
 
-    /// Those of these scopes that hold something, and how many of them hold a page, and whether one has it for itself.
+    /// The scopes of `keys` that hold something. Also, for each page held, how many of them hold it, and whether one
+    /// does so exclusively.
     fn nodes(&self, keys: impl Iterator<Item = usize>) -> (Vec<Node<'_>>, HashMap<PageId, (u32, bool)>) {
         let mut nodes = Vec::new();
         let mut holders: HashMap<PageId, (u32, bool)> = HashMap::new();
@@ -750,16 +758,16 @@ impl Pager {
         (nodes, holders)
     }
 
-    /// Which request of those that wait for each other is to end, and what it is told.
+    /// The request that is to end, of those that wait for each other, and its error.
     fn choose(&self, left: &[usize]) -> Option<(RequestId, Error)> {
         let (nodes, holders) = self.nodes(left.iter().copied());
         let claims: u64 = nodes.iter().map(|node| u64::from(node.claim)).sum();
-        // Who is in its own way is told of it: nobody else can do anything about that.
+        // A scope in its own way comes first: no other scope can do anything about that.
         if let Some(told) = nodes.iter().find_map(|node| self.in_its_own_way(node)) {
             return Some(told);
         }
-        // Of those that are in each other's way, the one that costs the least: no reservation, no answer waited for, the
-        // youngest. One that gives up helps if it holds what no other one does.
+        // Otherwise the one whose end costs the least. First a scope that helps by letting go, because it holds
+        // something that no other does; then one not opened for a number of pages; then a batch one; then the youngest.
         let declared = nodes.iter().map(|node| node.scope.declared).sum();
         let all = HeldByAll { pages: &holders, claims, frames: self.frames.target, declared };
         let victim = nodes
@@ -799,13 +807,13 @@ impl Pager {
         Some((
             request,
             Error::new(ErrorKind::WouldDeadlock, message).remedy(
-                "drop the scope's guards and try again, pin what is needed together as a set, or open the scope for the \
-                 most it will need, so that it is admitted as a unit",
+                "drop the scope's guards and try again, pin what is needed together as a set, or open the scope for \
+                 the most it will need, so that it is admitted as a unit",
             ),
         ))
     }
 
-    /// Whether a request that waits could be admitted if nobody held anything but `all`.
+    /// Whether a waiting request could be admitted if nothing but `all` were held.
     fn goes_on(&self, node: &Node<'_>, request: RequestId, all: &HeldByAll<'_>) -> bool {
         let Some((_, runs, purpose, reserves)) = self.asks(request) else { return true };
         if self.outgrows(request, node.claim) {
@@ -815,12 +823,12 @@ impl Pager {
         for page in runs.iter().flat_map(|run| run.pages()) {
             match all.pages.get(&page) {
                 None => wanted += 1,
-                // Whoever has it: the scope itself as well.
+                // Whoever holds the page, the scope itself included.
                 Some((_, locked)) if purpose == Purpose::Write || *locked => return false,
                 Some(_) => {}
             }
         }
-        // It wants none, or they are in its purse, whatever a smaller budget waits for.
+        // It wants no frame, or its frames are in the purse, whatever a smaller budget waits for.
         if wanted <= u64::from(node.scope.purse + node.scope.coming) {
             return true;
         }
@@ -830,7 +838,7 @@ impl Pager {
         declares && all.pages.len() as u64 + wanted + floor + others <= u64::from(all.frames)
     }
 
-    /// Which of a scope's requests waits for what the scope itself holds, and an error that says so.
+    /// The scope's request that waits for what the scope itself holds, and an error that says so.
     fn in_its_own_way(&self, node: &Node<'_>) -> Option<(RequestId, Error)> {
         let budget = u64::from(self.frames.target);
         let most = u64::from(self.frames_beside(node.scope.declared));
@@ -872,18 +880,18 @@ impl Pager {
         Some((request, error))
     }
 
-    /// "3 pages (6.0 MiB)".
+    /// For example "3 pages (6.0 MiB)".
     fn pages_in_words(&self, pages: u64) -> String {
         let noun = if pages == 1 { "page" } else { "pages" };
         format!("{pages} {noun} ({})", Bytes::new(pages * self.config.page_bytes))
     }
 
-    /// For checks: nobody waits for ever but those that can never be refused, and what is known of the members is so.
+    /// For checks: only requests that can never be refused wait forever, and the counts of members are right.
     pub(super) fn check_members(&self) -> Result<(), String> {
         let refusable = |key: &usize| self.scopes[*key].waiting.iter().any(|request| !self.never_refused(*request));
         let left = self.left_plainly();
-        // What has been lent is looked at with the next event, which the end of its fill is at the latest; a guard that was paid
-        // for and is not listed any more, when its end is told, in the same hold of the latch.
+        // Some changes are looked at later. Lent pages: with the next event, at the latest when the fill ends. A paid
+        // guard that is no longer listed: when its end is told, under the same hold of the latch.
         let in_debt =
             |scope: &Scope| scope.paid.iter().map(|(_, frames)| frames).sum::<u32>() != scope.holdings().paid();
         let looks_later = !self.grown.is_empty() || self.scopes.iter().any(|(_, scope)| in_debt(scope));
@@ -948,24 +956,24 @@ impl Pager {
     }
 }
 
-/// What came of taking members away.
+/// The result of a reduction.
 struct Reduction {
-    /// Keys of those that remain.
+    /// Keys of the members that remain.
     left: Vec<usize>,
-    /// Keys of those that do not, and in which round they went.
+    /// Keys of the removed members, and the round in which each was removed.
     rounds: Vec<(usize, i64)>,
-    /// So many frames were left in each round, for each request that was satisfied in it.
+    /// The fewest frames left in any round for a request that was satisfied in it.
     slack: i64,
-    /// Whether members that come do not change what was found of those that are there, as long as they find room.
+    /// Whether the result for these members stays right when others join, as long as those find room.
     lasts: bool,
 }
 
-/// A page that members hold which are not taken away yet.
+/// A page held by members that are not removed yet.
 #[derive(Default)]
 struct PageLeft {
     holders: u32,
     locked: bool,
-    /// Requests that want it, and whether they are excluded.
+    /// Requests that want it, by number, and whether they are excluded.
     asking: Vec<(usize, bool)>,
 }
 
@@ -973,42 +981,42 @@ struct NodeLeft {
     key: usize,
     pages: Vec<usize>,
     claim: u32,
-    /// Requests that are not satisfied yet.
+    /// How many of its requests are not satisfied yet.
     open: u32,
 }
 
 struct RequestLeft {
     node: usize,
-    /// Frames, of pages that nobody holds, and to reserve.
+    /// Frames it wants: for pages that nobody holds, and to reserve.
     wanted: u64,
     floor: u32,
     reserves: u32,
-    /// Pages that are held in a way that excludes it.
+    /// How many of its pages are held in a way that excludes it.
     excluded: u32,
 }
 
-/// A scope that holds, and waits.
+/// A scope that holds something and waits.
 struct Node<'a> {
     key: usize,
     id: ScopeId,
     scope: &'a Scope,
-    /// Its pages, and whether it has them for itself.
+    /// The pages it holds, and whether exclusively.
     held: HashMap<PageId, bool>,
     /// See [`Scope::claim`].
     claim: u32,
 }
 
-/// What some scopes hold, all together.
+/// What several scopes hold together.
 struct HeldByAll<'a> {
-    /// By how many of them, and whether one has the page for itself.
+    /// For each page, how many of them hold it, and whether one does so exclusively.
     pages: &'a HashMap<PageId, (u32, bool)>,
-    /// What they claim beside these.
+    /// Frames they claim beside these.
     claims: u64,
-    /// Of so many frames.
+    /// How many frames there are.
     frames: u32,
-    /// How many of these they have declared.
+    /// How many frames they have declared.
     declared: u32,
 }
 
-/// Scopes named in one message.
+/// How many scopes a message names.
 const NAMED: usize = 4;

@@ -1,5 +1,5 @@
-//! The one public error: a kind to match on, a sentence that names the thing and the limit, what to do about it, and
-//! the cause.
+//! The one public error. It has a kind to match on, a sentence that names the thing and the limit, a remedy, and a
+//! cause.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -20,21 +20,21 @@ pub enum ErrorKind {
     NotFound,
     /// The operating system refused access.
     PermissionDenied,
-    /// A model file's header is malformed, truncated or lies.
+    /// A model file's header is malformed, truncated or wrong.
     Format,
     /// The input is well-formed, but this build does not handle it.
     Unsupported,
     /// A budget cannot hold what was asked for as one unit.
     BudgetTooSmall,
-    /// Scopes that hold pins would wait for each other for ever: this one gives up, and keeps what it holds.
+    /// Scopes that hold pins would wait for each other forever. This request gives up; its scope keeps what it holds.
     WouldDeadlock,
     /// The operating system or the device would not give memory or address space.
     OutOfMemory,
-    /// The process would come to more mappings of memory than the kernel allows it.
+    /// The process would need more memory mappings than the kernel allows it.
     TooManyMappings,
     /// Reading or writing failed.
     Io,
-    /// Reading or writing took longer than the runtime was told to wait for it.
+    /// Reading or writing took longer than the time limit set for the runtime.
     TimedOut,
     /// A GPU or its driver failed.
     Device,
@@ -52,13 +52,13 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// Runs what is the caller's: a panic there becomes its message, and costs nobody else anything.
+/// Runs a caller's closure. A panic in it becomes its message, and affects nobody else.
 #[doc(hidden)]
 pub fn caught<T>(call: impl FnOnce() -> T) -> std::result::Result<T, String> {
     panic::catch_unwind(AssertUnwindSafe(call)).map_err(|payload| match payload.downcast::<String>() {
         Ok(text) => *text,
         Err(payload) => payload.downcast::<&'static str>().map(|text| (*text).to_owned()).unwrap_or_else(|unknown| {
-            // Its drop is the caller's too.
+            // Its `drop` is the caller's code too, and could panic.
             std::mem::forget(unknown);
             "no message".to_owned()
         }),
@@ -78,13 +78,12 @@ struct Inner {
 }
 
 impl Error {
-    /// An error of `kind`; `message` names the thing and the limit.
+    /// An error of `kind`. `message` names the thing and the limit.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self(Arc::new(Inner { kind, message: message.into(), remedy: None, source: None }))
     }
 
-    /// An error about an operating-system failure while doing `what` ("read page 7 of model.gguf"). The kind follows
-    /// from the failure.
+    /// An operating-system failure while doing `what` ("read page 7 of model.gguf"). The kind follows from `cause`.
     pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
         let kind = match cause.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -114,7 +113,7 @@ impl Error {
         self.edit(|e| e.source = Some(Arc::new(source)))
     }
 
-    /// Puts what was being done in front of the message: `"{what}: {message}"`.
+    /// Puts what was being done before the message: `"{what}: {message}"`.
     #[must_use]
     pub fn context(self, what: impl fmt::Display) -> Self {
         self.edit(|e| e.message = format!("{what}: {}", e.message))
@@ -125,9 +124,9 @@ impl Error {
         self.0.kind
     }
 
-    /// Whether the same call, unchanged, may succeed later: a disk or a network file system recovers, somebody else frees
-    /// room. The runtime has repeated what is worth repeating at once; whoever has time may ask again. Any other error
-    /// stays until the program, the file or the budget is another.
+    /// Whether the same call, unchanged, may succeed later: a disk or a network file system may recover, or room may be
+    /// freed. The runtime has already repeated what is worth repeating at once; a caller who has time may try again.
+    /// Every other error stays until the program, the file or the budget changes.
     ///
     /// ```
     /// # extern crate outcore_pager as outcore;
@@ -147,7 +146,7 @@ impl Error {
     }
 }
 
-/// One line: message, causes, remedy.
+/// Writes one line: message, cause, remedy.
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0.message)?;
@@ -172,8 +171,8 @@ impl StdError for Error {
         self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
     }
 }
-/// Of names there are, the one that takes the fewest edits from one there is not; of long ones only the beginnings count,
-/// because files may hold names of any length. `None` if there are none.
+/// The name in `names` that takes the fewest edits to become `name`, or `None` if `names` is empty. Only the first 128
+/// characters count, because names in files may be of any length.
 #[doc(hidden)]
 pub fn closest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     const COMPARED: usize = 128;

@@ -1,4 +1,4 @@
-//! Who owns which frame, and which are free: device frames, host frames, staging buffers.
+//! Which frames and buffers are free, and which are owned: device frames, host frames, staging buffers.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -6,24 +6,24 @@ use super::Priority;
 use super::order::Order;
 use crate::ids::{FrameId, HostFrameId, MoveId, PageId, SegmentId, StagingId};
 
-/// Frames of the device tier. A frame is free, owned by a page, being given back to the system, or retired because the
-/// budget shrank; or it is to be retired, and the system has refused its memory.
+/// Frames of the device tier. A frame is free, owned by a page, being discarded (its memory goes back to the system),
+/// refused (it is to leave the budget, but the system did not take its memory), or retired because the budget shrank.
 #[derive(Debug)]
 pub(super) struct DeviceFrames {
-    /// Whether a page has the frame; which one is in the page's entry.
+    /// Whether a page has the frame. The page's entry says which page.
     owned: Vec<bool>,
     in_use: u32,
-    /// Last freed, first reused: its memory is warm.
+    /// Free frames. The one freed last is reused first: its memory is warm.
     free: VecDeque<FrameId>,
-    /// So many of the free ones, those that are reused last, are known to have no memory.
+    /// How many free frames are known to have no memory. They are the ones reused last.
     bare: u32,
     retired: Vec<FrameId>,
-    /// Frames whose memory is being given back. They cannot be reused before that is done: the memory of a frame's next
-    /// page must not be the one that goes.
+    /// Frames whose memory is being given back. They are not reused before that is done: otherwise the memory of the
+    /// frame's next page could be taken.
     discarding: BTreeSet<FrameId>,
-    /// How many of those leave the budget; which ones makes no difference.
+    /// How many of these leave the budget. It makes no difference which.
     retiring: u32,
-    /// Frames that were to leave the budget, and whose memory the system did not take. They are tried again when somebody asks.
+    /// Frames that were to leave the budget, but whose memory the system did not take. They are tried again on request.
     refused: Vec<FrameId>,
     pub(super) target: u32,
 }
@@ -46,11 +46,11 @@ impl DeviceFrames {
     pub(super) fn free_count(&self) -> u32 {
         self.free.len() as u32
     }
-    /// Of the free ones, those that are known to have no memory.
+    /// How many free frames are known to have no memory.
     pub(super) fn bare_count(&self) -> u32 {
         self.bare
     }
-    /// None that is free has memory yet.
+    /// Says that no free frame has memory yet.
     pub(super) fn all_bare(&mut self) {
         self.bare = self.free_count();
     }
@@ -59,11 +59,11 @@ impl DeviceFrames {
         self.bare = self.bare.min(self.free_count());
         Some(frame)
     }
-    /// Frames that are in the budget.
+    /// How many frames are in the budget.
     pub(super) fn active(&self) -> u32 {
         self.existing() - self.retiring - self.refused.len() as u32
     }
-    /// Frames that have memory, or still have some of it.
+    /// How many frames have memory, or may have some.
     pub(super) fn existing(&self) -> u32 {
         (self.owned.len() - self.retired.len()) as u32
     }
@@ -82,17 +82,17 @@ impl DeviceFrames {
         self.in_use -= 1;
         self.free.push_back(frame);
     }
-    /// A free frame whose memory is to go back to the system.
+    /// Takes a free frame whose memory is to go back to the system.
     pub(super) fn discard(&mut self) -> Option<FrameId> {
         let frame = self.pop()?;
         self.discarding.insert(frame);
         Some(frame)
     }
-    /// A free frame that may have memory, which is to go back to the system.
+    /// Takes a free frame that may have memory, which is to go back to the system.
     pub(super) fn discard_warm(&mut self) -> Option<FrameId> {
         if self.free_count() > self.bare { self.discard() } else { None }
     }
-    /// Lets one of the frames whose memory is being given back leave the budget.
+    /// Lets one of the frames being discarded leave the budget. Returns whether there was one.
     pub(super) fn retire(&mut self) -> bool {
         let may = (self.retiring as usize) < self.discarding.len();
         self.retiring += u32::from(may);
@@ -110,7 +110,7 @@ impl DeviceFrames {
             self.bare += 1;
         }
     }
-    /// The system has not taken a frame's memory. Returns whether it was to leave the budget.
+    /// Notes that the system has not taken a frame's memory. Returns whether the frame was to leave the budget.
     pub(super) fn discard_refused(&mut self, frame: FrameId) -> bool {
         if !self.discarding.remove(&frame) {
             return false;
@@ -124,7 +124,7 @@ impl DeviceFrames {
         }
         leaves
     }
-    /// Frames whose memory the system is to be offered once more.
+    /// Frames whose memory is to be offered to the system again.
     pub(super) fn discard_again(&mut self) -> Vec<FrameId> {
         self.retiring += self.refused.len() as u32;
         self.discarding.extend(&self.refused);
@@ -133,7 +133,7 @@ impl DeviceFrames {
     pub(super) fn is_owned(&self, frame: FrameId) -> bool {
         self.owned.get(frame.index()).copied().unwrap_or(false)
     }
-    /// Each frame is exactly one of free, owned, being discarded, refused, retired.
+    /// For checks: each frame is exactly one of free, owned, being discarded, refused and retired.
     pub(super) fn check(&self) -> Result<(), String> {
         let apart = self.free.iter().chain(&self.retired).chain(&self.discarding).chain(&self.refused);
         let mut seen: Vec<FrameId> = apart.copied().collect();
@@ -146,7 +146,7 @@ impl DeviceFrames {
             && self.bare as usize <= self.free.len();
         if seen == all && counts { Ok(()) } else { Err(format!("frames are not in one place each: {self:?}")) }
     }
-    /// Brings frames back until the target is met; returns how many frames must exist in all.
+    /// Brings frames back until the target is met. Returns how many frames must exist in all.
     pub(super) fn grow(&mut self) -> u32 {
         while self.active() < self.target {
             if self.retiring > 0 {
@@ -170,14 +170,14 @@ impl DeviceFrames {
 /// Frames of the host tier, and the order in which their pages leave it.
 #[derive(Debug)]
 pub(super) struct HostFrames {
-    /// Last freed, first reused.
+    /// Free frames. The one freed last is reused first.
     free: Vec<HostFrameId>,
-    /// So many of the free ones, those that are reused last, are known to have no memory.
+    /// How many free frames are known to have no memory. They are the ones reused last.
     bare: u32,
     /// Frames whose memory is being given back.
     discarding: BTreeSet<HostFrameId>,
     total: u32,
-    /// Pages with a valid host copy, least recently demoted first to go.
+    /// Pages with a valid host copy, in the order in which they leave: the least recently demoted first.
     order: Order,
 }
 
@@ -211,19 +211,19 @@ impl HostFrames {
         self.bare = self.bare.min(self.free.len() as u32);
         Some(frame)
     }
-    /// A free frame that may have memory, which is to go back to the system.
+    /// Takes a free frame that may have memory, which is to go back to the system.
     pub(super) fn discard_warm(&mut self) -> Option<HostFrameId> {
         let frame = if self.free.len() as u32 > self.bare { self.take() } else { None }?;
         self.discarding.insert(frame);
         Some(frame)
     }
-    /// These have no memory any more.
+    /// Notes that these frames have no memory any more.
     pub(super) fn discarded(&mut self, frames: &[HostFrameId]) {
         let bare = frames.iter().copied().filter(|frame| self.discarding.remove(frame)).collect::<Vec<_>>();
         self.bare += bare.len() as u32;
         self.free.splice(0..0, bare);
     }
-    /// Each frame is free, being given back, or a page's, of which there are so many.
+    /// For checks: each frame is free, being given back, or one of the `held` frames of pages.
     pub(super) fn check(&self, held: u32) -> Result<(), String> {
         let mut apart: Vec<HostFrameId> = self.free.iter().chain(&self.discarding).copied().collect();
         apart.sort_unstable();
@@ -237,7 +237,7 @@ impl HostFrames {
     pub(super) fn entered(&mut self, page: PageId) {
         self.order.insert(page);
     }
-    /// The copy became a duplicate of a device-resident page: first to go.
+    /// Notes that the copy is now a duplicate of a page in the device tier: it goes first.
     pub(super) fn duplicated(&mut self, page: PageId) {
         self.order.demote(page);
     }
@@ -256,7 +256,7 @@ impl HostFrames {
     }
 }
 
-/// Buffers between disk and device. A move waits here until it has one; it then waits for nothing else.
+/// Buffers between disk and device. A move waits here until it has one, and then waits for nothing else.
 #[derive(Debug)]
 pub(super) struct StagingRing {
     free: Vec<StagingId>,
@@ -266,7 +266,7 @@ pub(super) struct StagingRing {
 }
 
 impl StagingRing {
-    /// Buffers that moves nobody waits for may not take.
+    /// How many buffers are kept from moves that nobody waits for.
     const RESERVED: u32 = 1;
 
     pub(super) fn new(count: u32) -> Self {
@@ -290,7 +290,7 @@ impl StagingRing {
         }
         true
     }
-    /// Each buffer is free or held by one of `held` moves.
+    /// For checks: each buffer is free or held by one of `held` moves.
     pub(super) fn check(&self, held: u32) -> Result<(), String> {
         let mut free = self.free.clone();
         free.sort_unstable();
@@ -301,7 +301,7 @@ impl StagingRing {
     pub(super) fn waiting_for_check(&self) -> (&[StagingId], Vec<(Priority, u32)>) {
         (&self.free, self.waiting.iter().map(|((priority, _), id)| (*priority, id.0 as u32)).collect())
     }
-    /// The next move that may have a buffer now.
+    /// The next move that may have a buffer now, with its buffer.
     pub(super) fn next(&mut self) -> Option<(MoveId, StagingId)> {
         let (key, id) = self.waiting.first_key_value().map(|(key, id)| (*key, *id))?;
         let keep = if key.0 <= Priority::WriteBack || self.total <= Self::RESERVED { 0 } else { Self::RESERVED };

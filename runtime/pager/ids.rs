@@ -1,5 +1,5 @@
-//! Identifiers and sizes. Everything the runtime counts has its own type, so that a frame number can never be passed
-//! where a page number is wanted and a byte count never where a page count is.
+//! Identifiers and sizes. Everything the runtime counts has its own type. So a frame number cannot be passed as a page
+//! number, nor a byte count as a page count.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,8 +10,9 @@ use crate::error::{Error, ErrorKind};
 
 /// A number of bytes.
 ///
-/// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"` (decimal units are powers of ten, binary units powers of two;
-/// a bare `K`, `M`, `G`, `T`, `P`, `E` is binary, as memory sizes usually are). Serialized as a number.
+/// Parses `"4096"`, `"32MiB"`, `"1.5 GiB"`, `"1000MB"`. Decimal units (`MB`) are powers of ten, binary units (`MiB`)
+/// powers of two. A bare `K`, `M`, `G`, `T`, `P` or `E` is binary, as memory sizes usually are. Serialized as a number
+/// of bytes.
 ///
 /// ```
 /// # extern crate outcore_pager as outcore;
@@ -48,7 +49,7 @@ impl Bytes {
     pub const fn get(self) -> u64 {
         self.0
     }
-    /// `self - other`, or zero where `other` is larger.
+    /// `self - other`, or zero if `other` is larger.
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
@@ -120,7 +121,8 @@ pub struct PageSize {
 }
 
 impl PageSize {
-    /// 2 MiB: the size of a huge page on x86-64, and the default of every device (`docs/decisions/0014-page-size-on-a-gpu.md`).
+    /// 2 MiB: the size of a huge page on x86-64, and the default of every device (see
+    /// `docs/decisions/0014-page-size-on-a-gpu.md`).
     pub const DEFAULT: Self = Self { log2: 21 };
     const MIN_LOG2: u8 = 12;
     const MAX_LOG2: u8 = 30;
@@ -153,7 +155,7 @@ impl PageSize {
     }
 }
 
-/// As a number of bytes.
+/// Serialized as a number of bytes.
 impl Serialize for PageSize {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_u64(self.bytes())
@@ -210,11 +212,11 @@ macro_rules! id {
             pub const fn new(n: $inner) -> Self {
                 Self(n)
             }
-            /// The raw number, for display and for keys of foreign maps.
+            /// The raw number, to display or to use as a key.
             pub const fn get(self) -> $inner {
                 self.0
             }
-            /// The raw number, as an index of a vector that has a place for each.
+            /// The raw number, as an index into a vector with a place for each.
             pub const fn index(self) -> usize {
                 self.0 as usize
             }
@@ -245,11 +247,11 @@ id!(
     HostFrameId, u32, "hframe"
 );
 id!(
-    /// A buffer of the staging ring, through which pages pass where the store cannot reach device memory.
+    /// A buffer of the staging ring. Pages pass through it where the store cannot reach device memory.
     StagingId, u32, "staging"
 );
 id!(
-    /// A file the store has open.
+    /// A file that the store has open.
     FileId, u32, "file"
 );
 id!(
@@ -257,25 +259,25 @@ id!(
     MoveId, u64, "move"
 );
 id!(
-    /// A point on the timeline of the stream on which fills are copied. A greater one comes later: when it has passed, so
-    /// have the smaller ones.
+    /// A point on the timeline of the stream that copies fills. Greater points come later: when one has passed, so have
+    /// all smaller ones.
     FillPoint, u64, "point"
 );
 id!(
-    /// A set of pages wanted as a unit.
+    /// A request: pages wanted as a unit.
     RequestId, u64, "req"
 );
 id!(
-    /// What one task holds and may still ask for.
+    /// A scope: what one task holds and may still ask for.
     ScopeId, u64, "scope"
 );
 id!(
-    /// One pass in progress over the pages of a plan.
+    /// A walker: one pass in progress over the pages of a plan.
     WalkerId, u32, "walker"
 );
 
 impl WalkerId {
-    /// The walker of all uses that are made without one.
+    /// The walker of every use without a named walker.
     pub const DEFAULT: Self = Self(0);
 }
 
@@ -285,17 +287,17 @@ impl Default for WalkerId {
     }
 }
 
-/// What a segment's tensors are for: policies may treat classes differently.
+/// What a segment's tensors hold. Policies may treat classes differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SegmentClass {
-    /// A model's, used pass after pass in much the same order. Segments of model files are of this class.
+    /// Weights of a model, used pass after pass in much the same order. Segments of model files have this class.
     Weights,
-    /// Of attention: written once, used as long as a conversation lasts.
+    /// Keys and values of attention: written once, used as long as a conversation lasts.
     KeysAndValues,
-    /// What training keeps beside the weights: gradients and moments.
+    /// What training keeps beside the weights, such as gradients and moments.
     Optimizer,
-    /// What a pass computes and uses once more or a few times.
+    /// Results that a pass computes and uses once more or a few times.
     Activations,
     /// Anything else.
     #[default]
@@ -303,16 +305,16 @@ pub enum SegmentClass {
 }
 
 impl SegmentClass {
-    /// All of them.
+    /// All classes.
     pub const ALL: [Self; 5] = [Self::Weights, Self::KeysAndValues, Self::Optimizer, Self::Activations, Self::Other];
 }
 
-/// A page: fixed-size logical unit of tensor bytes.
+/// A page: a fixed number of tensor bytes that move together.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct PageId {
     /// The segment the page belongs to.
     pub segment: SegmentId,
-    /// Its position there.
+    /// Its position in that segment.
     pub index: PageIndex,
 }
 
@@ -335,7 +337,7 @@ mod tests {
         assert_eq!(Bytes::new(15 << 60).to_string(), "15.0 EiB");
         for large in ["16EiB", "18446744073709551616", "1e30", "99999999999999999999999GiB", "20000000.5TiB"] {
             let error = large.parse::<Bytes>().unwrap_err().to_string();
-            // An exponent is not how sizes are written, whatever their size.
+            // An exponent is not understood in a size, however large the number is.
             let wanted = if large.contains('e') { "not understood" } else { "too large: the limit is 16.0 EiB" };
             assert!(error.contains(wanted), "{large}: {error}");
         }

@@ -1,32 +1,32 @@
-//! The pager: which page is where, who may use it, what moves next.
+//! The pager decides which page is where, who may use it, and what moves next.
 //!
-//! A pure state machine. Requests and completions go in; [`Effects`] come out: moves to start, requests that are done.
-//! It does no I/O, reads no clock, starts no threads, so the same code runs in the runtime, in tests that enumerate
-//! every order of events, and under a virtual clock.
+//! It is a pure state machine. Requests and completions go in. [`Effects`] come out: moves to start, and requests that
+//! are done. It does no I/O, reads no clock and starts no threads. So the same code runs in the runtime, in tests that
+//! enumerate every order of events, and under a virtual clock.
 //!
 //! # Invariants
 //!
-//! 1. A frame belongs to at most one page, a page to at most one device frame and one host frame.
-//! 2. Frames in use never exceed the budget; a fill starts only when its frame, and its staging buffer where it needs
-//!    one, are its own.
-//! 3. A request holds either all its frames and pages or none: it is admitted as a unit (see `admit`). So two requests
-//!    never wait for each other; what may is [scopes](scope), which hold pins and ask for more.
-//! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`: what a scope has set aside is there, and every
-//!    admitted page that has no frame yet, and every frame that is to be set aside, has one on its way. Where a failure breaks
-//!    this, the pump repairs it by choosing another victim.
+//! 1. A frame belongs to at most one page. A page has at most one device frame and one host frame.
+//! 2. Frames in use never exceed the budget. A fill starts only when it owns its frame, and its staging buffer where it
+//!    needs one.
+//! 3. A request holds all its frames and pages or none: it is admitted as a unit (see `admit`). So two requests never
+//!    wait for each other. [Scopes](scope) may, because they hold pins and ask for more.
+//! 4. `purses <= free` and `awaiting + coming <= free - purses + transit`. The frames in purses exist. One frame is on
+//!    its way for each admitted page that has none yet, and for each frame still to be set aside. Where a failure
+//!    breaks this, the pump repairs it by choosing another victim.
 //! 5. A dirty page's bytes exist in exactly one place until a write back has been confirmed.
-//! 6. What a guard pins stays where it is.
-//! 7. A page whose fill has not ended is pinned only where it was *lent*: to a request for a stream, once the device has
-//!    taken up the copy, which the stream waits for. If such a fill fails, its frame stays the page's, and the page is
-//!    filled again or evicted by nobody, until those pins have ended.
-//! 8. `declared + floor <= frames`, where frames are those that exist and are not leaving: what scopes declared is there, spent
-//!    or not, and the floor beside it.
+//! 6. A pinned page stays where it is while its guard lives.
+//! 7. A page whose fill has not ended is pinned only if it was *lent*: to a request for a stream, once the device has
+//!    taken up the copy, for which the stream waits. If such a fill fails, the page keeps its frame, and is neither
+//!    filled again nor evicted, until those pins have ended.
+//! 8. `declared + floor <= frames`, where `frames` counts those that exist and are not leaving. So the frames that
+//!    scopes declared, spent or not, exist beside the floor.
 //!
 //! # Locking
 //!
 //! A [`Pager`] is used under one latch. Only [`PageWord`]s are touched without it (see [`state`]), and only to pin and
-//! unpin resident pages (see [`pin`]). Effects are carried out after the latch is released, except `protect`, which must not be
-//! overtaken by the frame's next use.
+//! unpin resident pages (see [`pin`]). Effects are carried out after the latch is released. `protect` is the exception:
+//! the frame's next use must not overtake it.
 
 #[macro_use]
 #[doc(hidden)]
@@ -95,12 +95,12 @@ use scope::Scope;
 use state::Illegal;
 use table::SegmentTable;
 
-/// How urgent a move is; the smallest goes first.
+/// How urgent a move is. The smallest goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
     /// Somebody waits for the page.
     Demand,
-    /// A write-back somebody waits for.
+    /// A write back that somebody waits for.
     WriteBack,
     /// The plan will want the page.
     Prefetch,
@@ -130,11 +130,11 @@ pub struct Move {
     pub id: MoveId,
     /// The page whose bytes move.
     pub page: PageId,
-    /// Where they are.
+    /// Where the bytes are.
     pub from: Place,
-    /// Where they go.
+    /// Where the bytes go.
     pub to: Place,
-    /// The staging buffer they pass through, where disk and device do not meet.
+    /// The staging buffer that the bytes pass through, where disk and device cannot exchange bytes directly.
     pub staging: Option<StagingId>,
     /// Urgency at the start; may be raised later.
     pub priority: Priority,
@@ -147,7 +147,7 @@ pub struct PageRun {
     pub segment: SegmentId,
     /// First page.
     pub first: PageIndex,
-    /// Pages.
+    /// Number of pages.
     pub count: u32,
 }
 
@@ -163,7 +163,7 @@ impl PageRun {
         runs.truncate(joined);
     }
 
-    /// [`normalize`](Self::normalize) of runs wherever they are: those that are left come first, and are counted.
+    /// [`normalize`](Self::normalize) in place: the joined runs come first. Returns how many there are.
     pub fn join(runs: &mut [PageRun]) -> usize {
         runs.sort_unstable();
         let mut joined = 0usize;
@@ -186,7 +186,7 @@ impl PageRun {
     }
 }
 
-/// Why a request had to wait; the first that applies.
+/// Why a request had to wait. If several causes apply, the first one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WaitCause {
@@ -199,13 +199,13 @@ pub enum WaitCause {
     Host,
     /// A page had to be filled with zero bytes.
     Zero,
-    /// A prefetch of the page was under way, but late.
+    /// A prefetch of the page was under way, but had not ended.
     LatePrefetch,
     /// Every frame was pinned or in motion.
     Frames,
     /// A victim had to be written back, or copied down, first.
     WriteBack,
-    /// A writer, or readers in a writer's way, held the page.
+    /// A writer held the page, or readers that a writer must wait for.
     Guard,
 }
 
@@ -229,41 +229,43 @@ impl WaitCause {
     }
 }
 
-/// What a request got: pins of all its pages.
+/// What a request was granted: pins of all its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Granted {
     /// What it waited for.
     pub cause: WaitCause,
-    /// When the bytes of pages that were lent are there, if any were. Only for [requests for a
+    /// When the bytes of lent pages are there; `None` if no page was lent. Only for [requests for a
     /// stream](Purpose::ReadOnStream).
     pub after: Option<FillPoint>,
-    /// Frames of its scope's purse that it has spent: given back with [`Pager::unspent`] when the pins have ended.
+    /// Frames that the request has spent of its scope's purse. Given back with [`Pager::unspent`] when the pins have
+    /// ended.
     pub spent: u32,
 }
 
 /// How a request was received.
 #[derive(Debug)]
 pub enum Submitted {
-    /// Every page is pinned; the bytes of some may be there only [after](Granted::after) a point.
+    /// Every page is pinned. The bytes of lent pages are there only [after](Granted::after) a point.
     Ready(Granted),
     /// [`Effects::done`] will name this request.
     Waiting(RequestId),
 }
 
-/// What the pager wants done, in field order, after the latch is released (but see `protect`).
+/// What the pager wants done, in the order of the fields, after the latch is released (except `protect`).
 #[derive(Debug, Default)]
 pub struct Effects {
     /// Frames whose bytes must no longer be reachable. Done before the latch is released.
     pub protect: Vec<FrameId>,
     /// Moves to start. Each is answered by [`Pager::complete`].
     pub moves: Vec<Move>,
-    /// Moves already started that became more urgent.
+    /// Moves already started that have become more urgent.
     pub raised: Vec<(MoveId, Priority)>,
-    /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`] or [`Pager::discard_refused`].
+    /// Frames whose memory goes back to the system. Each is answered by [`Pager::discarded`] or
+    /// [`Pager::discard_refused`].
     pub discard: Vec<FrameId>,
     /// Requests that ended.
     pub done: Vec<(RequestId, Result<Granted, Error>)>,
-    /// Segments nothing refers to any more.
+    /// Segments that nothing refers to any more and that have nothing in flight.
     pub released: Vec<SegmentId>,
 }
 
@@ -282,9 +284,9 @@ impl Effects {
 /// Where a segment's pages come from when no tier holds them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// A model file: every page is on disk, always, and none is ever dirty.
+    /// A model file. Every page is always on disk, and none is ever dirty.
     File,
-    /// Read-write memory: zero bytes until written, on scratch after the first write back.
+    /// Read-write memory: zero bytes until written, in the scratch file after the first write back.
     ReadWrite,
 }
 
@@ -295,17 +297,17 @@ pub struct PagerConfig {
     pub frames: u32,
     /// Frames of the host tier.
     pub host_frames: u32,
-    /// Buffers of the staging ring; unused where `direct_io`.
+    /// Buffers of the staging ring. Unused if `direct_io`.
     pub staging: u32,
     /// Whether disk and device frames exchange bytes directly.
     pub direct_io: bool,
-    /// How far ahead of use fills start.
+    /// How many pages ahead of use fills start.
     pub lookahead: u32,
-    /// Bytes of a page, for messages.
+    /// Bytes of a page. Used in messages only.
     pub page_bytes: u64,
 }
 
-/// What the pager counted since it was made.
+/// What the pager has counted since it was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PagerStats {
@@ -315,7 +317,7 @@ pub struct PagerStats {
     pub hits: u64,
     /// Uses that found the page filled ahead and ready.
     pub prefetched: u64,
-    /// Uses that found the page on its way.
+    /// Uses that found the page being filled.
     pub late: u64,
     /// Uses that found the page absent.
     pub faults: u64,
@@ -333,13 +335,14 @@ pub struct PagerStats {
     pub write_backs: u64,
     /// Pages whose bytes were lost after repeated failures.
     pub poisoned: u64,
-    /// Fills that failed and were tried once more, for those who had come to wait for them after their moves had started.
+    /// Failed fills that were tried once more, because requests had come to wait for them after their moves had
+    /// started.
     pub retried: u64,
-    /// Requests that ended because scopes would have waited for each other for ever.
+    /// Requests that ended because scopes would have waited for each other forever.
     pub deadlocks: u64,
-    /// Pins for which every page was resident and that asked under the latch all the same: somebody waited for these pages
-    /// or for frames, they were in the hands of a writer or of a move, or the scope itself had requests that wait. Not counted: the
-    /// first use of a page that was filled ahead, which takes the latch after it has pinned, to begin the next fill.
+    /// Pins that took the latch although every page was resident: somebody waited for these pages or for frames, a
+    /// writer or a move had one of the pages, or the scope itself had waiting requests. Not counted: the first use of a
+    /// page that was filled ahead. That one takes the latch after it has pinned, to begin the next fill.
     pub latched_hits: u64,
 }
 
@@ -388,13 +391,13 @@ pub struct WalkerStats {
     pub id: WalkerId,
     /// Pages it has used: one count for each page of each pin.
     pub uses: u64,
-    /// Of these, uses that found the page resident since an earlier use, its own or another walker's: so many reads were spared.
+    /// Those uses that found the page resident since an earlier use, by this walker or another. Each spared one read.
     pub hits: u64,
-    /// Where it is in each order that it follows; empty if it follows none, or the policy follows none.
+    /// Where it is in each order that it follows. Empty if it follows none, or if the policy follows none.
     pub places: Vec<WalkerPlace>,
 }
 
-/// What a walker has used.
+/// A walker's counts.
 #[derive(Clone, Copy, Debug, Default)]
 struct Walked {
     uses: u64,
@@ -405,18 +408,19 @@ struct Walked {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct FrameStats {
-    /// Frames that pages have.
+    /// Frames that pages occupy.
     pub used: u64,
-    /// Frames of the budget that no page has.
+    /// Frames of the budget that no page occupies.
     pub free: u64,
-    /// Of the free ones, those that no page has had since their memory was given back, or ever. On the
-    /// host device, frames smaller than a huge page get memory together with their neighbours, which may be among these.
+    /// Free frames without memory: no page has used them yet, or not since their memory was given back. On the host
+    /// device, frames smaller than a huge page get memory together with their neighbours. Such neighbours may still be
+    /// counted here.
     pub bare: u64,
-    /// What is wasted in used frames: a segment's last page may be short, and its frame is whole.
+    /// Bytes of used frames that hold nothing: a segment's last page may be short, and its frame is whole.
     pub tails: Bytes,
 }
 
-/// Bytes of resident pages that do not exist, by tier.
+/// Bytes of used frames behind the ends of short last pages, by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Tails {
     device: u64,
@@ -437,7 +441,8 @@ pub struct PageView {
 }
 
 impl PageView {
-    /// The fastest tier that has the page's bytes; the disk's for those that no tier has, because nothing was written yet.
+    /// The fastest tier that has the page's bytes. `Disk` for a page that no tier has, because nothing was written to
+    /// it yet.
     pub fn tier(&self) -> Tier {
         match self.host {
             _ if self.device.is_resident() => Tier::Device,
@@ -460,74 +465,75 @@ pub struct Pager {
     requests: Slab<Request>,
     /// Requests that wait for frames.
     frame_line: FrameLine,
-    /// Requests that wait for pages, by page; only lines in which somebody stands.
+    /// Requests that wait for pages, by page. No line here is empty.
     page_lines: HashMap<PageId, Line>,
-    /// Absent pages, and who of those that wait for frames watches them: see [`FrameLine`].
+    /// For each watched page, the requests waiting for frames that watch it: see [`FrameLine`]. Watched pages are
+    /// absent.
     watched: HashMap<PageId, BTreeSet<RequestId>>,
-    /// Pages that could go but for the request that was tried last, if that failed for want of frames.
+    /// Pages that only the request tried last keeps from being evicted, because it would pin them. Empty unless that
+    /// request failed for want of frames.
     kept: Vec<PageId>,
-    /// Pages to whose lines something has happened.
+    /// Pages whose lines are to be served, because something has happened to them.
     moved: Vec<PageId>,
-    /// Requests that wait for frames in another line than before.
+    /// Requests to try again because what they wait for has changed, for example the line they stand in.
     nearly: Vec<RequestId>,
-    /// Scopes whose purses have more, or with a request that wants fewer frames of it.
+    /// Scopes whose purses are to be served: a frame has come, or one of their requests wants fewer.
     filled: Vec<ScopeId>,
-    /// Somebody wants fewer frames than when those that wait for frames were served last.
+    /// Whether a request wants fewer frames than when the line for frames was last served.
     eased: bool,
-    /// How many requests were looked at to find who goes on.
+    /// How many times a request was looked at to see whether it can go on.
     looks: u64,
-    /// Closed while somebody waits for frames.
+    /// Closed while a request waits for frames.
     gate: Arc<Gate>,
     scopes: Slab<Scope>,
     members: Members,
-    /// Scopes that have got more while they waited.
+    /// Scopes that hold or claim more than when deadlocks were last looked for.
     grown: Vec<ScopeId>,
-    /// Frames set aside for scopes that declared them, and not spent: the sum of all purses.
+    /// Frames set aside for scopes that declared them and have not spent them: the sum of all purses.
     purses: u32,
     /// Frames on their way to purses.
     coming: u32,
-    /// The scopes whose purses these are.
+    /// The scopes to whose purses these frames go, by key.
     coming_to: BTreeSet<usize>,
-    /// Frames that purses are owed.
+    /// Frames owed to purses.
     owed: u32,
-    /// The scopes whose purses these are.
+    /// The scopes to whose purses they are owed, by key.
     owed_to: BTreeSet<usize>,
-    /// What open scopes have declared, spent or not.
+    /// Frames that open scopes have declared, spent or not.
     declared: u32,
     /// Frames kept for requests that can never be refused.
     floor: u32,
     barren: Barren,
     /// Requests that wait for the device tier to shrink to its budget.
     shrinking: Vec<RequestId>,
-    /// Pages being filled: who waits.
+    /// Pages being filled.
     filling: HashMap<PageId, Fill>,
-    /// Pages whose fill has failed and that are lent: their frames stay until these pins end.
+    /// Pages whose fill failed while they were lent. They keep their frames until those pins end.
     spoiled: Vec<PageId>,
     /// Filling pages that have no frame yet, most urgent first.
     awaiting: VecDeque<PageId>,
     /// Frames on their way to the free list: demotions and write backs of victims.
     transit: u32,
-    /// Moves that nobody waited for when they were started, or since.
+    /// Moves in flight with priority `Background`.
     background: u32,
     moves: Slab<MoveRecord>,
     hints: VecDeque<PageId>,
-    /// Fills in flight nobody waits for.
+    /// Fills that nobody waits for, with or without a frame.
     prefetching: u32,
-    /// The page used last, as long as nothing else the policy hears of has happened to any page.
+    /// The page used last. `None` if the policy has since been told of anything else.
     staying: Option<PageId>,
-    /// Walkers that have begun and not ended, but for the default one.
-    /// Those that have begun, without the current one's latest uses.
+    /// Walkers that have begun and not ended, the default one included. The counts leave out `walked`.
     walkers: HashMap<WalkerId, Walked>,
-    /// Of the current one, since it is.
+    /// Counts of the current walker since it became the current one.
     walked: Walked,
     next_walker: u32,
-    /// Whose uses and plans the policy was told that it hears of.
+    /// The current walker: the one the policy believes it hears of.
     walker: WalkerId,
-    /// Segments whose pages can be dirty; while there is none, no victim is.
+    /// Segments whose pages can be dirty. While this is 0, no victim is dirty.
     writable: u32,
-    /// How often [`pump`](Self::pump) has run: the only time a pager knows.
+    /// How often [`pump`](Self::pump) has run. This is the pager's only clock.
     events: u64,
-    /// Pages whose next write back is put off, and until which event.
+    /// Pages whose next write back is put off, and the event until which it is.
     put_off: HashMap<PageId, u64>,
     /// Pages whose bytes were lost, and why.
     lost: Vec<(PageId, Error)>,
@@ -536,12 +542,12 @@ pub struct Pager {
     next_age: u64,
     /// How often a waiting request may be passed.
     passes: u32,
-    /// Requests that stand in lines.
+    /// Requests that stand in a line.
     standing: usize,
     stats: PagerStats,
     tails: Tails,
     trace: Trace,
-    /// Uses that nobody has taken yet, if they are wanted.
+    /// Uses that have not been taken yet. `None` if uses are not kept.
     uses: Option<PageUses>,
 }
 
@@ -549,22 +555,22 @@ pub struct Pager {
 #[derive(Debug)]
 struct Fill {
     waiters: Vec<RequestId>,
-    /// How many of them, from the first, waited when the move under way was started.
+    /// How many of the waiters, counted from the first, waited when the current move was started.
     own: usize,
     priority: Priority,
     moving: Option<MoveId>,
-    /// Set once the device has taken up the copy.
+    /// When the bytes are there. Set once the device has taken up the copy.
     taken: Option<FillPoint>,
-    /// Whether it is for a writer, who is the only one that waits.
+    /// Whether the fill is for a writer. The writer is then the only waiter.
     locked: bool,
-    /// Whether the page was lent, at whatever time.
+    /// Whether the page has been lent during this fill.
     lent: bool,
-    /// Why the move failed, of a page that is still lent.
+    /// Why the move failed. Set only while the page is still lent.
     failed: Option<Error>,
 }
 
 impl Fill {
-    /// A request waits for it no more. Whether it did.
+    /// Takes a request from the waiters. Returns whether it was one.
     fn leave(&mut self, waiter: RequestId) -> bool {
         let Some(at) = self.waiters.iter().position(|other| *other == waiter) else { return false };
         self.waiters.remove(at);
@@ -645,13 +651,13 @@ impl Pager {
         }
     }
 
-    /// Another bound than [`PASSES_MAX`], for tests that follow every sequence.
+    /// Replaces the bound [`PASSES_MAX`], for tests that follow every sequence.
     #[doc(hidden)]
     pub fn set_passes(&mut self, passes: u32) {
         self.passes = passes;
     }
 
-    /// Adds a segment of `pages` pages; their words are shared with whoever pins them.
+    /// Adds a segment of `pages` pages. Returns its page words too: whoever pins the pages shares them.
     pub fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32) -> (SegmentId, PageWords) {
         let table = SegmentTable::new(backing, pages);
         let words = table.words.clone();
@@ -664,7 +670,8 @@ impl Pager {
         (segment, words)
     }
 
-    /// Whether a segment of so many pages can be [added](Self::add_segment): a pager knows fewer than 2^32 in all.
+    /// Whether a segment of `pages` pages can be [added](Self::add_segment). A pager holds fewer than 2^32 pages in
+    /// all.
     pub fn has_room_for(&self, pages: u32) -> bool {
         self.numbers.has_room(pages)
     }
@@ -678,12 +685,13 @@ impl Pager {
         }
     }
 
-    /// Declares the order of use of the default walker; `cyclic` if it repeats. An empty order withdraws the plan.
+    /// Declares the order of use of the default walker. `cyclic` means that it repeats. An empty order withdraws the
+    /// plan.
     pub fn declare_plan(&mut self, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
         self.declare_plan_of(WalkerId::DEFAULT, order, cyclic, fx);
     }
 
-    /// Declares the order of use of a walker. One that has ended declares nothing.
+    /// Declares the order of use of a walker. Does nothing for a walker that has ended.
     pub fn declare_plan_of(&mut self, walker: WalkerId, order: &[PageRun], cyclic: bool, fx: &mut Effects) {
         if !self.is_walking(walker) {
             return;
@@ -694,7 +702,7 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Begins a pass over pages, of which there may be several at a time, each in an order of its own.
+    /// Begins a walker. Several may walk at a time, each in an order of its own.
     pub fn begin_walker(&mut self) -> WalkerId {
         self.next_walker = self.next_walker.wrapping_add(1).max(1);
         let walker = WalkerId(self.next_walker);
@@ -702,7 +710,7 @@ impl Pager {
         walker
     }
 
-    /// A walker has ended. Uses of it that are told of later are the default walker's.
+    /// Ends a walker. Uses of it that are recorded later count as the default walker's.
     pub fn end_walker(&mut self, walker: WalkerId, fx: &mut Effects) {
         if walker != WalkerId::DEFAULT && self.is_walking(walker) {
             self.tells_of(WalkerId::DEFAULT);
@@ -712,12 +720,13 @@ impl Pager {
         }
     }
 
-    /// Walkers that have begun and not ended, but for the default one.
+    /// How many walkers have begun and not ended, without the default one.
     pub fn walkers(&self) -> usize {
         self.walkers.len() - 1
     }
 
-    /// What each has used, and where it is: the default walker first, then in the order in which they began.
+    /// The counts and the place of each walker: the default walker first, then the others in the order in which they
+    /// began.
     pub fn walker_stats(&self) -> Vec<WalkerStats> {
         let mut all: Vec<WalkerStats> = self
             .walkers
@@ -740,7 +749,7 @@ impl Pager {
         self.walkers.contains_key(&walker)
     }
 
-    /// The policy hears of this walker from now on.
+    /// Makes this walker the current one: the policy is told that what follows is this walker's.
     fn tells_of(&mut self, walker: WalkerId) {
         if walker == self.walker {
             return;
@@ -758,7 +767,7 @@ impl Pager {
         }
     }
 
-    /// Tells that these pages, which are a prefix chain, are about to be used: see [`Policy::chain`].
+    /// Tells the policy that these pages are about to be used as a prefix chain: see [`Policy::chain`].
     pub fn chain(&mut self, runs: &[PageRun]) {
         let pages: Vec<PageId> = runs.iter().flat_map(|run| run.pages()).collect();
         self.policy.chain(&pages);
@@ -767,17 +776,17 @@ impl Pager {
         }
     }
 
-    /// Takes in what was used without the latch. Called before anything else under each hold of the latch.
+    /// Takes in uses that were logged without the latch. To be called first under each hold of the latch.
     pub fn record(&mut self, log: &AccessLog) {
         self.take_in(log, Part::Marked);
     }
 
-    /// [`record`](Self::record) that misses nothing that was used before: for those who count uses, or want them.
+    /// [`record`](Self::record) that misses no earlier use. For callers that count or want all uses.
     pub fn record_all(&mut self, log: &AccessLog) {
         self.take_in(log, Part::All);
     }
 
-    /// [`record`](Self::record) of a part, for those in no hurry. Whether there is more.
+    /// [`record`](Self::record) of a part of the log, for callers in no hurry. Returns whether there is more.
     pub fn record_some(&mut self, log: &AccessLog) -> bool {
         self.take_in(log, Part::Some(1 << 10))
     }
@@ -789,13 +798,14 @@ impl Pager {
         })
     }
 
-    /// What tells pins that somebody waits for frames.
+    /// The gate: it tells pins whether a request waits for frames.
     pub fn gate(&self) -> Arc<Gate> {
         self.gate.clone()
     }
 
-    /// Acts on an edge of a page word. One that cannot be stops debug and `strict` builds at once; in others the page is
-    /// given up, with whatever waits for it, so that nothing goes on with what is not known. Whether it was taken.
+    /// Acts on an edge of a page word, and returns whether it was taken. An illegal edge stops debug and `strict`
+    /// builds at once. Other builds give up the page and the requests that wait for it, so that nothing goes on with an
+    /// unknown state.
     fn took(&mut self, page: PageId, edge: Result<(), Illegal>, fx: &mut Effects) -> bool {
         let Err(illegal) = edge else { return true };
         invariant!(false, "{page:?}: {illegal}");
@@ -817,7 +827,8 @@ impl Pager {
         self.changed(page);
     }
 
-    /// So many uses in a row, of which the first may be the page's first since it was filled ahead.
+    /// Counts `count` uses of a page in a row. `first_use`: the first of them is the page's first since it was filled
+    /// ahead.
     fn used(&mut self, page: PageId, first_use: bool, write: bool, count: u32) {
         let first = u64::from(first_use);
         self.stats.uses += u64::from(count);
@@ -828,31 +839,31 @@ impl Pager {
         self.traced(page, !first_use, write);
         for _ in 1..count {
             if self.uses.is_none() && self.trace.is_full() {
-                // Nobody wants them one by one.
+                // The trace is full, and nobody keeps single uses.
                 break;
             }
             self.traced(page, true, write);
         }
-        // Neighbouring tensors share a page: one stay, which the policy has heard of.
+        // Neighbouring tensors share a page. The policy hears of such a stay once.
         if self.staying != Some(page) {
             self.policy.accessed(page);
             self.staying = Some(page);
         }
     }
 
-    /// A page is resident in the device tier.
+    /// A page has become resident in the device tier.
     fn entered(&mut self, page: PageId) {
         self.staying = None;
         self.policy.inserted(page);
         self.may_go(page);
     }
 
-    /// Counters.
+    /// The counters.
     pub fn stats(&self) -> PagerStats {
         self.stats
     }
 
-    /// The order of use so far: its first uses, up to a fixed number.
+    /// The first uses in order, up to a fixed number.
     pub fn trace(&self) -> Trace {
         self.trace.clone()
     }
@@ -862,27 +873,27 @@ impl Pager {
         self.uses.get_or_insert_default();
     }
 
-    /// The uses since the last call, if they are [kept](Self::keep_uses).
+    /// The uses since the last call. Empty unless they are [kept](Self::keep_uses).
     pub fn take_uses(&mut self) -> PageUses {
         self.uses.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// The policy's name and whether it is following a plan.
+    /// The policy's name, and whether it follows a plan.
     pub fn policy_state(&self) -> (&'static str, bool) {
         (self.policy.name(), self.policy.has_plan())
     }
 
-    /// Frames of the device tier: in use, and existing within the budget.
+    /// Frames of the device tier: how many are in use, and how many exist within the budget.
     pub fn device_frames(&self) -> (u32, u32) {
         (self.frames.in_use(), self.frames.active())
     }
 
-    /// Frames of the host tier: in use, and existing.
+    /// Frames of the host tier: how many are in use, and how many exist.
     pub fn host_frames(&self) -> (u32, u32) {
         (self.host.in_use(), self.host.total())
     }
 
-    /// Frames of the device tier and of the host tier.
+    /// How the frames of the device tier and of the host tier are used.
     pub fn frames(&self) -> (FrameStats, FrameStats) {
         let stats = |(used, total): (u32, u32), bare: u32, tails: u64| FrameStats {
             used: used.into(),
@@ -896,12 +907,12 @@ impl Pager {
         )
     }
 
-    /// The frames that are free have no memory yet: the device takes it when a page first comes.
+    /// Says that no free frame has memory yet: the device takes it when a page first comes.
     pub fn frames_are_bare(&mut self) {
         self.frames.all_bare();
     }
 
-    /// Says how many bytes of a new segment's last page do not exist.
+    /// Sets how many bytes of a new segment's last page do not exist.
     pub fn set_tail(&mut self, segment: SegmentId, bytes: u64) {
         if let Some(table) = self.segments.get_mut(segment.index()) {
             invariant!(
@@ -928,7 +939,7 @@ impl Pager {
         count_tail(&mut self.tails.host, tail, had, host.is_some());
     }
 
-    /// The pages of which only the device tier has valid bytes, by segment, in order.
+    /// The pages whose valid bytes only the device tier has, by segment, in order.
     pub fn only_on_device(&self) -> Vec<PageRun> {
         let mut runs = Vec::new();
         for (id, segment) in self.segments.iter().filter(|(_, segment)| !segment.dying) {
@@ -946,19 +957,20 @@ impl Pager {
         self.views(segment, 0..usize::MAX).collect()
     }
 
-    /// Where these pages of a segment are. Those that it does not have are left out.
+    /// Where these pages of a segment are. Pages that the segment does not have are left out.
     pub fn views(&self, segment: SegmentId, pages: Range<usize>) -> impl Iterator<Item = PageView> {
         let table = self.segments.get(segment.index());
         table.into_iter().flat_map(move |table| pages.clone().map_while(|page| table.view(page)))
     }
 
-    /// Where a page is, if there is such a page.
+    /// Where a page is, or `None` if there is no such page.
     pub fn view_of(&self, page: PageId) -> Option<PageView> {
         self.segments.get(page.segment.index())?.view(page.index.index())
     }
 
-    /// What a request for these pages would wait for: the first page that is not resident, or else the first of all; and
-    /// the fastest tier that has its bytes. A page that is nowhere yet is made in the device tier.
+    /// The page that a request for these pages would wait for, and the fastest tier that has its bytes. It is the first
+    /// page that is not resident, or else the first of all. A page that has no bytes anywhere yet is made in the device
+    /// tier.
     pub fn awaited(&self, runs: &[PageRun]) -> Option<(PageId, Tier)> {
         let pages = || runs.iter().flat_map(|run| run.pages());
         let absent = pages().find(|page| !self.word(*page).load().is_resident());
@@ -973,12 +985,12 @@ impl Pager {
         Some((page, tier))
     }
 
-    /// Takes the errors of pages whose bytes were lost since the last call.
+    /// The pages whose bytes were lost, with the causes. A page stays listed until its segment is gone.
     pub fn lost_pages(&self) -> &[(PageId, Error)] {
         &self.lost
     }
 
-    /// Whether nothing is in flight.
+    /// Whether no move is in flight and no fill waits for a frame.
     pub fn is_idle(&self) -> bool {
         self.moves.is_empty() && self.awaiting.is_empty()
     }
@@ -988,7 +1000,8 @@ impl Pager {
         self.closing
     }
 
-    /// Stops admitting: requests that wait fail with `error`, running fills are finished. No move starts afterwards.
+    /// Stops admitting. Waiting requests fail with `error`, running fills are finished. No move begins afterwards,
+    /// except those that already wait for a staging buffer.
     pub fn close(&mut self, error: &Error, fx: &mut Effects) {
         self.closing = true;
         self.hints.clear();
@@ -996,12 +1009,13 @@ impl Pager {
         for request in self.scopes.iter().filter_map(|(_, scope)| scope.reserving).collect::<Vec<_>>() {
             self.end(request, error.clone(), fx);
         }
-        // A fill without a frame may never get one: guards that outlive the closing may hold them all.
+        // A fill without a frame may never get one: guards that outlive the closing may hold all frames.
         let frameless = std::mem::take(&mut self.awaiting);
         for page in frameless.iter().copied() {
             let ended = self.word(page).fill_err().map(drop);
             self.took(page, ended, fx);
-            // A write back of its host copy that ended meanwhile left it to the fill to give the copy its place again.
+            // A write back of the host copy may have ended meanwhile. It left it to this fill to put the copy back in
+            // its order.
             self.host_copy_read(page, false);
             let Some(fill) = self.filling.remove(&page) else { continue };
             if fill.priority > Priority::WriteBack {
@@ -1011,7 +1025,7 @@ impl Pager {
                 self.end(waiter, error.clone(), fx);
             }
         }
-        // Such a fill may have been all that a segment nobody refers to waited for.
+        // Such a fill may have been the last thing in flight of a segment that nobody refers to.
         for page in frameless {
             self.reap_segment(page.segment, fx);
         }
@@ -1030,7 +1044,8 @@ impl Pager {
             self.keep_reserve(fx);
             self.look_ahead(fx);
         }
-        // An admission that failed may have made frames free for nothing; what was taken down may be what somebody waits for.
+        // An admission that failed may have left frames free. A page that was evicted may be one that a request waits
+        // for.
         self.serve_awaiting(fx);
         while !(self.moved.is_empty()
             && self.nearly.is_empty()
@@ -1059,7 +1074,7 @@ impl Pager {
         invariant!(self.frames.free_count() <= self.purses || self.coming == 0, "a purse awaits a frame that is free");
     }
 
-    /// Invariant 4.
+    /// Whether invariant 4 holds.
     fn keeps_promises(&self) -> bool {
         self.wanted() <= self.frames.free_count() + self.transit
     }

@@ -2,10 +2,10 @@
 //!
 //! # The bound
 //!
-//! A request that waits is *passed* when a later one gets what it waits for. [`PASSES_MAX`] of these are allowed, over all
-//! lines it stands in together: one in several lines gets an equal part of the bound in each. A line counts passes once,
-//! for everybody, and each request knows at which count its part is used up: so a pass costs the same however long the
-//! line is.
+//! A waiting request is *passed* when a later one gets what it waits for. It may be passed [`PASSES_MAX`] times, over
+//! all lines it stands in together: a request in several lines gets an equal part of the bound in each. A line counts
+//! passes once, for all that stand in it, and each request knows at which count its part is used up. So a pass costs
+//! the same however long the line is.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
@@ -15,22 +15,23 @@ use crate::ids::{PageId, RequestId, ScopeId};
 /// How often a waiting request may be passed by later ones.
 pub const PASSES_MAX: u32 = 16;
 
-/// A request's place among all others: what is urgent first, then what came first.
+/// A request's place among all others: urgent ones first, then older ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Turn {
     pub(super) class: Class,
-    /// Counts requests; one that came later has a greater one.
+    /// Number of the request: a later one has a greater number.
     pub(super) age: u64,
 }
 
-/// Who is served first.
+/// How urgent a request is. The first class is served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Class {
-    /// Its scope holds pins that others may wait for, or it can never be refused: passes everybody, and is not counted.
+    /// Its scope holds pins that others may wait for, or it can never be refused. It passes all others, and such passes
+    /// are not counted.
     Growing,
     /// New, and somebody waits for an answer.
     Interactive,
-    /// New, and nobody does.
+    /// New, and nobody waits for an answer.
     Batch,
 }
 
@@ -38,14 +39,14 @@ pub(super) enum Class {
 #[derive(Debug, Default)]
 pub(super) struct Line {
     turns: BTreeMap<Turn, (RequestId, u64)>,
-    /// Those of them that only read the page which they wait for.
+    /// The turns that only read the page which they wait for.
     readers: BTreeSet<Turn>,
     ages: BTreeSet<u64>,
-    /// At which count of passes a request's part of the bound is used up.
+    /// For each request whose part of the bound is left: the count of passes at which it is used up, and the age.
     limits: BTreeSet<(u64, u64)>,
-    /// Ages of requests whose part is used up.
+    /// Ages of requests whose part is used up: they must not be passed again.
     barring: BTreeSet<u64>,
-    /// Those with a smaller age are not passed by others of their class.
+    /// Requests with a smaller age are not passed by later ones of their class.
     in_order: u64,
     passes: u64,
 }
@@ -59,13 +60,14 @@ impl Line {
         self.turns.len()
     }
 
-    /// [`join`](Self::join) of one that only reads.
+    /// [`join`](Self::join) for a request that only reads.
     pub(super) fn join_to_read(&mut self, turn: Turn, id: RequestId, part: u32) -> u64 {
         self.readers.insert(turn);
         self.join(turn, id, part)
     }
 
-    /// Joins; it may be passed `part` more times in this line. Returns the count to [leave](Self::leave) with.
+    /// Joins the line. The request may be passed `part` more times here. Returns the count to [leave](Self::leave)
+    /// with.
     pub(super) fn join(&mut self, turn: Turn, id: RequestId, part: u32) -> u64 {
         let limit = self.passes + u64::from(part);
         let before = self.turns.insert(turn, (id, limit));
@@ -76,7 +78,7 @@ impl Line {
         self.passes
     }
 
-    /// Leaves. Returns how often it was passed since it joined.
+    /// Leaves the line. Returns how often the request was passed since it joined.
     pub(super) fn leave(&mut self, turn: Turn, joined: u64) -> u32 {
         invariant!(self.turns.contains_key(&turn), "{turn:?} leaves a line that it does not stand in");
         invariant!(joined <= self.passes, "{turn:?} joined at pass {joined} of {}", self.passes);
@@ -97,12 +99,12 @@ impl Line {
         self.passed_since(joined)
     }
 
-    /// Passes since the count was `joined`.
+    /// How many passes there were since the count was `joined`.
     pub(super) fn passed_since(&self, joined: u64) -> u32 {
         (self.passes - joined) as u32
     }
 
-    /// Whether a new request of this turn would pass one that must not be passed again.
+    /// Whether a new request with this turn would pass one that must not be passed again.
     pub(super) fn bars(&self, turn: Turn) -> bool {
         let oldest = self.barring.first().copied();
         let of_its_class = || self.first_of(turn.class).map(|first| first.age).filter(|age| *age < self.in_order);
@@ -115,7 +117,7 @@ impl Line {
         (first.class == class).then_some(*first)
     }
 
-    /// A request of this turn got what the line waits for.
+    /// Notes that a request with this turn got what the line waits for.
     pub(super) fn pass(&mut self, turn: Turn) {
         if turn.class != Class::Growing && self.ages.first().is_some_and(|oldest| *oldest < turn.age) {
             self.passes += 1;
@@ -123,7 +125,8 @@ impl Line {
         }
     }
 
-    /// Nobody who stands here is passed by others of the same class any more. Who is urgent still goes before who is not.
+    /// From now on, a request that stands here is not passed by later ones of its class. Urgent requests still go
+    /// before others.
     fn put_in_order(&mut self) {
         self.in_order = self.ages.last().map_or(self.in_order, |last| last + 1);
     }
@@ -135,7 +138,7 @@ impl Line {
         }
     }
 
-    /// The first one behind `turn`; the first of all without one.
+    /// The first request behind `turn`, or the first of all if that is `None`.
     pub(super) fn next(&self, behind: Option<Turn>) -> Option<(Turn, RequestId)> {
         let next = match behind {
             None => self.turns.first_key_value(),
@@ -144,7 +147,7 @@ impl Line {
         next.map(|(turn, (id, _))| (*turn, *id))
     }
 
-    /// The first one behind `turn` that only reads.
+    /// The first request behind `turn` that only reads.
     pub(super) fn next_reader(&self, behind: Turn) -> Option<(Turn, RequestId)> {
         let turn = *self.readers.range((Bound::Excluded(behind), Bound::Unbounded)).next()?;
         self.get(turn).map(|id| (turn, id))
@@ -157,7 +160,7 @@ impl Line {
     /// The oldest request that must not be passed again.
     pub(super) fn barring(&self) -> Option<RequestId> {
         let oldest = *self.barring.first()?;
-        // New requests have one of two classes.
+        // Growing requests come last: new ones have one of the first two classes.
         [Class::Interactive, Class::Batch, Class::Growing]
             .into_iter()
             .find_map(|class| self.get(Turn { class, age: oldest }))
@@ -168,97 +171,101 @@ impl Line {
     }
 }
 
-/// Requests that wait for frames, also by how many they want at least.
+/// Requests that wait for frames, also listed by the least number of frames they want.
 ///
-/// # At least so many
+/// # The least number
 ///
-/// A request wants a frame for each of its pages that is absent. It *watches* some of these: one more than there were frames
-/// for it when it was tried last. As long as they are absent there is no use in trying it again with as few frames. When one
-/// comes it watches another one that is absent instead; if there is none it wants one fewer. When one goes nothing is done. So
-/// it never wants fewer frames than it watches pages, and may want more: then it is tried too early, and watches more.
+/// A request wants a frame for each of its absent pages. It *watches* some of these pages: one more than there were
+/// frames for it when it was last tried. While they stay absent, it is useless to try it again with as few frames. When
+/// a watched page comes, the request watches another absent page instead; if there is none, its least number goes down
+/// by one. When a page goes, nothing is done. So a request never wants fewer frames than it watches pages. If it wants
+/// more, it is tried too early, and then watches more.
 ///
-/// A page that comes costs a step for each request that watches it. One that wants a page of its own, beside others that come
-/// and go, watches its own after at most as many steps as it has pages.
+/// A page that comes costs one step for each request that watches it. A request that wants a page of its own, beside
+/// pages that come and go, watches its own after at most as many steps as it has pages.
 ///
 /// # In order
 ///
-/// A new request that would pass one that must not be passed again stands *behind* that one: it watches nothing and is not tried
-/// until that one has gone. So where many want the same pages, a page that comes costs a step for those only that may go on.
-/// Of these there are few: after [`PASSES_MAX`] passes all that stood are behind the oldest one. Where nobody passes,
-/// because all want too much, looks at new ones are paid for: each that comes or goes brings [`LOOKS_EACH`], and each event
-/// leaves [`LOOKS_OF_EVENT`] at least. When they are spent, those who stand go in order, each class by itself. So whatever
-/// they want, a new request costs so many looks.
+/// A new request that would pass one that must not be passed again stands *behind* that one: it watches nothing, and is
+/// not tried until that one has gone. So where many requests want the same pages, a page that comes costs a step only
+/// for those that may go on. These are few: after [`PASSES_MAX`] passes, all that stood here are behind the oldest.
 ///
-/// Those that set frames aside are told apart from others: they are looked at only where so many may be declared.
+/// Where no request passes another, because all want too much, looks at new requests are paid for. Each request that
+/// comes or goes brings [`LOOKS_EACH`]; each event leaves at least [`LOOKS_OF_EVENT`]. When these are spent, the
+/// requests that stand here go in order, each class by itself. So the number of looks that a new request costs is
+/// bounded, whatever the requests want.
 ///
-/// # What it keeps itself
+/// Requests that set frames aside are listed apart. They are looked at only if their frames may be declared.
 ///
-/// A page that nobody has pinned could go for a request, unless that wants just this page. Those that were so when it
-/// was tried it *keeps*. Requests that keep the same pages stand together; where these are all the frames there can be,
-/// they are passed over in one step. Of a request that is not told apart nothing is known that it keeps: it may then
-/// be tried in vain, and is never passed over where it could go on.
+/// # Kept pages
+///
+/// An unpinned page could be evicted for a request, unless the request wants that page itself. Pages of which this was
+/// so when the request was tried are the ones it *keeps*. Requests that keep the same pages are listed together. Where
+/// these pages are all the frames there can be, the whole list is skipped in one step. A request in none of these lists
+/// counts as one that keeps nothing: it may be tried in vain, but is never skipped where it could go on.
 #[derive(Debug, Default)]
 pub(super) struct FrameLine {
     pub(super) line: Line,
-    /// New ones that pass nobody who must not be passed again, and some of whom that is not known yet.
+    /// New requests that pass no request which must not be passed again, or of which that is not known yet.
     new: ByKept,
-    /// Of these the ones that set frames aside, by how many.
+    /// New requests that set frames aside, by how many.
     reserving: BTreeSet<(u32, Turn)>,
-    /// New ones that would pass such a one.
+    /// New requests that would pass one which must not be passed again.
     behind: BTreeSet<Turn>,
-    /// Looks at new ones that are paid for.
+    /// Looks at new requests that are paid for.
     credit: u64,
-    /// Those that grow.
+    /// Growing requests.
     growing: ByKept,
-    /// Those that have the floor as well.
+    /// Growing requests that may use the floor.
     with_floor: BTreeSet<Turn>,
-    /// Those that wait for their scope's purse, by how many frames they want of it.
+    /// Requests that wait for their scope's purse, by the least frames they want of it.
     with_purse: HashMap<ScopeId, BTreeSet<(u32, Turn)>>,
 }
 
-/// Requests by what they keep, and by how many frames they want at least.
+/// Requests by the pages they keep, and by the least frames they want.
 #[derive(Debug, Default)]
 struct ByKept(BTreeMap<Vec<PageId>, BTreeMap<u32, BTreeSet<Turn>>>);
 
-/// How many frames a request wants at least: as many as it watches pages, or is to set aside.
+/// The least frames that a request wants: as many as it watches pages, plus those it is to set aside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) least: u32,
-    /// What it keeps itself, in order.
+    /// The pages that it keeps itself, sorted.
     pub(super) kept: Vec<PageId>,
-    /// Whether they are to be set aside.
+    /// Whether it sets frames aside.
     pub(super) reserves: bool,
 }
 
-/// Frames that there can be, as one said that failed, and which of these are of pages that it kept itself.
+/// The frames that there can be, according to a request that failed. `kept` lists the pages among them that this
+/// request kept itself.
 #[derive(Clone, Debug)]
 pub(super) struct Room {
     pub(super) frames: u32,
     pub(super) kept: Vec<PageId>,
 }
 
-/// Sets of pages by which requests are told apart, and pages in one of them. Beyond that they stand with those of which
-/// nothing is known.
+/// How many sets of kept pages are told apart, and how many pages a set may have. Beyond that, requests are listed with
+/// those that keep nothing.
 const KEPT: usize = 16;
 const KEPT_PAGES: usize = 8;
 
-/// Looks that each new request brings as it comes, and again as it goes.
+/// Looks that each new request brings when it comes, and again when it goes.
 const LOOKS_EACH: u64 = 64;
-/// Looks that are free each time the line is served.
+/// The least number of looks available each time the line is served.
 const LOOKS_OF_EVENT: u64 = 16;
 
-/// Which frames a request waits for.
+/// The frames that a request waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
-    /// Any, in line with others.
+    /// Any frame, in line with others.
     New,
-    /// The same, when one that must not be passed again has gone.
+    /// Any frame, once a request that must not be passed again has gone.
     Behind,
-    /// Any, past new ones.
+    /// Any frame, past new requests.
     Growth,
-    /// The floor's too.
+    /// Any frame, the floor's included.
     Floor,
-    /// Those of its scope's purse: it is tried when one comes, and not with the line.
+    /// Frames of its scope's purse. It is tried when one comes there, not when the line is served.
     Purse(ScopeId),
 }
 
@@ -268,7 +275,7 @@ impl Source {
     }
 }
 
-/// The most frames that there can be for one that keeps these pages.
+/// The most frames that there can be for a request that keeps these pages.
 fn most_for(kept: &[PageId], room: Option<&Room>) -> u32 {
     room.map_or(u32::MAX, |room| {
         let own = room.kept.iter().filter(|page| kept.binary_search(page).is_ok()).count();
@@ -295,7 +302,7 @@ impl ByKept {
         was
     }
 
-    /// The next one behind `turn`, of those for whom there may be frames.
+    /// The next turn behind `behind` for which there may be enough frames.
     fn next(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<Turn> {
         let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
         let of_one = |(kept, by_least): (&Vec<PageId>, &BTreeMap<u32, BTreeSet<Turn>>)| {
@@ -305,7 +312,7 @@ impl ByKept {
         self.0.iter().filter_map(of_one).min()
     }
 
-    /// Who wants the fewest frames, of those for whom there may be frames, behind one that wants so many.
+    /// The next request behind `behind` by least frames wanted, if there may be enough frames for it.
     fn next_least(&self, behind: Option<(u32, Turn)>, room: Option<&Room>) -> Option<(u32, Turn)> {
         let of_one = |(kept, by_least): (&Vec<PageId>, &BTreeMap<u32, BTreeSet<Turn>>)| {
             let most = most_for(kept, room);
@@ -331,7 +338,8 @@ impl ByKept {
         self.0.values().flat_map(BTreeMap::values).map(BTreeSet::len).sum()
     }
 
-    /// What a request keeps that keeps these pages beside what it kept before, as far as it is told apart by that.
+    /// The pages by which a request is told apart that keeps `pages`, and kept `before` earlier. Empty if it is not
+    /// told apart.
     fn kept(&self, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
         let mut all: Vec<PageId> = before.iter().chain(pages).copied().collect();
         all.sort_unstable();
@@ -354,7 +362,8 @@ impl FrameLine {
         self.line.join(turn, id, part)
     }
 
-    /// A new request comes or goes. However many have, no more is saved than those who stand here brought.
+    /// Credits looks for a new request that comes or goes. The credit is bounded by what the requests that stand here
+    /// brought.
     fn pay(&mut self, source: Source) {
         if source.is_new() {
             let most = 2 * LOOKS_EACH * (self.line.len() as u64 + 1);
@@ -374,23 +383,24 @@ impl FrameLine {
         passed
     }
 
-    /// It is known to want another number of frames at least, or is new and begins or ends to stand behind another one.
+    /// Lists a request anew: it is known to want another least number of frames, or it begins or ends to stand behind
+    /// another one.
     pub(super) fn changes(&mut self, turn: Turn, before: (&Wanted, Source), now: (&Wanted, Source)) {
         let was = self.unlist(turn, before.0, before.1) && self.list(turn, now.0, now.1);
         invariant!(was, "{turn:?} wants {now:?}, and not {before:?} before");
     }
 
-    /// Where a new request of this turn stands.
+    /// Where a new request with this turn stands.
     pub(super) fn source_of_new(&self, turn: Turn) -> Source {
         if self.line.bars(turn) { Source::Behind } else { Source::New }
     }
 
-    /// The line is served.
+    /// Begins to serve the line.
     pub(super) fn begin(&mut self) {
         self.credit = self.credit.max(LOOKS_OF_EVENT);
     }
 
-    /// A new request is looked at, in vain as far as is known.
+    /// Notes a look at a new request, in vain as far as is known.
     pub(super) fn looked(&mut self) {
         match self.credit.checked_sub(1) {
             Some(left) => self.credit = left,
@@ -398,7 +408,7 @@ impl FrameLine {
         }
     }
 
-    /// One that stands behind nobody who must not be passed again any more.
+    /// A request behind another one that it would no longer pass.
     pub(super) fn next_to_wake(&self) -> Option<RequestId> {
         let first = |class| {
             let turn = *self.behind.range(Turn { class, age: 0 }..).next()?;
@@ -436,7 +446,7 @@ impl FrameLine {
         }
     }
 
-    /// What a request that was tried in vain keeps from now on, so that it is told apart by that.
+    /// The pages by which a request that was tried in vain is told apart from now on.
     pub(super) fn kept(&self, source: Source, before: &[PageId], pages: &[PageId]) -> Vec<PageId> {
         match source {
             Source::Growth => self.growing.kept(before, pages),
@@ -445,8 +455,8 @@ impl FrameLine {
         }
     }
 
-    /// The next that grows, behind `turn` and in turn, of those for whom there may be frames. Those that have the floor are all
-    /// tried: what one of them may have of its scope's purse is nothing to another.
+    /// The next growing request behind `behind`, in turn, for which there may be enough frames. Requests that may use
+    /// the floor are all tried: what one of them may take of its scope's purse says nothing about another.
     pub(super) fn next_growing(&self, behind: Option<Turn>, room: Option<&Room>) -> Option<(Turn, RequestId)> {
         let rest = (behind.map_or(Bound::Unbounded, Bound::Excluded), Bound::Unbounded);
         let next = [self.growing.next(behind, room), self.with_floor.range(rest).next().copied()];
@@ -454,14 +464,14 @@ impl FrameLine {
         self.line.get(next).map(|id| (next, id))
     }
 
-    /// Who wants the fewest frames of a scope's purse, if that is at most `most`.
+    /// The request that wants the fewest frames of a scope's purse, if it wants at most `most`.
     pub(super) fn next_of_purse(&self, scope: ScopeId, most: u32) -> Option<RequestId> {
         let (_, turn) = self.with_purse.get(&scope)?.first().filter(|(least, _)| *least <= most)?;
         self.line.get(*turn)
     }
 
-    /// Of new ones who are tried whatever they want: who must not be passed again, one that wants no frame, and the first.
-    /// One that wants none takes none from it.
+    /// New requests that are tried whatever they want: the one that must not be passed again, one that wants no frame,
+    /// and the first. A request that wants no frame takes none from the others.
     pub(super) fn next_new(&self) -> impl Iterator<Item = RequestId> + use<> {
         let barring = self.line.barring();
         let first = self.line.next(Some(Turn { class: Class::Growing, age: u64::MAX }));
@@ -471,8 +481,7 @@ impl FrameLine {
         [barring, none.filter(|none| barring != Some(*none) && first != Some(*none)), first].into_iter().flatten()
     }
 
-    /// The new one that wants the fewest frames, as far as is known, of those for whom there may be frames, behind the place of
-    /// another one.
+    /// The next new request behind `behind` by least frames wanted, if there may be enough frames for it.
     pub(super) fn next_least(
         &self,
         behind: Option<(u32, Turn)>,
@@ -482,8 +491,8 @@ impl FrameLine {
         self.line.get(place.1).map(|id| (place, id))
     }
 
-    /// The next one that sets frames aside, behind the place of another one, of those for whom there may be frames and so many
-    /// may be `declared`.
+    /// The next request behind `behind` that sets frames aside, if there may be enough frames for it and `declared`
+    /// allows them.
     pub(super) fn next_reserving(
         &self,
         behind: Option<(u32, Turn)>,
@@ -496,7 +505,7 @@ impl FrameLine {
         self.line.get(place.1).map(|id| (place, id))
     }
 
-    /// Whether one is listed there, for checks.
+    /// For checks: whether a request is listed there.
     pub(super) fn is_listed(&self, turn: Turn, wanted: &Wanted, source: Source) -> bool {
         match source {
             Source::New if wanted.reserves => self.reserving.contains(&(wanted.least, turn)),
@@ -510,7 +519,7 @@ impl FrameLine {
         }
     }
 
-    /// How many are listed by how many frames they want, for checks.
+    /// For checks: how many requests are listed by source.
     pub(super) fn listed(&self) -> usize {
         let of_purses: usize = self.with_purse.values().map(BTreeSet::len).sum();
         self.new.len()
@@ -566,7 +575,7 @@ mod tests {
         assert!(!line.bars(turn(Class::Growing, 3)), "who holds pins passes");
         line.leave(turn(Class::Interactive, 2), 0);
         assert!(!line.bars(turn(Class::Interactive, 3)) && line.bars(turn(Class::Batch, 3)));
-        // Who comes later may be passed as before.
+        // Requests that come later may be passed as before.
         line.leave(turn(Class::Batch, 1), 0);
         line.join(turn(Class::Batch, 3), RequestId(3), 16);
         assert!(!line.bars(turn(Class::Batch, 4)));

@@ -1,10 +1,10 @@
-//! Doubly linked lists through an array by page number.
+//! Doubly linked lists in an array by page number.
 
 use super::numbers::{PageNumbers, fit};
 
-/// A list's end.
+/// The end of a list.
 pub(super) const NONE: u32 = u32::MAX;
-/// In no list.
+/// The page is in no list.
 const ABSENT: u32 = u32::MAX - 1;
 const _: () = assert!(PageNumbers::LIMIT <= ABSENT);
 
@@ -16,7 +16,7 @@ struct Link {
 
 const UNLINKED: Link = Link { before: ABSENT, after: ABSENT };
 
-/// A list's ends and length. Which lists there are is their owner's business, and so is naming the right one.
+/// The ends and the length of a list. The owner keeps its lists, and must name the right one in each call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct List {
     pub(super) first: u32,
@@ -32,15 +32,15 @@ impl List {
     }
 }
 
-/// The links of any number of lists, as long as no page is in two of them. 8 bytes for each page that exists, whether in
-/// a list or not.
+/// The links of any number of lists. No page may be in two of them. 8 bytes for each page that exists, whether in a
+/// list or not.
 ///
-/// A number is below the length that was [fitted](Self::fit) last.
+/// Every number must be below the length last given to [`fit`](Self::fit).
 #[derive(Debug, Default)]
 pub(super) struct Links(Vec<Link>);
 
 impl Links {
-    /// Pages have numbers below `len` from now on. Those that have none any more were removed before.
+    /// Makes room for page numbers below `len`. Pages without a number from now on must have been removed before.
     pub(super) fn fit(&mut self, len: usize) {
         fit(&mut self.0, len, UNLINKED);
     }
@@ -50,12 +50,12 @@ impl Links {
         self.0[number as usize].before != ABSENT
     }
 
-    /// The page behind this one, which is in a list.
+    /// The page behind this one. This one must be in a list.
     pub(super) fn after(&self, number: u32) -> Option<u32> {
         Some(self.0[number as usize].after).filter(|after| *after != NONE)
     }
 
-    /// Takes a page out of the list it is in.
+    /// Takes a page out of `list`, in which it must be.
     pub(super) fn remove(&mut self, list: &mut List, number: u32) {
         let Link { before, after } = std::mem::replace(&mut self.0[number as usize], UNLINKED);
         match before {
@@ -69,7 +69,7 @@ impl Links {
         list.len -= 1;
     }
 
-    /// Puts a page that is in no list behind all others.
+    /// Puts a page that is in no list at the end.
     pub(super) fn push_last(&mut self, list: &mut List, number: u32) {
         self.0[number as usize] = Link { before: list.last, after: NONE };
         match list.last {
@@ -80,7 +80,7 @@ impl Links {
         list.len += 1;
     }
 
-    /// Puts a page of this list behind all others of it.
+    /// Moves a page of this list to its end.
     pub(super) fn move_last(&mut self, list: &mut List, number: u32) {
         if list.last != number {
             self.remove(list, number);
@@ -88,7 +88,7 @@ impl Links {
         }
     }
 
-    /// Puts a page that is in no list before all others.
+    /// Puts a page that is in no list at the beginning.
     pub(super) fn push_first(&mut self, list: &mut List, number: u32) {
         self.0[number as usize] = Link { before: NONE, after: list.first };
         match list.first {
@@ -99,7 +99,7 @@ impl Links {
         list.len += 1;
     }
 
-    /// Puts all of `other` behind all of `list`; `other` is empty then. Whatever the lengths, it takes a few steps.
+    /// Puts all of `other` behind all of `list` and leaves `other` empty. Takes a few steps, whatever the lengths.
     pub(super) fn append(&mut self, list: &mut List, other: &mut List) {
         if other.len == 0 {
             return;
@@ -114,7 +114,7 @@ impl Links {
         *other = List::EMPTY;
     }
 
-    /// The pages of a list, first to last.
+    /// The numbers of a list's pages, first to last.
     pub(super) fn numbers(&self, list: &List) -> impl Iterator<Item = u32> {
         std::iter::successors(list.first(), move |number| self.after(*number))
     }
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
     use std::collections::VecDeque;
 
-    /// Three lists against queues that are searched.
+    /// Three lists, compared with queues that are searched.
     #[test]
     fn do_what_queues_would() {
         let mut links = Links::default();

@@ -1,14 +1,14 @@
-//! Filling pages before they are used: by hints, and by what the policy's plan says comes next.
+//! Filling pages before they are used: because of hints, and because the policy's plan says that they come next.
 
 use super::policy::Want;
 use super::{Effects, PageRun, Pager, Priority};
 use crate::ids::PageId;
 
-/// Hints kept beyond those in flight; later ones are dropped.
+/// The most hints that are kept. Later ones are dropped.
 const HINTS_MAX: usize = 4096;
 
 impl Pager {
-    /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped where no frame can be had.
+    /// Suggests that these pages will be used soon. A hint is not a promise: it is dropped if there is no frame for it.
     pub fn prefetch(&mut self, runs: &[PageRun], fx: &mut Effects) {
         for page in runs.iter().flat_map(|run| run.pages()) {
             if self.hints.len() < HINTS_MAX && self.fillable(page) {
@@ -23,15 +23,16 @@ impl Pager {
         self.config.lookahead
     }
 
-    /// Changes it. The policy hears of it with the next [`set_frames`](Self::set_frames).
+    /// Sets how many pages ahead of use fills start. The policy hears of it with the next
+    /// [`set_frames`](Self::set_frames).
     pub fn set_lookahead(&mut self, pages: u32) {
         self.config.lookahead = pages;
     }
 
     /// Starts fills ahead of use, as far as frames and the lookahead allow.
     pub(super) fn look_ahead(&mut self, fx: &mut Effects) {
-        // Whoever waits for a smaller budget would wait for as long as something is filled: frames that become free go to
-        // pages first.
+        // While the budget shrinks, nothing is filled ahead: free frames go to pages first, so fills would keep the
+        // budget waiting.
         if !self.frame_line.line.is_empty() || self.frames.active() > self.frames.target {
             return;
         }
@@ -50,7 +51,7 @@ impl Pager {
             let next = policy.next_fill(&|page: PageId| {
                 !segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
             });
-            // A policy of the user's may name what it should not.
+            // A user's policy may name pages that it should not.
             let Some(page) = next.filter(|page| self.fillable(*page)) else { return };
             if !self.fill_ahead(page, Want::Planned(page), fx) {
                 return;
@@ -59,7 +60,7 @@ impl Pager {
         }
     }
 
-    /// Whether this page can be filled: what is suggested or planned may name segments that are gone.
+    /// Whether this page can be filled. Hints and plans may name segments that are gone.
     fn fillable(&self, page: PageId) -> bool {
         self.segments.get(page.segment.index()).is_some_and(|table| table.fillable(page.index))
     }

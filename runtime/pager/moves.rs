@@ -1,4 +1,4 @@
-//! Moves: starting them, and what their end means.
+//! Moves: how they are started, and what follows when they end.
 
 use super::state::{BeginEvict, Claim, State};
 use super::table::Entry;
@@ -6,13 +6,13 @@ use super::{Effects, Fill, Move, Pager, Place, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{FillPoint, FrameId, HostFrameId, MoveId, PageId, RequestId, StagingId};
 
-/// Write backs of one page that may fail in a row, while somebody waits for its frame and there is no other, before its
-/// bytes are given up: whoever waits goes on, and whoever wants the page hears of it.
+/// How many write backs of one page may fail in a row while somebody waits for its frame and there is no other. Then
+/// its bytes are given up: requests for the frame go on, and requests for the page get the error.
 const URGENT_ATTEMPTS: u8 = 3;
-/// The same with all those counted that nobody waited for. After each of these the next one is put off, twice as long
-/// every time, so that a disk that fails for a while costs no bytes.
+/// The same limit for all write backs in a row, those included that nobody waited for. After each failure the next one
+/// is put off, twice as long every time. So a disk that fails for a while costs no bytes.
 const ATTEMPTS: u8 = 8;
-/// For how many events a write back is put off after the first failure.
+/// For how many events the next write back is put off after the first failure.
 const PUT_OFF: u64 = 64;
 
 /// A move in flight, or waiting for its staging buffer.
@@ -41,8 +41,7 @@ impl Pager {
         self.moves.get(key).filter(|record| u64::from(record.serial) == id.0 >> 32).map(|_| key)
     }
 
-    /// The page that a move is of, and whether the move's end frees a frame.
-    /// Which page a move is of, from where to where.
+    /// The page that a move copies, and its two ends.
     pub(super) fn page_of_move(&self, id: MoveId) -> Option<(PageId, Place, Place)> {
         let record = &self.moves[self.move_key(id)?];
         Some((record.page, record.from, record.to))
@@ -100,7 +99,7 @@ impl Pager {
         }
     }
 
-    /// Starts the fill of an admitted page that now has its frame.
+    /// Starts the fill of an admitted page that has its frame now.
     pub(super) fn start_fill(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         let priority = self.filling.get(&page).map_or(Priority::Prefetch, |fill| fill.priority);
         self.place_frame(page, Some(frame));
@@ -111,7 +110,7 @@ impl Pager {
             (None, false) => Place::Zero,
         };
         if let Place::Host(_) = from {
-            // Busy keeps the copy from being chosen as a host victim while it is read.
+            // The copy cannot be chosen as a host victim while it is read.
             self.host.left(page);
         }
         let id = self.start_move(page, from, Place::Device(frame), priority, fx);
@@ -126,7 +125,7 @@ impl Pager {
         if self.frames.free_count() > self.purses { self.frames.take() } else { None }
     }
 
-    /// Gives frames to admitted pages that wait for one.
+    /// Gives frames to admitted pages that wait for one, and to purses.
     pub(super) fn serve_awaiting(&mut self, fx: &mut Effects) {
         while let Some(page) = self.awaiting.front().copied() {
             let Some(frame) = self.take_frame() else { break };
@@ -136,7 +135,7 @@ impl Pager {
         while let Some(request) = self.take_aside() {
             self.reserved(request, fx);
         }
-        // Invariant 4, after a rescue or a failed write back.
+        // Restores invariant 4 after a rescue or a failed write back.
         while !self.closing && !self.keeps_promises() {
             if !self.reclaim(super::policy::Want::Demand, fx) {
                 break;
@@ -189,8 +188,8 @@ impl Pager {
         }
     }
 
-    /// Makes moves urgent that were started in the background and whose frames somebody has come to wait for: as many of
-    /// the oldest as there are pages in demand without a frame; all, where a request or a budget waits for frames.
+    /// Makes background moves urgent whose frames somebody now waits for, the oldest first. As many as there are
+    /// demanded pages and purses without a frame; all, if a request or a smaller budget waits for frames.
     pub(super) fn raise_victims(&mut self, fx: &mut Effects) {
         if self.background == 0 || self.transit == 0 {
             return;
@@ -215,7 +214,7 @@ impl Pager {
             .filter(|(_, record)| frees(record))
             .map(|(key, record)| (record.priority == Priority::Background, record.serial, key))
             .collect();
-        // Those that are urgent already count.
+        // Moves that are urgent already count too.
         victims.sort_unstable();
         for (background, _, key) in victims.into_iter().take(wanted) {
             if background {
@@ -225,15 +224,15 @@ impl Pager {
         }
     }
 
-    /// Puts a page in line for a frame, behind those at least as urgent.
+    /// Puts a page in line for a frame, behind pages that are at least as urgent.
     pub(super) fn enqueue_awaiting(&mut self, page: PageId, priority: Priority) {
         let behind = |other: &PageId| self.filling.get(other).is_some_and(|fill| fill.priority > priority);
         let at = self.awaiting.iter().position(behind).unwrap_or(self.awaiting.len());
         self.awaiting.insert(at, page);
     }
 
-    /// Begins the fill of an empty page: it has a frame now, or one on its way. `locked` if whoever waits for it writes.
-    /// Whether there is a fill to wait for: not of a page that had to be given up.
+    /// Begins the fill of an empty page. A frame is there for it, or on its way. `locked` means that the waiter is a
+    /// writer. Returns whether the fill has begun; if not, the page had to be given up.
     pub(super) fn admit_fill(
         &mut self,
         page: PageId,
@@ -261,9 +260,9 @@ impl Pager {
         true
     }
 
-    /// The device has taken up the copy of a fill: it cannot be refused any more, the bytes have been checked, and they are
-    /// there when `point` has passed. Requests for streams have what they wait for. No move starts. Ids that are unknown,
-    /// because the move has ended already, and those of other moves are ignored.
+    /// Notes that the device has taken up the copy of a fill: it cannot be refused any more, its bytes have been
+    /// checked, and they are there once `point` has passed. Requests for streams then have what they wait for. Starts
+    /// no move. Ignores ids of other moves, and unknown ids, because the move may have ended already.
     pub fn taken(&mut self, id: MoveId, point: FillPoint, fx: &mut Effects) {
         let Some(key) = self.move_key(id) else { return };
         let MoveRecord { page, to: Place::Device(_), .. } = self.moves[key] else { return };
@@ -274,7 +273,7 @@ impl Pager {
         }
     }
 
-    /// A move has ended. Unknown ids are ignored, so that a completion reported twice does no harm.
+    /// Ends a move. Ignores unknown ids, so that a completion reported twice does no harm.
     pub fn complete(&mut self, id: MoveId, result: Result<()>, fx: &mut Effects) {
         let Some(key) = self.move_key(id) else { return };
         let record = self.moves.remove(key);
@@ -291,7 +290,7 @@ impl Pager {
             (Place::Host(host), _) => self.host_written_back(record.page, host, result),
             _ => invariant!(false, "a move from {:?} to {:?}", record.from, record.to),
         }
-        // Not all that a move of the host copy has ended says that the page has changed.
+        // Some ends of a host copy's move do not report that the page has changed.
         self.may_go(record.page);
         self.reap_segment(record.page.segment, fx);
         self.pump(fx);
@@ -335,11 +334,12 @@ impl Pager {
             _ => self.stats.fills_zero += 1,
         }
         if dirty {
-            // The device may change the page from here on: the host copy must not outlive this move as the newest.
+            // The device may change the page from here on. So the host copy must not stay as the newest beyond this
+            // move.
             self.drop_host_copy(page);
             self.forget_failures(page);
         }
-        // A zero page has no bytes below it to return to, but zero is what an empty read-write page reads as.
+        // A page filled with zeros has no copy below. That is right: an empty read-write page reads as zero bytes.
         let pins = waiters.len() as u32;
         let word = self.word(page);
         let filled = match fill {
@@ -358,8 +358,8 @@ impl Pager {
         }
     }
 
-    /// A move of a fill has failed, and somebody has come to wait since it was started: they get a try of their own. Those
-    /// for whom it was started have had theirs.
+    /// Tries a failed fill once more for requests that came to wait after its move had started. Requests for which the
+    /// move was started get its error. Returns whether there is another try.
     fn tries_again(&mut self, page: PageId, from: Place, frame: FrameId, error: &Error, fx: &mut Effects) -> bool {
         let Some(fill) = self.filling.get_mut(&page) else { return false };
         if fill.own == fill.waiters.len() || fill.lent || self.closing {
@@ -382,14 +382,14 @@ impl Pager {
         true
     }
 
-    /// A frame goes back from a page that was not filled.
+    /// Takes the frame back from a page that was not filled.
     fn unfilled(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.place_frame(page, None);
         self.frames.give(frame);
         fx.protect.push(frame);
     }
 
-    /// Takes the frames of pages whose fill failed while they were lent, as far as those pins have ended.
+    /// Takes the frames of pages whose fill failed while they were lent, once their pins have ended.
     pub(super) fn release_spoiled(&mut self, fx: &mut Effects) {
         if self.spoiled.is_empty() {
             return;
@@ -403,7 +403,7 @@ impl Pager {
         }
         for (page, edge) in ended {
             self.filling.remove(&page);
-            // The frame of a page of which nothing is known stays its own.
+            // A page in an unknown state keeps its frame.
             if self.took(page, edge, fx)
                 && let Some(frame) = self.entry(page).frame()
             {
@@ -424,7 +424,7 @@ impl Pager {
         }
     }
 
-    /// The host copy is no longer wanted; if a move uses it, it goes when that ends.
+    /// Drops the host copy. If a move uses it, it goes when the move ends.
     pub(super) fn drop_host_copy(&mut self, page: PageId) {
         let entry = self.entry(page);
         if entry.host_busy() {
@@ -437,7 +437,7 @@ impl Pager {
         }
     }
 
-    /// A device page was copied into a host frame: a victim's demotion, clean or dirty.
+    /// Ends a demotion: a victim's page, clean or dirty, was copied into a host frame.
     fn copied_down(
         &mut self,
         record: &MoveRecord,
@@ -480,7 +480,7 @@ impl Pager {
                 self.vacate(page, frame, fx);
             }
         } else {
-            // Rescued while it was copied: the host copy is a duplicate now.
+            // The page was rescued while it was copied: the host copy is now a duplicate.
             self.host.duplicated(page);
         }
     }
@@ -497,7 +497,7 @@ impl Pager {
         }
     }
 
-    /// WritingBack to Clean, and on to the frame's release if the page was a victim.
+    /// Takes a page from WritingBack to Clean, and releases its frame if it was a victim.
     fn now_clean(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.forget_failures(page);
         let entry = self.entry(page);
@@ -511,7 +511,7 @@ impl Pager {
             return;
         }
         let begun = self.word(page).begin_evict();
-        // Not before: its frame is promised, and whoever pinned it now would keep it.
+        // Not earlier: the frame is promised, and whoever pinned the page now would keep it.
         self.reopen(page);
         if begun == BeginEvict::Won {
             let evicted = self.word(page).evicted();
@@ -523,7 +523,7 @@ impl Pager {
         }
     }
 
-    /// A write back has succeeded, or what failed is out of date.
+    /// Clears a page's failed write backs: one has succeeded, or the bytes that failed are out of date.
     pub(super) fn forget_failures(&mut self, page: PageId) {
         let entry = self.entry(page);
         (entry.failures, entry.urgent_failures) = (0, 0);
@@ -538,7 +538,7 @@ impl Pager {
         }
     }
 
-    /// One more write back of this page has failed: the next one that nobody waits for comes later.
+    /// Counts a failed write back of this page. The next one that nobody waits for comes later.
     fn put_off(&mut self, page: PageId) {
         let entry = self.entry(page);
         entry.failures = entry.failures.saturating_add(1);
@@ -549,7 +549,7 @@ impl Pager {
         self.put_off.insert(page, self.events + wait);
     }
 
-    /// Whether a write back of this page has failed too short a while ago.
+    /// Whether this page's next write back is still put off.
     pub(super) fn is_put_off(&self, page: PageId) -> bool {
         let entry = &self.segments[page.segment.index()].entries[page.index.index()];
         entry.put_off() && self.put_off.get(&page).is_some_and(|until| self.events < *until)
@@ -583,7 +583,7 @@ impl Pager {
         }
     }
 
-    /// A frame has lost its page.
+    /// Takes a frame from its page.
     pub(super) fn vacate(&mut self, page: PageId, frame: FrameId, fx: &mut Effects) {
         self.stats.evictions += 1;
         self.changed(page);
@@ -609,22 +609,24 @@ impl Pager {
                 self.forget_failures(page);
                 self.stats.write_backs += 1;
             }
-            // The copy stays, dirty: nothing is lost, and there will be another attempt.
+            // The copy stays, dirty: nothing is lost, and it will be tried again.
             Err(_) => self.put_off(page),
         }
-        // While the page is on its way up, a move may be reading this copy: `filled` enters it again, or did and was failed.
+        // While the page is being filled, a move may be reading this copy: `filled` then puts it back in its order. If
+        // the fill has already failed, it is done here.
         let failed = || self.filling.get(&page).is_some_and(|fill| fill.failed.is_some());
         if self.word(page).load().state != State::Filling || failed() {
             self.host.entered(page);
         }
     }
 
-    /// Nobody refers to a segment any more: its frames go back, and it ends when nothing of it is in flight.
+    /// Removes a segment that nothing refers to any more. Its frames go back, and it ends when nothing of it is in
+    /// flight.
     pub fn remove_segment(&mut self, segment: crate::ids::SegmentId, fx: &mut Effects) {
         self.cancel_all_of(segment, fx);
         if let Some(table) = self.segments.get_mut(segment.index()) {
             table.dying = true;
-            // Guards and requests keep their segment, so nobody has these any more.
+            // Guards and requests keep their segment alive. So nobody has these pins any more.
             if table.words.iter().any(|word| word.load().pins > 0) {
                 self.forget_pins_of(segment);
             }
@@ -660,14 +662,14 @@ impl Pager {
         fx.released.push(segment);
     }
 
-    /// A discarded frame's memory is back with the system.
+    /// Notes that a discarded frame's memory is back with the system.
     pub fn discarded(&mut self, frame: FrameId, fx: &mut Effects) {
         self.frames.discarded(frame);
         self.pump(fx);
     }
 
-    /// The system has not taken a frame's memory. If it was to leave the budget, it still is, and nobody gets it meanwhile;
-    /// whoever waits for the smaller budget is told.
+    /// Notes that the system has not taken a frame's memory. A frame that was to leave the budget still is, and no page
+    /// gets it meanwhile. Whoever waits for the smaller budget gets the error.
     pub fn discard_refused(&mut self, frame: FrameId, error: &Error, fx: &mut Effects) {
         if self.frames.discard_refused(frame) {
             for id in std::mem::take(&mut self.shrinking) {
@@ -677,12 +679,12 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// Offers the system once more what it has [refused](Self::discard_refused).
+    /// Offers the system again the memory that it has [refused](Self::discard_refused).
     pub fn discard_again(&mut self, fx: &mut Effects) {
         fx.discard.extend(self.frames.discard_again());
     }
 
-    /// The error for a page whose bytes were lost.
+    /// The error of a page whose bytes were lost.
     pub(super) fn lost_error(&self, page: PageId) -> Error {
         let cause = self.lost.iter().find(|(lost, _)| *lost == page).map(|(_, cause)| cause.clone());
         let message =

@@ -1,25 +1,26 @@
-//! One number for every page of every segment, so that what is kept per page can be an array.
+//! One number for every page of every segment, so that per-page data can be kept in an array.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ids::{PageId, PageIndex, SegmentId};
 
-/// A segment's pages.
+/// The pages of a segment.
 #[derive(Clone, Copy, Debug)]
 struct Range {
     pages: u32,
     segment: SegmentId,
 }
 
-/// Which numbers belong to which segment: each has as many in a row as it has pages. Numbers of a segment that is gone
+/// Which numbers belong to which segment: consecutive ones, as many as it has pages. Numbers of a segment that is gone
 /// are given out again. A step takes time that grows with the logarithm of the number of segments.
 #[derive(Clone, Debug)]
 pub(super) struct PageNumbers {
-    /// By segment: where its numbers begin, and how many it has; none if it is not known.
+    /// For each segment its first number and how many it has. An unknown segment has none.
     of_segment: Vec<(u32, u32)>,
-    /// By their first number.
+    /// The ranges of segments, by first number.
     ranges: BTreeMap<u32, Range>,
-    /// What is between the ranges and behind them, no two of which touch: by first number, and by length and first number.
+    /// The gaps between the ranges and behind them: by first number here, by length and first number below. No two gaps
+    /// touch.
     gaps: BTreeMap<u32, u32>,
     by_len: BTreeSet<(u32, u32)>,
 }
@@ -34,7 +35,7 @@ impl Default for PageNumbers {
 }
 
 impl PageNumbers {
-    /// Numbers end here: users may use larger ones for marks of their own.
+    /// All numbers are smaller. So larger ones can serve as marks.
     pub(super) const LIMIT: u32 = u32::MAX - 15;
 
     fn insert_gap(&mut self, first: u32, len: u32) {
@@ -50,17 +51,17 @@ impl PageNumbers {
         len
     }
 
-    /// Of the shortest gaps that hold so many, the first: so numbers stay small, and arrays by number short.
+    /// The shortest gap that holds `pages`; of several, the first. So numbers stay small, and arrays by number short.
     fn gap(&self, pages: u32) -> Option<u32> {
         self.by_len.range((pages, 0)..).next().map(|(_, first)| *first)
     }
 
-    /// Whether so many pages can be numbered.
+    /// Whether `pages` more pages can be numbered.
     pub(super) fn has_room(&self, pages: u32) -> bool {
         self.gap(pages).is_some()
     }
 
-    /// Numbers a segment's pages. Where there are not enough numbers left they get none.
+    /// Numbers a segment's pages. If too few numbers are left, they get none.
     pub(super) fn add(&mut self, segment: SegmentId, pages: u32) {
         self.remove(segment);
         if pages == 0 {
@@ -76,7 +77,7 @@ impl PageNumbers {
         self.of_segment[segment.index()] = (first, pages);
     }
 
-    /// The segment is gone.
+    /// Frees the numbers of a segment that is gone.
     pub(super) fn remove(&mut self, segment: SegmentId) {
         let Some(known) = self.of_segment.get_mut(segment.index()) else { return };
         let (mut first, mut len) = std::mem::take(known);
@@ -101,18 +102,18 @@ impl PageNumbers {
         first as usize..(first + pages) as usize
     }
 
-    /// All numbers given out are smaller.
+    /// The end of the numbers given out: all of them are smaller.
     pub(super) fn end(&self) -> usize {
         self.ranges.last_key_value().map_or(0, |(first, range)| (first + range.pages) as usize)
     }
 
-    /// The page's number, if its segment is known and has it.
+    /// The page's number, if its segment is known and has the page.
     pub(super) fn number(&self, page: PageId) -> Option<u32> {
         let (first, pages) = *self.of_segment.get(page.segment.index())?;
         (page.index.0 < pages).then_some(first + page.index.0)
     }
 
-    /// The page with this number, which has been given out.
+    /// The page with this number, which must have been given out.
     pub(super) fn page(&self, number: u32) -> PageId {
         let found = self.ranges.range(..=number).next_back();
         invariant!(found.is_some(), "page number {number} was never given out");
@@ -121,7 +122,7 @@ impl PageNumbers {
     }
 }
 
-/// Makes an array by number reach to `len`, with `empty` for what is new. Takes and leaves little more memory than that.
+/// Resizes an array by number to `len`. New places get `empty`. Keeps its memory close to what that needs.
 pub(super) fn fit<T: Clone>(array: &mut Vec<T>, len: usize, empty: T) {
     if len > array.capacity() {
         array.reserve_exact((len - array.len()).max(array.len() / 16));

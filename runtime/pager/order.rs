@@ -1,12 +1,12 @@
-//! Pages in an order that changes: a list through an array by page number.
+//! Pages in an order that changes: a linked list in an array by page number.
 
 use super::links::{Links, List};
 use super::numbers::PageNumbers;
 use super::policy::{Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 
-/// Pages in order of their last use, or of their coming: the first is the first to leave. 8 bytes for each page that
-/// exists, whether in the list or not.
+/// Pages in the order of their last use, or of their insertion: the first one leaves first. 8 bytes for each page of
+/// its segments, whether in the list or not.
 #[derive(Debug)]
 pub struct Order {
     numbers: PageNumbers,
@@ -19,13 +19,13 @@ impl Order {
         Self { numbers: PageNumbers::default(), links: Links::default(), list: List::EMPTY }
     }
 
-    /// A segment's pages may come from now on.
+    /// Adds a segment, whose pages may be inserted from now on.
     pub(super) fn add_segment(&mut self, segment: SegmentId, pages: u32) {
         self.numbers.add(segment, pages);
         self.links.fit(self.numbers.end());
     }
 
-    /// The segment is gone, and its pages with it.
+    /// Removes a segment and its pages.
     pub(super) fn remove_segment(&mut self, segment: SegmentId) {
         for number in self.numbers.of_segment(segment) {
             self.remove_number(number as u32);
@@ -46,7 +46,7 @@ impl Order {
         self.numbers.number(page).is_some_and(|number| self.links.present(number))
     }
 
-    /// If the page is there, it is now the last to leave.
+    /// Makes the page the last to leave, if it is in the list.
     pub(super) fn touch(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
             && self.links.present(number)
@@ -55,14 +55,14 @@ impl Order {
         }
     }
 
-    /// The page comes, or is touched: it is the last to leave.
+    /// Makes the page the last to leave. Inserts it if it is not in the list.
     pub(super) fn insert(&mut self, page: PageId) {
         let Some(number) = self.numbers.number(page) else { return };
         self.remove_number(number);
         self.links.push_last(&mut self.list, number);
     }
 
-    /// If the page is there, it is now the first to leave.
+    /// Makes the page the first to leave, if it is in the list.
     pub(super) fn demote(&mut self, page: PageId) {
         if let Some(number) = self.numbers.number(page)
             && self.links.present(number)
@@ -94,13 +94,13 @@ impl Order {
         self.present_numbers().map(|number| self.numbers.page(number))
     }
 
-    /// Offers victims for what a frame is wanted for.
+    /// Offers victims for this purpose.
     pub(super) fn offer_for(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         if want == Want::Memory { self.offer(take) } else { self.offer_all(take) }
     }
 
-    /// Offers the pages, the first to leave first. One that is skipped is in use, so it counts as used now: were pinned
-    /// pages to stay first in line, every search would begin with all of them.
+    /// Offers the pages, the first to leave first. A page that is skipped is in use, so it moves to the end. If pinned
+    /// pages stayed first, every search would begin with all of them.
     fn offer_all(&mut self, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
         for _ in 0..self.list.len {
             let number = self.list.first()?;
@@ -133,7 +133,7 @@ mod tests {
         PageId { segment: SegmentId(n / 8), index: PageIndex(n % 8) }
     }
 
-    /// Against a queue that is searched.
+    /// Compared with a queue that is searched.
     #[test]
     fn does_what_a_queue_would() {
         let mut order = Order::new();

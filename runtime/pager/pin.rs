@@ -1,9 +1,9 @@
-//! The pin: how resident pages are pinned without the latch, by whoever pins: the runtime, the simulator, the tests.
+//! The pin: how the runtime, the simulator and the tests pin resident pages without the latch.
 //!
-//! All pages of a request or none; the pager hears of each use through `record`. Where anything is in the way, what
-//! was pinned is given back and the caller [submits](super::Pager::submit) a request, which is decided under the latch.
-//! So nobody who waits is passed unseen: pages that a request waits for are [closed](PageWord::close), and while one waits
-//! for frames the [`Gate`] is.
+//! All pages of a request are pinned, or none. The pager hears of each use through `record`. If anything is in the way,
+//! the pins are undone, and the caller [submits](super::Pager::submit) a request, which is decided under the latch. So
+//! no waiting request is passed without being counted: pages that a request waits for are [closed](PageWord::close),
+//! and the [`Gate`] is closed while a request waits for frames.
 
 use smallvec::SmallVec;
 
@@ -13,8 +13,9 @@ use crate::ids::PageId;
 use crate::state::TryWrite;
 use crate::sync::{Alone, AtomicU64, Ordering};
 
-/// Says whether a request waits for frames: then every pin asks under the latch, because it may take away a frame that
-/// could have been given. Read by every pin, written when the first begins to wait and the last has ended.
+/// Says whether a request waits for frames. Then every pin asks under the latch, because it may take away a frame that
+/// could have been given to the request. Every pin reads it. It is written when the first request begins to wait, and
+/// when the last has ended.
 #[derive(Debug, Default)]
 pub struct Gate {
     closed: Alone<AtomicU64>,
@@ -24,7 +25,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// What is closed already is not written: all cores read it.
+    /// Writes only if it is open: all cores read it.
     #[doc(hidden)]
     pub fn close(&self) {
         if !self.is_closed() {
@@ -38,35 +39,35 @@ impl Gate {
         self.opened.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether pins ask under the latch.
+    /// Whether pins have to ask under the latch.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.closed.0.load(Ordering::Acquire) != 0
     }
 }
 
-/// How [`pin`] went.
+/// The result of [`pin`].
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pinned {
-    /// Every page is pinned. `reached` if one of them had been filled ahead and not been used: the pager may
+    /// Every page is pinned. `reached` means that one of them was filled ahead and had not been used: the pager may
     /// [look further](super::Pager::pump).
     All {
         /// See above.
         reached: bool,
     },
-    /// None is. `wanted` holds what somebody waits for and had met the pins of this attempt: the pager is
-    /// [told](super::Pager::released).
+    /// No page is pinned. `wanted` means that somebody waits for a page and met a pin of this attempt: the pager must
+    /// be [told](super::Pager::released).
     None {
         /// See above.
         wanted: bool,
     },
 }
 
-/// A run of pages, and their words.
+/// A run of pages, with their words.
 pub type Words<'a> = (PageRun, &'a [PageWord]);
 
-/// [`pin`] of one page. The use, which the pager is to hear of; `None` if the page is not pinned.
+/// [`pin`] for one page. Returns the use, which the pager must hear of, or `None` if the page is not pinned.
 #[inline(always)]
 pub fn page(gate: &Gate, page: PageId, word: &PageWord, purpose: Purpose) -> Option<Access> {
     if gate.is_closed() {
@@ -86,7 +87,7 @@ pub fn page(gate: &Gate, page: PageId, word: &PageWord, purpose: Purpose) -> Opt
     Some(Access::new(page, write, first_use))
 }
 
-/// Pins every page of `runs`, of which no two have one in common, or none.
+/// Pins every page of `runs`, or none. No page may occur twice.
 pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl FnMut(Access)) -> Pinned {
     invariant!(
         runs.iter().all(|(run, words)| run.count as usize == words.len()),
@@ -102,8 +103,8 @@ pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl F
     if gate.is_closed() {
         return Pinned::None { wanted: false };
     }
-    // Looked at before anything is pinned: a pin takes the mark of a page that was filled ahead, and a set that is given
-    // up half way would leave such pages to be counted as hits.
+    // All words are looked at before any page is pinned. A pin removes the mark of a page that was filled ahead. If the
+    // set were given up half way, the next use of such a page would be counted as a hit.
     let in_the_way = |word: &PageWord| {
         let snapshot = word.load();
         !snapshot.is_resident() || snapshot.exclusive || snapshot.closed
@@ -115,7 +116,7 @@ pub fn pin(gate: &Gate, runs: &[Words<'_>], purpose: Purpose, mut record: impl F
 }
 
 fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
-    // Of each page whether this is its first use.
+    // For each page, whether this is its first use.
     let mut pinned: SmallVec<[bool; 16]> = SmallVec::new();
     let words = || runs.iter().flat_map(|(_, words)| words.iter());
     for word in words() {
@@ -138,7 +139,7 @@ fn read(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
 }
 
 fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
-    // Of each page whether it was clean, and whether this is its first use.
+    // For each page, whether it was clean, and whether this is its first use.
     let mut won: SmallVec<[(bool, bool); 16]> = SmallVec::new();
     let words = || runs.iter().flat_map(|(_, words)| words.iter());
     for word in words() {
@@ -160,8 +161,8 @@ fn write(runs: &[Words<'_>], mut record: impl FnMut(Access)) -> Pinned {
     Pinned::All { reached: won.iter().any(|(_, first_use)| *first_use) }
 }
 
-/// Ends the pins of a run, `exclusive` ones of a writer. Whether somebody waits for that: then the pager is
-/// [told](super::Pager::released).
+/// Ends the pins of a run. `exclusive` means a writer's. Returns whether somebody waits for that: the pager must then
+/// be [told](super::Pager::released).
 #[must_use]
 #[inline]
 pub fn unpin(words: &[PageWord], exclusive: bool) -> bool {

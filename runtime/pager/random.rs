@@ -1,22 +1,22 @@
-//! Random numbers that are the same everywhere: splitmix64. G. L. Steele, D. Lea and C. H. Flood, "Fast splittable
-//! pseudorandom number generators", OOPSLA 2014.
+//! Random numbers that are the same on every machine: splitmix64. G. L. Steele, D. Lea and C. H. Flood, "Fast
+//! splittable pseudorandom number generators", OOPSLA 2014.
 
-/// What the generator's state grows by.
+/// The increment of the generator's state.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// A bijection of 64-bit numbers in which every bit depends on all.
+/// A bijection of 64-bit numbers in which every output bit depends on all input bits.
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
 }
 
-/// The `n`th number, from 0 on, of seed 0: a hash of `n`.
+/// The `n`th number of seed 0, counted from 0. Serves as a hash of `n`.
 pub fn nth(n: u64) -> u64 {
     mix(n.wrapping_add(1).wrapping_mul(STEP))
 }
 
-/// A generator. Any seed will do.
+/// A generator. Any seed is as good as another.
 #[derive(Clone, Copy, Debug)]
 pub struct Random(pub u64);
 
@@ -26,17 +26,17 @@ impl Random {
         mix(self.0)
     }
 
-    /// From 0 up to but not including 1.
+    /// A number from 0 up to but not including 1.
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// From 0 up to but not including `n`; 0 if that is 0.
+    /// A number from 0 up to but not including `n`; 0 if `n` is 0.
     pub fn below(&mut self, n: u32) -> u32 {
         ((u128::from(self.next_u64()) * u128::from(n)) >> 64) as u32
     }
 
-    /// Puts items in an order by chance.
+    /// Shuffles the items.
     pub fn shuffle(&mut self, items: &mut [u32]) {
         for at in (1..items.len()).rev() {
             items.swap(at, self.below(at as u32 + 1) as usize);

@@ -1,4 +1,4 @@
-//! Victims: making frames free, by eviction, demotion and write back; the budget.
+//! Making frames free, by eviction, demotion and write back; and changing the budget.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -9,48 +9,50 @@ use super::state::{BeginEvict, Claim, PageWord, Snapshot, State};
 use super::{Effects, Granted, Pager, Place, Priority};
 use crate::ids::{HostFrameId, PageId};
 
-/// Pages offered by the policy before one is taken that is known to be free. So where nearly all pages are pinned, a victim
-/// costs so many looks and not one for each of them.
+/// How many pages the policy may offer before a page is taken that is known to be free. So where nearly all pages are
+/// pinned, a victim costs at most this many looks, not one for each pinned page.
 const LOOKS: usize = 32;
 
-/// What is known of victims since a search has offered every resident page and none could go.
+/// What is known of victims since a search offered every resident page and none could go.
 ///
 /// # Invariant
 ///
-/// Once such a search was made, a resident page that is not listed here cannot go, and that changes only with an event that
-/// lists it: it is pinned and `wanted`, so the end of the pin is [told](Pager::released); or a move uses it, or its host copy,
-/// and ends. A page that comes is listed, because its pins are not marked.
+/// After such a search, a resident page that is not listed here cannot go. Only an event that lists the page changes
+/// that. Either the page is pinned and `wanted`, so the end of the pin is [told](Pager::released); or a move uses the
+/// page or its host copy, and ends. A page that becomes resident is listed, because its pins carry no mark.
 #[derive(Debug, Default)]
 pub(super) struct Barren {
-    /// Pages that may go, or may be pinned without a mark; what was heard of first comes first. `None` before a search.
+    /// Pages that may go, or whose pins may carry no mark, in the order in which they were listed. `None` if there was
+    /// no such search.
     heard: Option<VecDeque<PageId>>,
 }
 
-/// What a policy's candidate turned out to be.
+/// The state in which a victim was taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taken {
     Clean,
     Dirty,
 }
 
-/// Takes a page from whoever could use it, if nothing forbids it.
+/// Begins to take a page down, unless something forbids it.
 fn begin_to_take(word: &PageWord, host_busy: bool) -> Option<Taken> {
     match word.begin_evict() {
         BeginEvict::Won => Some(Taken::Clean),
-        // Newer bytes are not written beside older ones. Asked of the word that was dirty: a writer comes at any time.
+        // Newer bytes are not written beside older ones. The word itself is asked again, because a writer may come at
+        // any time.
         BeginEvict::Dirty if !host_busy && word.begin_last_write_back() == Claim::Won => Some(Taken::Dirty),
         _ => None,
     }
 }
 
 impl Pager {
-    /// Makes one more frame free, or puts one in transit. `false` if every frame is pinned, in motion, or worth more
-    /// than what wants it.
+    /// Makes one more frame free, or puts one in transit. Returns `false` if every frame is pinned, in motion, or worth
+    /// more than what wants it.
     ///
-    /// Pages whose write back has just failed are passed over. Where somebody waits and there is nothing else, they are
-    /// tried again all the same.
+    /// Pages whose write back has just failed are passed over. If somebody waits and there is nothing else, they are
+    /// tried all the same.
     pub(super) fn reclaim(&mut self, want: Want, fx: &mut Effects) -> bool {
-        // A page that is put off comes back by itself, without an event of its own.
+        // A page that is put off can go again without an event of its own.
         if self.put_off.is_empty()
             && let Some(found) = self.reclaim_heard(want, fx)
         {
@@ -60,23 +62,23 @@ impl Pager {
         self.reclaim_among(want, false, usize::MAX, fx) || last_resort && self.reclaim_among(want, true, usize::MAX, fx)
     }
 
-    /// [`reclaim`](Self::reclaim) where nothing but what is listed can go. `None` if that is not known, or not enough to
-    /// know.
+    /// [`reclaim`](Self::reclaim) among listed pages only. `None` if it is not known that no other page can go, or if
+    /// the list does not decide.
     fn reclaim_heard(&mut self, want: Want, fx: &mut Effects) -> Option<bool> {
         let any = matches!(want, Want::Demand | Want::Room);
         if !any {
-            // Worth less than what is wanted, or clean, is the policy's business.
+            // Only the policy knows which pages are worth less than what is wanted, or may be given for memory.
             return self.barren.heard.as_ref()?.is_empty().then_some(false);
         }
         while let Some(page) = self.barren.heard.as_mut()?.pop_front() {
-            // The policy's order counts, as far as it comes to a page that can go.
+            // The policy's order counts, as long as it soon offers a page that can go.
             if self.can_go(page) && self.reclaim_among(want, false, LOOKS, fx) {
                 if let Some(heard) = &mut self.barren.heard {
                     heard.push_front(page);
                 }
                 return Some(true);
             }
-            // What is pinned is marked by this.
+            // This attempt marks a pinned page.
             if let Some(taken) = self.take_page(page) {
                 self.take_down(page, taken, want, fx);
                 return Some(true);
@@ -85,17 +87,17 @@ impl Pager {
         Some(false)
     }
 
-    /// Something has happened to a page, or it is there now: it may be one that can go.
+    /// Lists a page that may be able to go: something has happened to it, or it has become resident.
     pub(super) fn may_go(&mut self, page: PageId) {
         let Some(heard) = &mut self.barren.heard else { return };
         heard.push_back(page);
         if heard.len() > self.frames.active().max(64) as usize {
-            // A search of all pages costs no more than to go on with this.
+            // A search of all pages costs no more than going through this list.
             self.barren.heard = None;
         }
     }
 
-    /// Whether a page is resident and nothing forbids that it goes, just now.
+    /// Whether a page is resident and nothing forbids its eviction just now.
     fn can_go(&self, page: PageId) -> bool {
         let Some(table) = self.segments.get(page.segment.index()) else { return false };
         let index = page.index.index();
@@ -105,49 +107,49 @@ impl Pager {
         leaves && word.pins == 0 && !entry.held_back()
     }
 
-    /// For checks: whether a resident page can go, and is not put off.
+    /// For checks: whether a resident page can go and is not put off.
     pub(super) fn can_go_for_good(&self, page: PageId) -> bool {
         self.can_go(page) && !self.put_off.contains_key(&page)
     }
 
-    /// For checks: pages that can go, or whose pin's end will not be told, and that no search would find.
+    /// For checks: a page that no search would find although it can go, or whose pin's end will not be told.
     pub(super) fn hidden(&self, to_be_told: &dyn Fn(PageId) -> bool) -> Option<PageId> {
         let heard = self.barren.heard.as_ref()?;
         self.policy.tracked().into_iter().filter(|page| !heard.contains(page) && !to_be_told(*page)).find(|page| {
             let entry = &self.segments[page.segment.index()].entries[page.index.index()];
             let word = self.word(*page).load();
-            // The end of the move lists it.
+            // The end of the move will list it.
             let moves = word.state == State::WritingBack || entry.held_back() || entry.host_busy();
             let untold = word.pins > 0 && !word.wanted && !moves;
             untold || self.can_go(*page)
         })
     }
 
-    /// For checks: pages that a search would look at, if that is all it would.
+    /// For checks: the pages that a search would look at. `None` if it would look at all.
     pub(super) fn heard(&self) -> Option<BTreeSet<PageId>> {
         self.barren.heard.as_ref().map(|heard| heard.iter().copied().collect())
     }
 
-    /// Resident pages that are no victims yet: those the policy has.
+    /// How many resident pages the policy has: those that are no victims yet.
     fn resident(&self) -> usize {
         let filling = self.filling.len() - self.awaiting.len();
         (self.frames.in_use() as usize).saturating_sub(filling + self.transit as usize)
     }
 
-    /// Whether somebody waits for what a frame is wanted for.
+    /// Whether somebody waits for the frame that is wanted.
     fn is_urgent(&self, want: Want) -> bool {
         want.is_demand() || want == Want::Room && !self.shrinking.is_empty()
     }
 
-    /// Takes one of the pages that the policy offers, of the first `looks`.
+    /// Takes one of the first `looks` pages that the policy offers.
     fn reclaim_among(&mut self, want: Want, with_put_off: bool, looks: usize, fx: &mut Effects) -> bool {
-        // Whether to find out that this was all, and what of it there has been.
+        // Whether to find out if the policy offers every resident page. `seen` collects those it offered.
         let all = looks == usize::MAX && self.put_off.is_empty() && matches!(want, Want::Demand | Want::Room);
         let mut seen: SmallVec<[PageId; LOOKS]> = SmallVec::new();
         let resident = self.resident();
         let mut offered = 0;
         let Self { policy, segments, put_off, events, .. } = self;
-        // What was taken counts, not what the policy says was: policies may be the user's.
+        // Whether a page was really taken counts, not what the policy returns: it may be a user's policy.
         let mut taken = None;
         policy.victim(want, &mut |page: PageId| {
             if taken.is_some() || offered == looks {
@@ -175,11 +177,12 @@ impl Pager {
             if want == Want::Reserve {
                 let Snapshot { state, fresh, .. } = word.load();
                 if state == State::Clean {
-                    // A clean page at the head of the line is as good as a free frame.
+                    // A clean page that would go first is as good as a free frame.
                     return Take::Stop;
                 }
                 if fresh {
-                    // It was filled ahead, and would be again: where all else is pinned, up and down without end.
+                    // The page was filled ahead, and would be filled again. Where all other pages are pinned, that
+                    // would repeat without end.
                     return Take::Skip;
                 }
             }
@@ -192,7 +195,7 @@ impl Pager {
                 true
             }
             None => {
-                // A policy of the user's may leave pages out, and offer others twice.
+                // A user's policy may leave pages out, and offer others twice.
                 seen.sort_unstable();
                 seen.dedup();
                 if all && seen.len() >= resident {
@@ -233,7 +236,7 @@ impl Pager {
             return;
         };
         let priority = if self.is_urgent(want) { Priority::WriteBack } else { Priority::Background };
-        // Whoever wants memory now is not served by a copy that takes its time, into more memory.
+        // Memory is wanted now. A copy to the host tier would take time, and more memory.
         let copied = want != Want::Memory && self.entry(page).host().is_none();
         let host = if copied { self.host_room(page) } else { None };
         if let Some(host) = host {
@@ -258,7 +261,8 @@ impl Pager {
         }
     }
 
-    /// The device tier has newer bytes than any copy below: a writer leaves no other trace than the page's state.
+    /// Gives up the copies in lower tiers: the device tier has newer bytes. A writer leaves no trace but the page's
+    /// state.
     fn outdate_copies(&mut self, page: PageId) {
         self.entry(page).set_on_disk(false);
         self.drop_host_copy(page);
@@ -280,7 +284,7 @@ impl Pager {
         self.host.take()
     }
 
-    /// Writes the host tier's oldest dirty copies to disk while nobody waits, so that it can take more.
+    /// Writes the host tier's oldest dirty copy to disk while nobody waits, so that the host tier can take more.
     fn clean_host(&mut self, fx: &mut Effects) {
         if self.host.total() == 0 || self.host.has_free() {
             return;
@@ -288,7 +292,7 @@ impl Pager {
         let candidate = self.host.victim(|candidate| {
             let table = &self.segments[candidate.segment.index()];
             let entry = &table.entries[candidate.index.index()];
-            // What a writer has in its hands may be newer, or not.
+            // A page that a writer holds may have newer bytes, or not.
             let written = table.words[candidate.index.index()].load().exclusive;
             !entry.host_busy() && !written && (!entry.host_dirty() || !self.is_put_off(candidate))
         });
@@ -307,8 +311,8 @@ impl Pager {
         }
     }
 
-    /// Keeps a few frames free or on their way while dirty pages are being made, so that the next fault does not have
-    /// to wait for a write back.
+    /// Keeps a few frames free or on their way while pages may be dirty, so that the next fault does not wait for a
+    /// write back.
     pub(super) fn keep_reserve(&mut self, fx: &mut Effects) {
         self.clean_host(fx);
         let reserve = (self.frames.active() / 8).min(8);
@@ -320,7 +324,7 @@ impl Pager {
         }
     }
 
-    /// Takes frames out of the budget as they become free.
+    /// Takes frames out of a smaller budget as they become free.
     pub(super) fn retire_frames(&mut self, fx: &mut Effects) {
         while self.leaving() > 0 {
             if self.frames.retire() {
@@ -343,8 +347,8 @@ impl Pager {
         }
     }
 
-    /// Changes the device budget. Growing takes effect at once; returns how many frames must exist in all. Shrinking
-    /// evicts, and frames leave as their pages can.
+    /// Changes the device budget. Growing takes effect at once. Shrinking evicts, and frames leave as their pages can.
+    /// Returns how many frames must exist in all.
     pub fn set_frames(&mut self, frames: u32, fx: &mut Effects) -> u32 {
         self.frames.target = frames;
         self.config.frames = frames;
@@ -355,7 +359,7 @@ impl Pager {
         exist
     }
 
-    /// Evicts these pages, as far as nothing forbids it. Returns how many it set in motion.
+    /// Evicts these pages, except where something forbids it. Returns how many evictions it began.
     pub fn evict(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;
         for page in pages {
@@ -365,9 +369,9 @@ impl Pager {
         count
     }
 
-    /// Gives the memory of up to `count` device frames back to the system: of free ones that may have some, and then of
-    /// those of clean pages nobody uses, which it evicts; dirty ones are passed over, and none is copied to the host tier. The
-    /// budget stays. Returns how many frames' memory goes.
+    /// Gives the memory of up to `count` device frames back to the system. First come free frames that may have memory,
+    /// then frames of clean unused pages, which it evicts. Dirty pages are passed over, and no page is copied to the
+    /// host tier. The budget stays. Returns how many frames lose their memory.
     pub fn trim(&mut self, count: u32, fx: &mut Effects) -> u32 {
         self.trim_frames(count, true, fx)
     }
@@ -377,8 +381,9 @@ impl Pager {
         self.trim_frames(count, false, fx)
     }
 
-    /// Host frames whose memory goes back to the system, up to `count`: free ones that may have some, and then those of copies
-    /// that are elsewhere too, which it drops. Answered by [`host_discarded`](Self::host_discarded).
+    /// Picks up to `count` host frames whose memory goes back to the system. First come free frames that may have
+    /// memory, then frames of copies whose bytes are elsewhere too, which it drops. Answered by
+    /// [`host_discarded`](Self::host_discarded).
     pub fn trim_host(&mut self, count: u32) -> Vec<HostFrameId> {
         let mut given = Vec::new();
         while given.len() < count as usize && !self.closing {
@@ -394,7 +399,7 @@ impl Pager {
         given
     }
 
-    /// The memory of these host frames is back with the system.
+    /// Notes that the memory of these host frames is back with the system.
     pub fn host_discarded(&mut self, frames: &[HostFrameId], fx: &mut Effects) {
         self.host.discarded(frames);
         self.pump(fx);
@@ -412,7 +417,7 @@ impl Pager {
             }
             let Some(frame) = self.frames.discard_warm() else { break };
             if self.leaving() > 0 {
-                // A budget that shrinks has waited for it: it must not come back.
+                // A shrinking budget has waited for this frame: it must not come back.
                 self.frames.retire();
             }
             fx.discard.push(frame);

@@ -1,16 +1,18 @@
 //! Scopes: what one task holds and may still ask for.
 //!
-//! A scope is the unit of admission: its first pins, or what it [reserves](Pager::open_scope), are *new* and wait in line;
-//! what it asks for while it holds pins is *growth*, which passes the line, because others may wait for just these pins.
-//! A scope that declares how much it will need gets its frames set aside at the start, in a purse, and spends them on
-//! pages that are missing; with the pin's end the purse is filled again before anybody else gets a frame.
+//! A scope is the unit of admission. Its first pins, or the frames it [reserves](Pager::reserve), are *new* and wait in
+//! line. Requests it makes while it holds pins are *growth*. Growth passes the line, because others may wait for just
+//! these pins.
+//!
+//! A scope that declares how much it will need gets its frames set aside at the start, in a purse. It spends them on
+//! pages that are missing. When the pins end, the purse is filled again before anybody else gets a frame.
 //!
 //! # Deadlocks
 //!
-//! Only growth holds and waits. Whenever growth has to wait, it is asked whether each of the scopes that hold pins or a purse,
-//! and wait, could go on if those before it let go: by frames, and by locks of pages. If not, one of those who wait for each
-//! other for ever gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is taken for one that ends. The
-//! answer is found in `deadlock`.
+//! Only growth holds pins and waits. When growth has to wait, the pager checks each scope that waits and holds pins or
+//! a purse: can it go on once those before it let go of their frames and page locks? If not, one of the scopes that
+//! wait for each other forever gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). A pin outside of scopes is assumed to
+//! end. `deadlock` finds the answer.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -27,27 +29,29 @@ pub enum ScopePriority {
     /// Somebody waits for an answer.
     #[default]
     Interactive,
-    /// Nobody does. Served when no interactive scope waits, or after 16 of these have gone first.
+    /// Nobody waits for an answer. Served when no interactive scope waits, or after 16 interactive requests have
+    /// passed it.
     Batch,
 }
 
-/// What a scope holds: kept by whoever pins for it, looked at by the pager when somebody has to wait.
+/// The pins of one scope. Whoever pins for the scope keeps them up to date; the pager reads them when a request has to
+/// wait.
 #[derive(Debug, Default)]
 pub struct Holdings {
     held: Mutex<Held>,
-    /// The pages it was opened for, if it said so.
+    /// How many pages the scope was opened for. `None` if it did not say.
     at_most: Option<u32>,
-    /// Those of them that are pinned or asked for. A count, which publishes nothing.
+    /// How many of those pages are pinned or asked for. A plain count: no other data is published with it.
     claimed: AtomicU64,
 }
 
-/// Runs, and whether they are held exclusively. The first few are looked through, from the end, because the last one is the
-/// likeliest to go; others are looked up.
+/// Held runs. The first few are searched from the end, because the last one is the likeliest to go. The others are in a
+/// hash map.
 #[derive(Debug, Default)]
 struct Runs {
     few: Vec<HeldRun>,
     many: HashMap<HeldRun, u32>,
-    /// How many there are in `many`.
+    /// How many runs are in `many`, repetitions included.
     counted: usize,
 }
 
@@ -63,7 +67,7 @@ impl Runs {
         }
     }
 
-    /// Whether it was there.
+    /// Returns whether the run was there.
     fn remove(&mut self, run: HeldRun) -> bool {
         if let Some(at) = self.few.iter().rposition(|other| *other == run) {
             self.few.swap_remove(at);
@@ -98,13 +102,13 @@ impl Runs {
 struct Held {
     runs: Runs,
     pages: u32,
-    /// What its scope has spent for these of what it declared.
+    /// Frames that the scope has spent for these runs, out of those it declared.
     paid: u32,
-    /// Requests of the scope that wait.
+    /// How many requests of the scope wait.
     waiting: u32,
-    /// What has come and gone since the pager counted last, while the scope waits: so that a pin costs the pager what it changes.
+    /// What changed since the pager counted last, while the scope waits. So a pin costs the pager only what it changes.
     changes: Vec<((PageRun, bool), Change)>,
-    /// There is more that has changed than is held: the pager counts anew.
+    /// Whether `changes` is incomplete, so that the pager must count anew.
     uncounted: bool,
 }
 
@@ -113,7 +117,7 @@ struct Held {
 struct HeldRun {
     run: PageRun,
     exclusive: bool,
-    /// Whether it is among the pages that the scope was opened for. Not so for what could not be refused.
+    /// Whether it counts among the pages the scope was opened for. `false` for pins that could not be refused.
     claimed: bool,
 }
 
@@ -123,7 +127,7 @@ pub(super) enum Change {
     Went,
 }
 
-/// What a scope that waits holds, for who counts it: runs, and whether they are held exclusively.
+/// The holdings of a waiting scope, or their changes. The `bool` says whether the run is held exclusively.
 pub(super) enum Counted {
     Anew(Vec<(PageRun, bool)>),
     Since(Vec<((PageRun, bool), Change)>),
@@ -156,9 +160,9 @@ impl Holdings {
         Self { at_most, ..Self::default() }
     }
 
-    /// Claims so many of the pages that the scope was opened for, before they are pinned: threads that pin at once do not
-    /// have more than these together. `false` if there are not so many. What is claimed is then [added](Self::add), or
-    /// [given up](Self::unclaim).
+    /// Claims this many of the pages the scope was opened for, before they are pinned. So threads that pin at the same
+    /// time do not exceed that number together. Returns `false` if fewer are left. Claimed pages are then
+    /// [added](Self::add) or [given up](Self::unclaim).
     #[must_use]
     pub fn claim(&self, pages: u32) -> bool {
         let Some(most) = self.at_most else { return true };
@@ -166,7 +170,7 @@ impl Holdings {
         self.claimed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok()
     }
 
-    /// So many pages that were claimed are not pinned, or not any more.
+    /// Gives up claimed pages that were not pinned, or whose pins have ended.
     pub fn unclaim(&self, pages: u32) {
         if self.at_most.is_some() {
             let claimed = self.claimed.fetch_sub(u64::from(pages), Ordering::Relaxed);
@@ -174,20 +178,20 @@ impl Holdings {
         }
     }
 
-    /// Adds pins, `exclusive` ones of a writer. Returns whether the scope waits for others meanwhile: then the caller has
-    /// the pager [look again](Pager::holds_more).
+    /// Adds pins. `exclusive` means a writer's. Returns whether the scope has waiting requests: the caller then has the
+    /// pager [look again](Pager::holds_more).
     #[must_use]
     pub fn add(&self, runs: &[PageRun], exclusive: bool) -> bool {
         self.add_paid(runs, exclusive, 0, true)
     }
 
-    /// [`add`](Self::add) of pins that could [not be refused](super::Terms::never_refused), and were not claimed.
+    /// [`add`](Self::add) for pins that could [not be refused](super::Terms::never_refused) and so were not claimed.
     #[must_use]
     pub fn add_unclaimed(&self, runs: &[PageRun], exclusive: bool) -> bool {
         self.add_paid(runs, exclusive, 0, false)
     }
 
-    /// [`add`](Self::add) of pins for which the scope has spent so many frames.
+    /// [`add`](Self::add) for pins on which the scope has spent `spent` frames.
     fn add_paid(&self, runs: &[PageRun], exclusive: bool, spent: u32, claimed: bool) -> bool {
         let mut held = self.held.lock();
         for run in runs {
@@ -199,7 +203,7 @@ impl Holdings {
         held.waiting > 0
     }
 
-    /// A segment goes that has pins nobody can end, because their guards or requests were forgotten: they are not held.
+    /// Drops all pins of a segment that goes. Nobody can end them, because their guards or requests were forgotten.
     fn forget(&self, segment: SegmentId, spent: u32) {
         let mut held = self.held.lock();
         held.count_anew();
@@ -210,12 +214,12 @@ impl Holdings {
         held.pages = held.runs.iter().map(|held| held.run.count).sum();
     }
 
-    /// Takes them away again, with what was spent for them. Called before the pins end, so that what is listed here is pinned.
+    /// Removes pins, and what was spent for them. Called before the pins end, so that every page listed here is pinned.
     pub fn remove(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
         self.take_out(runs, exclusive, spent, true);
     }
 
-    /// [`remove`](Self::remove) of pins that could [not be refused](super::Terms::never_refused).
+    /// [`remove`](Self::remove) for pins that could [not be refused](super::Terms::never_refused).
     pub fn remove_unclaimed(&self, runs: &[PageRun], exclusive: bool, spent: u32) {
         self.take_out(runs, exclusive, spent, false);
     }
@@ -235,12 +239,12 @@ impl Holdings {
         }
     }
 
-    /// The pages the scope was opened for, if it said so.
+    /// How many pages the scope was opened for. `None` if it did not say.
     pub(super) fn at_most(&self) -> Option<u32> {
         self.at_most
     }
 
-    /// Pages held, one that is pinned twice counted twice.
+    /// How many pages are held. A page that is pinned twice counts twice.
     pub fn pages(&self) -> u32 {
         self.held.lock().pages
     }
@@ -261,7 +265,7 @@ impl Holdings {
         held.waiting = if more { held.waiting + 1 } else { held.waiting.saturating_sub(1) };
     }
 
-    /// What it holds, for who has counted before; and what was spent for it.
+    /// What the scope holds: only the changes since the last count, if they are complete. Also what was spent for it.
     pub(super) fn count(&self) -> (Counted, u32) {
         let mut held = self.held.lock();
         let counted = if std::mem::take(&mut held.uncounted) {
@@ -272,12 +276,12 @@ impl Holdings {
         (counted, held.paid)
     }
 
-    /// What was spent for what it holds.
+    /// Frames spent for what the scope holds.
     pub(super) fn paid(&self) -> u32 {
         self.held.lock().paid
     }
 
-    /// Whether the scope itself has a page of these pinned in a way that excludes the request.
+    /// The first page on which the scope's own pins exclude the request, if there is one.
     fn excludes(&self, runs: &[PageRun], write: bool) -> Option<PageId> {
         let held = self.held.lock();
         let overlaps = |a: &PageRun, b: &PageRun| {
@@ -292,14 +296,14 @@ impl Holdings {
     }
 }
 
-/// What a scope is like.
+/// The properties of a scope.
 #[derive(Clone, Debug, Default)]
 pub struct ScopeTerms {
-    /// For messages; may be empty.
+    /// A name for messages. May be empty.
     pub label: String,
-    /// When it is served.
+    /// How early its requests are served.
     pub priority: ScopePriority,
-    /// The pages it will have pinned at one time, if it says so.
+    /// The most pages that it will have pinned at one time. `None` if it does not say.
     pub at_most: Option<u32>,
 }
 
@@ -312,22 +316,22 @@ pub(super) struct Scope {
     pub(super) purse: u32,
     /// Frames on their way to its purse.
     pub(super) coming: u32,
-    /// Frames it has spent whose pins have ended, and that are not on their way.
+    /// Frames owed to its purse: it has spent them, their pins have ended, and nothing is on its way yet.
     pub(super) owed: u32,
     /// All frames that were set aside for it, spent or not.
     pub(super) declared: u32,
-    /// What it has spent of them on pins that have been granted, by the first run of these.
+    /// What it has spent of them for each granted request, with the first run of that request.
     pub(super) paid: Vec<(PageRun, u32)>,
-    /// The request that waits until all that it declared is set aside.
+    /// The request that waits until all declared frames are set aside.
     pub(super) reserving: Option<RequestId>,
     pub(super) holdings: Arc<Holdings>,
-    /// Its requests that wait, the oldest first.
+    /// Its waiting requests.
     pub(super) waiting: BTreeSet<RequestId>,
-    /// What is known of it to who looks for deadlocks.
+    /// What the search for deadlocks knows of it.
     pub(super) known: Known,
-    /// All its requests that wait are known to be growth.
+    /// Whether all its waiting requests are known to be growth.
     all_grow: bool,
-    /// It is among those that are looked at because they have got or claim more.
+    /// Whether it is listed in `Pager::grown`.
     grown: bool,
     pub(super) serial: u32,
 }
@@ -341,14 +345,14 @@ impl Scope {
         &self.holdings
     }
 
-    /// Frames it may spend now. None before all that it declares are there: were the request for them given up meanwhile,
-    /// what was spent would be nobody's.
+    /// Frames it may spend now. None before all declared frames are there: if the request for them were given up
+    /// meanwhile, spent frames would belong to nobody.
     pub(super) fn may_spend(&self) -> u32 {
         if self.reserving.is_some() { 0 } else { self.purse }
     }
 
-    /// Frames that are its beside the pages it holds: in its purse, on their way, owed, or spent for pages that it does not
-    /// hold yet, or not any more. None of them is ever anybody else's.
+    /// Frames that are the scope's beside the pages it holds: in its purse, on their way, owed, or spent for pages that
+    /// it does not hold yet, or holds no longer. Nobody else ever gets one of them.
     pub(super) fn claim(&self) -> u32 {
         self.declared.saturating_sub(self.holdings.paid())
     }
@@ -376,8 +380,8 @@ impl Pager {
         self.scopes.iter().map(|(key, scope)| (self.scope_id(key), scope))
     }
 
-    /// Opens a scope, and gives what its pins are kept in. One that says how much it needs has to ask for it before it pins:
-    /// see [`reserve`](Self::reserve).
+    /// Opens a scope. Returns its id, and the holdings in which its pins are kept. A scope that says how much it needs
+    /// must [`reserve`](Self::reserve) it before it pins.
     pub fn open_scope(&mut self, terms: ScopeTerms) -> (ScopeId, Arc<Holdings>) {
         self.next_serial = self.next_serial.wrapping_add(1);
         let ScopeTerms { label, priority, at_most } = terms;
@@ -404,8 +408,8 @@ impl Pager {
         (self.scope_id(key), holdings)
     }
 
-    /// A scope ends: what was set aside for it is anybody's. Its pins may outlive it; they are then nobody's, like those
-    /// outside of scopes, and its requests end with `Closed`.
+    /// Ends a scope. What was set aside for it is free for anybody. Its waiting requests end with `Closed`. Its pins
+    /// may outlive it and then count as pins outside of scopes.
     pub fn close_scope(&mut self, id: ScopeId, fx: &mut Effects) {
         let Some(key) = self.scope_key(id) else { return };
         let reserving = self.scopes[key].reserving;
@@ -423,14 +427,14 @@ impl Pager {
         self.owed_to.remove(&key);
         invariant!(scope.known.is_nothing() && scope.waiting.is_empty(), "{id:?} has ended and waits");
         if self.frames_beside(self.declared) < before {
-            // A budget that had been made smaller takes these frames: for others it shrinks now.
+            // A smaller budget takes these frames. For the other scopes it shrinks now.
             self.look_at_all(fx);
         }
         self.pump(fx);
     }
 
-    /// Whether one more scope may declare so many frames: together scopes declare no more than there are beside the floor. Asked
-    /// of the sum and not of what is free: a frame that a scope is owed may be free, or about to be.
+    /// Whether `frames` more may be declared. Together, scopes declare at most the frames beside the floor. This
+    /// compares sums, not free frames: a frame owed to a scope may be free, or about to be.
     pub(super) fn may_declare(&self, frames: u32) -> bool {
         frames <= self.declarable()
     }
@@ -440,13 +444,13 @@ impl Pager {
         self.frames.target.saturating_sub(self.declared + self.floor)
     }
 
-    /// Whether a scope waits for what it declares.
+    /// Whether a request of the scope waits to declare frames.
     pub(super) fn waits_to_declare(&self, id: ScopeId) -> bool {
         let declares = |request: &RequestId| self.asks(*request).is_some_and(|(.., frames)| frames > 0);
         self.scope(Some(id)).is_some_and(|scope| scope.waiting.iter().any(declares))
     }
 
-    /// So many frames, free or in transit, are to be this scope's.
+    /// Sets `frames`, free or in transit, aside for this scope.
     pub(super) fn set_aside_for(&mut self, id: Option<ScopeId>, frames: u32, request: RequestId) {
         let Some(key) = id.and_then(|id| self.scope_key(id)) else { return };
         self.coming_to.insert(key);
@@ -457,14 +461,14 @@ impl Pager {
             self.coming += frames;
             self.declared += frames;
         }
-        // From now on it pays from its purse and from nothing else, whatever it waits for.
+        // From now on the scope pays from its purse only, whatever it waits for.
         self.claims_more(self.scope_id(key));
     }
 
-    /// A request for a purse is given up: nothing is set aside for its scope.
+    /// Gives up a request for a purse: nothing is set aside for its scope.
     pub(super) fn unreserve(&mut self, id: Option<ScopeId>) {
         let Some(scope) = self.scope_mut(id) else { return };
-        // It may hold pins and wait for more all the same.
+        // The scope may still hold pins and wait for more.
         scope.holdings.held.lock().count_anew();
         let (purse, coming) = (std::mem::take(&mut scope.purse), std::mem::take(&mut scope.coming));
         let declared = std::mem::take(&mut scope.declared);
@@ -475,18 +479,19 @@ impl Pager {
         self.coming -= coming;
         self.declared -= declared;
         if self.frames_beside(self.declared) < before {
-            // A budget that had been made smaller takes these frames: for others it shrinks now.
+            // A smaller budget takes these frames. For the other scopes it shrinks now.
             let all: Vec<ScopeId> = self.open_scopes().map(|(id, _)| id).collect();
             all.into_iter().for_each(|id| self.claims_more(id));
         }
         if let Some(key) = id.and_then(|id| self.scope_key(id)) {
             self.coming_to.remove(&key);
         }
-        // They wait for frames in line now.
+        // These requests now wait for frames in line.
         self.nearly.extend(waiting);
     }
 
-    /// Puts free frames into the purses they are meant for. Returns the request that has all its frames now, if there is one.
+    /// Puts free frames into the purses they are meant for. Returns a request to reserve that now has all its frames,
+    /// if there is one.
     pub(super) fn take_aside(&mut self) -> Option<RequestId> {
         while self.coming > 0 && self.frames.free_count() > self.purses {
             let key = *self.coming_to.first()?;
@@ -499,13 +504,13 @@ impl Pager {
             );
             let full = scope.coming == 0;
             let reserving = if full { scope.reserving.take() } else { None };
-            // Its own frames may be what somebody of it waits for.
+            // A request of this scope may wait for its own frames.
             self.purse_filled(self.scope_id(key));
             if full {
                 self.coming_to.remove(&key);
             }
             if reserving.is_some() {
-                // Those that began to wait before it declared anything stand elsewhere.
+                // Requests that began to wait before the scope declared anything stand in another line.
                 let waiting = self.scopes[key].waiting.iter().copied();
                 let near: Vec<RequestId> = waiting.filter(|request| self.waits_for_frames(*request)).collect();
                 self.nearly.extend(near);
@@ -515,8 +520,8 @@ impl Pager {
         None
     }
 
-    /// A guard of a scope with a purse has ended, for whose pages it had spent so many frames. Told under the same hold of the latch
-    /// in which its pages are unpinned: these frames are the scope's, and nobody else is to get one before it is known.
+    /// Tells that a guard has ended on whose pages its scope had spent `frames` of its purse. Called under the same
+    /// hold of the latch that unpins the pages: the frames belong to the scope, so nobody else may get one before that.
     pub fn unspent(&mut self, id: ScopeId, runs: &[PageRun], frames: u32, fx: &mut Effects) {
         let paid = runs.first().map(|first| (*first, frames));
         if let Some(scope) = self.scope_mut(Some(id))
@@ -528,8 +533,9 @@ impl Pager {
         self.pump(fx);
     }
 
-    /// A segment goes, and some of its pages have pins that nobody can end. No scope holds them any more, and what was spent
-    /// for them is owed: a later segment may have the same number.
+    /// Handles a segment that goes while some of its pages have pins that nobody can end. Scopes hold these pins no
+    /// longer, and are owed the frames spent on them. Otherwise a later segment with the same number would inherit
+    /// both.
     pub(super) fn forget_pins_of(&mut self, segment: SegmentId) {
         let mut indebted = Vec::new();
         for (key, scope) in &mut self.scopes {
@@ -561,7 +567,7 @@ impl Pager {
         self.claims_more(id);
     }
 
-    /// Fills purses that are owed frames, before anybody else gets one, and before a smaller budget does.
+    /// Fills purses that are owed frames, before anybody else gets one and before a smaller budget takes one.
     pub(super) fn fill_purses(&mut self, fx: &mut Effects) {
         while self.owed > 0 && !self.closing {
             while self.frames.free_count() + self.transit <= self.wanted() + self.floor {
@@ -577,27 +583,27 @@ impl Pager {
             }
             self.coming_to.insert(key);
             (self.owed, self.coming) = (self.owed - 1, self.coming + 1);
-            // Others have one frame fewer to hope for.
+            // Others can hope for one frame fewer.
             self.look_again(self.scope_id(key));
             self.serve_awaiting(fx);
         }
     }
 
-    /// Frames set aside for scopes that declared what they need, or on their way to that, and not spent.
+    /// Frames set aside for scopes and not spent: in purses, or on their way to them.
     pub fn set_aside(&self) -> u32 {
         self.purses + self.coming
     }
 
-    /// Frames that scopes have declared: set aside for them, spent, or owed to them.
+    /// Frames that scopes have declared: set aside for them, spent by them, or owed to them.
     #[doc(hidden)]
     pub fn declared(&self) -> u32 {
         self.declared
     }
 
-    /// Sets so many frames aside for requests that can never be refused.
+    /// Keeps this many frames for requests that can never be refused.
     ///
     /// # Errors
-    /// `BudgetTooSmall` if no frame would be left for others, or not what scopes have declared.
+    /// `BudgetTooSmall` if no frame would be left for others, or fewer than scopes have declared.
     pub fn set_floor(&mut self, frames: u32, fx: &mut Effects) -> Result<(), Error> {
         let others = self.declared.max(1);
         if frames > self.floor && frames + others > self.frames.target || frames >= self.frames.target {
@@ -606,8 +612,8 @@ impl Pager {
             let message = match self.declared {
                 0 => format!("{frames} frames set aside leave none of a budget of {have} pages ({budget})"),
                 declared => format!(
-                    "{frames} frames set aside do not leave the {declared} that scopes have declared of a budget of {have} \
-                     pages ({budget})"
+                    "{frames} frames set aside do not leave the {declared} that scopes have declared of a budget of \
+                     {have} pages ({budget})"
                 ),
             };
             let need = Bytes::new((u64::from(frames) + u64::from(others)) * page);
@@ -625,7 +631,7 @@ impl Pager {
         self.scope(id).is_some_and(|scope| scope.declared > 0 || !scope.holdings.is_empty())
     }
 
-    /// The scope a request was granted to has it, and has spent so many frames for it.
+    /// Records a granted request in its scope's holdings, with the frames spent on it.
     pub(super) fn acquired(&mut self, terms: &Terms, runs: &[PageRun], spent: u32) {
         let (id, exclusive) = (terms.scope, terms.purpose == Purpose::Write);
         let Some(scope) = self.scope_mut(id) else { return };
@@ -639,12 +645,12 @@ impl Pager {
         }
     }
 
-    /// The requests of a scope that wait.
+    /// The waiting requests of a scope.
     fn waiting_of(&self, id: ScopeId) -> Vec<RequestId> {
         self.scope(Some(id)).map(|scope| scope.waiting.iter().copied().collect()).unwrap_or_default()
     }
 
-    /// A scope that waits has more than it had: what it waits for is growth now, and may close a circle.
+    /// A scope got more while it waits. Its waiting requests are growth now, and may close a circle.
     fn look_again(&mut self, id: ScopeId) {
         self.claims_more(id);
         let Some(scope) = self.scope_mut(Some(id)) else { return };
@@ -656,8 +662,8 @@ impl Pager {
         }
     }
 
-    /// A scope has let go of a page that it had paid for: the frame is its again, and the page may be others' as well. If the
-    /// scope waits, that may close a circle.
+    /// A scope claims more: for example, it has let go of a page it had paid for, so it owns the frame again while
+    /// others may hold the page. If the scope waits, that may close a circle.
     fn claims_more(&mut self, id: ScopeId) {
         if let Some(scope) = self.scope_mut(Some(id))
             && !std::mem::replace(&mut scope.grown, true)
@@ -666,7 +672,7 @@ impl Pager {
         }
     }
 
-    /// Looks for circles that scopes have closed by getting more while they waited, or by claiming more.
+    /// Looks for circles closed by scopes that got more while they waited, or that claim more.
     pub(super) fn look_at_grown(&mut self, fx: &mut Effects) {
         for id in std::mem::take(&mut self.grown) {
             if let Some(scope) = self.scope_mut(Some(id)) {
@@ -676,8 +682,9 @@ impl Pager {
         }
     }
 
-    /// What is asked for is refused if the scope itself is in its own way, or wants more than it said. If not, it is claimed. What
-    /// can never be refused is not claimed: it has no part in what the scope said.
+    /// Claims the pages of a request for its scope. Refuses them if the scope's own pins exclude them, or if they are
+    /// more than the scope was opened for. A request that can never be refused is not claimed: it does not count
+    /// towards what the scope was opened for.
     pub(super) fn claim(&self, terms: &Terms, runs: &[PageRun]) -> Result<(), Error> {
         let Terms { scope: id, purpose, never_refused, .. } = *terms;
         let Some(wanted) = id else { return Ok(()) };
@@ -716,14 +723,14 @@ impl Pager {
         Ok(())
     }
 
-    /// What was claimed for a request of this scope is not pinned.
+    /// Gives up what was claimed for a request of this scope: it is not pinned.
     pub(super) fn unclaim(&self, id: Option<ScopeId>, pages: u32) {
         if let Some(scope) = self.scope(id) {
             scope.holdings.unclaim(pages);
         }
     }
 
-    /// `scope 3 "chat 17"`.
+    /// For example `scope 3 "chat 17"`.
     pub(super) fn scope_name(&self, id: Option<ScopeId>) -> String {
         match (id, self.scope(id)) {
             (Some(id), Some(scope)) if !scope.label.is_empty() => format!("scope {} {:?}", id.0 as u32, scope.label),
@@ -732,8 +739,8 @@ impl Pager {
         }
     }
 
-    /// A request of this scope may have to wait. Returns whether it is growth: that is asked once the pager is told of all that
-    /// the scope gets, and what it gets from then on [makes it growth](Self::holds_more).
+    /// Notes that a request of this scope may have to wait. Returns whether it is growth. That is decided here, once
+    /// the pager knows of all the scope's pins; pins that the scope gets later [make it growth](Self::holds_more).
     pub(super) fn begins_to_wait(&mut self, id: Option<ScopeId>, request: RequestId) -> bool {
         let Some(scope) = self.scope_mut(id) else { return false };
         let begins = scope.waiting.insert(request);
@@ -747,7 +754,7 @@ impl Pager {
         grows
     }
 
-    /// A request waits no more.
+    /// Notes that a request waits no more.
     pub(super) fn ends_waiting(&mut self, id: Option<ScopeId>, request: RequestId) {
         let Some(scope) = self.scope_mut(id) else { return };
         if !scope.waiting.remove(&request) {
@@ -760,7 +767,7 @@ impl Pager {
         }
     }
 
-    /// A scope that waits has got more pins without the latch.
+    /// Notes that a waiting scope got more pins without the latch.
     pub fn holds_more(&mut self, id: ScopeId, fx: &mut Effects) {
         self.stats.latched_hits += 1;
         self.look_again(id);

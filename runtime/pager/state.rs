@@ -1,32 +1,32 @@
-//! The page word: everything about one page that may change without the latch, in one atomic.
+//! The page word: all that may change about one page without the latch, in one atomic.
 //!
 //! # Layout
 //!
 //! | bits | field | meaning |
 //! |---|---|---|
 //! | 0..3 | state | [`State`] |
-//! | 3 | held | a copy of the frame runs, or write backs have failed: a writer asks under the latch |
+//! | 3 | held | the frame is being copied down, or write backs have failed: a writer asks under the latch |
 //! | 4 | exclusive | the one pin is a writer's |
-//! | 5 | wanted | somebody under the latch could not go on because of a pin; the next unpin must say so |
-//! | 6 | fresh | filled ahead of use and not used yet |
-//! | 7 | closed | a request waits for this page, or its frame is promised: pins ask under the latch, every unpin says so |
+//! | 5 | wanted | somebody under the latch was stopped by a pin: the next unpin must tell the pager |
+//! | 6 | fresh | filled ahead of use, and not used yet |
+//! | 7 | closed | a request waits, or the frame is promised: pins ask under the latch, every unpin tells the pager |
 //! | 8..32 | pins | how many guards forbid eviction |
 //! | 32..64 | generation | how often the page has left this tier |
 //!
 //! # Access protocol
 //!
-//! 1. Every change is one read-modify-write; there are no plain stores after construction.
-//! 2. [`PageWord::try_pin`], [`PageWord::try_write`], [`PageWord::undo_write`], [`PageWord::unpin`] and
-//!    [`PageWord::unlock`] are called by anyone, without the latch.
-//! 3. Every other edge is taken only under the pager's latch. So two threads never race for the same edge, only a
-//!    latched edge against pins.
-//! 4. Bytes behind a pin are published by the edge that made the page resident (release) and seen by the pin (acquire);
-//!    a guard's last access happens before its unpin (release) and the evictor's edge (acquire). A pin that was *lent*
-//!    publishes nothing: its bytes are there for a stream that waits for the fill, and for nobody else.
-//! 5. `wanted` is set by the very read-modify-write that found the pin, and read by the very one that removes it. No
+//! 1. Every change is one read-modify-write. After construction there are no plain stores.
+//! 2. Anyone may call [`PageWord::try_pin`], [`PageWord::try_write`], [`PageWord::undo_write`], [`PageWord::unpin`] and
+//!    [`PageWord::unlock`], without the latch.
+//! 3. Every other edge is taken only under the pager's latch. So two threads never race for the same edge; only a
+//!    latched edge races with pins.
+//! 4. The edge that makes a page resident publishes its bytes (release), and the pin sees them (acquire). A guard's
+//!    last access comes before its unpin (release) and the evictor's edge (acquire). A pin that was *lent* publishes
+//!    nothing: its bytes are there only for the stream that waits for the fill.
+//! 5. `wanted` is set by the very read-modify-write that found the pin, and read by the very one that removes it. So no
 //!    wake-up is lost, whatever the order.
-//! 6. What a writer changes beside the word (whether lower tiers have valid copies) is found out from the state when the
-//!    page leaves: only `held` sends it to the latch.
+//! 6. A writer outdates copies in lower tiers. The pager learns that from the state when the page leaves. So a writer
+//!    needs the latch only if `held` is set.
 //!
 //! # Edges
 //!
@@ -34,7 +34,7 @@
 //! |---|---|---|
 //! | Empty | `begin_fill` | Filling |
 //! | Filling | `lend` | same, pins + 1 |
-//! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, pins + those who wait, fresh if there are none |
+//! | Filling | `fill_ok(pins, dirty)` | Clean or Dirty, pins + the waiters, fresh if there are none |
 //! | Filling | `fill_ok_lent(pins, dirty)` | the same, never fresh |
 //! | Filling, pins = 0 | `fill_ok_locked(dirty)` | Clean or Dirty, exclusive, pins = 1 |
 //! | Filling, pins = 0 | `fill_err` | Empty |
@@ -69,13 +69,13 @@ pub enum State {
     Empty = 0,
     /// A fill is in flight or waits for its frame.
     Filling = 1,
-    /// Resident; a valid copy exists below.
+    /// Resident, with a valid copy in a lower tier.
     Clean = 2,
-    /// Resident; the only valid copy.
+    /// Resident. No other copy is valid.
     Dirty = 3,
-    /// Resident; its bytes are being copied down.
+    /// Resident. Its bytes are being copied down.
     WritingBack = 4,
-    /// Chosen as a victim; its bytes are still valid until the last use has passed.
+    /// Chosen as a victim. Its bytes are still valid until it has left.
     Evicting = 5,
     /// The only valid bytes were lost.
     Poisoned = 6,
@@ -90,7 +90,7 @@ const CLOSED: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xFF_FFFF << 8;
 const GENERATION: u64 = 1 << 32;
-/// One below the field's limit, so that a count can never carry into the generation.
+/// One less than the field can hold, so that a count never carries into the generation.
 const PINS_MAX: u64 = 0xFF_FFFE;
 
 fn state_of(word: u64) -> State {
@@ -122,13 +122,13 @@ fn with_state(word: u64, state: State) -> u64 {
 pub struct Snapshot {
     /// The state.
     pub state: State,
-    /// Guards that forbid eviction.
+    /// How many guards forbid eviction.
     pub pins: u32,
     /// Whether the one pin is a writer's.
     pub exclusive: bool,
     /// Whether somebody waits for a pin to end.
     pub wanted: bool,
-    /// Whether a request waits for this page, so that pins ask under the latch.
+    /// Whether pins ask under the latch: a request waits for this page, or its frame is promised.
     pub closed: bool,
     /// Whether a writer has to ask under the latch.
     pub held: bool,
@@ -145,29 +145,29 @@ impl Snapshot {
     }
 }
 
-/// How [`PageWord::try_pin`] went.
+/// The result of [`PageWord::try_pin`].
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TryPin {
     /// Pinned.
     Hit,
-    /// Pinned, and this is the first use since the page was filled ahead: the caller tells the pager to look ahead.
+    /// Pinned, and this is the first use since the page was filled ahead: the caller must tell the pager to look ahead.
     FirstUse,
-    /// Not pinned: not resident, being evicted, held by a writer, or waited for by somebody who came before.
+    /// Not pinned: the page is not resident, is being evicted, is held by a writer, or an older request waits for it.
     Busy,
 }
 
-/// What [`PageWord::unpin`] left behind.
+/// What the end of a pin asks of the caller.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unpin {
-    /// Nobody waits for this.
+    /// Nothing: nobody waits for this.
     Done,
-    /// Somebody waits for pins of this page to end: the caller tells the pager.
+    /// To tell the pager: somebody waits for pins of this page to end.
     Wanted,
 }
 
-/// How [`PageWord::try_write`] went.
+/// The result of [`PageWord::try_write`].
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TryWrite {
@@ -175,20 +175,20 @@ pub enum TryWrite {
     Won {
         /// Whether the page was clean, for [`PageWord::undo_write`].
         clean: bool,
-        /// As [`TryPin::FirstUse`].
+        /// See [`TryPin::FirstUse`].
         first_use: bool,
     },
-    /// Not pinned: not resident, in somebody's hands or in motion, or waited for.
+    /// Not pinned: the page is not resident, is pinned, in motion, or waited for.
     Busy,
 }
 
-/// How [`PageWord::begin_evict`] went.
+/// The result of [`PageWord::begin_evict`].
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BeginEvict {
     /// The caller is the evictor.
     Won,
-    /// A guard forbids it; its end will be told.
+    /// A guard forbids it. The end of the guard will be told.
     Pinned,
     /// The bytes must be written back first.
     Dirty,
@@ -196,17 +196,17 @@ pub enum BeginEvict {
     Busy,
 }
 
-/// How an edge that needs the page free of guards went.
+/// The result of an edge that needs the page free of guards.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Claim {
-    /// Taken.
+    /// The edge was taken.
     Won,
-    /// A guard or a move forbids it; the end of a guard will be told.
+    /// A guard or a move forbids it. The end of a guard will be told.
     Blocked,
 }
 
-/// An edge was taken from a state that does not have it: a bug in the caller.
+/// An edge was tried from a state that does not have it: a bug in the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("page edge {edge} is not legal from {from:?}")]
 pub struct Illegal {
@@ -214,7 +214,7 @@ pub struct Illegal {
     from: Snapshot,
 }
 
-/// The word. See the [module documentation](self) for its protocol.
+/// The page word. See the [module documentation](self) for its protocol.
 #[derive(Debug)]
 pub struct PageWord(AtomicU64);
 
@@ -227,7 +227,7 @@ impl Default for PageWord {
 /// The words of a segment's pages.
 #[derive(Clone, Debug)]
 pub struct PageWords {
-    /// A cache line more than there are pages: pins of two segments never share one.
+    /// One cache line more than there are pages, so that pins of two segments never share one.
     words: Arc<[PageWord]>,
     pages: usize,
 }
@@ -261,12 +261,13 @@ impl PageWord {
         }
     }
 
-    /// Reads the word. Stale as soon as it is read, except for what the latch forbids to change.
+    /// Reads the word. The result may be out of date at once, except for what only the latch may change.
     pub fn load(&self) -> Snapshot {
         Self::snapshot_of(self.0.load(Ordering::Acquire))
     }
 
-    /// Applies `change` until it is taken or declined. Returns the outcome and the word it was decided on.
+    /// Applies `change` until its result is stored, or until it declines. Returns the outcome for the word it was
+    /// applied to.
     fn update<T>(&self, mut change: impl FnMut(u64) -> (Option<u64>, T)) -> T {
         let mut word = self.0.load(Ordering::Acquire);
         loop {
@@ -292,8 +293,8 @@ impl PageWord {
         self.pin_unless(EXCLUSIVE | CLOSED)
     }
 
-    /// Pins a resident page for a request that the pager has let past those that wait for it.
-    /// A writer that is in the way will say when it has gone.
+    /// Pins a resident page for a request that the pager has let past those that wait for the page. If a writer is in
+    /// the way, its end will be told.
     pub fn try_pin_latched(&self) -> TryPin {
         self.update(|word| {
             if resident(state_of(word)) && word & EXCLUSIVE != 0 {
@@ -318,7 +319,7 @@ impl PageWord {
         })
     }
 
-    /// Pins a resident page that nobody has, for writing. Takes no lock.
+    /// Pins a resident page for writing, if it has no other pin. Takes no lock.
     #[inline]
     pub fn try_write(&self) -> TryWrite {
         self.update(|word| {
@@ -332,7 +333,7 @@ impl PageWord {
         })
     }
 
-    /// Gives back what [`try_write`](Self::try_write) won, unwritten: used when a set could not be pinned as a whole.
+    /// Gives back what [`try_write`](Self::try_write) won, unwritten. Used when a set could not be pinned as a whole.
     pub fn undo_write(&self, clean: bool) -> Unpin {
         self.update(|word| {
             invariant!(word & EXCLUSIVE != 0 && pins_of(word) == 1, "a write is undone that was not begun");
@@ -341,27 +342,27 @@ impl PageWord {
         })
     }
 
-    /// A request waits for this page: pins ask under the latch from now on.
+    /// Makes pins ask under the latch from now on: a request waits for this page.
     pub fn close(&self) {
         self.update(|word| (Some(word | CLOSED), ()))
     }
 
-    /// No request waits for it.
+    /// Lets pins do without the latch again: no request waits for this page.
     pub fn reopen(&self) {
         self.update(|word| (Some(word & !CLOSED), ()))
     }
 
-    /// Writers ask under the latch from now on.
+    /// Makes writers ask under the latch from now on.
     pub fn hold(&self) {
         self.update(|word| (Some(word | HELD), ()))
     }
 
-    /// They need not.
+    /// Lets writers do without the latch again.
     pub fn release(&self) {
         self.update(|word| (Some(word & !HELD), ()))
     }
 
-    /// Ends a pin. Takes no lock. A pin is owned by its caller, so there is one to end.
+    /// Ends a pin. Takes no lock. The caller owns the pin, so there is one to end.
     #[inline]
     pub fn unpin(&self) -> Unpin {
         self.update(|word| {
@@ -370,8 +371,8 @@ impl PageWord {
         })
     }
 
-    /// Ends a pin taken and given up under one hold of the latch. Leaves `wanted` as it is: whoever set it is woken by
-    /// the pin it met, not by this one.
+    /// Ends a pin that was taken and given up under one hold of the latch. Leaves `wanted` as it is: whoever set it
+    /// waits for the pin it met, not for this one.
     pub fn unpin_quiet(&self) {
         self.update(|word| {
             invariant!(pins_of(word) > 0, "unpin without a pin");
@@ -393,8 +394,8 @@ impl PageWord {
         self.edge("begin_fill", |w| (state_of(w) == State::Empty).then(|| with_state(w, State::Filling)))
     }
 
-    /// Pins a page whose fill the device has taken up, for a stream that waits for it, unless it has as many pins as are
-    /// counted.
+    /// Pins a page whose fill the device has taken up, for a stream that waits for the fill. Does not if the count of
+    /// pins is at its limit.
     pub fn lend(&self) -> Result<Claim, Illegal> {
         self.update(|word| match state_of(word) {
             State::Filling if pins_of(word) < PINS_MAX => (Some(word + PIN), Ok(Claim::Won)),
@@ -403,13 +404,12 @@ impl PageWord {
         })
     }
 
-    /// Filling to Clean or Dirty, with one pin for each waiter.
+    /// Filling to Clean or Dirty, with `pins` pins: one for each waiter.
     pub fn fill_ok(&self, pins: u32, dirty: bool) -> Result<(), Illegal> {
         self.become_resident("fill_ok", pins, dirty, pins == 0)
     }
 
-    /// [`fill_ok`](Self::fill_ok) of a page that was lent, and so has been used; those pins stay, as far as they have not
-    /// ended.
+    /// [`fill_ok`](Self::fill_ok) for a page that was lent, and so has been used. Lent pins that have not ended stay.
     pub fn fill_ok_lent(&self, pins: u32, dirty: bool) -> Result<(), Illegal> {
         self.become_resident("fill_ok_lent", pins, dirty, false)
     }
@@ -422,7 +422,7 @@ impl PageWord {
         })
     }
 
-    /// Filling to Clean or Dirty, in the hands of the writer it was filled for.
+    /// Filling to Clean or Dirty, pinned by the writer that it was filled for.
     pub fn fill_ok_locked(&self, dirty: bool) -> Result<(), Illegal> {
         let to = if dirty { State::Dirty } else { State::Clean };
         self.edge("fill_ok_locked", |w| {
@@ -431,7 +431,7 @@ impl PageWord {
         })
     }
 
-    /// Filling to Empty, unless the page was lent and a stream may still use the frame.
+    /// Filling to Empty, unless lent pins remain: a stream may still use the frame.
     pub fn fill_err(&self) -> Result<Claim, Illegal> {
         self.update(|word| match state_of(word) {
             State::Filling if pins_of(word) == 0 => (Some(with_state(word, State::Empty)), Ok(Claim::Won)),
@@ -464,7 +464,7 @@ impl PageWord {
         })
     }
 
-    /// Dirty and unpinned to WritingBack, for a victim: its frame is promised, so pins ask under the latch.
+    /// Dirty and unpinned to WritingBack, for a victim. Its frame is promised, so pins ask under the latch.
     pub fn begin_last_write_back(&self) -> Claim {
         self.update(|word| match state_of(word) {
             State::Dirty if pins_of(word) == 0 => (Some(with_state(word, State::WritingBack) | CLOSED), Claim::Won),
@@ -473,7 +473,7 @@ impl PageWord {
         })
     }
 
-    /// Dirty to WritingBack. Readers may stay and come; a writer blocks it.
+    /// Dirty to WritingBack. Readers do not prevent it; a writer does.
     pub fn begin_write_back(&self) -> Claim {
         self.update(|word| match state_of(word) {
             State::Dirty if word & EXCLUSIVE == 0 => (Some(with_state(word, State::WritingBack)), Claim::Won),
@@ -492,8 +492,8 @@ impl PageWord {
         self.edge("write_back_err", |w| (state_of(w) == State::WritingBack).then(|| with_state(w, State::Dirty)))
     }
 
-    /// Pins a resident page that nobody has, for a writer whose other pages may still be on their way. Nothing is
-    /// written before [`begin_write`](Self::begin_write).
+    /// Pins a resident page that has no other pin, for a writer whose other pages may still be on their way. The writer
+    /// writes nothing before [`begin_write`](Self::begin_write).
     pub fn lock(&self) -> Claim {
         self.update(|word| match state_of(word) {
             State::Clean | State::Dirty if pins_of(word) == 0 => {
@@ -504,7 +504,7 @@ impl PageWord {
         })
     }
 
-    /// The writer that has [locked](Self::lock) the page gets it: it is dirty from here on.
+    /// Hands the page to the writer that [locked](Self::lock) it. The page is dirty from here on.
     pub fn begin_write(&self) -> Result<(), Illegal> {
         self.edge("begin_write", |w| {
             let locked = w & EXCLUSIVE != 0 && matches!(state_of(w), State::Clean | State::Dirty);
@@ -521,13 +521,13 @@ impl PageWord {
         })
     }
 
-    /// Nothing is known of this page any more: an [edge that cannot be](Illegal) was met. Pins stay.
+    /// Gives the page up after an [illegal edge](Illegal): its state is unknown. Pins stay.
     pub fn condemn(&self) {
         self.update(|word| (Some(with_state(word, State::Poisoned)), ()))
     }
 }
 
-/// What the end of a pin tells.
+/// What the end of a pin must tell.
 fn told(word: u64) -> Unpin {
     if word & (WANTED | CLOSED) == 0 { Unpin::Done } else { Unpin::Wanted }
 }
@@ -594,7 +594,7 @@ mod tests {
         assert_eq!(word.unpin(), Unpin::Wanted);
     }
 
-    /// It closes the page only after it has met the writer, who may have gone meanwhile.
+    /// The reader closes the page only after it has met the writer, and the writer may have gone meanwhile.
     #[test]
     fn regression_a_reader_that_met_a_writer_under_the_latch_hears_of_its_end() {
         let word = filled(0);
@@ -702,7 +702,7 @@ mod loom_tests {
         word
     }
 
-    /// A pin and an eviction exclude each other, and the loser is told.
+    /// A pin and an eviction exclude each other. An eviction that loses is told of the pin's end.
     #[test]
     fn loom_pin_against_evict() {
         loom::model(|| {
@@ -720,7 +720,7 @@ mod loom_tests {
         });
     }
 
-    /// However unpin and a failed eviction interleave, either the eviction wins or the unpin says "wanted".
+    /// However an unpin and an eviction interleave: either the eviction wins, or the unpin says "wanted".
     #[test]
     fn loom_no_wakeup_is_lost() {
         loom::model(|| {
@@ -733,7 +733,7 @@ mod loom_tests {
         });
     }
 
-    /// A reader that finds a writer under the latch pins the page, or the writer's end says that somebody waits.
+    /// A reader under the latch that finds a writer either pins the page, or the writer's end says that somebody waits.
     #[test]
     fn loom_a_reader_that_met_a_writer_is_told() {
         loom::model(|| {
@@ -766,14 +766,14 @@ mod loom_tests {
                 let _ = word.unlock();
                 let _ = reader.join().unwrap();
             } else {
-                // The reader was in the way; its unpin told us, unless it had pinned after our own attempt.
+                // The reader was in the way. Its unpin tells us, unless it had pinned after our attempt.
                 let unpin = reader.join().unwrap();
                 assert_eq!(unpin, Some(Unpin::Wanted));
             }
         });
     }
 
-    /// A frame: what it holds, and who uses it. The bytes are read and written without order of their own, so that a pin
+    /// A frame: its bytes, and how many use it. The bytes are accessed without ordering of their own, so that a pin
     /// that does not publish them is found.
     #[derive(Default)]
     struct Frame {
@@ -797,7 +797,7 @@ mod loom_tests {
         }
     }
 
-    /// A page, its frame, and what is under the latch: how many wait for the fill, and whether a writer waits.
+    /// A page, its frame, and what is under the latch: how many requests wait for the fill, and whether a writer waits.
     #[derive(Default)]
     struct Page {
         word: PageWord,
@@ -807,7 +807,7 @@ mod loom_tests {
     }
 
     impl Page {
-        /// As a reader does it: pinned without the latch, or what is seen under it.
+        /// Reads like a reader that pins without the latch. `None` if the page could not be pinned.
         fn read_if_pinned(&self) -> Option<u64> {
             if self.word.try_pin() == TryPin::Busy {
                 return None;
@@ -823,8 +823,8 @@ mod loom_tests {
         }
     }
 
-    /// A reader that comes while the page is filled has its pin from the fill, or pins it afterwards; either way it sees
-    /// the bytes.
+    /// A reader that comes while the page is filled gets its pin from the fill, or pins the page afterwards. Either way
+    /// it sees the bytes.
     #[test]
     fn loom_fill_with_a_waiter() {
         loom::model(|| {
@@ -862,7 +862,7 @@ mod loom_tests {
         });
     }
 
-    /// A page is lent, its pin ends and its fill ends, in any order: the frame is used again only when both have.
+    /// A page is lent; its pin and its fill end, in any order. The frame is used again only when both have.
     #[test]
     fn loom_lent_pin_against_the_end_of_the_fill() {
         for failed in [false, true] {
@@ -870,7 +870,7 @@ mod loom_tests {
                 let page = Arc::new(Page::default());
                 page.word.begin_fill().unwrap();
                 assert_eq!(page.word.lend(), Ok(Claim::Won));
-                // Under the latch: whether the fill has failed and the frame is not given back yet.
+                // Under the latch: `spoiled` says whether the fill has failed and the frame is not given back yet.
                 let spoiled = |page: &Page, spoiled: &mut bool| {
                     if *spoiled && page.word.fill_err().unwrap() == Claim::Won {
                         *spoiled = false;
@@ -893,7 +893,7 @@ mod loom_tests {
                         }
                     })
                 };
-                // The stream's work, which the end of the pin is behind.
+                // The stream's work, which ends before the pin does.
                 page.frame.read();
                 if page.word.unpin() == Unpin::Wanted {
                     let mut latch = page.writer_waits.lock().unwrap();
@@ -923,7 +923,7 @@ mod loom_tests {
         });
     }
 
-    /// A page that is wanted again while it is evicted is rescued with its bytes, or has left; its frame is used again
+    /// A page wanted again while it is evicted either is rescued with its bytes, or has left. Its frame is used again
     /// only when nobody can have pinned it.
     #[test]
     fn loom_rescue_against_the_end_of_an_eviction() {
@@ -981,8 +981,8 @@ mod loom_tests {
         });
     }
 
-    /// A page is written again while its write back runs: not before that has read it, never beside a reader, and the
-    /// writer gets its turn whoever ends first.
+    /// A page is written again while its write back runs: not before the write back has read it, never beside a reader.
+    /// The writer gets its turn, whoever ends first.
     #[test]
     fn loom_dirty_again_while_written_back() {
         for closed in [false, true] {
@@ -1038,7 +1038,7 @@ mod loom_tests {
                 assert!(!*page.writer_waits.lock().unwrap(), "the writer waits for ever");
                 let end = page.word.load();
                 assert_eq!((end.state, end.pins, end.closed), (State::Dirty, 0, false));
-                // What was written is written back in turn.
+                // What was written can be written back in turn.
                 assert_eq!(page.word.begin_write_back(), Claim::Won);
                 assert_eq!(page.frame.read(), 8);
             });
@@ -1086,7 +1086,7 @@ mod loom_tests {
         });
     }
 
-    /// Once a page is closed to readers, its writer gets it when those that are there have left.
+    /// Once a page is closed to readers, its writer gets it when the present readers have left.
     #[test]
     fn loom_closed_to_readers() {
         loom::model(|| {
@@ -1116,7 +1116,7 @@ mod loom_tests {
                 let mut waits = page.writer_waits.lock().unwrap();
                 if !page.advance_writer(&mut waits) && *waits {
                     page.word.close();
-                    // Whoever has left meanwhile did not see it closed.
+                    // A reader that has left meanwhile did not see the page closed.
                     page.advance_writer(&mut waits);
                 }
             }

@@ -1,7 +1,7 @@
-//! Internal assertions, and what threads share. Atomics come from the standard library or, under `--cfg loom`, from loom,
-//! which explores every interleaving of them.
+//! Internal assertions, and what threads share. Atomics come from the standard library, or under `--cfg loom` from
+//! loom, which explores every interleaving.
 
-/// What can only be false because of a bug in this crate. Checked in debug builds and with the feature `strict`.
+/// Asserts what only a bug in this crate can make false. Checked in debug builds and with the feature `strict`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! invariant {
@@ -20,7 +20,7 @@ pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
 
-/// A lock that no panic poisons: what these locks guard is whole after each of their owner's steps.
+/// A lock that no panic poisons: what it guards is whole after each step of its owner.
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T>(std::sync::Mutex<T>);
 
@@ -31,8 +31,8 @@ impl<T> Mutex<T> {
     }
 }
 
-/// On cache lines of its own, and those that are fetched with them: threads that read what is beside it never wait because
-/// another one writes this.
+/// A value with cache lines of its own, those fetched together with it included. So a thread that reads a neighbouring
+/// value never waits because another thread writes this one.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct Alone<T>(pub T);

@@ -1,4 +1,4 @@
-//! One segment's pages: their words, and what only the latch may change.
+//! The pages of one segment: their words, and what may change only under the latch.
 
 use super::state::{PageWords, State};
 use super::{Backing, PageView};
@@ -6,15 +6,15 @@ use crate::ids::{FrameId, HostFrameId, PageIndex};
 
 const NONE: u32 = u32::MAX;
 
-/// A page's places, beyond its word. 12 bytes.
+/// Where a page's bytes are, and flags that its word does not have. 12 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     frame: u32,
     host: u32,
     flags: u16,
-    /// Write backs of this page that failed in a row.
+    /// How many write backs of this page failed in a row.
     pub(super) failures: u8,
-    /// Those among them that somebody waited for.
+    /// How many of these somebody waited for.
     pub(super) urgent_failures: u8,
 }
 
@@ -43,9 +43,9 @@ flags! {
     host_busy set_host_busy = 2;
     /// The host copy is out of date and goes when its move ends.
     host_stale set_host_stale = 3;
-    /// The running write back is for a victim: evict afterwards.
+    /// The write back that runs is for a victim: the page is evicted afterwards.
     evict_after set_evict_after = 4;
-    /// The device frame is being read into a host frame: it must keep its page until that ends.
+    /// The device frame is being copied into a host frame. The page must keep it until that ends.
     copying_out set_copying_out = 5;
     /// A write back has failed, and the next one that nobody waits for is put off.
     put_off set_put_off = 6;
@@ -61,14 +61,14 @@ impl Entry {
     pub(super) fn host(&self) -> Option<HostFrameId> {
         (self.host != NONE).then_some(HostFrameId(self.host))
     }
-    /// A move still touches this page's frame, or its outdated host copy: it must stay.
+    /// Whether a move still uses this page's frame, or its outdated host copy: then the page must stay.
     pub(super) fn held_back(&self) -> bool {
         self.copying_out() || self.host_stale()
     }
     pub(super) fn set_host(&mut self, host: Option<HostFrameId>) {
         self.host = host.map_or(NONE, |f| f.0);
     }
-    /// A host copy whose bytes are valid and newest.
+    /// The frame of a host copy whose bytes are valid and newest.
     pub(super) fn valid_host(&self) -> Option<HostFrameId> {
         if self.host_stale() { None } else { self.host() }
     }
@@ -79,13 +79,13 @@ pub(super) struct SegmentTable {
     pub(super) backing: Backing,
     pub(super) words: PageWords,
     pub(super) entries: Vec<Entry>,
-    /// Moves that name a page of this segment.
+    /// Moves in flight of this segment's pages.
     pub(super) in_flight: u32,
-    /// Runs of live requests that are of this segment.
+    /// Runs of live requests in this segment.
     pub(super) requests: u32,
-    /// Bytes of the last page that do not exist.
+    /// How many bytes of the last page do not exist.
     pub(super) tail: u64,
-    /// Nobody refers to the segment any more; it goes when nothing is in flight.
+    /// Whether nothing refers to the segment any more. It goes when nothing of it is in flight.
     pub(super) dying: bool,
 }
 
@@ -104,24 +104,24 @@ impl SegmentTable {
         }
     }
 
-    /// Bytes of a page that do not exist.
+    /// How many bytes of a page do not exist.
     pub(super) fn tail_of(&self, index: PageIndex) -> u64 {
         if index.index() + 1 == self.entries.len() { self.tail } else { 0 }
     }
 
-    /// Whether the segment lives and has this page, and nothing of it is resident or on its way.
+    /// Whether the segment lives and has this page, and the page is neither resident nor on its way.
     pub(super) fn fillable(&self, index: PageIndex) -> bool {
         !self.dying && self.words.get(index.index()).is_some_and(|word| word.load().state == State::Empty)
     }
 
-    /// Whether the device tier has newer bytes than any copy below. Not of a page that a writer has: it may give it back
-    /// unwritten.
+    /// Whether the device tier has newer bytes than any copy below. `false` for a page that a writer holds: it may give
+    /// the page back unwritten.
     pub(super) fn is_outdated(&self, index: PageIndex) -> bool {
         let word = self.words[index.index()].load();
         word.state == State::Dirty && !word.exclusive
     }
 
-    /// Whether the host tier's copy of a page can go at once, and no bytes with it.
+    /// Whether the host copy of a page can go at once without loss of bytes.
     pub(super) fn may_leave_host(&self, index: PageIndex) -> bool {
         let entry = &self.entries[index.index()];
         let kept = entry.host_dirty() && !self.is_outdated(index);
@@ -131,7 +131,7 @@ impl SegmentTable {
     /// Where a page is.
     pub(super) fn view(&self, index: usize) -> Option<PageView> {
         let (word, entry) = (self.words.get(index)?.load(), self.entries.get(index)?);
-        // A writer takes no latch: what is below a dirty page is out of date, whatever the entry says.
+        // A writer takes no latch. So copies below a dirty page are out of date, whatever the entry says.
         let newest = !matches!(word.state, State::Dirty | State::WritingBack);
         Some(PageView {
             device: word,

@@ -1,4 +1,5 @@
-//! What is done in release builds at an edge that cannot be. Debug and `strict` builds stop there.
+//! What release builds do at an illegal edge, and regression tests of the pager. Debug and `strict` builds stop at such
+//! an edge.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -29,7 +30,7 @@ fn ask(pager: &mut Pager, runs: &[PageRun], purpose: Purpose, fx: &mut Effects) 
     }
 }
 
-/// Ends all moves, and those that these start.
+/// Ends all moves, and the moves that are started by that.
 fn settle(pager: &mut Pager, fx: &mut Effects) {
     while let Some(planned) = fx.moves.pop() {
         pager.complete(planned.id, Ok(()), fx);
@@ -50,7 +51,7 @@ fn how_it_ended(fx: &Effects, id: RequestId) -> Option<Result<Granted, ErrorKind
     ended.map(|(_, result)| result.as_ref().copied().map_err(Error::kind))
 }
 
-/// Whether builds like this one go on after an edge that cannot be; `call` meets one.
+/// Runs `call`, which meets an illegal edge. Returns whether it went on, as builds like this one should.
 fn goes_on(call: impl FnOnce()) -> bool {
     let went_on = catch_unwind(AssertUnwindSafe(call)).is_ok();
     assert_eq!(went_on, !cfg!(any(debug_assertions, feature = "strict")));
@@ -67,7 +68,7 @@ fn a_page_that_is_condemned_while_it_is_filled_ends_who_waits_for_it() {
     pager.pump(&mut fx);
     assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Internal)));
     assert_eq!((words[0].load().state, pager.stats().poisoned, pager.lost_pages().len()), (State::Poisoned, 1, 1));
-    // The copy that was under way ends for nobody.
+    // Nobody waits for the end of the copy under way.
     settle(&mut pager, &mut fx);
     let error = pager.submit(&[run(s, 0, 1)], Purpose::Read, &mut fx).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Poisoned);
@@ -88,7 +89,7 @@ fn a_page_that_is_condemned_ends_who_stands_in_its_line() {
     pager.condemn(PageId { segment: s, index: PageIndex(0) }, &illegal, &mut fx);
     pager.pump(&mut fx);
     assert_eq!(how_it_ended(&fx, waits), Some(Err(ErrorKind::Poisoned)));
-    // Its other page is let go, and so is the pin that there was.
+    // The request's lock of the other page is released. The reader's pin remains.
     assert_eq!(words[1].lock(), Claim::Won);
     assert_eq!(words[0].unpin(), Unpin::Wanted);
     assert_eq!(words[0].load().pins, 0);
@@ -136,8 +137,8 @@ fn regression_who_was_promised_the_frame_of_a_condemned_victim_gets_another() {
     }
 }
 
-/// A fill that could not be said to have failed was taken for one that had: the frame of a page of which nothing is known went
-/// to another.
+/// A fill whose failure could not be recorded was treated as failed: the frame of a page in an unknown state went to
+/// another page.
 #[test]
 fn regression_the_frame_of_a_fill_that_cannot_fail_stays_where_it_is() {
     let (mut pager, s, words) = pager(2);
@@ -152,7 +153,7 @@ fn regression_the_frame_of_a_fill_that_cannot_fail_stays_where_it_is() {
     }
 }
 
-/// The same of a page that was lent, when its pins have ended.
+/// The same for a page that was lent, when its pins have ended.
 #[test]
 fn regression_the_frame_of_a_lent_page_that_cannot_fail_stays_where_it_is() {
     let (mut pager, s, words) = pager(2);
@@ -169,7 +170,7 @@ fn regression_the_frame_of_a_lent_page_that_cannot_fail_stays_where_it_is() {
     }
 }
 
-/// A page that cannot be lent was taken for one with as many pins as are counted, and its request waited on.
+/// A page that cannot be lent was treated like one with too many pins, and its request waited on.
 #[test]
 fn regression_a_page_that_cannot_be_lent_ends_who_waits_for_it() {
     let (mut pager, s, words) = pager(2);
@@ -185,16 +186,16 @@ fn regression_a_page_that_cannot_be_lent_ends_who_waits_for_it() {
     }
 }
 
-/// What happens to the words while the pager looks for a victim, for the how manieth time.
+/// Called with the number of each search for a victim, to change the words meanwhile.
 type Meanwhile = Arc<std::sync::Mutex<Option<Box<dyn FnMut(u32) + Send>>>>;
 
-/// LRU, with something that happens meanwhile.
+/// LRU, with a hook that runs during each search for a victim.
 struct Meddled {
     meanwhile: Meanwhile,
     looks: u32,
-    /// As a policy of the user's may. As long as one does, no look says that there is nothing.
+    /// A page that is left out, as a user's policy may do. While one is, a search never shows that nothing can go.
     leaves_out: Arc<std::sync::Mutex<Option<u32>>>,
-    /// Offered as well, and before all others: whatever it is.
+    /// Pages that are offered before all others, whatever they are.
     offers_first: Vec<PageId>,
     order: Box<dyn Policy>,
 }
@@ -253,7 +254,7 @@ impl Policy for Meddled {
     }
 }
 
-/// A request counted on a fill that could not be begun, and waited for it without end.
+/// A request counted on a fill that could not begin, and waited for it forever.
 #[test]
 fn regression_who_wants_a_page_that_cannot_be_filled_is_told() {
     let (policy, meanwhile) = Meddled::new();
@@ -271,7 +272,7 @@ fn regression_who_wants_a_page_that_cannot_be_filled_is_told() {
     }
 }
 
-/// Who holds what was looked for, page by page and under the latch, also where everybody waited for the disk.
+/// Holders were searched page by page under the latch, even if all requests waited for the disk.
 #[test]
 fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
     let (mut pager, s, words) = pager(2);
@@ -279,13 +280,13 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
     let reads = ask(&mut pager, &[run(s, 0, 1)], Purpose::Read, &mut fx);
     assert!(!pager.waits_for_others(reads));
     let seen = pager.who_waits(9);
-    // A smaller budget, and a request for which there is no frame.
+    // Now a smaller budget, and a request for which there is no frame.
     settle(&mut pager, &mut fx);
     assert_eq!(words[0].load().pins, 1);
     pager.set_frames(1, &mut fx);
     let frames = ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
     assert!(pager.waits_for_others(frames));
-    // What was seen is told without the pager.
+    // Holders are found without the pager.
     let (waiters, total) = seen.told();
     assert_eq!((waiters.len(), total, waiters[0].waits_for), (1, 1, WaitsFor::Moves));
     assert!(waiters[0].holders.is_empty());
@@ -294,7 +295,8 @@ fn regression_who_waits_for_moves_is_told_from_who_waits_for_others() {
     assert_eq!(waiters[0].holders, [Holder { scope: None, pages: 1, writes: false }]);
 }
 
-/// A frame came to a scope's purse after its request had been tried, and before it was known to wait: nobody tried it again.
+/// A frame came to a scope's purse after its request had been tried, and before it was listed as waiting. Nobody tried
+/// it again.
 #[test]
 fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait() {
     let (policy, meanwhile) = Meddled::new();
@@ -313,12 +315,12 @@ fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait()
     ask(&mut pager, &[run(s, 1, 1)], Purpose::Read, &mut fx);
     settle(&mut pager, &mut fx);
     assert!(matches!(how_it_ended(&fx, paid), Some(Ok(Granted { spent: 1, .. }))));
-    // Others have the page as well when the scope lets go of it.
+    // When the scope lets go of the page, another pin holds it too.
     assert_eq!(words[0].try_pin(), TryPin::Hit);
     holdings.remove(&[run(s, 0, 1)], false, 1);
     let _ = words[0].unpin();
     pager.unspent(scope, &[run(s, 0, 1)], 1, &mut fx);
-    // They let go of it without the latch, between the two looks for a frame that a new request has.
+    // That pin ends without the latch, between the two searches for a frame that a new request makes.
     let shared = words.clone();
     let lets_go = move |look: u32| {
         if look == 2 {
@@ -332,8 +334,8 @@ fn regression_a_request_is_tried_when_its_purse_is_filled_as_it_begins_to_wait()
     assert!(matches!(how_it_ended(&fx, waits), Some(Ok(_))));
 }
 
-/// Who waited for frames left the line and joined it anew when it wanted another number of them. Alone in it, it opened the gate
-/// meanwhile, and pins without the latch passed it uncounted.
+/// A request that waited for frames left the line and joined it again when it wanted another number of them. Alone in
+/// the line, it opened the gate meanwhile, and pins without the latch passed it uncounted.
 #[test]
 fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
     let (mut pager, s, words) = pager(2);
@@ -362,7 +364,7 @@ fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
     }
     pager.cancel(waits, &mut fx);
     assert!(!gate.is_closed() && opened() == 1);
-    // The same of one that becomes growth while it waits, and of one that waits for its purse.
+    // The same for a request that becomes growth while it waits, and for one that waits for its purse.
     let (other, holdings) = pager.open_scope(ScopeTerms::default());
     let terms = Terms { scope: Some(other), ..Terms::default() };
     let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
@@ -372,8 +374,9 @@ fn regression_the_gate_stays_closed_while_a_waiter_changes_its_place() {
     assert!(pager.is_growth(waits) && gate.is_closed() && opened() == 1);
 }
 
-/// Another thread of the scope had pinned a page without the latch, and noted it after the request had been found to be new, and
-/// before the scope was known to wait: nobody made it growth, and it stood behind who waited for that very page.
+/// Another thread of the scope had pinned a page without the latch. It noted the pin after the request had been found
+/// to be new, and before the scope was known to wait. So the request did not become growth, and stood behind requests
+/// that waited for that very page.
 #[test]
 fn regression_what_a_scope_gets_as_its_request_begins_to_wait_makes_it_growth() {
     let (policy, meanwhile) = Meddled::new();
@@ -395,14 +398,15 @@ fn regression_what_a_scope_gets_as_its_request_begins_to_wait_makes_it_growth() 
     let terms = Terms { scope: Some(scope), ..Terms::default() };
     let Ok(Submitted::Waiting(waits)) = pager.submit(&[run(s, 2, 1)], terms, &mut fx) else { panic!("it has a frame") };
     assert_eq!(holdings.pages(), 1);
-    // As the other thread does when it is told to.
+    // As the other thread does if it is told to.
     if *told.lock().unwrap() {
         pager.holds_more(scope, &mut fx);
     }
     assert!(pager.is_growth(waits));
 }
 
-/// A reservation that came while somebody must not be passed was listed with no frame: before all that wanted one, and tried for nothing.
+/// A reservation that came while a request must not be passed was listed as wanting no frame. So it came before all
+/// that wanted one, and was tried for nothing.
 #[test]
 fn regression_a_reservation_that_is_barred_wants_its_frames() {
     let (mut pager, s, words) = pager(3);
@@ -423,8 +427,8 @@ fn regression_a_reservation_that_is_barred_wants_its_frames() {
     pager.check_invariants().unwrap();
 }
 
-/// Reservations that could not be declared were tried at each event. When the looks that are paid for were spent, nobody passed
-/// any of them again, and who is urgent waited behind those who are not.
+/// Reservations that could not be declared were tried at each event. Once the looks that are paid for were spent, no
+/// request passed them again, and an urgent one waited behind batch ones.
 #[test]
 fn regression_reservations_that_wait_are_not_looked_at_and_hold_up_nobody_urgent() {
     let (mut pager, s, words) = pager(64);
@@ -462,8 +466,8 @@ fn regression_reservations_that_wait_are_not_looked_at_and_hold_up_nobody_urgent
     pager.check_invariants().unwrap();
 }
 
-/// A search was taken to have seen every resident page, because as many offers were made: one page came twice, or was not
-/// resident, and one that could go was left out. It was never looked at again.
+/// A search was believed to have seen every resident page because it made as many offers: one page was offered twice,
+/// or was not resident, and one that could go was left out. That one was never looked at again.
 #[test]
 fn regression_a_page_that_a_policy_leaves_out_once_is_found_later() {
     for twice in [true, false] {

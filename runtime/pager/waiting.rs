@@ -1,4 +1,4 @@
-//! Who waits for what, and who holds it: what a person reads who wants to know why nothing goes on.
+//! Which request waits for what, and who holds it. For a person who wants to know why nothing goes on.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use crate::ids::{PageId, PageIndex, RequestId, ScopeId, SegmentId};
 pub struct Waiter {
     /// The request.
     pub id: RequestId,
-    /// Its scope, if it has one, and that scope's label.
+    /// Its scope and the scope's label, if it has a scope.
     pub scope: Option<(ScopeId, String)>,
     /// Whether its scope holds pins while it waits.
     pub holds: bool,
-    /// What it wants to pin: the first of them, and how many there are in all.
+    /// The first page that it wants to pin.
     pub first: Option<PageId>,
-    /// See [`first`](Self::first).
+    /// How many pages it wants to pin.
     pub pages: u64,
-    /// What for.
+    /// What it wants the pins for.
     pub purpose: Purpose,
     /// What is in its way.
     pub waits_for: WaitsFor,
-    /// Who has what is in its way. Empty where it waits for moves.
+    /// The holders of what is in its way. Empty if it waits for moves.
     pub holders: Vec<Holder>,
 }
 
@@ -37,40 +37,40 @@ pub struct Waiter {
 pub enum WaitsFor {
     /// Nothing but the ends of moves: reads, copies, write backs.
     Moves,
-    /// Frames: so many more than its scope has set aside, in a budget of so many that somebody may have pinned.
+    /// Frames. Others may have the frames of the budget pinned.
     Frames {
-        /// How many it wants.
+        /// How many frames it wants beyond those its scope has set aside.
         wanted: u32,
         /// Frames of the budget.
         budget: u32,
     },
-    /// A page that others have pinned, or wait for and came before.
+    /// A page that others have pinned, or that older requests wait for.
     Page(PageId),
-    /// It wants nothing: a budget that was made smaller gives frames back as guards and scopes end; without
-    /// [holders](Waiter::holders), as moves do.
+    /// A smaller budget. The request wants no page. Frames are given back as guards and scopes end; without
+    /// [holders](Waiter::holders), as moves end.
     Budget {
-        /// How many are still to be given back.
+        /// How many frames are still to be given back.
         over: u32,
         /// Frames of the budget.
         budget: u32,
     },
 }
 
-/// Who has pages pinned.
+/// A scope, or all pins outside of scopes, that have pages pinned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Holder {
-    /// The scope and its label; of pins outside of scopes nothing is known.
+    /// The scope and its label. `None` for pins outside of scopes, of which nothing more is known.
     pub scope: Option<(ScopeId, String)>,
-    /// How many pages, of those that are in the way, it has pinned, and how many frames it has set aside beside these, if
-    /// a budget waits for them.
+    /// How many of the pages in the way it has pinned. If a budget waits, also the frames it has set aside.
     pub pages: u64,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
 }
 
-/// Who waits, and where to look for who holds what they wait for. Made under the latch, in time that goes with how many wait and
-/// how many scopes there are; [told](Self::told) without it, by a look at every page.
+/// The requests that wait, and what is needed to find the holders they wait for. Made under the latch, in time that
+/// grows with the number of waiting requests and of scopes. [`told`](Self::told) does the rest without the latch, by a
+/// look at every page.
 #[derive(Debug)]
 pub struct WhoWaits {
     waiters: Vec<Waiter>,
@@ -88,8 +88,8 @@ struct ScopeSeen {
 }
 
 impl Pager {
-    /// Requests that wait, in the order they are served, at most `most` and those who wait for a smaller budget, and how many
-    /// there are in all.
+    /// The waiting requests in the order they are served, and how many there are in all. Lists at most `most`, and in
+    /// addition those that wait for a smaller budget.
     pub fn who_waits(&self, most: usize) -> WhoWaits {
         let mut ids: Vec<(Turn, RequestId)> = self
             .request_stages()
@@ -115,7 +115,7 @@ impl Pager {
             holders: Vec::new(),
         });
         let waiters: Vec<Waiter> = asking.chain(shrinking).collect();
-        // Moves have no holders.
+        // Without a request that waits for others, there are no holders to find.
         let (mut words, mut scopes) = (Vec::new(), Vec::new());
         if waiters.iter().any(|waiter| waiter.waits_for != WaitsFor::Moves) {
             words.extend(self.segments.iter().map(|(key, table)| (SegmentId(key as u32), table.words.clone())));
@@ -124,7 +124,7 @@ impl Pager {
         WhoWaits { waiters, total, words, scopes }
     }
 
-    /// [`who_waits`](Self::who_waits), and [who holds](WhoWaits::told) what they wait for.
+    /// [`who_waits`](Self::who_waits) with the [holders](WhoWaits::told) of what they wait for.
     pub fn waiting(&self, most: usize) -> (Vec<Waiter>, usize) {
         self.who_waits(most).told()
     }
@@ -168,10 +168,10 @@ impl Pager {
 }
 
 impl WhoWaits {
-    /// Requests that wait, and who holds what they wait for by now; and how many wait in all.
+    /// The waiting requests, with those that now hold what they wait for, and how many wait in all.
     pub fn told(mut self) -> (Vec<Waiter>, usize) {
         let held = self.held_by_scopes();
-        // Found once for everybody who waits for frames.
+        // Found once for all requests that wait for frames.
         let mut of_frames = None;
         let mut waiters = std::mem::take(&mut self.waiters);
         for waiter in &mut waiters {
@@ -185,7 +185,7 @@ impl WhoWaits {
                 }
                 WaitsFor::Budget { budget, .. } => {
                     let holders = self.holders(&held, self.all_words(), true);
-                    // Who has no more than the budget is not in its way: it waits for what is written back.
+                    // Holders of no more than the budget are not in its way: it waits for write backs.
                     let over = holders.iter().map(|holder| holder.pages).sum::<u64>() > u64::from(budget);
                     if over { holders } else { Vec::new() }
                 }
@@ -217,7 +217,7 @@ impl WhoWaits {
         held
     }
 
-    /// Who has these pages pinned, whoever has most of them first.
+    /// The holders of these pages, the one with the most pages first.
     fn holders<'a>(
         &self,
         held: &HashMap<PageId, Vec<(usize, bool)>>,
