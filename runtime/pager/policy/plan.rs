@@ -21,7 +21,7 @@
 //!
 //! # Which page goes
 //!
-//! Pages go in this order, and within each group those with the farthest next use by any walker go first:
+//! In this order; within groups 2 to 5, pages with the farthest next use by any walker go first:
 //!
 //! 1. pages that no followed plan names, least recently used first;
 //! 2. pages that are used later than those of the marginal gap;
