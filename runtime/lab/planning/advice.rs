@@ -205,7 +205,7 @@ fn candidates(job: &Job, resources: &Resources, now: &Forecast) -> Vec<Change> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Target {
-    /// The wanted tokens per second, of all sequences together.
+    /// Wanted tokens per second, of all sequences together.
     pub wanted: f64,
     /// Whether the target is reached; `None` if moves allow it and the compute time is not known.
     pub reached: Option<bool>,

@@ -3,7 +3,7 @@
 use super::memory::{Checkpointing, Job, Memory, Work};
 use crate::sim::ComputeModel;
 
-/// What is known about the compute time.
+/// How the compute time is known.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Compute {
@@ -31,7 +31,7 @@ impl Compute {
         }
     }
 
-    /// What bounds the compute time, if the machine tells: `memory` or `operations`.
+    /// The bound of the compute time, if known: `memory` or `operations`.
     pub fn bound_by(&self, job: &Job, memory: &Memory) -> Option<&'static str> {
         let (Self::Roofline(machine), Some(seconds)) = (self, self.seconds(job, memory)) else { return None };
         let reading = machine.roofline_s(job.traffic(memory), 0.0)?;

@@ -27,7 +27,7 @@ const LEAST_FRAMES: u64 = 2;
 /// Staging buffers for a device with memory of its own, taken from the host's memory.
 const STAGING_PAGES: u64 = 16;
 
-/// What a job may use.
+/// The resources that a job may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Resources {
     /// The device's memory: a GPU's, or without a GPU the process's.
@@ -197,7 +197,7 @@ impl Run {
     }
 }
 
-/// What a job needs, and how it would run.
+/// The memory that a job needs, and how it would run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Forecast {
@@ -345,7 +345,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     Ok(Forecast { memory, least_device, run: Some(run) })
 }
 
-/// Whether each pass draws a part of what it uses: experts.
+/// Whether passes draw experts and do not use them all.
 fn draws(job: &Job) -> bool {
     matches!(job.work, Work::Infer { .. })
         && job.shape.experts.is_some_and(|experts| experts.weights > Bytes::ZERO && experts.share(job.tokens()) < 1.0)
@@ -377,8 +377,9 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
             }
             groups
         }
-        // The forward pass, the backward pass and the update read the weights, and the update changes them. The backward
-        // pass writes gradients; the update reads them. Only the update uses the optimizer's state. It is of all experts.
+        // The forward pass, the backward pass and the update read the weights, and the update changes them. The
+        // backward pass writes gradients; the update reads them. Only the update uses the optimizer's state. It is of
+        // all experts.
         Work::Train { .. } => {
             let mut weights = Group::new(memory.weights, 3, 1);
             let of_experts =

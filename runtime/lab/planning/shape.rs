@@ -49,7 +49,7 @@ pub struct Shape {
     pub gated: bool,
     /// The longest sequence that the model was made for, in tokens, if the header says so.
     pub context: Option<u64>,
-    /// What was estimated or assumed, one sentence each.
+    /// The estimates and assumptions, one sentence each.
     pub assumed: Vec<String>,
 }
 
@@ -272,7 +272,7 @@ impl Shape {
         experts.weights.get() as f64 / (self.layers as f64 * experts.count as f64 * f64::from(matrices))
     }
 
-    /// For a model with experts: the bytes that are used by themselves, as a runtime that is told of the model computes
+    /// For a model with experts: the bytes that are used at a time, as a runtime that is told of the model computes
     /// them.
     pub(super) fn used_piece(&self) -> Option<Bytes> {
         let experts = self.experts.as_ref()?;
@@ -296,7 +296,7 @@ impl Shape {
     }
 }
 
-/// What the header says of the experts.
+/// The experts that the header declares.
 struct Declared {
     count: u64,
     active: Option<u64>,
@@ -304,7 +304,7 @@ struct Declared {
     shared_ffn: u64,
 }
 
-/// What the tensors themselves say.
+/// The sizes that follow from the tensors.
 struct Stored {
     parameters: u64,
     dtype: DType,

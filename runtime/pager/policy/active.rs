@@ -4,8 +4,8 @@
 //!
 //! Each walker that has still to come to position `p` of the order wants the page there. A walker that is `d` uses
 //! before it, and makes one use in `w` of all, is there after `d * w` uses: the page's *distance* for this walker. The
-//! page's distance is the least of these. Distances are counted in uses, never by a clock, so those of different plans
-//! compare.
+//! page's distance is the least of these. Distances are counted in uses, never by a clock, so distances in different
+//! plans compare.
 //!
 //! Between the places of two neighbouring walkers, distances grow with the position. So the resident pages of each such
 //! stretch, from its end downwards, are in order of next use, farthest first. A search for the farthest of all merges
@@ -62,8 +62,8 @@ pub(super) struct Active {
     streamed: Bits,
     kept: Bits,
     /// Resident pages of either class that were offered and not taken, most likely because they are pinned. If they
-    /// were offered every time, every search would begin with all of them. A few come back at each search. If a search
-    /// for a request that waits finds nothing else, it offers all of them.
+    /// were offered every time, every search would begin with all of them. A few come back at each search. A search
+    /// that must find a page offers all of them last.
     pub(super) held: Bits,
     /// The position from which the next held pages come back.
     returning: usize,
@@ -301,7 +301,7 @@ impl Active {
         &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
     }
 
-    /// If these steps are the plan's own order, or for a cycle begin elsewhere in it: the position at which they begin.
+    /// The position at which these steps begin in the plan; `None` if they are another order.
     pub(super) fn beginning_of(&self, steps: &Steps) -> Option<usize> {
         if self.cyclic != steps.cyclic || self.order.len() != steps.order.len() {
             return None;
@@ -315,16 +315,15 @@ impl Active {
         self.positions(first).iter().map(|position| *position as usize).find(turned)
     }
 
-    /// Remembers the runs that the plan was declared as, and the position at which they begin, if that takes little
-    /// room beside the plan.
+    /// Remembers the runs that the plan was declared as and where they begin, unless they are many.
     pub(super) fn declared_as(&mut self, runs: &[PageRun], start: usize) {
         if runs.len() <= self.order.len() / 4 {
             self.runs = (runs.into(), start);
         }
     }
 
-    /// Returns the plan without these pages, which are gone, and with no page filed as resident; `None` if no page is
-    /// left. Walkers keep their places; some may have [nothing left](Self::exhausted).
+    /// Returns the plan without these pages, which are gone, and with no page filed; `None` if no page is left. Walkers
+    /// keep their places; some may have [nothing left](Self::exhausted).
     pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
         let left = |number: &u32| !gone.contains(&(*number as usize));
         let mut steps = Steps::begin(self.order.len(), self.cyclic);
@@ -446,8 +445,7 @@ impl Active {
     }
 
     /// Checks that each resident page that the plan names is filed exactly once, and that no other page is filed.
-    /// `resident` are all resident pages. A named page that is not filed would never be offered: searches outside of
-    /// plans pass over it.
+    /// `resident` are all resident pages. A named page that is not filed would never be offered.
     pub(super) fn check(&self, resident: impl Iterator<Item = u32>) -> Result<(), String> {
         let mut named = 0;
         for number in resident.filter(|number| self.names(*number)) {
@@ -502,8 +500,7 @@ impl Active {
         self.streamed.len() + self.kept.len() + self.held.len()
     }
 
-    /// Refiles pages with several positions, after it has changed which walkers are known or where they are: the pages'
-    /// next uses may have changed.
+    /// Refiles pages with several positions: their next uses may change when walkers change.
     pub(super) fn settle(&mut self) {
         let (mut at, standing) = (0, self.standing());
         while let Some(positions) = self.repeats.get(at) {

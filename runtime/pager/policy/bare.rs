@@ -143,7 +143,7 @@ impl BareCache {
         let Some((page, dirty)) = victim else {
             let name = policy.name();
             return Err(Error::new(ErrorKind::InvalidArgument, format!("policy {name} offers no page that could go"))
-                .remedy("where somebody waits it must offer every resident page: see the contract of Policy"));
+                .remedy("for Want::Demand it must offer every resident page: see the contract of Policy"));
         };
         policy.removed(page);
         self.written_back += u64::from(dirty);

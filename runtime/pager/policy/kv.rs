@@ -9,8 +9,8 @@ use crate::numbers::{PageNumbers, fit};
 
 /// Evicts the page that is worth least. A page's worth is the logarithm of its uses. It stays the same for one gap; a
 /// page that was not used for `x` gaps has lost `4/3 (x^(3/4) - 1)`. The gap is the geometric mean of the time, in uses
-/// of pages, after which a chain is taken up again. In the first gap waiting tells nothing, because nobody answers at
-/// once. After it, a page that has waited for long is nearer to its next use than one that was just used.
+/// of pages, after which a chain is taken up again. In the first gap waiting tells nothing, because no conversation
+/// goes on at once. After it, a page that has waited for long is nearer to its next use than one that was just used.
 ///
 /// [Chains](Policy::chain) tell more than counts:
 ///

@@ -50,14 +50,14 @@ pub use plan::PlanPolicy;
 #[doc(hidden)]
 pub use plan::found;
 
-/// What a frame is wanted for.
+/// The purpose of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// A page somebody waits for.
+    /// A page for which a request waits.
     Demand,
     /// This page, which the policy itself named in [`Policy::next_fill`].
     Planned(PageId),
-    /// A page somebody hinted at.
+    /// A page that a hint named.
     Hint,
     /// Nothing is to be filled: the budget shrinks.
     Room,
@@ -112,8 +112,8 @@ pub struct WalkerPlace {
 /// 3. A page may be used without being inserted (a fault), and inserted without being used (a fill ahead).
 /// 4. All methods are called under the runtime's latch: they return soon, and do not call the runtime.
 ///
-/// The pager ignores offers that break rule 1. A policy that breaks another rule costs time, or makes requests hang; it
-/// never costs bytes.
+/// The pager ignores offers that break rule 1. Breaking another rule costs time, or makes requests hang; it never costs
+/// bytes.
 ///
 /// If a policy panics, the runtime drops it. Least recently used then takes its place for good, with the pages that are
 /// resident. The call during which the policy panicked goes on. `Stats::policy_panicked` and `Runtime::health` report
@@ -259,7 +259,7 @@ pub enum PolicyKind {
     /// T. Johnson and D. Shasha, "2Q: a low overhead high performance buffer management replacement algorithm", VLDB
     /// 1994, the full version.
     TwoQ,
-    /// Balances pages used once and pages used again, by misses of pages that it evicted; remembers `c` of these. No
+    /// Balances pages used once and pages used again, by misses of the `c` evicted pages that it remembers. No
     /// parameters.
     ///
     /// N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003.

@@ -43,8 +43,8 @@
 //! seen to follow another plan, or when its recorder has recognised a new cycle. While no walker follows a plan, pages
 //! leave in LRU order and nothing is filled ahead.
 //!
-//! A walker's speed is its recent share of all uses. A walker that makes no uses stands still, and is ignored until it
-//! goes on.
+//! A walker's speed is its recent share of all uses. A walker without uses stands still, and is ignored until it goes
+//! on.
 
 use std::collections::BinaryHeap;
 
@@ -68,7 +68,7 @@ const DOUBT: u64 = 4;
 const DOUBT_MAX: u64 = 1 << 10;
 /// Frames that streaming keeps beyond the lookahead and one unit, for uses that the plan does not name.
 const STREAM_SLACK: u32 = 2;
-/// How many plans that nobody follows are kept, so that the next pass over a model need not be learned again.
+/// How many plans without walkers are kept, so that the next pass need not be learned again.
 const LEFT: usize = 4;
 /// Uses between looks at speeds: an eighth of all planned pages, within these bounds.
 const EPOCH_MIN: u64 = 64;
@@ -95,8 +95,7 @@ pub struct PlanPolicy {
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
-    /// Whether pages may have been filled ahead for a walker that has passed them since, or whose place is no longer
-    /// known.
+    /// Whether pages may be filled ahead for a walker that has passed them, or whose place is not known.
     astray: bool,
     /// Sorted by id: the default walker is first.
     walkers: Vec<Walk>,
@@ -260,8 +259,8 @@ impl PlanPolicy {
         self.lookahead == 0 && self.host_frames == 0
     }
 
-    /// Chooses the pages that stay, after plans, walkers or sizes have changed. Where several walkers go, a difference
-    /// of at most a sixteenth of a plan is `tolerated`.
+    /// Chooses the pages that stay, after plans, walkers or sizes have changed. With several walkers, a change of at
+    /// most a sixteenth of a plan is `tolerated`.
     fn divide_all(&mut self, tolerated: bool) {
         let alone = self.alone();
         let bounds = self.bounds(&self.standing());
@@ -349,8 +348,8 @@ impl PlanPolicy {
         }
     }
 
-    /// Puts the current walker at this position of a plan. The plan that it leaves is removed if that is `gone` for
-    /// good and nobody else follows it.
+    /// Puts the current walker at this position of a plan. The plan that it leaves is removed if it is `gone` for good
+    /// and has no other walker.
     fn join(&mut self, plan: usize, position: usize, gone: bool) {
         self.take_out(self.current, gone, Some(plan));
         let walk = &mut self.walkers[self.current];
@@ -368,8 +367,7 @@ impl PlanPolicy {
         self.plans[plan].settle();
     }
 
-    /// Takes a walker out of its plan. A plan that nobody follows is kept for the next walker, unless it is `gone` for
-    /// good.
+    /// Takes a walker out of its plan. A plan without walkers is kept for the next one, unless it is `gone` for good.
     fn leave(&mut self, walker: usize, gone: bool) {
         if self.walkers[walker].plan.is_some() {
             self.take_out(walker, gone, None);
@@ -391,8 +389,8 @@ impl PlanPolicy {
         }
     }
 
-    /// Takes a walker out of its plan. If nobody else follows the plan, and it is `gone` or no cycle, it is removed
-    /// unless it is `kept`.
+    /// Takes a walker out of its plan. A plan without walkers is removed if it is `gone` or no cycle, unless it is
+    /// `kept`.
     fn take_out(&mut self, walker: usize, gone: bool, kept: Option<usize>) {
         let walk = &mut self.walkers[walker];
         let Some(plan) = walk.plan.take() else { return };
@@ -411,7 +409,7 @@ impl PlanPolicy {
         }
     }
 
-    /// Adjusts everything that depends on walkers after some have joined plans or left them.
+    /// Walkers have joined plans or left them: adjusts weights, plans and shares.
     fn walkers_changed(&mut self) {
         self.weigh();
         self.forget_left();
@@ -419,8 +417,7 @@ impl PlanPolicy {
         self.divide_all(true);
     }
 
-    /// Divides what recorders may remember among the walkers that may have uses to record. Needed whenever their number
-    /// changes.
+    /// Divides the recorders' memory among the walkers that may have uses to record. Called when their number changes.
     fn share_memory(&mut self) {
         let share = CycleRecorder::share(self.walkers.iter().filter(|walk| walk.records).count());
         if share != self.share {
@@ -747,8 +744,8 @@ impl PlanPolicy {
         found
     }
 
-    /// Pages that were filled ahead for a walker that has passed them, or whose place is no longer known, do not count
-    /// as ahead, unless another walker comes to them.
+    /// Pages filled ahead for a walker that has passed them, or whose place is not known, do not count as ahead, unless
+    /// another walker comes to them.
     fn drop_astray(&mut self) {
         if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
             return;
@@ -936,7 +933,7 @@ impl Policy for PlanPolicy {
         if !self.has_plan() {
             return self.recency.offer_for(want, take);
         }
-        // A frame that nobody waits for is not worth a look at all pages.
+        // A frame for which no request waits is not worth a look at all pages.
         let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
         self.find_outside();
         let (mut found, offered) = self.outside.offer(want, self.recency.numbers(), take);
@@ -1142,8 +1139,8 @@ mod tests {
         );
     }
 
-    /// After a walker's last use of a page that the plan names twice, the page was filed nowhere although another
-    /// walker followed the plan. No search found it, so its frame was lost for good.
+    /// After a walker's last use of a page that the plan names twice, the page was filed nowhere, although another
+    /// walker followed the plan. Its frame was lost for good.
     #[test]
     fn regression_a_walkers_end_takes_no_page_from_the_others() {
         let mut policy = policy();
@@ -1230,8 +1227,8 @@ mod tests {
         assert!(fills[7] <= 26, "{fills:?}");
     }
 
-    /// A part of the pass that repeats at once was taken for the whole pass each time it came. While it was followed
-    /// nothing was recorded, so the pass was never recognised.
+    /// A repeated part of the pass was taken for the whole pass each time. While it was followed nothing was recorded,
+    /// so the pass was never recognised.
     #[test]
     fn regression_a_part_that_repeats_does_not_hide_the_pass() {
         let mut policy = policy();

@@ -190,8 +190,8 @@ impl SharesPolicy {
         }
     }
 
-    /// Adjusts shares and small caches after classes have come, gone or changed: frames of classes that went go to the
-    /// largest, and each class has small caches if there are several classes.
+    /// Adjusts shares and small caches after a change of classes: frames of classes that went go to the largest, and
+    /// each of several classes has small caches.
     fn settle(&mut self) {
         let pages: u64 = self.parts.iter().map(|part| part.pages).sum();
         let wanted = (self.sizes.0 / SAMPLED_FRAMES).max(1).ilog2().max((pages / SAMPLED_PAGES).max(1).ilog2());

@@ -6,9 +6,9 @@ use super::queues::{Queues, Rule, Ruled};
 /// goes to the main queue, from which the least recently used page leaves.
 ///
 /// T. Johnson and D. Shasha, "2Q: a low overhead high performance buffer management replacement algorithm", VLDB 1994,
-/// the full version. Parameters are those that the paper recommends: `Kin`, the pages that the short queue may keep
-/// while others must go, is a quarter of the frames; `Kout`, how many pages that left it are remembered, is half of
-/// them. 9 bytes a page.
+/// the full version. Parameters, as the paper recommends: `Kin`, the pages that the short queue may keep while others
+/// must go, is a quarter of the frames; `Kout`, how many pages that left it are remembered, is half of them. 9 bytes a
+/// page.
 ///
 /// Unlike in the paper, a remembered page that is missed is forgotten before room is made for it.
 pub(super) type TwoQPolicy = Ruled<TwoQ, 3>;
