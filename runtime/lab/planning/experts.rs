@@ -41,9 +41,9 @@ impl Experts {
         self.distinct(tokens) / self.count.max(1) as f64
     }
 
-    /// The share of the experts' pages that `tokens` tokens touch, if one expert's contiguous bytes are `piece`: `1 -
-    /// (1 - q)^(1 + page / piece)`, with the [share](Self::share) `q` of bytes. A page spans `1 + page / piece` pieces
-    /// on average, and is touched if any of them is drawn.
+    /// The share of the experts' pages that `tokens` tokens touch, if one expert's contiguous bytes are `piece`:
+    /// `1 - (1 - q)^(1 + page / piece)`, with the [share](Self::share) `q` of bytes. A page spans `1 + page / piece`
+    /// pieces on average, and is touched if any of them is drawn.
     pub fn page_share(&self, tokens: u64, page: PageSize, piece: f64) -> f64 {
         let across = 1.0 + page.bytes() as f64 / piece.max(1.0);
         -(across * (-self.share(tokens)).ln_1p()).exp_m1()
