@@ -1,4 +1,4 @@
-//! What one change would help most, and what would reach a target: found by making the change and looking again.
+//! Single changes that help a job most, or that reach a target: found by making each change and forecasting again.
 
 use std::fmt;
 
@@ -10,32 +10,32 @@ use crate::error::Result;
 use crate::ids::Bytes;
 use outcore::DType;
 
-/// Less than this is not called faster.
+/// The least speedup that counts as faster.
 const WORTH: f64 = 1.02;
-/// Halvings in a search for the least that suffices.
+/// The most halvings in a search for the least number that suffices.
 const HALVINGS: u32 = 48;
 
-/// One thing changed about a job or what it may use.
+/// One change to a job or to its resources.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Change {
-    /// So much more device memory.
+    /// This much more device memory.
     MoreDevice(Bytes),
-    /// So much more host memory.
+    /// This much more host memory.
     MoreHost(Bytes),
-    /// A disk that reads at this bandwidth, and writes as much faster.
+    /// A disk with this read bandwidth, whose write bandwidth grows by the same factor.
     Disk(Bandwidth),
     /// A link of this bandwidth.
     Link(Bandwidth),
-    /// All weights of this type.
+    /// All weights stored as this type.
     Weights(DType),
-    /// Keys and values of this type.
+    /// Keys and values stored as this type.
     Kv(KvType),
-    /// So many sequences at a time.
+    /// This many sequences at a time.
     Batch(u64),
-    /// Sequences of so many tokens.
+    /// Sequences of this many tokens.
     Context(u64),
-    /// Other activations are kept.
+    /// Another choice of activations that are kept.
     Checkpointing(Checkpointing),
     /// Another optimizer.
     Optimizer(Optimizer),
@@ -60,7 +60,7 @@ impl fmt::Display for Change {
 }
 
 impl Change {
-    /// The job and the resources with this change made.
+    /// Returns the job and the resources with this change made.
     pub fn made(&self, job: &Job, resources: &Resources) -> (Job, Resources) {
         let (mut job, mut resources) = (job.clone(), *resources);
         let tokens = job.batch as f64 * job.context as f64;
@@ -92,8 +92,8 @@ impl Change {
                 }
             }
         }
-        // Of a time that was given: a step computes on every token; a pass that generates is taken to cost the same for any
-        // batch.
+        // A compute time that was given is scaled: a training step computes on every token. A pass that generates text
+        // is taken to cost the same for any batch.
         if let (Work::Train { .. }, Some(Compute::Seconds(seconds))) = (job.work, &mut resources.compute) {
             *seconds *= job.batch as f64 * job.context as f64 / tokens.max(1.0);
         }
@@ -101,20 +101,20 @@ impl Change {
     }
 }
 
-/// What a change leads to.
+/// The effect of a change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Outcome {
     /// The change.
     pub change: Change,
-    /// How the job then runs.
+    /// How the job runs with the change.
     pub run: Run,
-    /// Tokens a second then over tokens a second now; `None` if it did not run before, or nothing is known to take time
-    /// then.
+    /// Tokens per second with the change, over tokens per second now; `None` if the job did not run before, or if
+    /// nothing is known to take time with the change.
     pub speedup: Option<f64>,
 }
 
-/// Single changes that make the job run, or run faster, those that help most first.
+/// Single changes that make the job run, or run faster; the most helpful first.
 ///
 /// # Errors
 /// As [`forecast`].
@@ -126,7 +126,7 @@ pub fn advice(job: &Job, resources: &Resources, now: &Forecast) -> Result<Vec<Ou
     let mut found = Vec::new();
     for change in candidates(job, resources, now) {
         let (changed_job, changed_resources) = change.made(job, resources);
-        // Of a change that cannot be made nothing is said.
+        // A change that cannot be made is left out.
         let Ok(Forecast { run: Some(run), .. }) = forecast(&changed_job, &changed_resources) else { continue };
         let after = run.tokens_per_second();
         let speedup = before.zip(after).map(|(before, after)| after / before);
@@ -134,13 +134,13 @@ pub fn advice(job: &Job, resources: &Resources, now: &Forecast) -> Result<Vec<Ou
             found.push(Outcome { change, run, speedup });
         }
     }
-    // Where it did not run, tokens a second are what there is to compare.
+    // If the job did not run before, tokens per second are compared.
     let gain = |outcome: &Outcome| outcome.run.tokens_per_second().unwrap_or(f64::INFINITY);
     found.sort_by(|a, b| gain(b).total_cmp(&gain(a)));
     Ok(found)
 }
 
-/// Half of what is missing, as a power of two.
+/// Half of `missing`, rounded down to a power of two; at least 1 MiB.
 fn step(missing: u64) -> Bytes {
     let half = (missing / 2).max(1 << 20);
     Bytes::new(1 << half.ilog2())
@@ -181,7 +181,8 @@ fn candidates(job: &Job, resources: &Resources, now: &Forecast) -> Vec<Change> {
         Work::Train { optimizer, checkpointing } => {
             let others = Checkpointing::ALL.into_iter().filter(|other| *other != checkpointing);
             changes.extend(others.map(Change::Checkpointing));
-            // Stochastic gradient descent is another method, not a smaller one.
+            // Stochastic gradient descent is a different method, not a smaller optimizer: it is neither offered nor
+            // replaced.
             let others = [Optimizer::AdamMixed, Optimizer::Adam8].into_iter().filter(|other| *other != optimizer);
             if optimizer != Optimizer::Sgd {
                 changes.extend(others.map(Change::Optimizer));
@@ -200,19 +201,20 @@ fn candidates(job: &Job, resources: &Resources, now: &Forecast) -> Vec<Change> {
     changes
 }
 
-/// Whether a target is reached, and what would reach it.
+/// Whether a target is reached, and which changes would reach it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Target {
-    /// Tokens a second that are wanted, of all sequences together.
+    /// Wanted tokens per second, of all sequences together.
     pub wanted: f64,
-    /// Whether they are there; `None` if no move keeps the job from it, and computing is not known.
+    /// Whether the target is reached; `None` if moves allow it and the compute time is not known.
     pub reached: Option<bool>,
-    /// Single changes that would reach it, each as small as suffices. Where computing is not known, as far as moves go.
+    /// Single changes that would reach the target, each as small as suffices. If the compute time is not known, as far
+    /// as moves allow.
     pub ways: Vec<Outcome>,
 }
 
-/// Whether `job` reaches `wanted` tokens a second, and which single changes would make it.
+/// Whether `job` reaches `wanted` tokens per second, and which single changes would reach it.
 ///
 /// # Errors
 /// As [`forecast`].
@@ -229,13 +231,13 @@ pub fn target(job: &Job, resources: &Resources, now: &Forecast, wanted: f64) -> 
         let speedup = before.zip(run.tokens_per_second()).map(|(before, after)| after / before);
         Some(Outcome { change, run, speedup })
     };
-    // More than the whole job is of no use.
+    // More than twice the whole job is of no use.
     let most = now.memory.total.get().saturating_mul(2).saturating_add(1 << 30);
     let faster = |bandwidth: Bandwidth, factor: f64| bandwidth.times(factor);
     let mut ways = Vec::new();
     ways.extend(least(1, most, |more| attempt(Change::MoreDevice(Bytes::new(more)))));
     ways.extend(least(1, most, |more| attempt(Change::MoreHost(Bytes::new(more)))));
-    // In hundredths of what there is.
+    // In hundredths of the present bandwidth.
     ways.extend(least(100, 1_000_000, |hundredths| {
         attempt(Change::Disk(faster(resources.disk, hundredths as f64 / 100.0)))
     }));
@@ -249,7 +251,7 @@ pub fn target(job: &Job, resources: &Resources, now: &Forecast, wanted: f64) -> 
     Ok(Target { wanted, reached: Some(false), ways })
 }
 
-/// The least number that suffices, rounded up to three binary digits; none if `most` does not.
+/// The least number that suffices, rounded up to four binary digits; `None` if `most` does not suffice.
 fn least(from: u64, most: u64, attempt: impl Fn(u64) -> Option<Outcome>) -> Option<Outcome> {
     attempt(most)?;
     let (mut fails, mut suffices) = (from, most);

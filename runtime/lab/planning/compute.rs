@@ -1,22 +1,22 @@
-//! How long a pass or a step computes, from the operations it does and the bytes it reads.
+//! How long a pass or a step computes, from its operations and the bytes that it reads and writes.
 
 use super::memory::{Checkpointing, Job, Memory, Work};
 use crate::sim::ComputeModel;
 
-/// What is known of computing.
+/// How the compute time is known.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Compute {
-    /// Seconds of a pass or a step in which nothing has to be waited for: measured, or taken from elsewhere.
+    /// Seconds of a pass or a step that waits for nothing: measured, or from elsewhere.
     Seconds(f64),
-    /// What computes. The pass takes as long as its [operations](Job::flops) or its [bytes](Job::traffic) at the machine's
-    /// rates, whichever is longer: no kernel is faster, and most are slower.
+    /// The machine that computes. The pass takes as long as its [operations](Job::flops) or its [bytes](Job::traffic)
+    /// at the machine's rates, whichever is longer. No kernel is faster, and most are slower.
     Roofline(ComputeModel),
 }
 
 impl Compute {
-    /// Seconds of a pass or a step of `job` with everything resident. `None` for training on a machine of which only the
-    /// memory's bandwidth is known: that says nothing of it. A pass of inference is then what its bytes take.
+    /// Seconds of a pass or a step of `job` with everything resident. If only the machine's memory bandwidth is known,
+    /// a pass of inference takes what its bytes take, and training is `None`: bandwidth does not tell its time.
     pub fn seconds(&self, job: &Job, memory: &Memory) -> Option<f64> {
         match self {
             Self::Seconds(seconds) => Some(*seconds),
@@ -31,7 +31,7 @@ impl Compute {
         }
     }
 
-    /// What bounds computing, if the machine says: `memory` or `operations`.
+    /// The bound of the compute time, if known: `memory` or `operations`.
     pub fn bound_by(&self, job: &Job, memory: &Memory) -> Option<&'static str> {
         let (Self::Roofline(machine), Some(seconds)) = (self, self.seconds(job, memory)) else { return None };
         let reading = machine.roofline_s(job.traffic(memory), 0.0)?;
@@ -40,7 +40,7 @@ impl Compute {
 }
 
 impl Job {
-    /// Tokens of a pass or a step: of all sequences.
+    /// Tokens of a pass or a step, of all sequences together.
     pub fn tokens(&self) -> u64 {
         match self.work {
             Work::Infer { .. } => self.batch,
@@ -50,11 +50,11 @@ impl Job {
 
     /// Floating-point operations of a pass or a step.
     ///
-    /// A token takes 2 for each parameter that it uses (Kaplan et al. 2020, section 2.1), and in each layer
-    /// `2 s a (dk + dv)` for attention: scores, and what they weigh, against `s` tokens, the masked ones too (Chowdhery et
-    /// al. 2022, "PaLM", appendix B: `12 L H Q T` a token in training, where `dk = dv = Q`). The backward pass takes twice as
-    /// much as the forward pass. What is computed again for it is a forward pass more: of all with full recomputation, of
-    /// attention with the selective one.
+    /// A token takes 2 operations for each parameter that it uses (Kaplan et al. 2020, section 2.1), and in each layer
+    /// `2 s a (dk + dv)` for attention: scores and weighted sums against `s` tokens, including masked ones (Chowdhery
+    /// et al. 2022, "PaLM", appendix B: `12 L H Q T` a token in training, where `dk = dv = Q`). The backward pass takes
+    /// twice as much as the forward pass. Recomputation adds one more forward pass: of everything if it is full, of
+    /// attention if it is selective.
     pub fn flops(&self) -> f64 {
         let shape = &self.shape;
         let linear = 2.0 * shape.active_parameters();
@@ -75,9 +75,10 @@ impl Job {
         token * self.tokens() as f64
     }
 
-    /// Bytes that a pass or a step reads and writes in the device's memory: at inference the weights it uses and all keys
-    /// and values, once. In training the weights three times (forwards, backwards, update) and once written, gradients
-    /// twice and once, the optimizer's state once and once, and activations written and read.
+    /// Bytes that a pass or a step reads and writes in the device's memory. At inference: the weights that it uses and
+    /// all keys and values, read once. In training: weights are read three times (forward, backward, update) and
+    /// written once; gradients are read twice and written once; the optimizer's state and activations are read once and
+    /// written once.
     pub fn traffic(&self, memory: &Memory) -> f64 {
         let bytes = |class: crate::ids::Bytes| class.get() as f64;
         match self.work {
@@ -132,13 +133,13 @@ mod tests {
         // Chowdhery et al., appendix B: 6N + 12 L H Q T a token.
         let attention = 12.0 * 96.0 * 12_288.0 * s;
         near(gpt_3(train(Checkpointing::None)).flops(), s * (6.0 * p + attention));
-        // One forward pass more is a third of what there was; of attention only, a third of that.
+        // A forward pass more adds a third to everything; with selective recomputation, to attention only.
         near(gpt_3(train(Checkpointing::Full)).flops(), s * (6.0 * p + attention) * 4.0 / 3.0);
         near(gpt_3(train(Checkpointing::Selective)).flops(), s * (6.0 * p + attention * 4.0 / 3.0));
         let mut infer = gpt_3(Work::Infer { kv: KvType::F16 });
         infer.batch = 3;
         near(infer.flops(), 3.0 * (2.0 * p + attention / 3.0));
-        // Brown et al. 2020, table D.1: 3.14e23 operations of 300 billion tokens, without attention's.
+        // Brown et al. 2020, table D.1: 3.14e23 operations for 300 billion tokens, without attention.
         let tokens = 300e9 / s;
         let all = gpt_3(train(Checkpointing::None)).flops() * tokens;
         assert!((3.14e23..3.3e23).contains(&all), "{all}");
@@ -147,13 +148,13 @@ mod tests {
     #[test]
     fn experts_that_are_not_drawn_take_no_operations_and_no_bytes() {
         let shape = Shape::estimate(&Given::mixtral(2).unwrap()).unwrap();
-        // Jiang et al. 2024, "Mixtral of Experts": of 47 billion parameters a token uses 13.
+        // Jiang et al. 2024, "Mixtral of Experts": a token uses 13 of 47 billion parameters.
         assert!((12.7e9..13.1e9).contains(&shape.active_parameters()), "{}", shape.active_parameters());
         let mut job = Job { shape, work: Work::Infer { kv: KvType::F16 }, context: 1, batch: 1, headroom_percent: 20 };
         let memory = job.memory(true).unwrap();
         assert_eq!(memory.weights, Bytes::new(93_400_000_000), "memory holds them all");
         near(job.traffic(&memory), 2.0 * job.shape.active_parameters() + memory.kv.get() as f64);
-        // Eight sequences draw nine tenths of them, and each has operations of its own.
+        // Eight sequences draw nine tenths of the experts, and each sequence has its own operations.
         job.batch = 8;
         let experts = job.shape.experts.unwrap();
         let drawn = 1.0 - 0.75f64.powi(8);

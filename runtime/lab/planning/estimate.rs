@@ -1,4 +1,4 @@
-//! What is not known of a transformer, estimated from its number of parameters.
+//! Estimates the unknown sizes of a transformer from its number of parameters.
 
 use super::experts::Experts;
 use super::shape::{MOST, Shape, check_active, divided, within};
@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 use outcore::DType;
 
-/// What is known of a model without a file. What is left out is estimated, and the shape says so.
+/// What is known of a model without a file. Sizes that are `None` are estimated, and the shape says so.
 #[derive(Clone, Copy, Debug)]
 pub struct Given {
     /// Parameters.
@@ -28,12 +28,12 @@ pub struct Given {
     pub vocab: Option<u64>,
     /// Whether the feed-forward layer has a gate.
     pub gated: bool,
-    /// Experts, if it has any: then the parameters are those of all of them.
+    /// Experts, if there are any. The parameters then include all experts.
     pub experts: Option<GivenExperts>,
 }
 
 impl Given {
-    /// Only so much: all else is estimated.
+    /// Only parameters and their type are known; all sizes are estimated.
     pub const fn new(parameters: Parameters, dtype: DType) -> Self {
         Self {
             parameters,
@@ -49,8 +49,8 @@ impl Given {
         }
     }
 
-    /// Mixtral 8x7B (Jiang et al. 2024, "Mixtral of Experts"): 46.7 billion parameters, of which 45.1 are those of 8 experts a
-    /// layer. A token uses `active` of them: 2, as it was trained.
+    /// Mixtral 8x7B (Jiang et al. 2024, "Mixtral of Experts"): 46.7 billion parameters, of which 45.1 billion are those
+    /// of 8 experts a layer. A token uses `active` of them; the model was trained with 2.
     #[cfg(test)]
     pub(super) fn mixtral(active: u64) -> Result<Self> {
         Ok(Self {
@@ -71,32 +71,32 @@ impl Given {
 pub struct GivenExperts {
     /// Experts of each layer.
     pub count: u64,
-    /// How many of them a token uses; all if left out.
+    /// How many of them a token uses; if `None`, all.
     pub active: Option<u64>,
-    /// Elements of an expert's feed-forward layer. If left out it is the model's [`ffn`](Given::ffn), or what the parameters
-    /// leave for it.
+    /// Elements of an expert's feed-forward layer. If `None`: the model's [`ffn`](Given::ffn), or what the other
+    /// parameters leave for it.
     pub ffn: Option<u64>,
 }
 
-/// Parameters of a layer over the square of its hidden size: 4 of attention and 8 of a feed-forward layer four times as
-/// wide (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1).
+/// Parameters of a layer over the square of its hidden size: 4 of attention, and 8 of a feed-forward layer that is four
+/// times as wide (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1).
 const LAYER_PARAMETERS: f64 = 12.0;
-/// Hidden elements a layer, where neither is given: Llama's 4096 over 32 layers.
+/// Hidden elements for each layer if neither size is given: Llama's 4096 over 32 layers.
 const HIDDEN_A_LAYER: f64 = 128.0;
-/// Of these, attention's.
+/// Attention's part of [`LAYER_PARAMETERS`].
 const ATTENTION_PARAMETERS: f64 = 4.0;
 const VOCAB: u64 = 32_000;
-/// Halvings that find a hidden size: as many as a double has digits.
+/// Halvings that find a hidden size: enough for all digits of a double.
 const HALVINGS: u32 = 64;
 
 impl Shape {
-    /// The shape of a model of which only this is known.
+    /// Estimates the shape of a model of which only `given` is known.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`]: a size is 0 or beyond every model, heads do not fit each other, or the weights take
-    /// 2^64 bytes.
+    /// [`ErrorKind::InvalidArgument`]: a size is 0 or larger than any model's, heads do not fit each other, or the
+    /// weights take 2^64 bytes.
     pub fn estimate(given: &Given) -> Result<Self> {
-        // What is wrong with a file is here wrong with what was given.
+        // Errors that blame a file blame the arguments here.
         Self::guess(given).map_err(|error| Error::new(ErrorKind::InvalidArgument, error.to_string()))
     }
 
@@ -120,7 +120,7 @@ impl Shape {
         };
         let layers = size("layers", given.layers, layers.round() as u64)?;
         let hidden = hidden_of(Some(layers as f64));
-        // Whole heads of 64.
+        // A multiple of 64.
         let hidden = size("hidden size", given.hidden, ((hidden / 64.0).round() as u64).saturating_mul(64).max(64))?;
         let heads = size("heads", given.heads, hidden / if hidden >= 2048 { 128 } else { 64 })?;
         if given.heads.is_some() && !hidden.is_multiple_of(heads) {
@@ -183,15 +183,15 @@ impl GivenExperts {
         Ok(Self { count, active: Some(active), ..self })
     }
 
-    /// The experts of a model of these `layers`, `hidden` and `ffn`, whose weights take `weights`.
+    /// The experts of a model with these `layers`, `hidden` and `ffn`, whose weights take `weights`.
     fn of(self, given: &Given, [layers, hidden, ffn]: [u64; 3], weights: Bytes) -> Result<Experts> {
         let of_one = matrices(given.gated) * hidden * ffn;
         let parameters = u128::from(of_one) * u128::from(layers) * u128::from(self.count);
         let all = given.parameters.get();
         let Some(parameters) = u64::try_from(parameters).ok().filter(|parameters| *parameters <= all) else {
             let what = format!(
-                "{} experts of {} matrices of {hidden} x {ffn} in each of {layers} layers have {parameters} parameters, \
-                 more than the model's {all}",
+                "{} experts of {} matrices of {hidden} x {ffn} in each of {layers} layers have {parameters} \
+                 parameters, more than the model's {all}",
                 self.count,
                 matrices(given.gated)
             );
@@ -212,12 +212,12 @@ impl GivenExperts {
     }
 }
 
-/// Matrices of a feed-forward layer.
+/// How many matrices a feed-forward layer has.
 const fn matrices(gated: bool) -> u64 {
     if gated { 3 } else { 2 }
 }
 
-/// How many parameters a layer has, by its hidden size: for what is left out.
+/// How many parameters a layer has, by its hidden size. For estimates of sizes that are not given.
 struct LayerParameters<'a> {
     experts: Option<GivenExperts>,
     given: &'a Given,
@@ -229,14 +229,15 @@ impl LayerParameters<'_> {
         let Some(experts) = self.experts else { return LAYER_PARAMETERS * square };
         let (count, active) = (experts.count as f64, experts.active.unwrap_or(experts.count) as f64);
         let of_experts = match experts.ffn.or(self.given.ffn) {
-            // Those of a token are together as wide as a dense model's feed-forward layer.
+            // The experts of one token are together as wide as a dense model's feed-forward layer.
             None => (LAYER_PARAMETERS - ATTENTION_PARAMETERS) * square * count / active,
             Some(ffn) => matrices(self.given.gated) as f64 * count * ffn as f64 * hidden,
         };
         ATTENTION_PARAMETERS * square + of_experts
     }
 
-    /// The hidden size at which `layers` layers have so many parameters; without a number, as many as go with it.
+    /// The hidden size at which `layers` layers have this many parameters. If `layers` is `None`, their number grows
+    /// with the hidden size.
     fn hidden(&self, parameters: f64, layers: Option<f64>) -> f64 {
         let all = |hidden: f64| layers.unwrap_or(hidden / HIDDEN_A_LAYER) * self.parameters(hidden);
         let (mut low, mut high) = (0.0, MOST as f64);
@@ -279,7 +280,8 @@ mod tests {
 
     #[test]
     fn models_with_experts_have_the_active_parameters_they_are_said_to_have() {
-        // Jiang et al. 2024, "Mixtral of Experts": 47B, 13B active. Yang et al. 2025, "Qwen3 Technical Report": 30.5B, 3.3B.
+        // Jiang et al. 2024, "Mixtral of Experts": 47B, 13B active. Yang et al. 2025, "Qwen3 Technical Report": 30.5B,
+        // 3.3B.
         let mixtral = Given {
             layers: Some(32),
             hidden: Some(4096),
@@ -297,7 +299,7 @@ mod tests {
         for (given, wanted) in [(mixtral, 12.9e9), (qwen, 3.3e9)] {
             let found = Shape::estimate(&given).unwrap().active_parameters();
             assert!((found / wanted - 1.0).abs() < 0.01, "{found} {wanted}");
-            // The feed-forward size is what the parameters leave, if it is left out.
+            // If the feed-forward size is not given, it is what the other parameters leave.
             let guessed = GivenExperts { ffn: None, ..given.experts.unwrap() };
             let guessed = Shape::estimate(&Given { experts: Some(guessed), ..given }).unwrap();
             let wanted = given.experts.unwrap().ffn.unwrap() as f64;
@@ -318,7 +320,7 @@ mod tests {
                 assert_eq!(shape.experts.unwrap().weights.get(), 2 * shape.experts.unwrap().parameters);
             }
         }
-        // All experts active are a dense model.
+        // A model whose experts are all active is a dense model.
         let all = Shape::estimate(&Given { experts: experts(8, None, None), ..given(7_000_000_000) }).unwrap();
         assert_eq!((all.active_parameters(), all.used_by(1)), (7e9, 14e9));
     }

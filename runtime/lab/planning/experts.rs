@@ -1,30 +1,31 @@
-//! Mixtures of experts: what is there, and what a pass uses of it.
+//! Mixtures of experts: their sizes, and the part that a pass uses.
 
 use crate::ids::{Bytes, PageSize};
 
-/// The experts among which each layer's router chooses. What all tokens use, such as a shared expert, is none of them.
+/// The experts among which each layer's router chooses. A shared expert, which all tokens use, is not one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Experts {
-    /// Experts of a layer, from 1 up.
+    /// Experts of each layer, at least 1.
     pub count: u64,
-    /// Of these, how many a token uses: from 1 to all.
+    /// How many of them a token uses: from 1 to all.
     pub active: u64,
     /// Elements of an expert's feed-forward layer.
     pub ffn: u64,
-    /// Elements of the feed-forward layer that all tokens use beside; 0 if there is none.
+    /// Elements of the feed-forward layer that all tokens use in addition; 0 if there is none.
     pub shared_ffn: u64,
     /// Parameters of all experts of all layers.
     pub parameters: u64,
     /// Their weights as they are stored.
     pub weights: Bytes,
-    /// What one expert has of a tensor, where the tensors are known.
+    /// Bytes of one expert in one tensor, where the tensors are known.
     pub piece: Option<Bytes>,
 }
 
 impl Experts {
-    /// Of a layer's experts, how many `tokens` tokens are expected to use if each draws its own evenly and on its own:
-    /// `E (1 - (1 - k/E)^b)`. A router that was trained is not even, and tokens of one text are alike: then it is fewer.
+    /// How many of a layer's experts `tokens` tokens are expected to use, if each token draws its own evenly and
+    /// independently: `E (1 - (1 - k/E)^b)`. Trained routers are not even, and tokens of one text are alike: then it is
+    /// fewer.
     pub fn distinct(&self, tokens: u64) -> f64 {
         let (count, active) = (self.count.max(1) as f64, self.active as f64);
         if self.active >= self.count {
@@ -35,14 +36,14 @@ impl Experts {
         (count * drawn).clamp(active.min(count), count)
     }
 
-    /// Of the experts' bytes, the share that `tokens` tokens use: from 0 to 1.
+    /// The share of the experts' bytes that `tokens` tokens use: from 0 to 1.
     pub fn share(&self, tokens: u64) -> f64 {
         self.distinct(tokens) / self.count.max(1) as f64
     }
 
-    /// Of the experts' pages, the share that `tokens` tokens touch, if what one expert has in one piece takes `piece` bytes:
-    /// `1 - (1 - q)^(1 + page / piece)`, with the [share](Self::share) `q` of bytes. A page lies across `1 + page / piece`
-    /// pieces on average, and is touched unless none of them is drawn.
+    /// The share of the experts' pages that `tokens` tokens touch, if one expert's contiguous bytes are `piece`:
+    /// `1 - (1 - q)^(1 + page / piece)`, with the [share](Self::share) `q` of bytes. A page spans `1 + page / piece`
+    /// pieces on average, and is touched if any of them is drawn.
     pub fn page_share(&self, tokens: u64, page: PageSize, piece: f64) -> f64 {
         let across = 1.0 + page.bytes() as f64 / piece.max(1.0);
         -(across * (-self.share(tokens)).ln_1p()).exp_m1()
@@ -80,7 +81,7 @@ mod tests {
         assert_eq!(experts.page_share(1, page, 0.0), 1.0);
     }
 
-    /// What is expected is what is found by drawing.
+    /// Expected numbers agree with drawn ones.
     #[test]
     fn draws_agree() {
         let (count, active, tokens, rounds) = (16u64, 3, 5, 4000);

@@ -18,42 +18,42 @@ use crate::shared::{HUGE_PAGES_LEAST, page_within};
 use crate::sim::MachineModel;
 use outcore::Lookahead;
 
-/// What a request pins at most where not everything fits: tiles as large as the example's.
+/// The most that a request pins where not everything fits: tiles as large as the example's.
 const TILE: Bytes = Bytes::mib(8);
-/// Of the frames, one part in this many at most is one request's.
+/// A request pins at most one frame in this many.
 const TILE_SHARE: u64 = 32;
-/// Fewest frames in which a pass can be computed: a row may lie across two pages.
+/// The fewest frames in which a pass can be computed: a row may lie across two pages.
 const LEAST_FRAMES: u64 = 2;
-/// Buffers through which pages pass to and from a device with memory of its own, out of the host's memory.
+/// Staging buffers for a device with memory of its own, taken from the host's memory.
 const STAGING_PAGES: u64 = 16;
 
-/// What a job may use.
+/// The resources that a job may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Resources {
-    /// The device's memory: a GPU's, or without one the process's.
+    /// The device's memory: a GPU's, or without a GPU the process's.
     pub device: Bytes,
-    /// The host's memory, beside it.
+    /// The host's memory, beside the device's.
     pub host: Bytes,
-    /// What the disk reads.
+    /// The disk's read bandwidth.
     pub disk: Bandwidth,
-    /// What it writes; `None` if that is as much. It does one at a time.
+    /// The disk's write bandwidth; `None` if it equals `disk`. The disk either reads or writes at a time.
     pub disk_write: Option<Bandwidth>,
-    /// Between host and device, each way; `None` if the device is the host itself.
+    /// Bandwidth between host and device, each way; `None` if the device is the host itself.
     pub link: Option<Bandwidth>,
-    /// Whether both ways share the link, one at a time.
+    /// Whether the two ways share the link, one at a time.
     pub link_shared: bool,
-    /// What each copy over the link takes beside its bytes.
+    /// The time that each copy over the link takes beside its bytes' time.
     pub link_latency: Duration,
-    /// How long a pass computes in which nothing has to be waited for, if that is known.
+    /// How long a pass computes if it waits for nothing; `None` if that is not known.
     pub compute: Option<Compute>,
 }
 
 impl Resources {
-    /// One device of `machine`, with all of its host memory and its disk. Where host and device memory are one, all of it is
-    /// the device's.
+    /// One device of `machine`, with all of its host memory and its disk. If host and device share one memory, all of
+    /// it is the device's.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the disk or the link moves nothing.
+    /// [`ErrorKind::InvalidArgument`] if the bandwidth of the disk or of the link is 0.
     pub fn of(machine: &MachineModel) -> Result<Self> {
         let one = machine.unified_memory || machine.link.is_none();
         let of_machine = |error: Error| error.context(format!("machine {}", machine.name));
@@ -70,7 +70,7 @@ impl Resources {
     }
 }
 
-/// What bounds a pass.
+/// The bound of a pass's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Bottleneck {
@@ -103,58 +103,58 @@ impl fmt::Display for Bottleneck {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Run {
-    /// What to give the runtime as device budget: whole pages, no more than there are.
+    /// The device budget to give the runtime: whole pages, no more than there are.
     pub device_budget: Bytes,
-    /// What to give it as host budget.
+    /// The host budget to give the runtime.
     pub host_budget: Bytes,
     /// Bytes of a page.
     pub page_size: PageSize,
-    /// How far ahead of use fills start: what [`Lookahead::Auto`] makes of it.
+    /// How far ahead of use fills start: as [`Lookahead::Auto`] chooses it.
     pub lookahead: Bytes,
-    /// Which page goes.
+    /// The recommended policy.
     pub policy: PolicyKind,
-    /// Why that one.
+    /// The reason for the policy.
     pub policy_because: &'static str,
-    /// Whether the order of use is known, so that fills start before anyone waits. If not, what is missing is filled when it
-    /// is wanted, and nothing computes meanwhile.
+    /// Whether the order of use is known, so that fills start before anyone waits. If not, missing pages are filled
+    /// when they are wanted, and nothing computes meanwhile.
     pub ahead: bool,
-    /// What the scratch file takes on disk: all read-write tensors that are paged.
+    /// Size of the scratch file on disk: all read-write tensors that are paged.
     pub scratch_file: Bytes,
-    /// Whether keys and values are paged too, because there is no room for them.
+    /// Whether keys and values are paged too, because they do not fit otherwise.
     pub kv_paged: bool,
-    /// What is paged: all that passes use.
+    /// Bytes that are paged: all that passes use.
     pub paged: Bytes,
-    /// Of it, what one pass uses: all but experts that it does not draw. An estimate where there are experts.
+    /// Paged bytes that one pass uses: all but the experts that it does not draw. An estimate if there are experts.
     pub used: Bytes,
-    /// Of what is paged, what has no place in the device tier for good: it streams.
+    /// Paged bytes that have no place in the device tier for good: they stream.
     pub streamed: Bytes,
-    /// Of that, what the host tier holds.
+    /// Streamed bytes that the host tier holds.
     pub in_host: Bytes,
-    /// Fills of one pass, of whole pages: with experts, how many are expected.
+    /// Bytes that one pass fills, in whole pages; an expected value if there are experts.
     pub filled: Bytes,
-    /// What one pass copies down from the device.
+    /// Bytes that one pass copies down from the device.
     pub copied_down: Bytes,
-    /// What one pass reads from disk.
+    /// Bytes that one pass reads from disk.
     pub disk_read: Bytes,
-    /// What one pass writes to disk.
+    /// Bytes that one pass writes to disk.
     pub disk_written: Bytes,
-    /// Seconds the link needs for a pass; `None` without one.
+    /// Seconds that the link needs for a pass; `None` without a link.
     pub link_s: Option<f64>,
-    /// Seconds the disk needs.
+    /// Seconds that the disk needs for a pass.
     pub disk_s: f64,
     /// Seconds of computing, if known.
     pub compute_s: Option<f64>,
-    /// Tokens of a pass or a step: of all sequences.
+    /// Tokens of a pass or a step, of all sequences together.
     pub tokens: u64,
 }
 
 impl Run {
-    /// Whether nothing moves once everything is there.
+    /// Whether nothing moves once everything is resident.
     pub fn is_resident(&self) -> bool {
         self.streamed == Bytes::ZERO
     }
 
-    /// What is known to take time.
+    /// The known times that are above 0.
     fn times(&self) -> impl Iterator<Item = (f64, Bottleneck)> + use<> {
         let known = [
             (self.compute_s, Bottleneck::Compute),
@@ -164,60 +164,60 @@ impl Run {
         known.into_iter().filter_map(|(seconds, what)| Some((seconds.filter(|s| *s > 0.0)?, what)))
     }
 
-    /// The longest of what is known, and what it is; `None` if nothing is known to take time.
+    /// The longest known time and its cause; `None` if nothing is known to take time.
     fn longest(&self) -> Option<(f64, Bottleneck)> {
         self.times().max_by(|a, b| a.0.total_cmp(&b.0))
     }
 
-    /// Seconds of a pass, or of a step. Where fills start [ahead](Self::ahead) of use, the longest of computing, link and
-    /// disk, which then work side by side; where not, all of them, one after the other: somebody waits for each page. `None`
-    /// if nothing moves and computing is not known.
+    /// Seconds of a pass or a step. If fills start [ahead](Self::ahead) of use: the longest of computing, link and
+    /// disk, which work side by side. If not: their sum, because each page is waited for. `None` if nothing moves and
+    /// the compute time is not known.
     pub fn pass_s(&self) -> Option<f64> {
         let (longest, _) = self.longest()?;
         Some(if self.ahead { longest } else { self.times().map(|(seconds, _)| seconds).sum() })
     }
 
-    /// What takes longest.
+    /// The cause of the longest time.
     pub fn bottleneck(&self) -> Option<Bottleneck> {
         self.longest().map(|(_, what)| what)
     }
 
-    /// What takes more than half as long as the bottleneck. Both cannot be hidden behind each other entirely, so a pass
-    /// takes longer than either.
+    /// A second cause that takes more than half as long as the bottleneck. The two cannot hide behind each other
+    /// entirely, so a pass takes longer than either.
     pub fn beside(&self) -> Option<Bottleneck> {
-        // Where they follow each other none is behind another.
+        // Times that add up do not hide behind each other.
         let (longest, bottleneck) = self.longest().filter(|_| self.ahead)?;
         let others = self.times().filter(|(seconds, what)| *what != bottleneck && *seconds > longest / 2.0);
         others.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, what)| what)
     }
 
-    /// Tokens a second, of all sequences together; at most, if computing is not known.
+    /// Tokens per second, of all sequences together. An upper bound if the compute time is not known.
     pub fn tokens_per_second(&self) -> Option<f64> {
         self.pass_s().map(|seconds| self.tokens as f64 / seconds)
     }
 }
 
-/// What a job needs, and how it would run.
+/// The memory that a job needs, and how it would run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Forecast {
-    /// What it needs.
+    /// The memory that the job needs.
     pub memory: Memory,
-    /// The least device memory in which it runs at all.
+    /// The least device memory in which the job runs at all.
     pub least_device: Bytes,
-    /// How it runs; `None` if not even one page fits beside what cannot be paged.
+    /// How the job runs; `None` if not even two pages fit beside what cannot be paged.
     pub run: Option<Run>,
 }
 
 /// Pages that are used alike.
 struct Group {
     bytes: u64,
-    /// Of these, what a pass uses.
+    /// How many of these bytes a pass uses.
     used: f64,
-    /// Bytes that a pass fills, and copies down, if none of the pages has a place in the device tier.
+    /// Bytes that a pass fills, and copies down, if no page has a place in the device tier.
     filled: f64,
     copied_down: f64,
-    /// Whether the policy keeps these before others: a pass uses them more often.
+    /// Whether the policy keeps these pages first, because a pass uses them more often.
     first: bool,
 }
 
@@ -229,12 +229,12 @@ impl Group {
     }
 }
 
-/// How `job` would run with `resources`, once the first passes are over.
+/// Forecasts how `job` would run with `resources`, once the first passes are over.
 ///
-/// Tiers are exclusive. What streams is filled once for each use in a pass: the host tier's share over the link alone, the
-/// disk's share over both. What a pass changed is copied down once. The division between pages that stay and pages that
-/// stream is that of the policy `plan`. Experts are drawn evenly: each of their pages has the same chance to be used in a
-/// pass, and what all passes use stays before them.
+/// Tiers are exclusive. Streamed pages are filled once for each use in a pass: those in the host tier over the link
+/// alone, those on disk over both. Pages that a pass changed are copied down once. Which pages stay and which stream is
+/// decided as by the policy `plan`. Experts are drawn evenly: each of their pages has the same chance to be used in a
+/// pass, and pages that all passes use stay before them.
 ///
 /// # Errors
 /// As [`Job::memory`]; [`ErrorKind::InvalidArgument`] if there are more than 2^32 pages.
@@ -262,7 +262,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     }
 
     let room = usable.saturating_sub(besides);
-    // A budget is no larger than what is paged.
+    // A budget is no larger than the paged bytes.
     let paged = groups(job, &memory, kv_paged, PageSize::DEFAULT)
         .iter()
         .fold(0, |sum: u64, group| sum.saturating_add(group.bytes));
@@ -288,7 +288,7 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     let lookahead = Lookahead::Auto.pages(page, frames);
     let unit =
         (u64::from(frames) / TILE_SHARE).min(page.pages_for(TILE.get())).max(2).min(u64::from(frames / 4).max(1));
-    // Without an order nothing is filled ahead, and no frames are kept for it.
+    // Without a known order nothing is filled ahead, and no frames are kept for it.
     let stays = u64::from(found(frames, all, if ahead { lookahead } else { 0 }, unit as u32).min(all));
     let first_stay = first.min(stays);
     let rest = u64::from(all) - first;
@@ -345,13 +345,13 @@ pub fn forecast(job: &Job, resources: &Resources) -> Result<Forecast> {
     Ok(Forecast { memory, least_device, run: Some(run) })
 }
 
-/// Whether passes use what is drawn for each of them.
+/// Whether passes draw experts and do not use them all.
 fn draws(job: &Job) -> bool {
     matches!(job.work, Work::Infer { .. })
         && job.shape.experts.is_some_and(|experts| experts.weights > Bytes::ZERO && experts.share(job.tokens()) < 1.0)
 }
 
-/// What a pass or a step does with what is paged.
+/// The groups of paged bytes, and what a pass or a step does with each.
 fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Group> {
     let shape = &job.shape;
     let share = shape.experts.map_or(1.0, |experts| experts.share(job.tokens()));
@@ -360,7 +360,7 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
             let drawn = shape.experts.filter(|_| draws(job)).map_or(Bytes::ZERO, |experts| experts.weights);
             let mut groups = vec![Group::new(shape.used.saturating_sub(drawn), 1, 0)];
             if kv_paged && memory.kv > Bytes::ZERO {
-                // Each sequence's newest keys and newest values are in one page a layer.
+                // In each layer, a sequence's newest keys are in one page and its newest values in another.
                 let changed = 2 * u128::from(shape.layers) * u128::from(job.batch) * u128::from(page.bytes());
                 let kv = memory.kv.get();
                 let mut group = Group::new(memory.kv, 1, 0);
@@ -368,7 +368,7 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
                 groups.push(group);
             }
             if drawn > Bytes::ZERO {
-                // Every pass uses what there is by now, but only a part of the experts.
+                // Every pass uses all of the groups so far, but only a part of the experts.
                 groups.iter_mut().for_each(|group| group.first = true);
                 let all = drawn.get() as f64;
                 let pages =
@@ -377,8 +377,9 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
             }
             groups
         }
-        // Weights are read forwards, backwards, and by the update, which changes them; gradients are written backwards and
-        // read by the update; the optimizer's state is only the update's. The update is of all experts.
+        // The forward pass, the backward pass and the update read the weights, and the update changes them. The
+        // backward pass writes gradients; the update reads them. Only the update uses the optimizer's state. It is of
+        // all experts.
         Work::Train { .. } => {
             let mut weights = Group::new(memory.weights, 3, 1);
             let of_experts =
@@ -389,8 +390,8 @@ fn groups(job: &Job, memory: &Memory, kv_paged: bool, page: PageSize) -> Vec<Gro
     }
 }
 
-/// As a runtime that is told of the model chooses it, on a disk that is fast enough and a kernel that allows as many mappings as
-/// kernels do unless they are told otherwise.
+/// The page size that a runtime chooses when it is told of the model, on a fast disk and with the kernel's default
+/// limit on mappings.
 fn page_size(room: Bytes, gpu: bool, shape: &Shape) -> PageSize {
     if gpu {
         return PageSize::DEFAULT;

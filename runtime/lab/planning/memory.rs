@@ -1,4 +1,4 @@
-//! What a job needs, class by class.
+//! The memory that a job needs, class by class.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use crate::error::{Error, ErrorKind, Result, closest};
 use crate::ids::{Bytes, PageSize};
 use outcore::DType;
 
-/// Tokens of a prompt that are read in one pass, at most.
+/// The most tokens of a prompt that are read in one pass.
 const PROMPT_TOKENS: u64 = 512;
-/// Bytes of an activation at inference: kernels compute in f32.
+/// Bytes of an activation's element at inference: kernels compute in f32.
 const FLOAT: u64 = 4;
-/// What kernels and the driver of a GPU take besides: the example's headroom for cuBLAS and the driver.
+/// What a GPU's kernels and driver take in addition: the example's headroom for cuBLAS and the driver.
 const GPU_WORKSPACE: Bytes = Bytes::mib(96);
-/// Metadata of the runtime, a page.
+/// Bytes of the runtime's metadata for each page.
 const PAGE_METADATA: u64 = 64;
 /// Elements that share a scale in 8-bit Adam.
 const ADAM8_BLOCK: u64 = 2048;
@@ -57,7 +57,7 @@ pub enum KvType {
 }
 
 impl KvType {
-    /// All of them.
+    /// All types.
     pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Q8];
 
     /// The name users select it by.
@@ -79,7 +79,7 @@ impl KvType {
 }
 named!("type of keys and values", KvType);
 
-/// What updates the weights, and in which precision.
+/// The method that updates the weights, and its precision.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Optimizer {
@@ -87,8 +87,9 @@ pub enum Optimizer {
     Sgd,
     /// Adam in fp32: weights, gradients and two moments of 4 bytes.
     Adam,
-    /// Adam with mixed precision: weights and gradients of 2 bytes; a master copy and two moments of 4. In all 16 bytes a
-    /// parameter (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 3.1).
+    /// Adam with mixed precision: weights and gradients of 2 bytes; a master copy and two moments of 4 bytes each. In
+    /// all 16 bytes a parameter (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+    /// Parameter Models", 3.1).
     #[default]
     AdamMixed,
     /// Adam with moments of 8 bits, and a scale of 4 bytes for each 2048 (Dettmers et al. 2022, "8-bit Optimizers via
@@ -97,7 +98,7 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
-    /// All of them.
+    /// All optimizers.
     pub const ALL: [Self; 4] = [Self::Sgd, Self::Adam, Self::AdamMixed, Self::Adam8];
 
     /// The name users select it by.
@@ -112,21 +113,21 @@ impl Optimizer {
 }
 named!("optimizer", Optimizer);
 
-/// Which activations are kept for the backward pass, and which are computed again.
+/// Which activations are kept for the backward pass; the others are computed again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Checkpointing {
     /// All are kept.
     #[default]
     None,
-    /// All but attention scores: selective recomputation, or an attention kernel that never stores them.
+    /// All but attention scores are kept: selective recomputation, or an attention kernel that never stores them.
     Selective,
-    /// Of each layer its input only: full recomputation. One layer at a time is there in full.
+    /// Only the input of each layer is kept: full recomputation. All activations of one layer at a time are in memory.
     Full,
 }
 
 impl Checkpointing {
-    /// All of them.
+    /// All settings.
     pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
 
     /// The name users select it by.
@@ -140,49 +141,49 @@ impl Checkpointing {
 }
 named!("checkpointing", Checkpointing);
 
-/// What is done with a model.
+/// The work that is done with a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Work {
-    /// Text is generated: one pass a token, for all sequences of the batch at once.
+    /// Generating text: one pass computes one token of each sequence of the batch.
     Infer {
-        /// How keys and values are kept.
+        /// How keys and values are stored.
         kv: KvType,
     },
-    /// Weights are trained: one step a batch of full sequences.
+    /// Training weights: one step for each batch of full sequences.
     Train {
-        /// What updates them.
+        /// The optimizer.
         optimizer: Optimizer,
-        /// What is kept for the backward pass.
+        /// Which activations are kept for the backward pass.
         checkpointing: Checkpointing,
     },
 }
 
-/// A model, and what is to be done with it.
+/// A model, and the work to be done with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Job {
     /// The model.
     pub shape: Shape,
-    /// What is done.
+    /// The work.
     pub work: Work,
     /// Tokens of a sequence.
     pub context: u64,
     /// Sequences at a time.
     pub batch: u64,
-    /// Of what a job takes, what is to stay free besides, in percent: 20 is a common allowance for fragmentation and what
-    /// no formula knows (Anthony et al. 2023, "Transformer Math 101").
+    /// Percentage of the job's memory that stays free in addition. 20 is a common allowance for fragmentation and for
+    /// what no formula covers (Anthony et al. 2023, "Transformer Math 101").
     pub headroom_percent: u64,
 }
 
-/// What a job needs, class by class.
+/// The memory that a job needs, class by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
-    /// Weights: as they are stored, or as the optimizer wants them.
+    /// Weights, as they are stored or as the optimizer needs them.
     pub weights: Bytes,
     /// Keys and values of all sequences at full length.
     pub kv: Bytes,
-    /// Activations, most at any time.
+    /// The most activations at any time.
     pub activations: Bytes,
     /// Gradients.
     pub gradients: Bytes,
@@ -190,18 +191,18 @@ pub struct Memory {
     pub optimizer: Bytes,
     /// The runtime's metadata, and the workspace of a GPU's kernels if there is one.
     pub scratch: Bytes,
-    /// What is to stay free.
+    /// Memory that stays free.
     pub headroom: Bytes,
-    /// All of it.
+    /// The sum of all classes.
     pub total: Bytes,
 }
 
 impl Job {
-    /// What it needs; `gpu` says whether the device has memory of its own.
+    /// The memory that the job needs. `gpu` says whether the device has memory of its own.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if a class takes 2^64 bytes or more; [`ErrorKind::Unsupported`] if the weights are
-    /// to be trained and are not floats.
+    /// [`ErrorKind::InvalidArgument`] if a class takes 2^64 bytes or more; [`ErrorKind::Unsupported`] if weights that
+    /// are not floats are to be trained.
     pub fn memory(&self, gpu: bool) -> Result<Memory> {
         let shape = &self.shape;
         let mut memory = match self.work {
@@ -234,15 +235,15 @@ impl Job {
         Ok(memory)
     }
 
-    /// What training's activations take by what of them is kept, for all three settings; none at inference. `None` of one
-    /// that takes 2^64 bytes or more.
+    /// For all three settings, what training's activations take; `None` at inference. A setting's size is `None` if it
+    /// is 2^64 bytes or more.
     pub fn activations_by_checkpointing(&self) -> Option<[(Checkpointing, Option<Bytes>); 3]> {
         let Work::Train { optimizer, .. } = self.work else { return None };
         let bytes = |kept| u64::try_from(self.activations_of_training(optimizer, kept)).ok().map(Bytes::new);
         Some(Checkpointing::ALL.map(|kept| (kept, bytes(kept))))
     }
 
-    /// Keys and values of every token, layer and head.
+    /// Bytes of the keys and values of every token, layer and head.
     fn kv_bytes(&self, kv: KvType) -> u128 {
         let shape = &self.shape;
         let elements =
@@ -251,9 +252,9 @@ impl Job {
         elements.div_ceil(u128::from(dtype.block_elements())).saturating_mul(u128::from(dtype.block_bytes()))
     }
 
-    /// The prompt's, which is read at most so many tokens at a time; of these only the last one's logits are wanted.
-    /// Beside the residual stream and its norm there are either queries, keys, values and what attention makes of them, or
-    /// what enters and leaves the feed-forward layer's activation.
+    /// Bytes of the prompt's activations: at most [`PROMPT_TOKENS`] tokens are read at a time, and only the last
+    /// token's logits are wanted. Beside the residual stream and its norm there are either queries, keys, values and
+    /// attention's output, or the inputs and outputs of the feed-forward layer's activation.
     fn activations_of_inference(&self) -> u128 {
         let shape = &self.shape;
         let tokens = product(&[self.batch, self.context.min(PROMPT_TOKENS)]);
@@ -284,7 +285,7 @@ impl Job {
         })
     }
 
-    /// Bytes of an activation that is kept for the backward pass.
+    /// Bytes of an activation's element that is kept for the backward pass.
     fn width(&self, optimizer: Optimizer) -> u64 {
         match optimizer {
             Optimizer::Adam => 4,
@@ -293,20 +294,21 @@ impl Job {
         }
     }
 
-    /// Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4: of `s b` tokens
-    /// a layer keeps `s b h (34 + 5 a s / h)` bytes, where activations have 2 bytes, masks of dropout 1, and the
-    /// feed-forward layer is 4 h wide. Here each tensor is counted by its own width, so that it holds for fewer heads of
-    /// keys and values and for gates too. Without attention scores 34 is left; with full recomputation, the input, 2.
+    /// Bytes of activations that a layer keeps. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    /// Transformer Models", section 4: for `s b` tokens a layer keeps `s b h (34 + 5 a s / h)` bytes, where activations
+    /// have 2 bytes, masks of dropout 1, and the feed-forward layer is 4 h wide. Here each tensor is counted by its own
+    /// width, which also covers fewer heads of keys and values, and gates. Without attention scores 34 remains; with
+    /// full recomputation 2, the input.
     fn layer_activations(&self, optimizer: Optimizer, scores: bool) -> u128 {
         let shape = &self.shape;
         let width = self.width(optimizer);
         let tokens = product(&[self.context, self.batch]);
         let dropout = u64::from(!shape.gated);
-        // What the projections read; queries, keys and values; what the output projection reads.
+        // The input of the projections; queries, keys and values; the input of the output projection.
         let attention = shape.hidden
             + (shape.heads + shape.kv_heads) * shape.key_dim
             + (shape.heads + shape.kv_heads) * shape.value_dim;
-        // What it reads; the two sides of the activation, or both of the gate's too.
+        // The input; both sides of the activation, and with a gate those of the gate too.
         let feed_forward = shape.hidden + shape.ffn_of_token() * if shape.gated { 4 } else { 2 };
         let norms = 2 * shape.hidden;
         let masks = 2 * shape.hidden * dropout;
@@ -314,15 +316,15 @@ impl Job {
         if !scores {
             return linear;
         }
-        // The softmax; of dropout its mask and its output.
+        // The softmax; the mask and the output of dropout.
         let score = width + dropout * (1 + width);
         linear.saturating_add(
             product(&[shape.heads, self.context]).saturating_mul(tokens).saturating_mul(u128::from(score)),
         )
     }
 
-    /// All layers', the last norm's and the output layer's input, and the logits, which are 4 bytes wide (the same
-    /// section).
+    /// Bytes of all layers' activations, of the inputs of the last norm and the output layer, and of the logits, which
+    /// are 4 bytes wide (the same section).
     fn activations_of_training(&self, optimizer: Optimizer, checkpointing: Checkpointing) -> u128 {
         let shape = &self.shape;
         let width = self.width(optimizer);
@@ -341,7 +343,7 @@ impl Job {
     }
 }
 
-/// The product, or as much as 128 bits hold.
+/// The product, saturating at 128 bits.
 fn product(factors: &[u64]) -> u128 {
     factors.iter().fold(1, |product, factor| product.saturating_mul(u128::from(*factor)))
 }
@@ -400,7 +402,7 @@ mod tests {
             let job = job(7_500_000_000, dtype, LLAMA_70B, train(Optimizer::AdamMixed, Checkpointing::Full));
             let memory = job.memory(true).unwrap();
             let all = memory.weights + memory.gradients + memory.optimizer;
-            // Rajbhandari et al., figure 1: 120 GB of 7.5 billion parameters.
+            // Rajbhandari et al., figure 1: 120 GB for 7.5 billion parameters.
             assert_eq!(all, Bytes::new(120_000_000_000));
         }
     }

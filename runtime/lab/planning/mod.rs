@@ -1,10 +1,10 @@
-//! What a job needs of memory, what of it has to move in each pass, and how long that takes.
+//! What memory a job needs, what moves in each pass, and how long a pass takes.
 //!
-//! Pure arithmetic: no file is opened and nothing is measured here. [`Shape`] comes from a header that was read, or from
-//! numbers; [`Job::memory`] counts bytes class by class; [`forecast`] says where pages would be and what a pass moves, by
-//! the rules of the runtime and its policy `plan`, and how long it computes if that or the [machine](Compute) is known;
-//! [`advice`] and [`target`] make changes and look again. The formulas and
-//! their sources are in `docs/planning.md`.
+//! Pure arithmetic: no file is opened and nothing is measured here. [`Shape`] comes from a header that was read, or
+//! from numbers. [`Job::memory`] counts bytes class by class. [`forecast`] says where pages would be and what a pass
+//! moves, by the rules of the runtime and its policy `plan`, and how long the pass computes if that or the
+//! [machine](Compute) is known. [`advice`] and [`target`] make changes and forecast again. The formulas and their
+//! sources are in `docs/planning.md`.
 //!
 //! ```
 //! use outcore_lab::planning::{Bandwidth, Given, Job, KvType, Resources, Shape, Work, forecast};
@@ -40,7 +40,7 @@
 //! let run = forecast(&job, &resources)?.run.expect("80 GiB hold more than activations");
 //! assert!(run.disk_read > Bytes::gib(10) && run.tokens_per_second() < Some(0.5));
 //!
-//! // On a machine that is known it can be said how long a pass computes, too.
+//! // For a known machine, the compute time of a pass can be estimated, too.
 //! let resources = Resources { device: Bytes::gib(200), ..Resources::of(&MachineModel::named("h200")?)? };
 //! let run = forecast(&job, &resources)?.run.expect("200 GiB hold all of it");
 //! assert!(run.is_resident() && run.pass_s() > Some(0.028) && run.pass_s() < Some(0.032));

@@ -3,8 +3,8 @@
 use super::memory::{Job, Work};
 use crate::pager::PolicyKind;
 
-/// The policy that `docs/policies.md` found best for such a job, and why. `draws` says whether passes use what is drawn for
-/// each of them.
+/// The policy that `docs/policies.md` found best for such a job, and the reason. `draws` says whether passes draw
+/// experts.
 pub(super) fn recommend(job: &Job, resident: bool, kv_paged: bool, draws: bool) -> (PolicyKind, &'static str) {
     match job.work {
         _ if resident => (PolicyKind::Plan, "every page has a frame, and none ever goes"),

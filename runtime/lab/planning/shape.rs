@@ -1,4 +1,4 @@
-//! What has to be known of a transformer, from its header.
+//! The sizes of a transformer that planning needs, from its header.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -19,12 +19,12 @@ pub struct Shape {
     pub parameters: u64,
     /// The element type that takes most bytes.
     pub dtype: DType,
-    /// The weights as they are stored.
+    /// Bytes of the weights as they are stored.
     pub weights: Bytes,
-    /// Of these, what passes use: all but the embedding of other tokens, where that is a matrix of its own. Of the experts
-    /// among it, one pass uses [a part](Self::used_by).
+    /// Bytes of the weights that passes use: all but the embedding, if that is a matrix of its own, because a pass
+    /// reads few of its rows. One pass uses only [a part](Self::used_by) of the experts among them.
     pub used: Bytes,
-    /// Parameters of what passes use.
+    /// Parameters of the weights that passes use.
     pub used_parameters: u64,
     /// Layers.
     pub layers: u64,
@@ -38,37 +38,38 @@ pub struct Shape {
     pub key_dim: u64,
     /// Elements of a value.
     pub value_dim: u64,
-    /// Elements of the feed-forward layer; of an expert's, where the model does not say otherwise.
+    /// Elements of the feed-forward layer, or of an expert's if the model gives no other.
     pub ffn: u64,
-    /// Experts, if it has any.
+    /// Experts, if there are any.
     pub experts: Option<Experts>,
     /// Token ids.
     pub vocab: u64,
-    /// Whether the feed-forward layer has a gate (SwiGLU, GeGLU): three matrices, and no dropout. Without one it has two,
-    /// and dropout.
+    /// Whether the feed-forward layer has a gate (SwiGLU, GeGLU): three matrices, and no dropout. Without one it has
+    /// two, and dropout.
     pub gated: bool,
-    /// The longest sequence it was made for, in tokens, if it says so.
+    /// The longest sequence that the model was made for, in tokens, if the header says so.
     pub context: Option<u64>,
-    /// What was estimated or assumed, a sentence each.
+    /// The estimates and assumptions, one sentence each.
     pub assumed: Vec<String>,
 }
 
-/// No size of a model is larger: products of four of them and a sequence's length stay below 2^128.
+/// The largest size that a model may have: products of four sizes and a sequence's length stay below 2^128.
 pub(super) const MOST: u64 = 1 << 24;
-/// No token passes through more elements side by side: products with a layer's sizes stay below 2^64.
+/// The most elements that a token passes through side by side: products with a layer's sizes stay below 2^64.
 const WIDEST: u64 = 1 << 48;
 
 const EMBEDDINGS: [&str; 4] = ["token_embd.weight", "embed_tokens.weight", "wte.weight", "embed_in.weight"];
 const HEADS: [&str; 3] = ["output.weight", "lm_head.weight", "embed_out.weight"];
 
 impl Shape {
-    /// The shape of the model whose header this is. `config` is the text of the `config.json` that lies beside safetensors
-    /// files; GGUF files need none.
+    /// The shape of the model that has this header. `config` is the text of the `config.json` beside safetensors files;
+    /// GGUF files need none.
     ///
     /// # Errors
-    /// - [`ErrorKind::NotFound`]: the metadata lacks a key that is needed, or there is no `config`; names the key;
-    /// - [`ErrorKind::Format`]: a value is no number of the size it should be, or `config` is no JSON object;
-    /// - [`ErrorKind::Unsupported`]: the cache does not consist of keys and values of heads that are alike in all layers.
+    /// - [`ErrorKind::NotFound`]: the metadata lacks a needed key, or there is no `config`. The message names the key.
+    /// - [`ErrorKind::Format`]: a value is not a number of a valid size, or `config` is not a JSON object.
+    /// - [`ErrorKind::Unsupported`]: the cache does not consist of keys and values of heads that are alike in all
+    ///   layers.
     pub fn of(header: &ModelHeader, config: Option<&str>) -> Result<Self> {
         match &header.metadata {
             Metadata::Gguf(metadata) => Self::of_gguf(header, metadata),
@@ -104,7 +105,7 @@ impl Shape {
             Some(ffn) => ffn,
             None => optional("expert_feed_forward_length")?.map_or_else(|| number("feed_forward_length"), Ok)?,
         };
-        // Dense models say 0 here, or nothing.
+        // Dense models have 0 here, or no key.
         let count = |name: &str| -> Result<Option<u64>> {
             match metadata.get(&key(name)) {
                 Some(_) => metadata.require_u64(&key(name)).map(Some),
@@ -156,12 +157,12 @@ impl Shape {
                 .remedy("put the model's config.json beside them")
         })?;
         let parsed: Value = serde_json::from_str(config).map_err(|cause| {
-            Error::new(ErrorKind::Format, format!("config.json is no JSON: {cause}")).remedy("fetch it again")
+            Error::new(ErrorKind::Format, format!("config.json is not JSON: {cause}")).remedy("fetch it again")
         })?;
-        let whole = parsed
-            .as_object()
-            .ok_or_else(|| Error::new(ErrorKind::Format, "config.json is no JSON object").remedy("fetch it again"))?;
-        // Models that also see or hear keep the language model's part apart.
+        let whole = parsed.as_object().ok_or_else(|| {
+            Error::new(ErrorKind::Format, "config.json is not a JSON object").remedy("fetch it again")
+        })?;
+        // Models that also see or hear have a part of the config for the language model.
         let map = match whole.get("text_config").and_then(Value::as_object) {
             Some(part) if !whole.contains_key("hidden_size") => part,
             _ => whole,
@@ -182,7 +183,7 @@ impl Shape {
                 optional(&["moe_intermediate_size"])?.map_or_else(|| number(&["intermediate_size", "n_inner"]), Ok)?
             }
         };
-        // Dense models of a family that has both say 0 here, or nothing.
+        // Dense models of a family that also has experts have 0 here, or no key.
         let count = |names: &[&str]| match names.iter().find_map(|name| map.get(*name)).and_then(Value::as_u64) {
             Some(0) => Ok(Some(0)),
             _ => optional(names),
@@ -251,27 +252,28 @@ impl Shape {
         Self { dtype, weights: Bytes::new(weights), used, experts, ..self.clone() }
     }
 
-    /// Parameters that a token uses: of experts only those that it draws.
+    /// Parameters that a token uses: of the experts only those that it draws.
     pub fn active_parameters(&self) -> f64 {
         let idle = self.experts.map_or(0.0, |experts| experts.parameters as f64 * (1.0 - experts.share(1)));
         (self.used_parameters as f64 - idle).max(0.0)
     }
 
-    /// Bytes of weights that a pass of `tokens` tokens is expected to use: of experts those that [are
+    /// Bytes of weights that a pass of `tokens` tokens is expected to use: of the experts only those that [are
     /// drawn](Experts::distinct).
     pub fn used_by(&self, tokens: u64) -> f64 {
         let idle = self.experts.map_or(0.0, |experts| experts.weights.get() as f64 * (1.0 - experts.share(tokens)));
         (self.used.get() as f64 - idle).max(0.0)
     }
 
-    /// Bytes of one matrix of one expert, which lie in one piece.
+    /// Bytes of one matrix of one expert, which are contiguous.
     pub(super) fn expert_piece(&self) -> f64 {
         let Some(experts) = &self.experts else { return 0.0 };
         let matrices = if self.gated { 3 } else { 2 };
         experts.weights.get() as f64 / (self.layers as f64 * experts.count as f64 * f64::from(matrices))
     }
 
-    /// What is used by itself of a model with experts, as a runtime that is told of the model has it.
+    /// For a model with experts: the bytes that are used at a time, as a runtime that is told of the model computes
+    /// them.
     pub(super) fn used_piece(&self) -> Option<Bytes> {
         let experts = self.experts.as_ref()?;
         Some(experts.piece.unwrap_or_else(|| Bytes::new(self.expert_piece() as u64)))
@@ -294,7 +296,7 @@ impl Shape {
     }
 }
 
-/// What a file says of its experts.
+/// The experts that the header declares.
 struct Declared {
     count: u64,
     active: Option<u64>,
@@ -302,7 +304,7 @@ struct Declared {
     shared_ffn: u64,
 }
 
-/// What the tensors themselves say.
+/// The sizes that follow from the tensors.
 struct Stored {
     parameters: u64,
     dtype: DType,
@@ -367,7 +369,7 @@ impl Stored {
         }
     }
 
-    /// The header says that there are experts. `active` is the key that says how many of them a token uses.
+    /// Records that there are experts. `active` is the key that says how many of them a token uses.
     fn has_experts(&mut self, declared: Declared, active: &str) -> Result<()> {
         let (parameters, weights) = self.of_experts;
         if weights == 0 {
@@ -385,7 +387,7 @@ impl Stored {
         Ok(())
     }
 
-    /// A shape in which the tensors' part is right.
+    /// A shape whose sizes from tensors are right; the others are still to be set.
     fn shape(self) -> Shape {
         Shape {
             parameters: self.parameters,
@@ -418,22 +420,24 @@ fn optional_of(map: &Map<String, Value>, names: &[&str]) -> Result<Option<u64>> 
         Value::Array(_) => Err(differs(name)),
         _ => match value.as_u64() {
             Some(n) => within(name, n).map(Some),
-            None => Err(Error::new(ErrorKind::Format, format!("config.json: {name:?} is no number from 1 up"))
-                .remedy("fetch it again")),
+            None => {
+                Err(Error::new(ErrorKind::Format, format!("config.json: {name:?} is not a whole number from 1 up"))
+                    .remedy("fetch it again"))
+            }
         },
     }
 }
 
-/// The size that `name` has, if a model can have it.
+/// Returns the size of `name`, if a model can have it.
 pub(super) fn within(name: &str, size: u64) -> Result<u64> {
     if (1..=MOST).contains(&size) {
         return Ok(size);
     }
     Err(Error::new(ErrorKind::Format, format!("{name} is {size}; it must be from 1 to {MOST}"))
-        .remedy("the file is damaged, or of a kind that is not planned for"))
+        .remedy("the file is damaged, or of a kind that is not supported"))
 }
 
-/// As [`within`], or none.
+/// As [`within`], but 0 is allowed.
 fn limited(name: &str, size: u64) -> Result<u64> {
     if size == 0 { Ok(0) } else { within(name, size) }
 }
@@ -446,7 +450,7 @@ pub(super) fn check_active(name: &str, active: u64, count: u64) -> Result<()> {
         ErrorKind::Format,
         format!("{name} is {active}; it must be from 1 to the {count} experts there are"),
     )
-    .remedy("the file is damaged, or of a kind that is not planned for"))
+    .remedy("the file is damaged, or of a kind that is not supported"))
 }
 
 pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
@@ -458,10 +462,10 @@ pub(super) fn divided(hidden: u64, heads: u64) -> Result<u64> {
 }
 
 fn differs(key: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("key {key:?} is a list: layers that differ are not planned for"))
+    Error::new(ErrorKind::Unsupported, format!("key {key:?} is a list: layers that differ are not supported"))
 }
 
 fn latent(key: &str) -> Error {
-    let what = format!("key {key:?} says that keys and values are kept compressed, which is not planned for");
+    let what = format!("key {key:?} says that keys and values are kept compressed, which is not supported");
     Error::new(ErrorKind::Unsupported, what)
 }

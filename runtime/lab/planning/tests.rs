@@ -57,7 +57,7 @@ fn what_fits_does_not_move() {
     assert!(found.is_resident() && !found.kv_paged);
     assert_eq!((found.filled, found.disk_read, found.host_budget), (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO));
     assert_eq!((found.pass_s(), found.bottleneck(), found.tokens_per_second()), (None, None, None));
-    // No more than there are pages.
+    // No more frames than there are pages.
     assert_eq!(found.device_budget.get(), PageSize::DEFAULT.pages_for(138_000_000_000) * PageSize::DEFAULT.bytes());
     assert!(advice(&job, &resources, &forecast(&job, &resources).unwrap()).unwrap().is_empty());
 
@@ -71,7 +71,7 @@ fn what_fits_does_not_move() {
 fn the_least_total_that_fits_is_the_sum_of_the_classes() {
     let job = infer();
     let memory = job.memory(true).unwrap();
-    // Of whole pages, with what the headroom's rounding loses.
+    // In whole pages, less what rounding the headroom loses.
     let mut resources = resources(0, 0, "1GB/s", Some("10GB/s"));
     resources.device = memory.total + Bytes::mib(8);
     assert!(run(&job, &resources).is_resident());
@@ -100,7 +100,7 @@ fn what_is_missing_comes_over_the_links_of_its_tier() {
     near(with_host.in_host, 60.0 * 1.073_741_824e9 / 1.2);
     near(with_host.disk_read, found.disk_read.get() as f64 - with_host.in_host.get() as f64);
 
-    // All of it below the device: the link is what is left.
+    // All of it is below the device: then the link is the bottleneck.
     let all = run(&job, &resources(48, 200, "2GB/s", Some("20GB/s")));
     assert_eq!((all.disk_read, all.bottleneck()), (Bytes::ZERO, Some(Bottleneck::Link)));
     assert!(all.host_budget.get() - all.streamed.get() < PageSize::DEFAULT.bytes(), "no more than is of use");
@@ -126,7 +126,7 @@ fn budgets_follow_the_runtimes_rules() {
     assert_eq!(found.page_size, PageSize::DEFAULT);
     assert_eq!(found.policy, outcore::PolicyKind::default());
 
-    // On the host, small budgets have smaller pages; a GPU's are the default.
+    // On the host small budgets have smaller pages; a GPU's pages have the default size.
     let given = Given {
         parameters: Parameters::new(135_000_000).unwrap(),
         dtype: DType::Q4_1,
@@ -163,10 +163,11 @@ fn keys_and_values_that_do_not_fit_are_paged_too() {
 #[test]
 fn a_step_moves_what_training_changes_both_ways() {
     let job = train(Optimizer::AdamMixed, Checkpointing::Full);
-    // Nearly nothing has a place.
+    // Hardly any page has a place.
     let found = run(&job, &resources(12, 0, "2GB/s", Some("20GB/s")));
     let p = 69e9;
-    // Weights (2 bytes) three times, gradients (2) twice, the optimizer's state (12) once; each changed once.
+    // Weights (2 bytes) are filled three times, gradients (2) twice, the optimizer's state (12) once; each is changed
+    // once.
     let (filled, down) = (p * (3.0 * 2.0 + 2.0 * 2.0 + 12.0), p * 16.0);
     for (found, wanted) in [(found.filled, filled), (found.copied_down, down)] {
         let ratio = found.get() as f64 / wanted;
@@ -176,7 +177,7 @@ fn a_step_moves_what_training_changes_both_ways() {
     assert!((found.disk_s - (found.filled + found.copied_down).get() as f64 / 2e9).abs() < 1e-6);
     assert_eq!((found.scratch_file, found.tokens), (Bytes::new(16 * 69_000_000_000), 4096));
 
-    // What is used more than once stays first: with room for weights and gradients only the state moves.
+    // Pages that are used more than once stay first: with room for weights and gradients only the state moves.
     let roomy = run(&job, &resources(400, 0, "2GB/s", Some("20GB/s")));
     assert_eq!(roomy.filled, roomy.copied_down);
     assert_eq!(roomy.filled, roomy.streamed);
@@ -217,7 +218,7 @@ fn advice_is_what_the_forecast_says_of_the_changed_job() {
         gain(a) >= gain(b)
     }));
     let of = |wanted: &str| advised.iter().find(|outcome| outcome.change.to_string() == wanted).unwrap();
-    // The disk bounds it: twice the disk is twice the speed, and a faster link is no help.
+    // The disk is the bottleneck: twice the disk is twice the speed, and a faster link does not help.
     assert!((of("a disk of 3.7 GiB/s").speedup.unwrap() - 2.0).abs() < 1e-6);
     assert!(!advised.iter().any(|outcome| matches!(outcome.change, Change::Link(_))));
     assert!(of("weights in Q8_0").speedup.is_none_or(|speedup| speedup > 2.0));
@@ -277,7 +278,7 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
         let found = run(&job, &resources);
         let share = 1.0 - 0.75f64.powi(batch as i32);
         assert!(!found.is_resident() && !found.ahead && !found.kv_paged, "{found:?}");
-        // What all tokens use has its frames; of the rest each page has the same chance.
+        // Weights that all tokens use have their frames; each page of the experts has the same chance.
         let pieces = 1.0 + 2097152.0 / (2.0 * 4096.0 * 14_336.0);
         let filled = found.streamed.get() as f64 * (1.0 - (1.0 - share).powf(pieces));
         assert!((found.filled.get() as f64 / filled - 1.0).abs() < 1e-6, "{batch}: {} {filled}", found.filled);
@@ -286,7 +287,7 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
         assert_eq!((found.paged, found.policy), (job.shape.used, outcore::PolicyKind::Kv));
         assert!(found.filled.get() as f64 > before, "more sequences draw more");
         before = found.filled.get() as f64;
-        // Nothing is filled while it computes: which experts come is known when they are wanted.
+        // No fills while it computes: which experts are needed is known only when they are wanted.
         let moves = found.link_s.unwrap().max(found.disk_s);
         assert!((found.pass_s().unwrap() - 0.1 - moves).abs() < 1e-9);
         assert_ne!(found.beside(), Some(Bottleneck::Compute));
@@ -297,7 +298,7 @@ fn of_experts_a_pass_fills_what_it_is_expected_to_draw() {
     let shape = Shape { experts: None, ffn: 8 * 14_336, ..dense.shape.clone() };
     let without = run(&Job { shape, ..dense }, &resources);
     assert_eq!((all.filled, all.disk_read), (without.filled, without.disk_read));
-    // Where all have a frame nothing is drawn from below.
+    // If all experts have a frame, nothing is filled.
     let roomy = run(&mixtral(2), &Resources { device: Bytes::gib(200), ..resources });
     assert!(roomy.is_resident() && roomy.ahead && roomy.used < roomy.paged && roomy.filled == Bytes::ZERO);
 }
@@ -325,7 +326,7 @@ fn a_machine_says_what_is_left_out() {
     assert_eq!((h200.device, h200.host), (Bytes::new(141_000_000_000), Bytes::new(1_024_000_000_000)));
     assert_eq!(h200.disk_write.map(Bandwidth::bytes_per_second), Some(Bytes::new(3_500_000_000)));
     assert!(!h200.link_shared);
-    // One memory has no second tier.
+    // With one memory there is no second tier.
     assert_eq!((of("laptop").host, of("laptop").link), (Bytes::ZERO, None));
     assert_eq!((of("dgx-spark").host, of("dgx-spark").link_shared), (Bytes::ZERO, true));
     let broken =
@@ -341,7 +342,7 @@ fn a_machine_says_what_is_left_out() {
     assert!((found.pass_s().unwrap() - bytes as f64 / 4.8e12).abs() < 1e-12, "{:?}", found.pass_s());
     assert_eq!(found.bottleneck(), Some(Bottleneck::Compute));
     let advised = advice(&job, &h200, &forecast(&job, &h200).unwrap()).unwrap();
-    // Twice the sequences read the weights once; smaller weights are read sooner.
+    // Twice the sequences read the weights once; smaller weights take less time to read.
     let gain = |wanted| advised.iter().find(|outcome| outcome.change == wanted).and_then(|outcome| outcome.speedup);
     assert!(gain(Change::Batch(2)) > Some(1.9) && gain(Change::Weights(DType::Q4_0)) > Some(1.7), "{advised:?}");
 }
@@ -358,7 +359,7 @@ fn what_is_written_and_what_shares_a_link_takes_its_own_time() {
     assert!(written > 0.0 && (found.disk_s - (read / 2.0 + written)).abs() < 1e-6, "{}", found.disk_s);
     assert!((found.link_s.unwrap() - (filled + down) / 20.0).abs() < 1e-6);
     assert!((now.link_s.unwrap() - filled.max(down) / 20.0).abs() < 1e-6);
-    // Twice the disk reads and writes twice as fast.
+    // A disk of twice the bandwidth reads and writes twice as fast.
     let (job, twice) = Change::Disk("4GB/s".parse().unwrap()).made(&job, &slow);
     assert!((run(&job, &twice).disk_s * 2.0 - found.disk_s).abs() < 1e-6);
 }
@@ -372,7 +373,7 @@ fn quantised_weights_are_not_trained() {
     assert!(error.to_string().contains("Q4_K"), "{error}");
 }
 
-/// Of any numbers there is an answer or an error, never a panic and never a figure that is not a number.
+/// Any numbers give an answer or an error, never a panic and never a NaN.
 #[test]
 fn extreme_jobs_have_an_answer_or_an_error() {
     const EXTREME: [u64; 6] = [1, 2, 1000, 1 << 24, 1 << 40, u64::MAX];
@@ -440,7 +441,7 @@ fn extreme_jobs_have_an_answer_or_an_error() {
     );
 }
 
-/// What is planned can be opened, whatever the experts, and a runtime that is given the budget chooses the same.
+/// A runtime that is given the planned budget opens, and chooses the same page size, whatever the experts.
 #[test]
 fn regression_planned_pages_are_no_smaller_than_mappings_allow() {
     let frames = HostDevice::frames_allowed(machine::MAX_MAP_COUNT);

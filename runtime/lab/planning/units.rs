@@ -1,4 +1,4 @@
-//! What people write on a command line: numbers of parameters, bandwidths.
+//! Quantities as people write them on a command line: numbers of parameters, bandwidths.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,10 +22,10 @@ use crate::ids::Bytes;
 pub struct Bandwidth(Bytes);
 
 impl Bandwidth {
-    /// `bytes_per_second` of them.
+    /// A bandwidth of `bytes_per_second`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if that is none.
+    /// [`ErrorKind::InvalidArgument`] if it is 0.
     pub fn new(bytes_per_second: Bytes) -> Result<Self> {
         if bytes_per_second == Bytes::ZERO {
             return Err(Error::new(ErrorKind::InvalidArgument, "at 0 bytes per second nothing ever arrives")
@@ -44,7 +44,7 @@ impl Bandwidth {
         bytes.get() as f64 / self.0.get() as f64
     }
 
-    /// `factor` times as much, which is at least 1 byte per second.
+    /// `factor` times this bandwidth, but at least 1 byte per second.
     #[must_use]
     pub(super) fn times(self, factor: f64) -> Self {
         Self(Bytes::new(((self.0.get() as f64 * factor) as u64).max(1)))
@@ -66,7 +66,7 @@ impl FromStr for Bandwidth {
                 .remedy("write bytes per second, such as 2GB/s or 512MiB/s")
         };
         let size = text.trim().strip_suffix("/s").ok_or_else(|| bad(""))?.trim_end();
-        // Sizes are read in any case, but speeds are given in bits often enough.
+        // Sizes may be written in any case, but speeds are often given in bits.
         if size.ends_with('b') || size.ends_with("bit") {
             return Err(bad(": a small b means bits"));
         }
@@ -76,7 +76,7 @@ impl FromStr for Bandwidth {
 
 /// How many parameters a model has, from 1 up.
 ///
-/// Parses a number, or one in thousands, millions, billions or trillions: `"340M"`, `"70B"`, `"1.5B"`, `"1T"`.
+/// Parses a plain number, or one in thousands, millions, billions or trillions: `"340M"`, `"70B"`, `"1.5B"`, `"1T"`.
 ///
 /// ```
 /// use outcore_lab::planning::Parameters;
@@ -87,10 +87,10 @@ impl FromStr for Bandwidth {
 pub struct Parameters(u64);
 
 impl Parameters {
-    /// More than any model has: a thousand times a trillion.
+    /// 10^15: more than any model has.
     const MOST: u64 = 1_000_000_000_000_000;
 
-    /// `n` of them.
+    /// `n` parameters.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] unless `n` is from 1 to 10^15.
@@ -98,7 +98,7 @@ impl Parameters {
         if (1..=Self::MOST).contains(&n) {
             return Ok(Self(n));
         }
-        Err(Error::new(ErrorKind::InvalidArgument, format!("a model of {n} parameters is not from 1 to 10^15"))
+        Err(Error::new(ErrorKind::InvalidArgument, format!("{n} parameters: a model has from 1 to 10^15"))
             .remedy("give their number, such as 7B, 340M or 1T"))
     }
 

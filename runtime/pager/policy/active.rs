@@ -2,14 +2,14 @@
 //!
 //! # When a page is used next
 //!
-//! A page at position `p` of the order is wanted by each walker that has still to come there. A walker that is `d` uses
-//! before it and makes one use in `w` of all will be there after `d * w` uses: that is the page's *distance* for this
-//! walker, and the least of them is the page's. Distances are counted in uses, never by a clock, and those of different
+//! Each walker that has still to come to position `p` of the order wants the page there. A walker that is `d` uses
+//! before it, and makes one use in `w` of all, is there after `d * w` uses: the page's *distance* for this walker. The
+//! page's distance is the least of these. Distances are counted in uses, never by a clock, so distances in different
 //! plans compare.
 //!
-//! Between the places of two neighbouring walkers distances grow with the position. So the resident pages of each such
-//! stretch, from its end downwards, are in order of next use, farthest first, and whoever looks for the farthest of all
-//! merges as many sorted lists as there are walkers.
+//! Between the places of two neighbouring walkers, distances grow with the position. So the resident pages of each such
+//! stretch, from its end downwards, are in order of next use, farthest first. A search for the farthest of all merges
+//! as many sorted lists as there are walkers.
 
 use super::Take;
 use super::standing::Standing;
@@ -22,61 +22,62 @@ use crate::numbers::PageNumbers;
 pub(super) const RESYNC_RUN: u32 = 3;
 /// Confidence goes up or down by one a use: 64 unexpected uses in a row suspend a walker.
 const CONFIDENCE_MAX: i32 = 64;
-/// Pages that could not be taken which are tried again at each search.
+/// Held pages that are offered again at each search.
 pub(super) const RETURNING: usize = 4;
 
-/// A plan being followed. Pages go by their numbers; times are uses of one walker since it took the plan up.
+/// A plan being followed. Pages go by their numbers; times are uses of one walker since it joined the plan.
 ///
-/// For a page that is used once a cycle this takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits. What is kept
-/// by page reaches from the first to the last one that is named.
+/// A page that is used once a cycle takes 4 bytes in `order`, 4 in `at`, 1 in `keep`, and a few bits. Tables by page
+/// reach from the smallest named number to the largest.
 #[derive(Debug)]
 pub(super) struct Active {
     /// The pages in order of use. Position `p` of it is time `p`, `p + n`, `p + 2n` ... of a cycle of `n`.
     pub(super) order: Vec<u32>,
-    /// The smallest number named. What is kept by page is counted from here.
+    /// The smallest number named. Tables by page begin here.
     base: u32,
-    /// By page: its one position in `order`; or, with [`REPEATED`], where in `repeats` they are; or [`UNPLANNED`].
+    /// By page: its only position in `order`; or [`REPEATED`] and where in `repeats` its positions are; or
+    /// [`UNPLANNED`].
     at: Vec<u32>,
-    /// For each page with several positions, how many, then the positions in order.
+    /// For each page with several positions: how many, then the positions in order.
     repeats: Vec<u32>,
     /// Pages named.
     pub(super) planned: u32,
     pub(super) cyclic: bool,
-    /// Whether it was declared, and not recognised.
+    /// Whether the plan was declared; otherwise it was recognised.
     pub(super) declared: bool,
-    /// The runs of pages that it was declared as, if they are few, and the position at which these begin.
+    /// The runs of pages that the plan was declared as, if they are few, and the position at which they begin.
     pub(super) runs: (Box<[PageRun]>, usize),
     keep: Vec<Keep>,
-    /// How many pages were to be kept when they were last chosen.
+    /// How many pages are to be kept in the device tier.
     pub(super) keeping: usize,
-    /// How many of the rest were to be kept in the host tier.
+    /// How many of the other pages are to be kept in the host tier.
     pub(super) hosting: usize,
-    /// Of each walker that follows it, where it is; by walker.
+    /// The place of each walker that follows the plan; by walker.
     pub(super) places: Vec<Place>,
-    /// Since when nobody follows it, counted in plans that were left.
+    /// When the last walker left: the count of plans that had been left by then.
     pub(super) left: u64,
-    /// Resident pages by the position of their next use, by class. A page that is not used again, because the plan is
-    /// no cycle, is at the last position it had. So positions from the one before a walker's place downwards, to the
-    /// place of the walker behind it, are in order of next use, farthest first.
+    /// Resident pages by the position of their next use, by class. In a plan that is no cycle, a page that is not used
+    /// again is at its last position. So positions from the one before a walker's place downwards, to the place of the
+    /// walker behind it, are in order of next use, farthest first.
     streamed: Bits,
     kept: Bits,
-    /// Resident pages of either class that were offered and could not be taken, most likely because they are pinned:
-    /// were they offered every time, every search would begin with all of them. A few come back at each search, and all
-    /// that are left before one that somebody waits for is given up.
+    /// Resident pages of either class that were offered and not taken, most likely because they are pinned. If they
+    /// were offered every time, every search would begin with all of them. A few come back at each search. A search
+    /// that must find a page offers all of them last.
     pub(super) held: Bits,
-    /// Where the next of them come back from.
+    /// The position from which the next held pages come back.
     returning: usize,
     /// Positions whose page is used twice in a row: its bytes belong to two tensors that are used one after the other.
     twice: Bits,
 }
 
-/// An order of use as a plan has it: a page that is used twice in a row makes one step.
+/// An order of use, ready for a plan: a page that is used twice in a row makes one step.
 #[derive(Debug)]
 pub(super) struct Steps {
     order: Vec<u32>,
     cyclic: bool,
     again_at_once: Vec<usize>,
-    /// Pages that it was made of.
+    /// Uses that the steps were made of.
     pub(super) of: usize,
 }
 
@@ -100,12 +101,12 @@ impl Steps {
         }
     }
 
-    /// The page of the last step is used twice in a row.
+    /// The page of the last step is used once more.
     fn last_again(&mut self) {
         self.again_at_once.extend(self.order.len().checked_sub(1));
     }
 
-    /// All there are.
+    /// Returns the finished steps.
     fn end(mut self) -> Self {
         if self.cyclic && self.order.len() > 1 && self.order.first() == self.order.last() {
             self.order.pop();
@@ -115,15 +116,15 @@ impl Steps {
     }
 }
 
-/// Where one walker is.
+/// One walker's place in a plan.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) walker: WalkerId,
-    /// The next expected use.
+    /// The time of the next expected use.
     pub(super) cursor: u64,
     /// `cursor` modulo the length of the order.
     pub(super) place: usize,
-    /// Everything from the cursor up to here is resident or on its way.
+    /// All pages used from the cursor up to this time are resident or on their way.
     pub(super) scan: u64,
     last_used: Option<u32>,
     /// The page used last is about to be used once more.
@@ -133,7 +134,7 @@ pub(super) struct Place {
     pub(super) suspended: bool,
     /// Expected uses since the plan was recognised or resumed.
     pub(super) followed: u64,
-    /// In how many uses of all this walker makes one, in some unit; 0 if it stands still.
+    /// This walker makes one of this many uses of all, in some unit; 0 if it stands still.
     pub(super) weight: u64,
 }
 
@@ -154,12 +155,12 @@ impl Place {
         }
     }
 
-    /// Whether it is known when this walker will use what.
+    /// Whether this walker's next uses are known.
     pub(super) fn is_known(&self) -> bool {
         !self.suspended && self.weight > 0
     }
 
-    /// A use was expected, or not.
+    /// Counts whether a use was expected.
     pub(super) fn judge(&mut self, expected: bool) {
         self.confidence = (self.confidence + if expected { 1 } else { -1 }).clamp(0, CONFIDENCE_MAX);
         self.followed = self.followed.saturating_add(expected.into());
@@ -200,7 +201,7 @@ pub(super) struct Stretch {
 }
 
 impl Active {
-    /// `None` if the order is empty, or longer than its numbers reach.
+    /// `None` if the order is empty, or too long for `at`.
     pub(super) fn new(steps: Steps) -> Option<Self> {
         let Steps { mut order, cyclic, again_at_once, .. } = steps;
         step(order.len());
@@ -272,12 +273,12 @@ impl Active {
         (*at != UNPLANNED).then_some(*at)
     }
 
-    /// Whether the plan names the page. It may be a page of a segment that is younger than the plan.
+    /// Whether the plan names the page. The page may be of a segment that is younger than the plan.
     pub(super) fn names(&self, number: u32) -> bool {
         self.entry(number).is_some()
     }
 
-    /// Where in what is kept by page a named page is.
+    /// The index of a named page in the tables by page.
     pub(super) fn index(&self, number: u32) -> usize {
         (number - self.base) as usize
     }
@@ -300,7 +301,7 @@ impl Active {
         &self.repeats[from + 1..from + 1 + self.repeats[from] as usize]
     }
 
-    /// Where these steps begin in this plan, if they are its own but for where they begin.
+    /// The position at which these steps begin in the plan; `None` if they are another order.
     pub(super) fn beginning_of(&self, steps: &Steps) -> Option<usize> {
         if self.cyclic != steps.cyclic || self.order.len() != steps.order.len() {
             return None;
@@ -314,19 +315,20 @@ impl Active {
         self.positions(first).iter().map(|position| *position as usize).find(turned)
     }
 
-    /// Remembers what it was declared as, beginning at this position, if that takes little beside the plan itself.
+    /// Remembers the runs that the plan was declared as and where they begin, unless they are many.
     pub(super) fn declared_as(&mut self, runs: &[PageRun], start: usize) {
         if runs.len() <= self.order.len() / 4 {
             self.runs = (runs.into(), start);
         }
     }
 
-    /// The plan without these pages, which are gone, and without its resident ones; `None` if that leaves nothing.
-    /// Walkers are where they were; some may have [nothing left](Self::exhausted).
+    /// Returns the plan without these pages, which are gone, and with no page filed; `None` if no page is left. Walkers
+    /// keep their places; some may have [nothing left](Self::exhausted).
     pub(super) fn without(&mut self, gone: &std::ops::Range<usize>) -> Option<Self> {
         let left = |number: &u32| !gone.contains(&(*number as usize));
         let mut steps = Steps::begin(self.order.len(), self.cyclic);
-        // By position, the step of the first use that is left from there on: two that come to be neighbours may be one step.
+        // By position: the step of the first use that is left from there on. Two uses that become neighbours may be one
+        // step.
         let mut moved: Vec<usize> = Vec::with_capacity(self.order.len() + 1);
         for (at, number) in self.order.iter().enumerate().filter(|(_, number)| left(number)) {
             steps.push(*number);
@@ -343,11 +345,11 @@ impl Active {
         for place in &mut plan.places {
             let next = if !plan.cyclic && place.cursor >= old { self.order.len() } else { place.place };
             let to = moved[next] as u64;
-            // Behind the end of a cycle comes its first step, of which the last one may have become a part.
+            // After the end of a cycle comes its first step; the last step may have become a part of it.
             place.cursor = if plan.cyclic && to >= new { 0 } else { to };
             place.place = (place.cursor % new) as usize;
             place.scan = place.cursor;
-            // What is expected next is not taken for the second use of what was used last.
+            // The next expected use is not mistaken for the second use of the page used last.
             let expected = plan.order[place.place];
             place.last_used = place.last_used.filter(|number| left(number) && *number != expected);
             place.stays &= place.last_used.is_some();
@@ -360,12 +362,13 @@ impl Active {
         self.places.binary_search_by_key(&walker, |place| place.walker).ok()
     }
 
-    /// Whether it is known of any walker when it will use what.
+    /// Whether the next uses of any walker are known.
     pub(super) fn is_followed(&self) -> bool {
         self.places.iter().any(Place::is_known)
     }
 
-    /// For this walker, the position of a page's next use at or after its place; its last one if there is none.
+    /// For this walker, the position of a page's next use at or after its place; if there is none, the page's last
+    /// position.
     fn next_position_of(&self, place: &Place, number: u32) -> u32 {
         let at = place.place as u32;
         let positions = self.positions(number);
@@ -413,15 +416,15 @@ impl Active {
         }
     }
 
-    /// Whether the plan has nothing left to say to this walker.
+    /// Whether the walker has come to the end of a plan that is no cycle.
     pub(super) fn exhausted(&self, at: usize) -> bool {
         !self.cyclic && self.places[at].cursor >= self.len()
     }
 
-    /// The page is resident. Whoever knows where walkers [stand](Self::standing) says so.
+    /// Files a resident page. Pass `standing` if it is known where walkers [stand](Self::standing).
     pub(super) fn file(&mut self, number: u32, standing: Option<&Standing>) {
         if self.filed(number) > 0 {
-            // It was told of before.
+            // It was filed before.
             return;
         }
         let position = self.next_position(number, standing) as usize;
@@ -436,13 +439,13 @@ impl Active {
         self.streamed.contains(position) || self.kept.contains(position) || self.held.contains(position)
     }
 
-    /// At how many of its positions a page the plan names is filed: at one if it is resident, else at none.
+    /// At how many of its positions a named page is filed: at one if it is resident, otherwise at none.
     fn filed(&self, number: u32) -> usize {
         self.positions(number).iter().filter(|position| self.has_at(**position as usize)).count()
     }
 
-    /// Checks that of `resident`, which are all pages that are, those that the plan names are filed, each once, and no other
-    /// page is: one that is not filed is never offered by anybody, because whoever looks outside of plans passes it over.
+    /// Checks that each resident page that the plan names is filed exactly once, and that no other page is filed.
+    /// `resident` are all resident pages. A named page that is not filed would never be offered.
     pub(super) fn check(&self, resident: impl Iterator<Item = u32>) -> Result<(), String> {
         let mut named = 0;
         for number in resident.filter(|number| self.names(*number)) {
@@ -458,7 +461,7 @@ impl Active {
         Ok(())
     }
 
-    /// The page is not resident any more. Whether it was.
+    /// Takes a page out of the lists. Returns whether it was in one.
     fn unfile(&mut self, number: u32) -> bool {
         (0..self.positions(number).len()).fold(false, |found, nth| {
             let position = self.positions(number)[nth] as usize;
@@ -466,19 +469,19 @@ impl Active {
         })
     }
 
-    /// Whether there was a page at this position.
+    /// Returns whether a page was filed at this position.
     fn unfile_at(&mut self, position: usize) -> bool {
         self.streamed.remove(position) || self.kept.remove(position) || self.held.remove(position)
     }
 
-    /// Files a page anew: when it is used next has changed.
+    /// Files a page again: its next use has changed.
     pub(super) fn refile_page(&mut self, number: u32, standing: &Standing) {
         if self.unfile(number) {
             self.file(number, Some(standing));
         }
     }
 
-    /// A page the plan names is not resident any more.
+    /// A named page has left the device tier.
     pub(super) fn removed(&mut self, number: u32) {
         if !self.unfile(number) {
             return;
@@ -487,7 +490,7 @@ impl Active {
             let next = self.next_use(at, number);
             let place = &mut self.places[at];
             if next < place.scan {
-                // All from the cursor up to here is resident but this page.
+                // All pages from the cursor up to this one are resident.
                 place.scan = next.max(place.cursor);
             }
         }
@@ -497,7 +500,7 @@ impl Active {
         self.streamed.len() + self.kept.len() + self.held.len()
     }
 
-    /// Who is known to be where has changed: pages with several positions may have another next use.
+    /// Refiles pages with several positions: their next uses may change when walkers change.
     pub(super) fn settle(&mut self) {
         let (mut at, standing) = (0, self.standing());
         while let Some(positions) = self.repeats.get(at) {
@@ -511,8 +514,8 @@ impl Active {
         (0..self.order.len()).filter(|position| self.has_at(*position)).map(|position| self.order[position]).collect()
     }
 
-    /// Divides the pages: `device` of them are kept there, `host` in the host tier, evenly spread in order of first use,
-    /// those used most often first.
+    /// Divides the pages: keeps `device` of them in the device tier and `host` in the host tier, evenly spread in order
+    /// of first use. Pages used several times a cycle come first.
     pub(super) fn divide(&mut self, device: usize, host: usize) {
         if (self.keeping, self.hosting) == (device, host) {
             return;
@@ -537,7 +540,7 @@ impl Active {
         }
     }
 
-    /// Keeps `count` of the `of` pages that are `among` in order of first use.
+    /// Keeps `count` pages, evenly spread in order of first use over the `of` pages for which `among` holds.
     fn choose(&mut self, keep: Keep, of: usize, count: usize, among: impl Fn(&Self, u32) -> bool) {
         let mut places = spread(of, count).peekable();
         let mut place = 0;
@@ -557,13 +560,13 @@ impl Active {
         }
     }
 
-    /// Takes in a walker's use of a page the plan names. Whether it has passed others without a use.
+    /// Records a walker's use of a named page. Returns whether the walker has skipped pages.
     pub(super) fn advance(&mut self, at: usize, number: u32) -> bool {
         let n = self.len();
         let repeated = self.is_repeated(number);
         let place = &mut self.places[at];
         if place.last_used == Some(number) {
-            // Heard of twice because others made uses in between.
+            // Reported twice in a row, because other walkers made uses in between.
             place.stays = false;
             let position = place.place.checked_sub(1).unwrap_or(self.order.len() - 1);
             if self.order[position] == number {
@@ -572,7 +575,7 @@ impl Active {
             return false;
         }
         if !repeated && self.order[place.place] == number && (self.cyclic || place.cursor < n) {
-            // Almost every use is this one. Its page's next use is at this position again.
+            // Nearly every use takes this path. The page's next use is at this position again.
             place.judge(true);
             place.last_used = Some(number);
             place.stays = self.twice.contains(place.place);
@@ -611,12 +614,12 @@ impl Active {
         skips
     }
 
-    /// A walker's use at time `now` has happened.
+    /// Records a walker's use at time `now`.
     fn step_to(&mut self, at: usize, now: u64) {
         let n = self.len();
         let (from, to) = (self.places[at].place, (now % n) as usize);
         self.go_to(at, now + 1);
-        // What is at a position that has passed, used or skipped, goes where its next use is.
+        // Each page at a position that was passed, used or skipped, is filed at its next use.
         if from <= to {
             self.refile(from, to);
         } else {
@@ -625,7 +628,7 @@ impl Active {
         }
     }
 
-    /// A walker's next use is expected at this time.
+    /// Sets the time at which a walker's next use is expected.
     pub(super) fn go_to(&mut self, at: usize, cursor: u64) {
         let (n, end) = (self.len(), self.order.len());
         let place = &mut self.places[at];
@@ -639,7 +642,7 @@ impl Active {
         place.stray = None;
     }
 
-    /// A walker has passed the positions from `from` to `to`.
+    /// Refiles pages at positions `from` to `to`, which a walker has passed.
     fn refile(&mut self, from: usize, to: usize) {
         let mut position = from;
         loop {
@@ -648,7 +651,7 @@ impl Active {
             let Some(passed) = next.filter(|passed| *passed <= to) else { return };
             let number = self.order[passed];
             if self.is_repeated(number) {
-                // Also where this walker has come to its end: others may follow the plan still.
+                // Also at the end of this walker's plan: other walkers may still follow it.
                 self.unfile_at(passed);
                 self.file(number, None);
             }
@@ -656,7 +659,8 @@ impl Active {
         }
     }
 
-    /// For this walker, the first page at or after its place that is missing, and in how many uses of all it is wanted.
+    /// For this walker, the first missing page at or after its place, and after how many uses of all walkers it is
+    /// wanted.
     pub(super) fn next_missing(&mut self, at: usize, present: impl Fn(u32) -> bool) -> Option<(u64, u32)> {
         let n = self.len();
         let place = &mut self.places[at];
@@ -671,18 +675,18 @@ impl Active {
         None
     }
 
-    /// A page the plan names is being filled ahead of use.
+    /// A named page is being filled ahead of use.
     pub(super) fn filling(&mut self, number: u32) {
         let n = self.len();
         for place in &mut self.places {
             if self.order[(place.scan % n) as usize] == number {
-                // Should the fill fail, it is not tried again and again: whoever uses the page hears of it.
+                // If the fill fails, it is not repeated: the request that uses the page reports the failure.
                 place.scan += 1;
             }
         }
     }
 
-    /// What the known walkers have found resident before them, as positions, in order and apart from each other.
+    /// The ranges of positions that the known walkers have found resident ahead of them: sorted and disjoint.
     pub(super) fn reached(&self) -> Vec<(usize, usize)> {
         let n = self.order.len();
         let mut all = Vec::new();
@@ -703,7 +707,7 @@ impl Active {
         all
     }
 
-    /// Whether one of these positions is within what was [reached](Self::reached).
+    /// Whether a position of the page is within [`reached`](Self::reached) ranges.
     pub(super) fn is_reached(&self, number: u32, reached: &[(usize, usize)]) -> bool {
         self.names(number)
             && self.positions(number).iter().any(|position| {
@@ -712,8 +716,8 @@ impl Active {
             })
     }
 
-    /// Pages by farthest next use, of one class, down to but not including `floor`, where one walker follows the plan. The
-    /// positions of those that could not be taken go to `skipped`.
+    /// Offers pages of one class, farthest next use first, down to but not including `floor`, where one walker follows
+    /// the plan. Adds the positions of pages that were not taken to `skipped`.
     fn offer(
         &self,
         at: usize,
@@ -741,7 +745,7 @@ impl Active {
         Ok(None)
     }
 
-    /// A few of the pages that could not be taken may be offered again.
+    /// Files a few of the held pages again, so that they are offered again.
     pub(super) fn bring_back(&mut self, standing: Option<&Standing>) {
         for _ in 0..RETURNING.min(self.held.len()) {
             let Some(position) = self.held.first_from(self.returning).or_else(|| self.held.first_from(0)) else {
@@ -753,8 +757,8 @@ impl Active {
         }
     }
 
-    /// Offers what a frame may be taken from, where one walker follows the plan: streamed pages, then kept ones if it is
-    /// `for_kept`, and in the end those that could not be taken before, if it `must` be found.
+    /// Offers victims where one walker follows the plan: streamed pages; then, if `for_kept`, kept pages; last, if
+    /// `must`, held pages.
     pub(super) fn victim(
         &mut self,
         at: usize,
@@ -776,7 +780,7 @@ impl Active {
         (found, skipped)
     }
 
-    /// The pages at these positions could not be taken.
+    /// Holds the pages at these positions, which could not be taken.
     pub(super) fn hold(&mut self, positions: impl IntoIterator<Item = usize>) {
         for position in positions {
             if self.streamed.remove(position) || self.kept.remove(position) {
@@ -785,7 +789,7 @@ impl Active {
         }
     }
 
-    /// The position of the next page of a stretch, the one used last of those that are left.
+    /// The position of the next page of a stretch: of the pages that are left, the one used last.
     pub(super) fn next_of(&self, stretch: &mut Stretch) -> Option<usize> {
         step(1);
         let class = if stretch.kept { &self.kept } else { &self.streamed };
@@ -794,18 +798,18 @@ impl Active {
         Some(position)
     }
 
-    /// The pages that were offered and could not be taken.
+    /// The pages that were offered and not taken.
     pub(super) fn held_numbers(&self) -> impl Iterator<Item = u32> {
         let positions = std::iter::successors(self.held.first_from(0), |position| self.held.first_from(position + 1));
         positions.map(|position| self.order[position])
     }
 
-    /// Whether the page was offered and could not be taken.
+    /// Whether the page was offered and not taken.
     pub(super) fn is_held(&self, number: u32) -> bool {
         self.names(number) && self.positions(number).iter().any(|position| self.held.contains(*position as usize))
     }
 
-    /// The resident pages that stay because their walkers are about to use them once more.
+    /// Resident pages that a walker is about to use a second time.
     pub(super) fn staying(&self) -> impl Iterator<Item = u32> {
         let known = self.places.iter().filter(|place| place.stays && place.is_known());
         known.filter_map(|place| place.last_used).filter(|number| self.filed(*number) > 0)
@@ -820,7 +824,7 @@ thread_local! {
     pub(super) static STEPS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// So much work was done.
+/// Counts work, for tests.
 #[inline]
 pub(super) fn step(_count: usize) {
     #[cfg(test)]

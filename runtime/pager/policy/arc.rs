@@ -2,12 +2,13 @@
 
 use super::queues::{Queues, Rule, Ruled};
 
-/// Two queues, least recently used: of pages used once since they came, and of those used again. As many pages that
-/// left are remembered; a miss of one of them moves the boundary between the queues in favour of the one it had left.
+/// Two queues, least recently used: of pages used once since they came, and of pages used again. For each queue, pages
+/// that left it are remembered (ghosts). A miss of a ghost moves the boundary between the queues in favour of the queue
+/// that the ghost had left.
 ///
 /// N. Megiddo and D. S. Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. No parameters: with `c`
-/// frames the first queue and its ghosts are `c` pages at most, and everything together `2c`; the target `p` of the first
-/// queue is a real number. 9 bytes a page.
+/// frames the first queue and its ghosts are at most `c` pages, and everything together `2c`; the target `p` of the
+/// first queue is a real number. 9 bytes a page.
 pub(super) type ArcPolicy = Ruled<Arc, 4>;
 
 /// `T1`.
@@ -19,7 +20,7 @@ const GHOST_ONCE: usize = 2;
 /// `B2`.
 const GHOST_OFTEN: usize = 3;
 
-/// It was found among the ghosts.
+/// The page was found among the ghosts.
 const AGAIN: u8 = 1;
 
 #[derive(Debug, Default)]
@@ -27,12 +28,12 @@ pub(super) struct Arc {
     frames: u32,
     /// How many pages `T1` should have.
     target: f64,
-    /// The last miss was of a page in `B2`.
+    /// Whether the last miss was of a page in `B2`.
     in_b2: bool,
 }
 
 impl Arc {
-    /// The paper drops a ghost before it makes a new one; the sums it keeps to are the same.
+    /// Drops ghosts beyond the paper's sums. The paper drops one before it makes a new one; the sums are the same.
     fn trim(&self, queues: &mut Queues<4>) {
         let frames = u64::from(self.frames);
         let len = |queues: &Queues<4>, queue| u64::from(queues.len(queue));

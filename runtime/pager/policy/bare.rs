@@ -1,16 +1,16 @@
-//! A cache without bytes: what a policy would hit of a sequence of uses.
+//! A cache without bytes: the hits that a policy has on a sequence of uses.
 
 use super::{Policy, Take, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 
-/// A page has a frame.
+/// The page has a frame.
 const RESIDENT: u8 = 1;
-/// It has been written since it came.
+/// The page was written since it came.
 const DIRTY: u8 = 2;
 
-/// Frames, and a policy that says which pages are in them. It is told of uses, comings and goings as a pager tells it, but
-/// for fills ahead and pins.
+/// Frames, and the policy that decides which pages are in them. The policy is told of uses, comings and goings as a
+/// pager tells it, but of no fills ahead and no pins.
 #[derive(Debug)]
 pub struct BareCache {
     policy: Box<dyn Policy>,
@@ -19,10 +19,10 @@ pub struct BareCache {
     count: u32,
     written_back: u64,
     frames: u32,
-    /// The page used last, if it was resident then: a pager tells a policy of one use where neighbouring tensors share a
-    /// page.
+    /// The page used last, if it was resident then. Where neighbouring tensors share a page, a pager tells the policy
+    /// of one use; so does this.
     staying: Option<PageId>,
-    /// It sees all uses, so that it knows of stays.
+    /// Whether it sees all uses, and can so recognise such repeated uses.
     all: bool,
 }
 
@@ -33,12 +33,12 @@ impl BareCache {
         Self { policy, state: Vec::new(), count: 0, written_back: 0, frames, staying: None, all: true }
     }
 
-    /// As [`new`](Self::new), for a sample of the pages that there are.
+    /// As [`new`](Self::new), for a sample of the pages.
     pub(super) fn of_a_sample(policy: Box<dyn Policy>, frames: u32) -> Self {
         Self { all: false, ..Self::new(policy, frames) }
     }
 
-    /// There is such a segment.
+    /// Adds a segment.
     pub fn segment(&mut self, segment: SegmentId, class: SegmentClass, pages: u32) {
         self.forget(segment);
         if self.state.len() <= segment.index() {
@@ -49,7 +49,7 @@ impl BareCache {
         self.policy.segment(segment, pages);
     }
 
-    /// The segment is gone, and nobody wants its bytes.
+    /// Drops the segment. Its dirty pages are not written back.
     pub(super) fn forget(&mut self, segment: SegmentId) {
         let Some(state) = self.state.get_mut(segment.index()).map(std::mem::take) else { return };
         let numbers = state.iter().enumerate().filter(|(_, state)| **state != 0).map(|(number, _)| number as u32);
@@ -61,7 +61,7 @@ impl BareCache {
         self.staying = None;
     }
 
-    /// Changes how many frames there are.
+    /// Changes the number of frames.
     ///
     /// # Errors
     /// As for [`used`](Self::used).
@@ -75,22 +75,22 @@ impl BareCache {
         Ok(())
     }
 
-    /// These pages are about to be used, which are a prefix [chain](Policy::chain).
+    /// Declares that these pages are about to be used; they are a prefix [chain](Policy::chain).
     pub fn chain(&mut self, pages: &[PageId]) {
         self.policy.chain(pages);
     }
 
-    /// Uses will come in this order, and then again.
+    /// Declares the order of uses, which then repeats.
     pub fn declare(&mut self, pages: &[PageId]) {
         self.policy.declare(pages, true);
     }
 
-    /// Pages that were evicted dirty.
+    /// How many pages were evicted dirty.
     pub const fn written_back(&self) -> u64 {
         self.written_back
     }
 
-    /// A page is used: whether it was resident. One that does not exist never is.
+    /// Uses a page. Returns whether it was resident; a page that does not exist never is.
     ///
     /// # Errors
     /// `InvalidArgument` if the policy offers no page though there is no frame left.
@@ -121,7 +121,7 @@ impl BareCache {
         Ok(false)
     }
 
-    /// Takes a page's frame, but not that of the page that is coming.
+    /// Evicts a page, but not the one that is coming.
     fn evict(&mut self, coming: Option<PageId>) -> Result<()> {
         let Self { policy, state, .. } = self;
         let mut victim = None;
@@ -131,7 +131,7 @@ impl BareCache {
             }
             let state = state.get_mut(offered.segment.index());
             let state = state.and_then(|state| state.get_mut(offered.index.index()));
-            // A policy of the user's may offer what it should not.
+            // A policy of the user's may offer pages that it should not.
             match state {
                 Some(state) if *state != 0 && coming != Some(offered) => {
                     victim = Some((offered, std::mem::take(state) & DIRTY != 0));
@@ -143,7 +143,7 @@ impl BareCache {
         let Some((page, dirty)) = victim else {
             let name = policy.name();
             return Err(Error::new(ErrorKind::InvalidArgument, format!("policy {name} offers no page that could go"))
-                .remedy("where somebody waits it must offer every resident page: see the contract of Policy"));
+                .remedy("for Want::Demand it must offer every resident page: see the contract of Policy"));
         };
         policy.removed(page);
         self.written_back += u64::from(dirty);

@@ -1,16 +1,16 @@
-//! What policies that rank pages by class have in common: a queue for each class, and searches through them.
+//! Shared by policies that rank pages by class: a queue for each class, and searches through them.
 
 use super::Take;
 use crate::ids::PageId;
 use crate::links::{Links, List};
 use crate::numbers::PageNumbers;
 
-/// `N` queues, at most 64, of resident pages. Which class a page is in is its owner's to know. 8 bytes for each page that
+/// `N` queues, at most 64, of resident pages. The owner knows which class a page is in. 8 bytes for each page that
 /// exists.
 #[derive(Debug)]
 pub(super) struct Classes<const N: usize> {
     links: Links,
-    /// By class, those that have been in it for longest first.
+    /// By class; in each list, the page that has been there for longest is first.
     lists: [List; N],
     /// A bit for each list that is not empty.
     used: u64,
@@ -25,7 +25,7 @@ impl<const N: usize> Default for Classes<N> {
 }
 
 impl<const N: usize> Classes<N> {
-    /// Pages have numbers below `len` from now on. Those that have none any more were removed before.
+    /// Sets the end of page numbers. Pages beyond it were removed before.
     pub(super) fn fit(&mut self, len: usize) {
         self.links.fit(len);
     }
@@ -48,7 +48,7 @@ impl<const N: usize> Classes<N> {
         self.used |= 1 << class;
     }
 
-    /// Puts the pages of each class from 1 on behind those of the class `into` says, which is a lower one.
+    /// Moves the pages of each class from 1 on behind those of class `into(class)`, which is a lower one.
     pub(super) fn move_down(&mut self, into: impl Fn(usize) -> usize) {
         for class in 1..N {
             let mut list = std::mem::replace(&mut self.lists[class], List::EMPTY);
@@ -57,7 +57,7 @@ impl<const N: usize> Classes<N> {
         self.used = (0..N).filter(|class| self.lists[*class].len > 0).fold(0, |bits, class| bits | 1 << class);
     }
 
-    /// Of each class that is not empty, lowest first, its number and its first page.
+    /// For each class that is not empty, lowest first: its number and its first page.
     pub(super) fn firsts(&self) -> impl Iterator<Item = (usize, u32)> {
         let mut left = self.used;
         std::iter::from_fn(move || {
@@ -72,8 +72,8 @@ impl<const N: usize> Classes<N> {
         self.lists.iter().flat_map(|list| self.links.numbers(list)).map(|number| numbers.page(number))
     }
 
-    /// Offers the page that `next` names until one is taken. One that is not taken is in use: it is held aside until the
-    /// search ends, so that it is offered once, and then goes to the end of its class.
+    /// Offers the page that `next` names until one is taken. A page that is not taken is in use. It is held aside until
+    /// the search ends, so that it is offered once, and then goes to the end of its class.
     pub(super) fn offer(
         &mut self,
         numbers: &PageNumbers,

@@ -5,7 +5,7 @@ use super::queues::{Queues, Rule, Ruled};
 /// First in, first out, but a page that was used since it came, or since it was last passed over, is passed over.
 ///
 /// F. J. Corbato, "A paging experiment with the Multics system", MIT Project MAC report MAC-M-384, 1968. One reference
-/// bit a page, which a page that comes does not have set: the use that brought it does not count. 9 bytes a page.
+/// bit a page; the use that brings the page does not set it. 9 bytes a page.
 pub(super) type ClockPolicy = Ruled<Clock, 1>;
 
 const RING: usize = 0;

@@ -1,4 +1,4 @@
-//! What plans and their walkers cost, by counted steps and bytes.
+//! The cost of plans and their walkers, in counted steps and bytes.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ fn pages(segment: u32, indices: std::ops::Range<u32>) -> Vec<PageId> {
     indices.map(|index| page(segment, index)).collect()
 }
 
-/// Segments of so many pages, and frames.
+/// A policy with segments of these sizes in pages.
 fn policy(segments: &[u32], frames: u32, lookahead: u32) -> PlanPolicy {
     let mut policy = PlanPolicy::new();
     segments.iter().zip(0..).for_each(|(pages, segment)| policy.segment(SegmentId(segment), *pages));
@@ -29,14 +29,14 @@ fn walk(policy: &mut PlanPolicy, walker: u32, order: &[PageId]) {
     policy.declare(order, true);
 }
 
-/// Steps that this takes.
+/// Counts the steps of `work`.
 fn steps(mut work: impl FnMut()) -> u64 {
     let before = STEPS.get();
     work();
     STEPS.get() - before
 }
 
-/// A page goes and comes again, so often.
+/// Has a page go and come again, `count` times.
 fn searches(policy: &mut PlanPolicy, count: u32, pinned: impl Fn(PageId) -> bool) {
     for _ in 0..count {
         let take = &mut |page| if pinned(page) { Take::Skip } else { Take::Yes };
@@ -47,7 +47,7 @@ fn searches(policy: &mut PlanPolicy, count: u32, pinned: impl Fn(PageId) -> bool
     assert_eq!(policy.check(), Ok(()));
 }
 
-/// While one page that no plan names was resident and pinned, each search walked all that was resident.
+/// While one page that no plan names was resident and pinned, each search walked all resident pages.
 #[test]
 fn regression_a_pinned_page_outside_of_the_plan_does_not_lengthen_every_search() {
     for (frames, outside) in [(1_000, 1), (10_000, 1), (10_000, 500)] {
@@ -63,8 +63,8 @@ fn regression_a_pinned_page_outside_of_the_plan_does_not_lengthen_every_search()
     }
 }
 
-/// Pinned pages outside of plans are found again once they are not, before any page of a plan; and all are offered to
-/// whoever must have one.
+/// Pinned pages outside of plans are found again once they are unpinned, before any page of a plan. A search that must
+/// find a page offers all of them.
 #[test]
 fn pages_outside_of_plans_go_first_when_they_can() {
     let mut policy = policy(&[100, 20], 60, 0);
@@ -92,7 +92,7 @@ fn pages_outside_of_plans_go_first_when_they_can() {
     assert_eq!(policy.victim(Want::Demand, &mut |_| Take::Yes).map(|page| page.segment.0), Some(0));
 }
 
-/// What no plan names is told apart from what is in none that is followed, whatever is followed when.
+/// Pages outside of plans are those of no followed plan, whatever plans are followed at the time.
 #[test]
 fn pages_are_outside_of_the_plans_that_are_followed() {
     let mut policy = policy(&[30, 30, 30], 90, 0);
@@ -117,8 +117,7 @@ fn pages_are_outside_of_the_plans_that_are_followed() {
     assert_eq!(first_to_go(&mut policy)[..30], [0; 30], "least recently used");
 }
 
-/// Where two plans name all pages, and none of them both, each search for a page that somebody waits for walked all
-/// of them.
+/// Where two plans together name all pages but share none, each demand search walked all pages.
 #[test]
 fn regression_two_plans_that_share_nothing_do_not_lengthen_searches() {
     for frames in [1_000, 10_000] {
@@ -133,7 +132,7 @@ fn regression_two_plans_that_share_nothing_do_not_lengthen_searches() {
     }
 }
 
-/// Each search computed the distance of each walker's pages to each walker: a thousand of them took three million
+/// Each search computed the distance of each walker's pages to each walker: a thousand walkers took three million
 /// steps.
 #[test]
 fn regression_a_search_among_many_walkers_takes_steps_in_their_number() {
@@ -143,7 +142,7 @@ fn regression_a_search_among_many_walkers_takes_steps_in_their_number() {
         let all = pages(0, 0..4_000);
         (1..=walkers).for_each(|walker| walk(&mut policy, walker, &all));
         pages(0, 0..2_000).into_iter().for_each(|page| policy.inserted(page));
-        // They go on at one speed or several, from anywhere.
+        // They go on from anywhere, at one speed or several.
         let mut at: Vec<u32> = (0..walkers).map(|_| random.below(4_000)).collect();
         for round in 0..200 {
             for walker in 0..walkers {
@@ -182,8 +181,8 @@ fn used(policy: &mut PlanPolicy, resident: &mut HashSet<PageId>, page: PageId) {
     }
 }
 
-/// What had been filled ahead for a walker that ended in the middle of its pass was counted as ahead of all others
-/// until somebody came by.
+/// Pages filled ahead for a walker that ended in the middle of its pass counted as ahead of all others until a walker
+/// came by.
 #[test]
 fn regression_what_was_filled_for_a_walker_that_ended_is_not_ahead_of_others() {
     for whole in [true, false] {
@@ -203,7 +202,7 @@ fn regression_what_was_filled_for_a_walker_that_ended_is_not_ahead_of_others() {
     }
 }
 
-/// The same of walkers that are suspended, and of those that stand still.
+/// The same for walkers that are suspended, or that stand still.
 #[test]
 fn regression_what_was_filled_for_a_walker_that_stands_still_is_not_ahead_of_others() {
     for astray in [true, false] {
@@ -219,7 +218,7 @@ fn regression_what_was_filled_for_a_walker_that_stands_still_is_not_ahead_of_oth
             (0..100).for_each(|n| policy.accessed(page(1, n * 37 % 640)));
             policy.walker(WalkerId(2));
         }
-        // Speeds are looked at again and again; the other one ends before it comes to where the first stood.
+        // Speeds are looked at repeatedly; the other walker ends before it comes to where the first one stands.
         for n in 0..if astray { 1 } else { 20_000 } {
             used(&mut policy, &mut resident, page(0, n % 290));
             if n % 290 == 289 {
@@ -233,7 +232,7 @@ fn regression_what_was_filled_for_a_walker_that_stands_still_is_not_ahead_of_oth
     }
 }
 
-/// A page that two plans name was counted in both, and until walkers of both had used it.
+/// A page that two plans name was counted in both, until walkers of both had used it.
 #[test]
 fn regression_a_page_of_two_plans_is_ahead_once() {
     let mut policy = policy(&[64], 64, 4);
@@ -249,8 +248,8 @@ fn regression_a_page_of_two_plans_is_ahead_once() {
     assert_eq!(fill(&mut policy, &mut resident), 4);
 }
 
-/// Pages that a walker skipped while they were in flight were counted as ahead for the rest of its pass: nothing was filled
-/// ahead any more, for nobody.
+/// Pages that a walker skipped while they were in flight counted as ahead for the rest of its pass, so nothing more was
+/// filled ahead for any walker.
 #[test]
 fn regression_pages_skipped_in_flight_are_not_ahead() {
     for (cyclic, arrives) in [(true, true), (true, false), (false, true), (false, false)] {
@@ -273,7 +272,7 @@ fn regression_pages_skipped_in_flight_are_not_ahead() {
     }
 }
 
-/// What a walker skipped was not counted as ahead of another one that was to come to it.
+/// Pages that a walker skipped did not count as ahead of another walker that was still to come to them.
 #[test]
 fn regression_pages_that_another_walker_skips_are_ahead_of_who_comes_to_them() {
     let mut policy = policy(&[64], 64, 4);
@@ -284,14 +283,14 @@ fn regression_pages_that_another_walker_skips_are_ahead_of_who_comes_to_them() {
     }
     assert_eq!(fill(&mut policy, &mut resident), 4);
     used(&mut policy, &mut resident, page(0, 5));
-    // All four are ahead of the other one.
+    // All four pages are ahead of the other walker.
     assert_eq!(policy.next_fill(&|page| resident.contains(&page)), None);
     policy.walker(WalkerId(1));
     used(&mut policy, &mut resident, page(0, 1));
     assert_eq!(fill(&mut policy, &mut resident), 1);
 }
 
-/// Uses in no order, of each walker.
+/// Each walker makes uses in no order.
 fn stray(policy: &mut PlanPolicy, walkers: u32, segment: u32, uses: u32) {
     let mut random = Random(7);
     for walker in 1..=walkers {
@@ -300,7 +299,8 @@ fn stray(policy: &mut PlanPolicy, walkers: u32, segment: u32, uses: u32) {
     }
 }
 
-/// Recorders of walkers that had declared an order took the room of one alone, each, as soon as they made other uses.
+/// As soon as walkers that had declared an order made other uses, each one's recorder took as much room as if it were
+/// alone.
 #[test]
 fn regression_suspended_walkers_share_what_recorders_may_take() {
     const WALKERS: u32 = 64;
@@ -316,7 +316,7 @@ fn regression_suspended_walkers_share_what_recorders_may_take() {
     }
 }
 
-/// Whoever made, used and dropped a tensor between passes, or beside one, never had its order recognised.
+/// The order of a program that made, used and dropped a tensor between or during passes was never recognised.
 #[test]
 fn regression_a_tensor_that_is_dropped_takes_no_order_along() {
     for through_the_pass in [false, true] {
@@ -345,7 +345,7 @@ fn regression_a_tensor_that_is_dropped_takes_no_order_along() {
     }
 }
 
-/// Of an order that is no cycle, a walker that had used all but what was dropped was taken to begin it anew.
+/// In an order that is no cycle, a walker that had used all but the dropped pages was taken to begin anew.
 #[test]
 fn regression_a_walker_whose_rest_is_dropped_has_ended() {
     let order = [pages(0, 0..3), pages(1, 0..2)].concat();
@@ -367,8 +367,8 @@ fn regression_a_walker_whose_rest_is_dropped_has_ended() {
     }
 }
 
-/// Where pages come next to each other because what was between them is dropped, those that are the same make one step: who was
-/// behind it was put ahead of its place.
+/// If dropped pages make uses of one page neighbours, these become one step. A walker behind such a step was put ahead
+/// of its place.
 #[test]
 fn regression_a_walker_keeps_its_place_where_steps_join() {
     const BLOCKS: u32 = 10;
@@ -394,7 +394,7 @@ fn regression_a_walker_keeps_its_place_where_steps_join() {
     }
 }
 
-/// The same of a cycle whose last page comes to be its first.
+/// The same for a cycle whose last page becomes its first.
 #[test]
 fn regression_a_walker_keeps_its_place_where_the_ends_of_a_cycle_join() {
     let order = [page(0, 0), page(0, 1), page(0, 0), page(1, 0)];
@@ -409,7 +409,7 @@ fn regression_a_walker_keeps_its_place_where_the_ends_of_a_cycle_join() {
     }
 }
 
-/// Of tensors that come and go pages are no cycle, though they have the same numbers.
+/// Pages of tensors that come and go are no cycle, although they have the same numbers.
 #[test]
 fn tensors_that_come_and_go_are_no_order() {
     let mut policy = policy(&[100], 50, 4);
@@ -423,7 +423,7 @@ fn tensors_that_come_and_go_are_no_order() {
     }
 }
 
-/// Each tensor that was dropped had all looked through that recorders remember.
+/// Each dropped tensor cost a search of all that recorders remember.
 #[test]
 fn regression_a_dropped_tensor_is_not_sought_in_what_is_remembered() {
     let mut policy = policy(&[2_000], 100, 0);
@@ -437,13 +437,13 @@ fn regression_a_dropped_tensor_is_not_sought_in_what_is_remembered() {
     assert!(steps <= 100, "{steps} steps for 100 tensors");
 }
 
-/// A walker for each request, with an order that is known, had all of the plan made anew and divided several times.
+/// Each new walker of a known order had the whole plan made anew and divided several times.
 #[test]
 fn regression_a_walker_for_each_request_does_not_divide_its_plan_each_time() {
     const PAGES: u32 = 4_000;
     let mut policy = policy(&[PAGES], PAGES / 2, 16);
     let order = pages(0, 0..PAGES);
-    // As a program tells of it; a page at a time, an order is looked at before it is known.
+    // As runs, as a program declares it. Declared page by page, the order is read before it is recognised.
     let run = PageRun { segment: SegmentId(0), first: PageIndex(0), count: PAGES };
     let walk = |policy: &mut PlanPolicy, walker: u32| {
         policy.walker(WalkerId(walker));

@@ -1,39 +1,41 @@
 //! Recognising that the order of use repeats.
 //!
-//! A pass over a model uses its pages in one order, and the next pass again: on a cycle of period `d` each use is that of
-//! `d` uses ago. The few that are not (an embedding row that differs from pass to pass) do not count against it. What `d` is,
-//! pages alone do not tell, for some are used several times a pass; so it is sought where the last few uses came in the same
-//! order before. The last such place counts: passes that repeat a part of themselves at once are taken for that part.
+//! A pass over a model uses its pages in one order, and the next pass does so again. On a cycle of period `d` each use
+//! is that of `d` uses ago. The few exceptions (an embedding row that differs from pass to pass) do not count against
+//! it. Pages alone do not tell `d`, because some are used several times a pass. So the search is for an earlier place
+//! where the last few uses came in the same order. The latest such place counts: if a part of the pass repeats at once,
+//! that part is taken for the pass.
 
 use std::collections::VecDeque;
 
-/// Uses remembered at most: a cycle longer than this is not recognised. 1 MiB.
+/// The most uses remembered: a longer cycle is not recognised. 1 MiB.
 const HISTORY: usize = 1 << 18;
 /// Uses that all recorders of a policy may remember together. 8 MiB.
 const ALL: usize = 8 * HISTORY;
 /// The fewest uses that are worth remembering.
 const LEAST: usize = 1 << 10;
-/// Uses in a row that have to be the same for a period to be looked at.
+/// How many uses in a row must be the same before a period is considered.
 const CONTEXT: usize = 8;
-/// Places kept of the last uses, one each, no more than of one in four uses remembered; and of one in sixteen, chosen by what
-/// led to it, for longer cycles. 68 KiB at most.
+/// Places of recent uses that are remembered. `near` has one for each of the last uses, but at most one for four uses
+/// remembered. `far`, for longer cycles, has one for sixteen, chosen by the hash of the uses before. 68 KiB at most.
 const NEAR: usize = 1 << 10;
 const NEAR_PER: usize = 4;
 const FAR_PER: usize = 16;
-/// Of a context's mixed hash, the bits that choose.
+/// The bits of a context's mixed hash that choose uses for `far`.
 const CHOSEN_SHIFT: u32 = 60;
-/// The fewest uses that have to agree, however short the cycle.
+/// The fewest uses that must agree, however short the cycle is.
 const AGREE_MIN: u64 = 16;
 
-/// The base of the hash of a context, and its power that the use before the context has: any odd numbers with bits all over.
+/// The base of the hash of a context, and the power of it that belongs to the use before the context. Any odd numbers
+/// with bits all over will do.
 const BASE: u64 = 0xD6E8_FEB8_6659_FD93;
 const LEAVING: u64 = BASE.wrapping_pow(CONTEXT as u32);
 
-/// A period that uses may follow.
+/// A period that the uses may follow.
 #[derive(Clone, Copy, Debug)]
 struct Candidate {
     period: u64,
-    /// Uses that were those of a period ago, and others.
+    /// Uses that were those of a period ago, and other uses.
     same: u64,
     other: u64,
 }
@@ -41,34 +43,35 @@ struct Candidate {
 /// Pages go by their [names](super::names::Names).
 #[derive(Debug)]
 pub(super) struct CycleRecorder {
-    /// Uses it may remember: a power of two, or none.
+    /// The most uses it may remember: a power of two, or 0.
     most: usize,
     history: VecDeque<u32>,
     /// Uses so far.
     now: u64,
-    /// Of the last uses, a polynomial of them (R. M. Karp and M. O. Rabin, "Efficient randomized pattern-matching
-    /// algorithms", IBM Journal of Research and Development 31(2), 1987).
+    /// A polynomial of the last uses (R. M. Karp and M. O. Rabin, "Efficient randomized pattern-matching algorithms",
+    /// IBM Journal of Research and Development 31(2), 1987).
     context: u64,
-    /// By the hash of what led there: when a use was, modulo 2^32; 0 if there was none. Another may have taken its place.
+    /// By the hash of a context: when the use was that it led to, modulo 2^32; 0 if there was none. Contexts may share
+    /// an entry; the last one stays.
     near: Vec<u32>,
     far: Vec<u32>,
     candidate: Option<Candidate>,
 }
 
 impl CycleRecorder {
-    /// How many uses each of so many recorders may remember.
+    /// How many uses each recorder may remember if there are this many.
     pub(super) fn share(recorders: usize) -> usize {
         let each = ALL / recorders.max(1);
         if each < LEAST { 0 } else { 1 << each.min(HISTORY).ilog2() }
     }
 
-    /// One that remembers so many uses at most, as [`share`](Self::share) says it.
+    /// A recorder of at most `most` uses, as [`share`](Self::share) returns it.
     pub(super) fn new(most: usize) -> Self {
         let (near, far) = (Vec::new(), Vec::new());
         Self { most, history: VecDeque::new(), now: 0, context: 0, near, far, candidate: None }
     }
 
-    /// It remembers so many uses at most from now on: what is older is forgotten.
+    /// Sets the most uses to remember. Older uses are forgotten.
     pub(super) fn remember_most(&mut self, most: usize) {
         if most == self.most {
             return;
@@ -80,8 +83,7 @@ impl CycleRecorder {
         self.candidate = self.candidate.filter(|candidate| candidate.period < self.history.len() as u64);
     }
 
-    /// Takes in a use. Returns one period of the order, ending with this use, once
-    /// it repeats.
+    /// Records a use. Once the order repeats, returns one period of it, which ends with this use.
     pub(super) fn push(&mut self, page: u32) -> Option<Vec<u32>> {
         let found = self.remember(page)?;
         let Some(candidate) = &mut self.candidate else {
@@ -102,22 +104,23 @@ impl CycleRecorder {
         None
     }
 
-    /// As [`push`](Self::push), while what was returned last is still believed.
+    /// Records a use as [`push`](Self::push) does, while the period returned last is still believed.
     pub(super) fn push_believed(&mut self, page: u32) {
         self.remember(page);
     }
 
-    /// Whether a cycle of so many uses could be a part of one that is recognised, which repeats within it.
+    /// Whether a cycle of `uses` uses may be a part of a longer one that can be recognised.
     pub(super) fn may_be_a_part(&self, uses: u64) -> bool {
         uses <= self.most as u64 / 8
     }
 
-    /// Nothing is remembered.
+    /// Whether nothing is remembered.
     pub(super) fn is_empty(&self) -> bool {
         self.history.is_empty()
     }
 
-    /// `None` if the use is none of its own; otherwise what [`look_back`](Self::look_back) found.
+    /// Records a use. `None` if the page was the last one used already; otherwise what [`look_back`](Self::look_back)
+    /// found.
     fn remember(&mut self, page: u32) -> Option<Option<u64>> {
         // Neighbouring tensors share a page: one stay, not two uses.
         if self.history.back() == Some(&page) || self.most == 0 {
@@ -137,7 +140,8 @@ impl CycleRecorder {
         Some(self.look_back())
     }
 
-    /// Remembers this use by what led to it. How long ago the same led to the same, if it did and nothing is followed yet.
+    /// Records this use under its context. Returns how many uses ago the same context led to the same uses, unless
+    /// there is a candidate already.
     fn look_back(&mut self) -> Option<u64> {
         if self.history.len() < CONTEXT {
             return None;
@@ -151,7 +155,7 @@ impl CycleRecorder {
         let mixed = (self.context ^ self.context >> 32).wrapping_mul(BASE);
         let now = self.now as u32;
         let mut before = std::mem::replace(&mut near[(mixed >> 32) as usize % near_len], now);
-        // What is older is more likely to be another context's.
+        // An older entry is more likely to be another context's.
         let mut reach = 4 * near_len as u32;
         if mixed >> CHOSEN_SHIFT == 0 {
             let far = std::mem::replace(&mut far[(mixed >> 32) as usize % far_len], now);
@@ -179,7 +183,7 @@ impl CycleRecorder {
     }
 }
 
-/// The page that was used so many uses before the last one.
+/// The page that was used this many uses before the last one.
 fn ago(history: &VecDeque<u32>, uses: u64) -> Option<u32> {
     let back = usize::try_from(uses).ok()?.checked_add(1)?;
     history.len().checked_sub(back).map(|at| history[at])
@@ -207,7 +211,7 @@ mod tests {
         assert_eq!(plan.len(), 101);
     }
 
-    /// How many uses it takes to recognise passes, and the period.
+    /// How many uses it takes to recognise the passes, and the period.
     fn recognised(uses: impl Iterator<Item = u32>) -> Option<(usize, usize)> {
         let mut recorder = CycleRecorder::new(HISTORY);
         uses.enumerate().find_map(|(at, page)| recorder.push(page).map(|plan| (at + 1, plan.len())))
@@ -244,7 +248,7 @@ mod tests {
                 let uses = others.into_iter().chain((0..pages).cycle().take((3 * pages as usize).max(60)));
                 let (at, period) = recognised(uses).unwrap_or_else(|| panic!("{pages} pages after {before} uses"));
                 assert_eq!(period as u32, pages);
-                // A pass, what leads to a place that is remembered, and a quarter of a pass that agrees.
+                // A pass, the context of a place that is remembered, and a quarter of a pass that agrees.
                 let latest = before as usize + 5 * pages as usize / 4 + 100;
                 assert!(at <= latest, "{pages} pages, use {at}");
             }
@@ -271,7 +275,7 @@ mod tests {
             (0..HISTORY + 100).for_each(|_| assert!(recorder.push(random.below(1 << 30)).is_none()));
             assert!(recorder.bytes() <= most * 4 * 21 / 16, "{} of {most}", recorder.bytes());
             assert_eq!(most >= LEAST, recorders <= ALL / LEAST);
-            // A smaller share is one at once, and what is left of it is enough to go on.
+            // A smaller share holds at once, and what is left is enough to go on.
             recorder.remember_most(most / 2);
             assert!(recorder.bytes() <= most / 2 * 4 * 21 / 16);
             if most / 2 < LEAST {

@@ -1,8 +1,8 @@
 //! A policy of the user's, which may panic.
 //!
-//! It is called under the latch, in the middle of what the pager does: a panic that got through would leave requests
-//! unserved for ever. So every call is caught. After the first panic the policy is dropped, and least recently used goes on
-//! with the pages that are resident. No page, no pin and no byte is lost; the order of the pages starts anew.
+//! The policy is called under the latch, in the middle of the pager's work: a panic that got through would leave
+//! requests unserved for ever. So every call is caught. After the first panic the policy is dropped, and least recently
+//! used goes on with the resident pages. No page, no pin and no byte is lost; the order of the pages starts anew.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -20,12 +20,12 @@ use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
 pub struct Panicked {
     /// Its name.
     pub name: &'static str,
-    /// What it said.
+    /// The panic's message.
     pub message: String,
 }
 
 impl Panicked {
-    /// As an error. Nothing was lost.
+    /// The panic as an error. Nothing was lost.
     pub fn told(&self) -> Error {
         let Self { name, message } = self;
         let what = format!("the policy {name:?} panicked ({message}), and lru has taken its place");
@@ -33,22 +33,22 @@ impl Panicked {
     }
 }
 
-/// What became of a policy: empty as long as it has not panicked.
+/// Empty as long as the policy has not panicked.
 pub type Fate = Arc<OnceLock<Panicked>>;
 
-/// See the module's first line.
+/// A policy of the user's whose panics are caught: see the [module documentation](self).
 pub struct Guarded {
     name: &'static str,
-    /// Methods that only look may panic, too.
+    /// In a `RefCell`, because methods that take `&self` may panic, too.
     active: RefCell<Active>,
-    /// One bit a page: all that is needed to go on without the policy.
+    /// Which pages are resident, one bit a page: all that is needed to go on without the policy.
     resident: HashMap<SegmentId, (u32, Bits)>,
     fate: Fate,
 }
 
 enum Active {
     Own(Box<dyn Policy>),
-    /// It has panicked in a method that only looks. What takes its place is made by the next call that changes something.
+    /// The policy has panicked in a method that takes `&self`. The next call that takes `&mut self` makes the `Lru`.
     Gone,
     Lru(LruPolicy),
 }
@@ -83,7 +83,7 @@ impl Guarded {
         result.map_err(|message| self.gone(message)).ok()
     }
 
-    /// Tells the policy. If it panics, what takes its place is made of the pages that are resident, and not told: it
+    /// Tells the policy. If it panics, its replacement is made from the resident pages and is not told, because it
     /// knows already.
     fn tell<T: Default>(&mut self, tell: impl FnOnce(&mut dyn Policy) -> T) -> T {
         match self.active.get_mut() {
@@ -101,7 +101,7 @@ impl Guarded {
     fn go_on(&mut self) {
         let mut lru = LruPolicy::new();
         let mut segments: Vec<_> = self.resident.iter().collect();
-        // The same uses have the same victims in every run.
+        // Sorted, so that the same uses have the same victims in every run.
         segments.sort_unstable_by_key(|(segment, _)| **segment);
         for (segment, (pages, resident)) in segments {
             lru.segment(*segment, *pages);
@@ -128,7 +128,7 @@ impl fmt::Debug for Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         let own = self.active.replace(Active::Gone);
-        // Whoever drops the last handle is not whose fault it is.
+        // A panic here is not the fault of the caller that drops the last handle.
         let _ = caught(|| drop(own));
     }
 }
@@ -185,9 +185,9 @@ impl Policy for Guarded {
         });
         match offered {
             Some(victim) => victim,
-            // What was taken before the panic stays taken.
+            // A page that was taken before the panic stays taken.
             None if taken.is_some() => taken,
-            // Whoever waits for this frame may wait for nothing else.
+            // The request that waits for this frame may have no other event to wait for.
             None => self.tell(|lru| lru.victim(want, take)),
         }
     }
@@ -314,7 +314,7 @@ mod tests {
         pager.released(&[run], fx);
     }
 
-    /// The uses and what follows from them, with a policy that panics at its `n`th call. Whether it did.
+    /// Runs the uses, with a policy that panics at its `n`th call. Returns whether it panicked.
     fn serve(n: u32) -> bool {
         let (policy, fate) = Guarded::new(Box::new(Fails { left: Cell::new(n), resident: Vec::new() }));
         let config =

@@ -1,5 +1,5 @@
-//! Several passes over one model, or over two, replayed: what walkers find resident, beside one plan for all uses, least
-//! recently used, and the best possible on the very same uses.
+//! Replays several passes over one model or two. Compares the hits of walkers with those of one plan for all uses, of
+//! LRU, and of the optimum, on the same uses.
 
 use std::collections::HashMap;
 
@@ -8,23 +8,23 @@ use super::{PlanPolicy, Policy, PolicyKind, Take, Want};
 use crate::ids::{PageId, PageIndex, SegmentId, WalkerId};
 use crate::random::Random;
 
-/// One client: the model it walks over, and how fast, in any unit.
+/// One client: the model that it walks over, and its speed, in any unit.
 #[derive(Clone, Copy, Debug)]
 struct Client {
     model: u32,
     speed: u32,
 }
 
-/// Who tells what.
+/// What the policy is told beside the uses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
     /// Nothing.
     Nothing,
     /// The order, once for all uses.
     OrderOnly,
-    /// Which walker a use is of.
+    /// The walker of each use.
     WalkerOnly,
-    /// Both.
+    /// The order and the walkers.
     Both,
 }
 
@@ -35,13 +35,13 @@ struct Scene {
     clients: Vec<Client>,
     frames: u32,
     lookahead: u32,
-    /// Uses of each client, in passes of the largest model, on the average.
+    /// Mean uses of each client, in passes of the largest model.
     passes: u32,
     seed: u32,
 }
 
 impl Scene {
-    /// Who uses which page, in order. Each client begins somewhere.
+    /// The client and the page of each use, in order. Clients begin at random places.
     fn uses(&self) -> Vec<(usize, PageId)> {
         let mut random = Random(u64::from(self.seed) + 1);
         let pages = |client: &Client| self.models[client.model as usize];
@@ -69,7 +69,7 @@ impl Scene {
         (0..self.models[model as usize]).map(page).collect()
     }
 
-    /// The share of uses that find their page resident since an earlier use, fills being done at once.
+    /// The share of uses that find their page resident since an earlier use. Fills are done at once.
     fn hits(&self, kind: PolicyKind, told: Told, uses: &[(usize, PageId)]) -> f64 {
         let mut policy = kind.build();
         policy.resize(self.frames, 0, self.lookahead);
@@ -114,7 +114,7 @@ impl Scene {
         hits as f64 / uses.len() as f64
     }
 
-    /// Takes a frame for a page that is counted as resident already.
+    /// Takes a frame for a page that already counts as resident.
     fn room(&self, policy: &mut dyn Policy, resident: &mut HashMap<PageId, bool>, coming: PageId, want: Want) -> bool {
         if resident.len() <= self.frames as usize {
             return true;
@@ -132,7 +132,8 @@ impl Scene {
         min_hits(&order, self.frames as usize) as f64 / uses.len() as f64
     }
 
-    /// Hits by LRU, by one plan for all, by walkers whose order is learned and declared, and the best.
+    /// Hit ratios of LRU, of one plan for all, of walkers whose order is learned, of walkers whose order is declared,
+    /// and of the optimum.
     fn row(&self) -> [f64; 5] {
         let uses = self.uses();
         let plan = |told| self.hits(PolicyKind::Plan, told, &uses);
@@ -146,13 +147,13 @@ fn clients(speeds: &[u32], model: impl Fn(usize) -> u32) -> Vec<Client> {
     speeds.iter().enumerate().map(|(at, speed)| Client { model: model(at), speed: *speed }).collect()
 }
 
-/// Means over as many seeds, each with phases of its own.
+/// Mean rows over this many seeds, each with other places to begin.
 fn means(seeds: u32, scene: impl Fn(u32) -> Scene) -> [f64; 5] {
     let rows: Vec<[f64; 5]> = (0..seeds).map(|seed| scene(seed).row()).collect();
     std::array::from_fn(|column| rows.iter().map(|row| row[column]).sum::<f64>() / f64::from(seeds))
 }
 
-/// What is replayed: a name, the pages of each model, and who walks over which.
+/// For each scene: a name, the pages of each model, and the clients.
 fn scenes() -> Vec<(&'static str, Vec<u32>, Vec<Client>)> {
     let equal: &[u32] = &[10; 8];
     let unequal: &[u32] = &[2, 5, 8, 10, 12, 15, 20, 40];
@@ -167,7 +168,7 @@ fn scenes() -> Vec<(&'static str, Vec<u32>, Vec<Client>)> {
     ]
 }
 
-/// Replays every scene, and prints what was found of so many uses.
+/// Replays every scene, and prints the mean rows of `seeds` seeds.
 fn replay(sizes: u32, passes: u32, seeds: u32, lookahead: impl Fn(u32) -> u32) {
     println!("{:40} budget    lru  today  learned  declared  optimum", "");
     for (name, models, clients) in scenes() {
@@ -185,10 +186,11 @@ fn replay(sizes: u32, passes: u32, seeds: u32, lookahead: impl Fn(u32) -> u32) {
             });
             println!("{name:40} {percent:4} % {lru:8.3} {one_plan:6.3} {learned:8.3} {declared:9.3} {optimum:8.3}");
             let several = clients.len() > 1;
-            // What streams holds no page that hits: of few frames, or where nobody else comes by, that is more.
+            // Frames used for streaming hold no page that hits. They are a larger share if frames are few, or if there
+            // is one client.
             let goal = if several && percent >= 50 { 0.95 } else { 0.93 };
             assert!(declared >= goal * optimum, "{name}, {percent} %: {declared} of {optimum}");
-            // Two passes are what it takes to learn.
+            // Learning takes two passes.
             let goal = if several { 0.85 } else { 0.75 };
             assert!(learned >= goal * declared, "{name}, {percent} %: {learned} of {declared}");
             assert!(!several || declared > 1.1 * lru.max(one_plan), "{name}: {declared}, {lru}, {one_plan}");
@@ -211,8 +213,8 @@ fn prints_what_walkers_find() {
     replay(2, 16, 5, |frames| (frames / 16).max((frames / 8).min(8)));
 }
 
-/// Victims come in the order of their next uses by any walker, farthest first, whatever is resident, whoever is where,
-/// whether plans repeat pages or have some in common.
+/// Victims are offered by their next use by any walker, farthest first, whichever pages are resident, wherever walkers
+/// are, and whether plans repeat pages or share some.
 #[test]
 fn victims_are_those_no_walker_uses_for_longest() {
     let mut random = Random(3);
@@ -233,7 +235,7 @@ fn victims_are_those_no_walker_uses_for_longest() {
                 (order, random.below(4) > 0)
             })
             .collect();
-        // The plan of each walker, and where it is in it.
+        // Each walker's plan, and its place in it.
         let mut walkers: Vec<(usize, usize)> = Vec::new();
         for id in 0..2 + random.below(4) {
             let plan = random.below(orders.len() as u32) as usize;
@@ -283,7 +285,7 @@ fn victims_are_those_no_walker_uses_for_longest() {
             });
             let all: std::collections::HashSet<u32> = offered.iter().copied().collect();
             assert_eq!((all.len(), &all), (offered.len(), &resident), "each once: {offered:?}");
-            // Those that no followed plan names come first, then those that are not used any more.
+            // Pages that no followed plan names come first, then pages that are not used any more.
             let key = |n: &u32| std::cmp::Reverse(next(*n).unwrap_or(u64::MAX));
             if !repeats {
                 assert!(offered.is_sorted_by_key(key), "{walkers:?} of {orders:?}: {offered:?}");

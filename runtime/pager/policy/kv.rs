@@ -1,4 +1,4 @@
-//! For the pages of key-value caches: how often a page was used, how it was used, and for how long it has not been.
+//! For the pages of key-value caches: ranks pages by how often and how they were used, and by how long ago.
 
 use std::cmp::Reverse;
 
@@ -7,48 +7,49 @@ use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 use crate::numbers::{PageNumbers, fit};
 
-/// Evicts the page that is worth least. A page is worth the logarithm of its uses. That holds for a gap; one that was not used
-/// for `x` gaps has lost `4/3 (x^(3/4) - 1)`. The gap is the geometric mean of the time, in uses of pages, after
-/// which a chain is taken up again. Nobody answers at once: in the first gap a page that waits tells nothing, and one that has waited
-/// for long is nearer to its next use than one that was just used.
+/// Evicts the page that is worth least. A page's worth is the logarithm of its uses. It stays the same for one gap; a
+/// page that was not used for `x` gaps has lost `4/3 (x^(3/4) - 1)`. The gap is the geometric mean of the time, in uses
+/// of pages, after which a chain is taken up again. In the first gap waiting tells nothing, because no conversation
+/// goes on at once. After it, a page that has waited for long is nearer to its next use than one that was just used.
 ///
-/// What is known of [chains](Policy::chain) beyond counts:
+/// [Chains](Policy::chain) tell more than counts:
 ///
-/// - The last page of a chain that nobody used before goes first: most likely it holds an unfinished block, which no other
-///   chain can have in common.
-/// - So do pages that a chain has left: it came to the page before them, of which they had all uses but this, and went another way.
-/// - A use is worth more or less than one by the [kind](Kinds) of request that it was part of.
+/// - The last page of a chain, if it was never used before, goes first: most likely it holds an unfinished block, which
+///   no other chain can have in common.
+/// - So do pages that a chain has left: all earlier uses of the page before them went on to them; then the chain came
+///   there and went another way.
+/// - A use is worth more or less than one, by the [kind](Kinds) of its request.
 /// - Pages of a chain that is about to be used are not evicted for others of the same chain.
 ///
-/// Uses are counted for as long as the segment lives, also while the page is not resident. One queue for each eighth of an octave
-/// of worth, in order of use; a search looks at the first page of each. 20 bytes a page.
+/// Uses are counted for as long as the segment lives, also while the page is not resident. There is one queue for each
+/// eighth of an octave of worth, in order of use; a search looks at the first page of each. 20 bytes a page.
 #[derive(Debug)]
 pub(super) struct KvPolicy {
     numbers: PageNumbers,
-    /// By page: when it was used last, in uses, which wrap.
+    /// By page: when it was used last, in uses. Wraps.
     last: Vec<u32>,
     /// By page: how often it was used.
     count: Vec<u16>,
-    /// By page: of a resident one and of one that comes its class, and [`PENDING`].
+    /// By page: [`PENDING`], and its class if it is resident or on its way.
     state: Vec<u8>,
-    /// By page: of what kind the request was that used it last, or [`NO_KIND`].
+    /// By page: the kind of the request that used it last, or [`NO_KIND`].
     kind: Vec<u8>,
-    /// By page: which came after it in the chain that used it last, or [`NONE`]. The page may be gone.
+    /// By page: the page after it in the chain that used it last, or [`NONE`]. That page may be gone.
     next: Vec<u32>,
     classes: Classes<CLASSES>,
     now: u32,
     gap: Gap,
     kinds: Kinds,
-    /// Whether chains are told of.
+    /// Whether chains are declared.
     chains: bool,
-    /// The chain that is being used: its kind, by how many parts a use of it is worth more, its first page, and its end, if
+    /// The chain in use: its kind, and its uses' bonus in parts. `root` is its first page; `end` is its last page, if
     /// that was never used before.
     request: (u8, i64),
     root: Option<u32>,
     end: Option<u32>,
 }
 
-/// The class of what goes first, and of each worth.
+/// Classes: one for pages that go first, the others by worth.
 const CLASSES: usize = 64;
 const FIRST: usize = 0;
 /// The class of one use.
@@ -58,22 +59,22 @@ const STEPS: i64 = 8;
 /// Of a resident page: it was filled ahead and not used yet. Of another: it was missed, and comes.
 const PENDING: u8 = 1 << 7;
 const CLASS: u8 = PENDING - 1;
-/// What is a fraction is counted in so many parts.
+/// Parts of a whole: fractions are counted in 256ths.
 const ONE: u64 = 256;
 const NO_KIND: u8 = u8::MAX;
 const NONE: u32 = u32::MAX;
 
-/// The class of a page that is worth the logarithm `log` of its uses, in parts: from two octaves below one use to 53 uses, and
-/// what is beyond goes with those.
+/// The class for a worth of `log`, a logarithm of uses in parts. Classes reach from two octaves below one use to 53
+/// uses; worths beyond these are in the first and the last class.
 pub(super) fn class_of(log: i64) -> usize {
     let steps = (log * STEPS + ONE as i64 / 2).div_euclid(ONE as i64);
     (ONCE as i64 + steps).clamp(FIRST as i64 + 1, CLASSES as i64 - 1) as usize
 }
 
-/// What the line between powers of two lacks in the middle, in parts, times four.
+/// Four times the error, in parts, of linear interpolation in the middle between two powers of two.
 const BEND: u64 = 88;
 
-/// The logarithm to base 2 of `n`, at least 1, in parts; within 0.02.
+/// The logarithm to base 2 of `n` (at least 1), in parts; within 0.02.
 pub(super) fn log2(n: u64) -> u64 {
     let octave = n.ilog2();
     let part = ((u128::from(n - (1 << octave)) * u128::from(ONE)) >> octave) as u64;
@@ -87,18 +88,18 @@ fn exp2(log: u64) -> u64 {
     (1 << octave) + (((1u64 << octave) * part) / (ONE * ONE))
 }
 
-/// The geometric mean of gaps, of which those seen last count most.
+/// The geometric mean of gaps; recent gaps count most.
 #[derive(Debug)]
 pub(super) struct Gap {
-    /// The mean of logarithms, in parts of parts.
+    /// The mean of logarithms, in 256ths of a part.
     mean: u64,
     seen: u64,
 }
 
 impl Gap {
-    /// Gaps after which an old one counts a third of a new one.
+    /// After this many newer gaps, a gap counts a third of a new one.
     const MEMORY: u64 = 512;
-    /// So many gaps weigh as much as what was assumed.
+    /// The assumed gap weighs as much as this many observed ones.
     const ASSUMED: u64 = 32;
 
     pub(super) fn assume(gap: u64) -> Self {
@@ -116,7 +117,7 @@ impl Gap {
     }
 }
 
-/// What pages are worth by class and age, in uses, where a gap is so many uses.
+/// The worth of pages by class and age. Ages and the gap are in uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Worth {
     gap: f64,
@@ -129,8 +130,8 @@ impl Worth {
         Self { gap, step: gap / STEPS as f64, inverse: 1.0 / gap }
     }
 
-    /// With an age of `x` gaps, more than one, a page has lost `4/3 (x^(3/4) - 1)` octaves: one a gap to begin with, and less
-    /// than that once it has outlived most. Square roots are the same to the last bit on every machine, powers are not.
+    /// After `x` gaps, more than one, a page has lost `4/3 (x^(3/4) - 1)` octaves: one a gap at first, and less once it
+    /// has outlived most. Square roots are the same to the last bit on every machine, powers are not.
     pub(super) fn of(&self, class: usize, age: u32) -> i64 {
         let worth = self.step * (class as f64 - ONCE as f64);
         let root = (f64::from(age) * self.inverse).max(1.0).sqrt();
@@ -138,17 +139,18 @@ impl Worth {
     }
 }
 
-/// What uses are worth by the kind of request: how often pages were used again that a request of a kind has used, against how
-/// often that is so of pages with as many uses.
+/// Estimates how much a use is worth by the kind of its request: how often pages are used again after a request of the
+/// kind, compared with all pages that have as many uses.
 ///
-/// Kinds are by how much a request adds. One that takes up a chain and adds little to it is a turn of a conversation, which
-/// goes on; one that adds much has a long text of its own behind something that many have in common. Of one that shares no
-/// more than its first page, the length is what it adds.
+/// Kinds are by how much a request adds. A request that takes up a chain and adds little is a turn of a conversation,
+/// which goes on. A request that adds much has a long text of its own behind a beginning that many share. If it shares
+/// no more than its first page, its kind is by its length.
 #[derive(Debug)]
 pub(super) struct Kinds {
-    /// By number of uses: how often a page had as many, and was used again.
+    /// By number of uses: how many pages came to have as many, and how many of these were used again.
     counts: [Tally; COUNTS],
-    /// By kind: how often a page was used by such a request, and used again; and how often it should have been, in parts.
+    /// By kind: how many uses such requests made, and how many of these pages were used again. `expected`: how many
+    /// should have been, in parts.
     kinds: [Tally; KINDS],
     expected: [u64; KINDS],
 }
@@ -163,10 +165,10 @@ struct Tally {
 }
 
 impl Tally {
-    /// At so many uses all are halved: what was long ago counts less.
+    /// At this many uses all counts are halved, so that old uses count less.
     const MOST: u64 = 1 << 17;
 
-    /// Whether it did.
+    /// Returns whether it halved.
     fn halve_if_full(&mut self) -> bool {
         let full = self.uses >= Self::MOST;
         if full {
@@ -177,7 +179,7 @@ impl Tally {
 }
 
 impl Kinds {
-    /// So many uses must say that a count is unusual, or a kind, to be believed half.
+    /// With this many uses, evidence about a count weighs as much as the assumption; about a kind, with `MANY`.
     const FEW: u64 = 128;
     const MANY: u64 = 1024;
 
@@ -185,7 +187,7 @@ impl Kinds {
         Self { counts: [Tally::default(); COUNTS], kinds: [Tally::default(); KINDS], expected: [0; KINDS] }
     }
 
-    /// The kind of a request for `pages`, of which the first `known` were used before.
+    /// The kind of a request for `pages` pages, if the first `known` of them were used before.
     pub(super) fn of(pages: usize, known: usize) -> u8 {
         let octave = |n: usize| n.max(1).ilog2().min(7) as u8;
         match known {
@@ -198,15 +200,15 @@ impl Kinds {
         usize::from(count).min(COUNTS - 1)
     }
 
-    /// How likely a page with so many uses is used again, in parts. Before anything was seen, two uses in four are followed by
-    /// another, and n in n + 2.
+    /// The probability, in parts, that a page with this many uses is used again. Before any evidence, `n / (n + 2)` is
+    /// assumed for `n` uses.
     fn likely(&self, count: u16) -> u64 {
         let tally = self.counts[Self::count(count)];
         let assumed = Self::FEW * u64::from(count) * ONE / (u64::from(count) + 2);
         ((tally.again * ONE + assumed) / (tally.uses.max(tally.again) + Self::FEW)).min(ONE - ONE / 16)
     }
 
-    /// A page that had so many uses, the last by a request of this kind, is used again.
+    /// A page is used again that had `count` uses, the last by a request of this kind.
     pub(super) fn again(&mut self, count: u16, kind: Option<u8>) {
         self.counts[Self::count(count)].again += 1;
         if let Some(kind) = kind {
@@ -214,7 +216,7 @@ impl Kinds {
         }
     }
 
-    /// A page has so many uses now, the last by a request of this kind.
+    /// A page has `count` uses now, the last by a request of this kind.
     pub(super) fn used(&mut self, count: u16, kind: Option<u8>) {
         let tally = &mut self.counts[Self::count(count)];
         tally.halve_if_full();
@@ -229,8 +231,8 @@ impl Kinds {
         }
     }
 
-    /// By how many parts a use by such a request is worth more than another: half the logarithm of how much the odds of one more
-    /// differ. Half, because uses of one chain are not independent, and the numbers promise too much.
+    /// By how many parts a use by such a request is worth more than another use: half the logarithm of the ratio of the
+    /// odds of one more use. Half, because uses of one chain are not independent, so the counts overstate the evidence.
     pub(super) fn bonus(&self, kind: u8) -> i64 {
         let (tally, expected) = (self.kinds[usize::from(kind)], self.expected[usize::from(kind)]);
         if tally.uses == 0 {
@@ -290,7 +292,7 @@ impl KvPolicy {
         self.classes.remove(number, self.class_at(number));
     }
 
-    /// Puts a page that is in no list behind the others of this class.
+    /// Puts a page that is in no class behind the others of this class.
     fn link(&mut self, number: u32, class: usize) {
         self.classes.push_last(number, class);
         self.set_class(number, class);
@@ -305,7 +307,7 @@ impl KvPolicy {
         self.now.wrapping_sub(self.last[number as usize])
     }
 
-    /// A page is used: which class it is of now.
+    /// Counts a use of a page. Returns the page's class.
     fn count_use(&mut self, number: u32) -> usize {
         let at = number as usize;
         let before = self.count[at];
@@ -315,7 +317,7 @@ impl KvPolicy {
             if before > 0 {
                 self.kinds.again(before, Some(self.kind[at]).filter(|kind| *kind != NO_KIND));
             }
-            // Whoever comes begins with the first page, whatever was asked of it before.
+            // Every request begins with the first page, whatever the page's last request was.
             let kind = Some(self.request.0).filter(|_| !is_end && self.root != Some(number));
             self.kinds.used(count, kind);
             self.kind[at] = kind.unwrap_or(NO_KIND);
@@ -334,8 +336,8 @@ impl KvPolicy {
         self.state[number as usize] |= PENDING;
     }
 
-    /// A chain goes on from `number` to `to`. If all that came to `number` went another way, that is left for good: each turn of a
-    /// conversation is taken up from the newest.
+    /// A chain goes on from `number` to `to`. If all uses of `number` so far went on to another page, that way is left
+    /// for good: each turn of a conversation is taken up from the newest.
     fn goes_on(&mut self, number: u32, to: u32) {
         let left = std::mem::replace(&mut self.next[number as usize], to);
         let count = |number: u32| self.count.get(number as usize).copied();
@@ -343,7 +345,7 @@ impl KvPolicy {
             return;
         }
         let mut page = left;
-        // Links are taken as they are followed, so that the way ends even where users name pages twice.
+        // Following a link removes it, so that the loop ends even if a chain names a page twice.
         while let Some(next) = self.next.get_mut(page as usize) {
             let next = std::mem::replace(next, NONE);
             if self.classes.contains(page) && self.class_at(page) != FIRST {
@@ -354,7 +356,8 @@ impl KvPolicy {
         }
     }
 
-    /// Pages that are about to be used are the last of their class: what is missing does not come in their place.
+    /// Moves pages that are about to be used to the end of their class, so that missing pages of the same chain do not
+    /// come in their place.
     fn spare(&mut self, pages: &[PageId]) {
         let is_there = |page: &PageId| self.numbers.number(*page).is_some_and(|number| self.classes.contains(number));
         if pages.iter().all(is_there) {
@@ -388,8 +391,8 @@ impl Policy for KvPolicy {
         self.fit();
     }
 
-    /// The deepest page that was used before tells after what time the chain is taken up again. The first page does not:
-    /// often all chains begin with it.
+    /// Observes the gap after which the chain is taken up again: that of the deepest page used before. The first page
+    /// does not tell, because often all chains begin with it.
     fn chain(&mut self, pages: &[PageId]) {
         self.chains = true;
         let is_known = |number: &u32| self.count[*number as usize] > 0;
@@ -545,7 +548,7 @@ mod tests {
         assert!((360.0..=440.0).contains(&found), "{found}");
         let worth = Worth::new(found);
         let gaps = |class, age: f64| worth.of(class, (age * found) as u32) as f64 / found;
-        // Nothing is lost in the first gap, and then a half of the uses with each, and less later.
+        // In the first gap nothing is lost; then half of the uses with each gap, and later less.
         assert_eq!([gaps(ONCE, 0.0), gaps(ONCE, 1.0), gaps(ONCE + 8, 1.0)], [0.0, 0.0, 1.0]);
         for (age, lost) in [(1.1, 0.099), (2.0, 0.909), (4.0, 2.438), (16.0, 9.333)] {
             assert!((gaps(ONCE + 8, age) - 1.0 + lost).abs() < 0.02, "{age}: {}", gaps(ONCE + 8, age));
@@ -559,7 +562,7 @@ mod tests {
         policy.accessed(page(0));
         (1..40).for_each(|index| come(&mut policy, index));
         assert_eq!((0..39).map(|_| victim(&mut policy)).collect::<Vec<_>>(), (1..40).collect::<Vec<_>>());
-        // But not for ever: for as long as its second use is worth.
+        // But only for as long as its second use outweighs its age.
         (40..340).for_each(|index| come(&mut policy, index));
         let by_age = Worth::new(policy.gap.uses());
         let worth = by_age.of(ONCE + 8, policy.since(0));
@@ -582,11 +585,11 @@ mod tests {
         let mut policy = policy(40);
         run(&mut policy, &[0, 1, 2, 3, 4]);
         run(&mut policy, &[0, 1, 2, 3, 4, 5, 6]);
-        // It is taken up from before its end, in another way.
+        // The chain is taken up before its end, and goes another way.
         run(&mut policy, &[0, 1, 2, 8, 9]);
         assert_eq!([victim(&mut policy), victim(&mut policy)], [6, 3]);
         assert_eq!([victim(&mut policy), victim(&mut policy)], [4, 5]);
-        // Where many go different ways, none is left.
+        // Where several chains go different ways, none is left.
         run(&mut policy, &[0, 11, 12, 13]);
         run(&mut policy, &[0, 1, 2, 8, 19, 20]);
         assert_eq!([victim(&mut policy), victim(&mut policy)], [9, 13]);
@@ -625,10 +628,10 @@ mod tests {
                 kinds.again(1, Some(kind));
             }
         }
-        // Of 3 three quarters are used again, of 5 an eighth.
+        // Of the pages of kind 3, three quarters are used again; of kind 5, an eighth.
         let (more, less) = (kinds.bonus(3), kinds.bonus(5));
         assert!(more > 64 && less < -128, "{more} {less}");
-        // It is not believed at once.
+        // Few uses change little.
         let mut few = Kinds::new();
         (0..20).for_each(|_| few.used(1, Some(3)));
         assert!((-16..0).contains(&few.bonus(3)), "{}", few.bonus(3));
@@ -638,10 +641,10 @@ mod tests {
     fn the_unfinished_end_of_a_chain_goes_first() {
         let mut policy = policy(20);
         run(&mut policy, &[0, 1, 2]);
-        // It goes on where the end has become another page, with more in it.
+        // The chain goes on with another page in place of its end.
         run(&mut policy, &[0, 1, 3, 4]);
         assert_eq!([victim(&mut policy), victim(&mut policy), victim(&mut policy)], [2, 4, 3]);
-        // An end that comes a second time is the end of others too.
+        // An end that is used a second time is the end of several chains.
         run(&mut policy, &[0, 1, 4]);
         run(&mut policy, &[7, 8]);
         assert_eq!([victim(&mut policy), victim(&mut policy)], [8, 7]);

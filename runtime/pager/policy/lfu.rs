@@ -5,21 +5,21 @@ use super::{Policy, Take, Want, offer_each};
 use crate::ids::{PageId, SegmentId};
 use crate::numbers::{PageNumbers, fit};
 
-/// Evicts the page that was used least often since it came; of several, the one whose count is as it is for longest. A
-/// count is 63 at most. After ten times as many uses as there are frames, 4096 at least, all counts are halved, so that
-/// what was used often once does not stay for ever.
+/// Evicts the page with the fewest uses since it came; among equals, the one that has had its count for longest. A
+/// count is at most 63. After ten times as many uses as there are frames, but at least 4096, all counts are halved, so
+/// that a page that was once used often does not stay for ever.
 ///
 /// One queue for each count, as in K. Shah, A. Mitra and D. Matani, "An O(1) algorithm for implementing the LFU cache
 /// eviction scheme", 2010. Halving is the ageing of J. T. Robinson and M. V. Devarakonda, "Data cache management using
 /// frequency-based replacement", SIGMETRICS 1990; it takes the same few steps whatever the number of pages. A page that
-/// was filled ahead has the count 1 too, and its first use is the one it was filled for. 12 bytes a page.
+/// was filled ahead has the count 1 too; its first use does not raise it. 12 bytes a page.
 #[derive(Debug)]
 pub(super) struct LfuPolicy {
     numbers: PageNumbers,
     /// By page: its count when it was last used; [`PENDING`]; and, from bit [`AGE_SHIFT`] on, how often counts had been
-    /// halved then.
+    /// halved by then.
     state: Vec<u32>,
-    /// By count, those that have had it for longest first.
+    /// By count; in each list, the page that has had the count for longest is first.
     counts: Classes<COUNTS>,
     age: u32,
     uses: u64,
@@ -27,14 +27,14 @@ pub(super) struct LfuPolicy {
 }
 
 const COUNTS: usize = 64;
-/// Of a resident page: it was filled ahead and not used yet. Of another: it was missed, and comes.
+/// A resident page was filled ahead and not used yet; another page was missed and is on its way.
 const PENDING: u32 = COUNTS as u32;
 const COUNT: u32 = COUNTS as u32 - 1;
 const AGE_SHIFT: u32 = 7;
 const AGE_MAX: u32 = u32::MAX >> AGE_SHIFT;
 const PERIOD_MIN: u64 = 4096;
 
-/// The count that a state says, when counts have been halved `age` times.
+/// The count that `state` holds, after counts have been halved `age` times.
 fn count_of(state: u32, age: u32) -> usize {
     let halved = age - (state >> AGE_SHIFT);
     (state & COUNT).checked_shr(halved).unwrap_or(0) as usize
@@ -73,7 +73,7 @@ impl LfuPolicy {
         self.counts.remove(number, self.count(number));
     }
 
-    /// Puts a page that is in no list behind the others that have this count. It is not pending then.
+    /// Puts a page that is in no list behind the others with this count, and clears [`PENDING`].
     fn link(&mut self, number: u32, count: usize) {
         self.counts.push_last(number, count);
         self.state[number as usize] = self.age << AGE_SHIFT | count as u32;
@@ -88,7 +88,8 @@ impl LfuPolicy {
         self.counts.move_down(|count| count / 2);
     }
 
-    /// Ages are compared, so all begin again together. Once in 2^25 halvings this goes through all pages.
+    /// Starts ages again from 0, for all pages together, because ages are compared. Once in 2^25 halvings; goes through
+    /// all pages.
     fn rejuvenate(&mut self) {
         for number in 0..self.state.len() as u32 {
             let pending = self.state[number as usize] & PENDING;
@@ -180,7 +181,7 @@ mod tests {
     use super::*;
     use crate::ids::PageIndex;
 
-    /// Where ages begin again, every page keeps its count and its place.
+    /// When ages start again, every page keeps its count and its place.
     #[test]
     fn ages_begin_again_without_a_trace() {
         let page = |index| PageId { segment: SegmentId(0), index: PageIndex(index) };

@@ -1,5 +1,5 @@
-//! Policies that keep their pages in one line, and evict the first: all that differs is where a page goes that is used or
-//! comes.
+//! Policies that keep their pages in one line and evict the first. They differ only in where a page goes when it is
+//! used or comes.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -12,9 +12,9 @@ use crate::order::Order;
 pub trait LineRule: fmt::Debug + Send {
     /// The policy's name.
     const NAME: &'static str;
-    /// A page is used, resident or not.
+    /// A page is used; it may be resident or not.
     fn used(order: &mut Order, page: PageId);
-    /// A page is resident, and may have been before.
+    /// A page is resident; it may have been before.
     fn came(order: &mut Order, page: PageId);
 }
 

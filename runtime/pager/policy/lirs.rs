@@ -3,31 +3,31 @@
 use super::queues::{Queues, Rule, Ruled};
 use crate::links::{Links, List};
 
-/// Ranks pages by the recency of their last use but one: pages whose last two uses were near each other (LIR) keep
-/// nearly all the frames, the others (HIR) pass through a short queue, from which pages leave. A stack of all of them and
-/// of HIR pages that have left, in order of their last use, tells when a HIR page has become better than the worst LIR
-/// page: when it is used while it is in the stack, whose bottom is always LIR.
+/// Ranks pages by the recency of their last use but one. Pages whose last two uses were near each other (LIR) keep
+/// nearly all the frames. The others (HIR) pass through a short queue, from which pages leave. A stack holds all LIR
+/// pages and many HIR pages, resident or not, in order of their last use; its bottom is always LIR. A HIR page that is
+/// used while it is in the stack has become better than the LIR page at the bottom.
 ///
-/// S. Jiang and X. Zhang, "LIRS: an efficient low inter-reference recency set replacement policy to improve buffer cache
-/// performance", SIGMETRICS 2002. Parameters: HIR pages have a hundredth of the frames, one at least; the stack has twice
-/// as many pages as there are frames at most, beyond which what left longest ago is forgotten (the paper sets no limit).
-/// 17 bytes a page.
+/// S. Jiang and X. Zhang, "LIRS: an efficient low inter-reference recency set replacement policy to improve buffer
+/// cache performance", SIGMETRICS 2002. Parameters: HIR pages have a hundredth of the frames, but at least one. The
+/// stack has at most twice as many pages as there are frames; beyond that, the page that left longest ago is forgotten
+/// (the paper sets no limit). 17 bytes a page.
 pub(super) type LirsPolicy = Ruled<Lirs, 3>;
 
 /// Resident HIR pages, the next to leave first.
 const HIR: usize = 0;
-/// LIR pages, in no order: the stack has it.
+/// LIR pages, in no order: the stack has their order.
 const LIR: usize = 1;
 /// HIR pages that have left and are in the stack, in the order in which they left.
 const GHOST: usize = 2;
 
-/// It was in the stack when it was missed.
+/// The page was in the stack when it was missed.
 const AGAIN: u8 = 1;
 
 #[derive(Debug)]
 pub(super) struct Lirs {
     frames: u32,
-    /// How many pages are LIR.
+    /// How many pages may be LIR.
     lir: u32,
     links: Links,
     /// `S`, its bottom first.
@@ -55,7 +55,7 @@ impl Lirs {
         }
     }
 
-    /// Takes from the bottom what is not LIR.
+    /// Removes pages that are not LIR from the bottom of the stack.
     fn prune(&mut self, queues: &mut Queues<3>) {
         while let Some(bottom) = self.stack.first() {
             match queues.place(bottom) {
@@ -67,7 +67,7 @@ impl Lirs {
         }
     }
 
-    /// The page becomes LIR; if there are too many, the one at the bottom becomes HIR.
+    /// Makes the page LIR. If there are too many, the one at the bottom becomes HIR.
     fn promote(&mut self, queues: &mut Queues<3>, number: u32) {
         self.raise(number);
         queues.push_last(LIR, number);
@@ -153,7 +153,7 @@ impl Rule<3> for Lirs {
     }
 
     fn candidate(&mut self, queues: &mut Queues<3>) -> Option<u32> {
-        // LIR pages that are held aside are at the top: if there is another, the bottom is one.
+        // LIR pages that are held aside are at the top. So if any other LIR page exists, the bottom is one.
         queues.first(HIR).or_else(|| queues.first(LIR).and(self.stack.first()))
     }
 

@@ -4,8 +4,8 @@ use super::line::{Line, LineRule};
 use crate::ids::PageId;
 use crate::order::Order;
 
-/// Evicts the page that was used last: on a cycle larger than memory nearly the best there is, elsewhere nearly the
-/// worst.
+/// Evicts the page that was used last. Nearly the best policy on a cycle larger than memory, nearly the worst
+/// elsewhere.
 ///
 /// H.-T. Chou and D. J. DeWitt, "An evaluation of buffer management strategies for relational database systems", VLDB
 /// 1985. No parameters.

@@ -1,11 +1,11 @@
-//! Names of pages for whoever remembers uses: unlike numbers they are not given out again, so what is remembered of a
-//! segment that is gone means nobody, and nothing has to be looked through when it goes.
+//! Names of pages, for recorders that remember uses. Unlike numbers, names are not given out again. So names of a
+//! dropped segment's pages mean no page, and nothing has to be searched when a segment is dropped.
 
 use std::collections::BTreeMap;
 
 use crate::ids::{PageId, PageIndex, SegmentId};
 
-/// A few bytes for each segment; steps grow with the logarithm of how many there are.
+/// Takes a few bytes for each segment. Steps grow with the logarithm of the number of segments.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     /// By segment, the name of its first page; the others follow.
@@ -16,8 +16,8 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Names a segment's pages, of which all segments together have less than 2^32. Whether all names were given
-    /// anew, so that what was remembered is void: once in some 2^32 pages.
+    /// Names a segment's pages. All segments together have fewer than 2^32 pages. Returns whether all names were given
+    /// anew, so that remembered names are void: once in some 2^32 pages.
     #[must_use]
     pub(super) fn add(&mut self, segment: SegmentId, pages: u32) -> bool {
         self.remove(segment);
@@ -51,12 +51,12 @@ impl Names {
         }
     }
 
-    /// The name of a page of a segment that is there.
+    /// The name of a page of an existing segment.
     pub(super) fn name(&self, page: PageId) -> u32 {
         self.of_segment.get(page.segment.index()).map_or(0, |first| first.wrapping_add(page.index.0))
     }
 
-    /// Whose name it is, unless it is gone.
+    /// The page that has this name, unless it is gone.
     pub(super) fn page(&self, name: u32) -> Option<PageId> {
         let (first, (segment, pages)) = self.segments.range(..=name).next_back()?;
         (name - first < *pages).then_some(PageId { segment: *segment, index: PageIndex(name - first) })
@@ -83,7 +83,7 @@ mod tests {
         assert!(!names.add(SegmentId(2), 0));
         names.remove(SegmentId(2));
         assert_eq!(names.page(names.name(page(0, 9))), Some(page(0, 9)));
-        // When they have run out all are given anew.
+        // When names have run out, all are given anew.
         assert!(!names.add(SegmentId(3), u32::MAX - 100));
         names.remove(SegmentId(3));
         assert!(names.add(SegmentId(4), 1000));

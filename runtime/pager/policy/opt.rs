@@ -1,4 +1,4 @@
-//! The best any policy could have done: Belady's MIN on the recorded order of use.
+//! The most hits that any policy could have had: Belady's MIN on the recorded order of use.
 //!
 //! L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 
@@ -7,16 +7,16 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-/// What [`Trace::optimum`] found.
+/// The result of [`Trace::optimum`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Optimum {
-    /// Uses it covers: the first of the run, up to a fixed number.
+    /// The uses covered: the first of the run, up to a fixed number.
     pub uses: u64,
-    /// Uses that MIN would have found resident.
+    /// Uses that find their page resident under MIN.
     pub hits: u64,
-    /// Of the same uses, those that were [hits](crate::PagerStats::hits): what to compare with.
+    /// How many of the same uses were [hits](crate::PagerStats::hits), for comparison.
     pub actual_hits: u64,
-    /// Whether there were more uses than it covers.
+    /// Whether there were more uses than are covered.
     pub truncated: bool,
 }
 
@@ -32,11 +32,11 @@ impl Optimum {
     }
 }
 
-/// The order of use, bounded. A clone shares nearly all of it, so that it can be taken under the latch and looked at
+/// The order of use, bounded. A clone shares nearly all of its memory, so one can be taken under the latch and examined
 /// elsewhere.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
-    /// By page numbers. One that is given out again stands for another page; only the count of hits suffers.
+    /// Page numbers. A number that is given out again stands for another page; then only the count of hits is off.
     full: Vec<Arc<[u32]>>,
     last: Vec<u32>,
     hits: u64,
@@ -48,14 +48,14 @@ impl Trace {
     const LIMIT: usize = 1 << 18;
     const PART: usize = 1 << 12;
 
-    /// Whether no more uses are taken in; that there were some is noted.
+    /// Whether no more uses are recorded. If so, notes that there were more.
     pub(crate) fn is_full(&mut self) -> bool {
         let full = self.full.len() * Self::PART == Self::LIMIT;
         self.truncated |= full;
         full
     }
 
-    /// Adds a use, and whether it was a hit.
+    /// Records a use, and whether it was a hit.
     pub(crate) fn push(&mut self, page: u32, hit: bool) {
         if self.is_full() {
             return;
@@ -67,8 +67,8 @@ impl Trace {
         }
     }
 
-    /// Hits of MIN with `frames` frames, every missing page being brought in at its use. Takes time: 2^18 uses some tens
-    /// of milliseconds.
+    /// The hits of MIN with `frames` frames, if every missing page is brought in at its use. Takes some tens of
+    /// milliseconds for 2^18 uses.
     pub fn optimum(&self, frames: u32) -> Optimum {
         let pages: Vec<u32> = self.full.iter().flat_map(|part| part.iter()).chain(&self.last).copied().collect();
         let hits = min_hits(&pages, frames as usize);
@@ -76,32 +76,34 @@ impl Trace {
     }
 }
 
-/// MIN as it goes, told of each use when the page's next one is. It keeps a number for each frame and knows no pages.
+/// MIN, one use after the other. It is told the page's next use with each use; it keeps one number for each frame and
+/// knows no pages.
 #[derive(Debug)]
 pub struct Min {
     frames: usize,
     at: u64,
-    /// When the resident pages that are used again are, twice that, and one more for a dirty page.
+    /// For each resident page that is used again: twice the index of its next use, plus one if the page is dirty.
     next: BTreeSet<u64>,
-    /// How many resident pages are not: clean ones, and dirty ones.
+    /// How many resident pages are not used again: clean ones, and dirty ones.
     dead: [usize; 2],
     hits: u64,
     written_back: u64,
 }
 
 impl Min {
-    /// The next use of a page that has none.
+    /// The next use of a page that is not used again.
     pub const NEVER: u64 = u64::MAX;
 
-    /// An empty cache of so many frames.
+    /// An empty cache with this many frames.
     pub fn new(frames: usize) -> Self {
         Self { frames, at: 0, next: BTreeSet::new(), dead: [0; 2], hits: 0, written_back: 0 }
     }
 
-    /// The next use, whether it writes, and which one is the next of the same page; uses are counted from 0.
+    /// Makes the next use; uses are counted from 0. `next` is the next use of the same page, `write` whether this use
+    /// writes.
     pub fn used(&mut self, next: u64, write: bool) {
         let mut dirty = write;
-        // Every resident page's next use is this one or a later one, and only this page's is this one.
+        // No resident page's next use is before this one, and only this page's is this one.
         if let Some(found) = self.next.first().copied().filter(|found| found >> 1 == self.at) {
             self.next.pop_first();
             self.hits += 1;
@@ -119,7 +121,8 @@ impl Min {
         }
     }
 
-    /// Takes a frame, if there is one: whether its page was dirty. Of pages that are not used again clean ones go first.
+    /// Takes a frame, if there is one. Returns whether its page was dirty. Among pages that are not used again, clean
+    /// ones go first.
     fn evict(&mut self) -> bool {
         for (dirty, dead) in [false, true].into_iter().zip(&mut self.dead) {
             if let Some(fewer) = dead.checked_sub(1) {
@@ -135,13 +138,13 @@ impl Min {
         self.hits
     }
 
-    /// Pages that were evicted dirty.
+    /// How many pages were evicted dirty.
     pub const fn written_back(&self) -> u64 {
         self.written_back
     }
 }
 
-/// For each use, which one is the next of the same page, or [`Min::NEVER`]. Pages go by numbers.
+/// For each use, the next use of the same page, or [`Min::NEVER`]. Pages go by numbers.
 pub fn next_uses(order: &[u32]) -> Vec<u64> {
     let mut next = vec![Min::NEVER; order.len()];
     let mut seen: HashMap<u32, u64> = HashMap::new();
@@ -151,8 +154,9 @@ pub fn next_uses(order: &[u32]) -> Vec<u64> {
     next
 }
 
-/// Uses of `order` that MIN finds resident with `frames` frames, every missing page being brought in at its use: of all
-/// policies that know only a page at a time, none has more. Pages go by numbers. Takes O(n log frames) steps for `n` uses.
+/// How many uses of `order` find their page resident under MIN with `frames` frames, if every missing page is brought
+/// in at its use. No policy that brings in one page at a time has more hits. Pages go by numbers. Takes O(n log frames)
+/// steps for `n` uses.
 pub fn min_hits(order: &[u32], frames: usize) -> u64 {
     let mut min = Min::new(frames);
     next_uses(order).into_iter().for_each(|next| min.used(next, false));
@@ -174,7 +178,7 @@ mod tests {
         assert_eq!(min_hits(&three, 0), 0);
     }
 
-    /// What comes of MIN if each frame's page is looked at: hits and pages written back.
+    /// MIN with a look at each frame's page: hits, and pages written back.
     fn with_pages(uses: &[(u32, bool)], frames: usize) -> (u64, u64) {
         let mut resident: Vec<(u32, bool)> = Vec::new();
         let (mut hits, mut written) = (0, 0);
@@ -186,7 +190,7 @@ mod tests {
             }
             if resident.len() == frames {
                 let next = |page: u32| uses[at..].iter().position(|used| used.0 == page).unwrap_or(usize::MAX);
-                // Of those never used again, a clean one.
+                // Of pages that are never used again, a clean one.
                 let last = (0..frames).max_by_key(|frame| (next(resident[*frame].0), !resident[*frame].1)).unwrap();
                 written += u64::from(resident.remove(last).1);
             }

@@ -1,8 +1,8 @@
-//! The resident pages that no followed plan names, while one is followed: the least recently used goes first.
+//! The resident pages that no followed plan names, while a plan is followed: the least recently used goes first.
 //!
-//! A search costs what it skips, and a page that was skipped, most likely because it is pinned, is skipped once: it
-//! is *held*, and offered again by turns, a few at each search, and with all others before one that somebody waits
-//! for is given up.
+//! A search costs as many steps as it skips pages. So a page that was skipped, most likely because it is pinned, is
+//! *held*: each later search offers a few held pages, in turn. A search for a request that waits offers all of them
+//! before it gives up.
 
 use smallvec::SmallVec;
 
@@ -12,19 +12,19 @@ use crate::ids::PageId;
 use crate::links::{Links, List};
 use crate::numbers::PageNumbers;
 
-/// 8 bytes for each page that exists, once there was a page outside of a plan.
+/// 8 bytes for each page that exists, from the first page outside of a plan on.
 #[derive(Debug)]
 pub(super) struct Outside {
     links: Links,
-    /// In order of use: held pages, which are those before `next`, and the others.
+    /// In order of use: the held pages, which are those before `next`, then the others.
     list: List,
-    /// The first that was not skipped since it was used or came.
+    /// The first page that was not skipped since it was used or came.
     next: Option<u32>,
-    /// The held page that is offered again before the others are; `next` or none after the last.
+    /// The next held page to offer again; if it is `next` or `None`, the first one is.
     returning: Option<u32>,
 }
 
-/// What a search has offered of the held pages, and where those ended.
+/// The held pages that a search has offered, and the first page behind the held ones.
 #[derive(Debug)]
 pub(super) struct Offered {
     again: SmallVec<[u32; RETURNING]>,
@@ -51,7 +51,7 @@ impl Outside {
         }
     }
 
-    /// Takes in a page, as the one used last; it may be there. Numbers are below `end`.
+    /// Adds a page, as the one used last; it may be in the list already. Numbers are below `end`.
     pub(super) fn insert(&mut self, number: u32, end: usize) {
         self.remove(number);
         if self.list.len == 0 {
@@ -60,7 +60,7 @@ impl Outside {
         self.append(number);
     }
 
-    /// Takes in a page that is not there.
+    /// Adds a page that is not in the list.
     fn append(&mut self, number: u32) {
         self.links.push_last(&mut self.list, number);
         self.next = self.next.or(Some(number));
@@ -79,7 +79,7 @@ impl Outside {
         self.links.remove(&mut self.list, number);
     }
 
-    /// If the page is there, it is the one used last.
+    /// If the page is in the list, it is now the one used last.
     pub(super) fn touch(&mut self, number: u32) {
         if self.contains(number) {
             self.remove(number);
@@ -102,7 +102,7 @@ impl Outside {
         take: &mut dyn FnMut(PageId) -> Take,
     ) -> (Result<Option<PageId>, Stopped>, Offered) {
         if want == Want::Memory {
-            // What is skipped may be what would have to be copied: that says nothing of its use.
+            // A search for memory also skips dirty pages: a skip does not mean that the page is in use.
             let offered = Offered { again: SmallVec::new(), end: self.list.first() };
             return (offer_each(self.links.numbers(&self.list), numbers, take), offered);
         }

@@ -1,42 +1,50 @@
 //! Following plans: the orders in which pages will be used, declared or recognised.
 //!
-//! A plan is followed by walkers: passes in progress, each at its own place. Uses that no walker was named for are the
-//! default walker's. Walkers that declare the same order, or are seen to use pages in an order that is known, follow one
-//! plan.
+//! Walkers follow a plan: passes in progress, each at its own place. Uses without a named walker are the default
+//! walker's. Walkers that declare the same order, or that are seen to use pages in a known order, follow one plan.
 //!
 //! # Which pages stay
 //!
 //! On a cycle of `n` pages with `m < n` frames, evicting the page whose next use is farthest (Belady) is optimal for
-//! faults on demand. With fills ahead of use it is not enough: a filler that always fetches the next missing page
-//! replaces each page right after its use and moves all `n` pages every pass, and a resident block of consecutive pages
-//! leaves the disk idle while it is computed on. So the frames are divided: `s` of them stream, the other `m - s` keep
-//! pages for good, chosen so that the streamed pages lie evenly among them. Each pass then moves `n - (m - s)` pages,
-//! and every stall can hide behind resident compute. Pages used more than once a cycle are kept first.
+//! faults on demand. With fills ahead of use it is not enough. A filler that always fetches the next missing page
+//! replaces each page right after its use, and moves all `n` pages every pass. And a resident block of consecutive
+//! pages leaves the disk idle while it is computed on. So the frames are divided: `s` of them stream, the other `m - s`
+//! keep pages for good, chosen so that the streamed pages lie evenly among them. Each pass then moves `n - (m - s)`
+//! pages, and every stall can hide behind resident compute. Pages used more than once a cycle are kept first.
 //!
-//! Behind each walker there is a gap: the pages it has used and that the next walker behind it has still to use. To keep all
-//! pages of a gap takes as many frames as the gap is long, and saves the next walker all of its fills. So gaps are kept
-//! whole, the shortest in time first, as long as frames last; in the first that does not fit (the *marginal* one) a part of the
-//! pages is kept, evenly spread as above; what is used later than that is not kept. One walker alone has one gap, the whole
-//! cycle. Walkers that are close together have one long gap behind the last of them, and short ones between them.
+//! Behind each walker there is a gap: the pages that it has used and that the next walker behind it has still to use.
+//! Keeping all pages of a gap takes as many frames as the gap has pages, and saves the next walker all of its fills. So
+//! gaps are kept whole, the shortest in time first, as long as frames last. Of the first gap that does not fit (the
+//! *marginal* one) a part of the pages is kept, evenly spread as above. Pages that are used later than that are not
+//! kept. A walker alone has one gap, the whole cycle. Walkers that are close together have one long gap behind the last
+//! of them, and short gaps between them.
 //!
 //! # Which page goes
 //!
-//! In this order: pages that no followed plan names, least recently used first; pages that are used later than those of the
-//! marginal gap; streamed pages of the marginal gap; kept ones; and the rest; of each, those with the farthest next use by any
-//! walker first; last of all, a page that two tensors share of which a walker has used the first. A fill ahead of use never takes a page that is used sooner than what it fills, and never a kept page for a
+//! In this order; within groups 2 to 5, pages with the farthest next use by any walker go first:
+//!
+//! 1. pages that no followed plan names, least recently used first;
+//! 2. pages that are used later than those of the marginal gap;
+//! 3. streamed pages of the marginal gap;
+//! 4. kept pages of the marginal gap;
+//! 5. pages of gaps that are kept whole;
+//! 6. a page that two tensors share, if a walker has used only the first of the two.
+//!
+//! A fill ahead of use never takes a page that is used sooner than the page it fills, and never a kept page for a
 //! streamed one.
 //!
-//! Where nothing is filled ahead and there is no host tier, no page is kept: all go by farthest next use.
+//! Where nothing is filled ahead and there is no host tier, no page is kept: all pages go by farthest next use.
 //!
 //! # When the order changes
 //!
-//! Each use is compared with the one that is expected of its walker. Small skips move its place; strays are ignored; a new
-//! position that holds for a few uses is taken over. When most uses are unexpected the walker is suspended, and its place
-//! counts for nothing, until either a few uses in a row follow the plan again, or it is seen to follow another plan, or its
-//! recorder has recognised a new cycle. While no walker follows any plan, pages leave in LRU order and nothing is filled ahead.
+//! Each use is compared with the one that is expected of its walker. A small skip moves the walker's place. Strays are
+//! ignored. A new position that holds for a few uses is taken over. When most uses are unexpected the walker is
+//! suspended, and its place is ignored. That ends when a few uses in a row follow the plan again, when the walker is
+//! seen to follow another plan, or when its recorder has recognised a new cycle. While no walker follows a plan, pages
+//! leave in LRU order and nothing is filled ahead.
 //!
-//! A walker's speed is the share of all uses that are its own, of late. One that makes none stands still, and counts for
-//! nothing until it goes on.
+//! A walker's speed is its recent share of all uses. A walker without uses stands still, and is ignored until it goes
+//! on.
 
 use std::collections::BinaryHeap;
 
@@ -54,19 +62,20 @@ use crate::bits::Bits;
 use crate::ids::{PageId, SegmentId, WalkerId};
 use crate::order::Order;
 
-/// Cycles of a plan that nobody declared which are remembered; twice as many each time that one ends, up to so many.
+/// How many cycles of a recognised plan are followed before its uses are no longer recorded. Doubled each time that the
+/// walker strays from such a plan, up to `DOUBT_MAX`.
 const DOUBT: u64 = 4;
 const DOUBT_MAX: u64 = 1 << 10;
-/// Frames beyond the lookahead and one unit that streaming keeps, for uses the plan does not name.
+/// Frames that streaming keeps beyond the lookahead and one unit, for uses that the plan does not name.
 const STREAM_SLACK: u32 = 2;
-/// Plans kept that nobody follows any more: the next pass over a model need not be learned anew.
+/// How many plans without walkers are kept, so that the next pass need not be learned again.
 const LEFT: usize = 4;
-/// Uses after which speeds are looked at: an eighth of all planned pages, within these bounds.
+/// Uses between looks at speeds: an eighth of all planned pages, within these bounds.
 const EPOCH_MIN: u64 = 64;
 const EPOCH_MAX: u64 = 1 << 16;
 /// The speed of a walker that makes every use.
 const FULL_SPEED: u64 = 1 << 16;
-/// The weight of a walker of full speed: so fine are speeds told apart.
+/// The weight of a walker of full speed: the resolution of speeds.
 const FULL_WEIGHT: u64 = 1 << 4;
 
 /// Follows the orders in which pages will be used, declared or recognised; falls back to least recently used.
@@ -80,25 +89,24 @@ pub struct PlanPolicy {
     recency: Order,
     names: Names,
     plans: Slab<Active>,
-    /// Those of them that no plan of `followed` names.
+    /// The resident pages that no plan of `followed` names.
     outside: Outside,
-    /// The plans that were followed when a page was last sought; none if one of them is gone.
+    /// The plans that were followed at the last search for a page; `None` if one of them is gone.
     followed: Option<SmallVec<[usize; 8]>>,
     /// Pages filled ahead and not used yet, by number.
     ahead: Bits,
-    /// Whether pages may have been filled ahead for a walker that has passed them since, or of which it is no longer known where
-    /// it is.
+    /// Whether pages may be filled ahead for a walker that has passed them, or whose place is not known.
     astray: bool,
-    /// By their ids, the default walker first.
+    /// Sorted by id: the default walker is first.
     walkers: Vec<Walk>,
-    /// The one that uses belong to now.
+    /// The walker that uses belong to now.
     current: usize,
-    /// Uses since speeds were looked at; only counted where there are several walkers.
+    /// Uses since the last look at speeds; counted only while there are several walkers.
     uses: u64,
     epoch: u64,
-    /// Plans that were left so far.
+    /// How many plans have been left so far.
     left: u64,
-    /// Uses that each walker's recorder may remember.
+    /// How many uses each walker's recorder may remember.
     share: usize,
 }
 
@@ -108,16 +116,17 @@ struct Walk {
     id: WalkerId,
     plan: Option<usize>,
     recorder: CycleRecorder,
-    /// How many cycles of a recognised plan have to be followed before uses are no longer remembered. Until then it may be
-    /// a part of a longer cycle which repeats within it.
+    /// How many cycles of a recognised plan the walker has to follow before its uses are no longer recorded. Until then
+    /// the plan may be a part of a longer cycle, repeated within it.
     doubt: u64,
-    /// Of a walker that follows none: the plan and the position of its last use, and how many before it came in that order.
+    /// For a walker that follows no plan: the plan and the position of its last use, and how many uses in a row came in
+    /// that order.
     lead: Option<(usize, usize, u32)>,
-    /// Of late, its share of all uses, of [`FULL_SPEED`].
+    /// The walker's recent share of all uses, in parts of [`FULL_SPEED`].
     speed: u64,
-    /// Uses since speeds were looked at.
+    /// Uses since the last look at speeds.
     uses: u64,
-    /// Whether its uses may come to be recorded: not while it follows a plan that was declared, and has always done so.
+    /// Whether the walker's uses may be recorded: not while it follows a declared plan and has never strayed from it.
     records: bool,
 }
 
@@ -128,49 +137,48 @@ impl Walk {
     }
 }
 
-/// Where the gaps behind walkers are divided, by the distance of the pages at their ends.
+/// How gaps behind walkers are divided, by the distance of the page at the end of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Bounds {
-    /// Gaps up to here are kept whole.
+    /// Gaps up to this distance are kept whole.
     whole: u64,
-    /// The marginal gap ends here; [`NEVER`] if none is longer.
+    /// The distance at which the marginal gap ends; [`NEVER`] if no gap is longer.
     marginal: u64,
-    /// The plan the marginal gap is in, and how many of its pages are to be kept.
+    /// The marginal gap's plan, and how many of the plan's pages are to be kept.
     keeps: Option<(usize, usize)>,
 }
 
-/// A page that may go. The greatest goes first.
+/// A page that may go. The greatest candidate goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     rank: u8,
     distance: u64,
-    /// Its place among the plans that are followed.
+    /// The index of its plan among the followed plans.
     nth: usize,
     position: usize,
     stretch: Stretch,
 }
 
-/// The plans that are followed, and where their walkers stand.
+/// The followed plans, and where their walkers stand.
 type Followed = SmallVec<[(usize, Standing); 2]>;
 
-/// A search for a page that may go, by where all walkers are.
+/// A search for a page that may go, by the places of all walkers.
 #[derive(Debug)]
 struct Search {
     bounds: Bounds,
-    /// Pages that are used so soon, or sooner, do not go.
+    /// Pages with this distance or less do not go.
     floor: Option<u64>,
     for_kept: bool,
-    /// Pages that a walker is about to use once more.
+    /// Pages that a walker is about to use a second time.
     staying: SmallVec<[u32; 8]>,
-    /// The plans of pages that could not be taken, by their place among those followed, and their positions.
+    /// Pages that could not be taken: the index of the plan among the followed ones, and the position.
     skipped: Vec<(usize, usize)>,
-    /// The same of positions at which pages are not used next: by now they are used sooner at another one, or by
-    /// another plan.
+    /// The same, of positions at which the page is not used next: another position or another plan now uses it sooner.
     misplaced: Vec<(usize, usize)>,
 }
 
 impl Bounds {
-    /// The one of the highest rank goes first; of one rank, that of the greatest distance.
+    /// The rank of a page: the highest goes first, and within a rank the greatest distance.
     fn rank(&self, distance: u64, kept: bool) -> u8 {
         match distance {
             later if later > self.marginal => 3,
@@ -181,15 +189,15 @@ impl Bounds {
     }
 }
 
-/// The most pages of one unit that are streamed, when `frames` of `pages` are resident and the streamed lie evenly among
-/// the kept.
+/// The most pages of one unit that are streamed, if `frames` of `pages` are resident and the streamed pages lie evenly
+/// among the kept ones.
 fn streamed_of_unit(unit: u32, frames: u32, pages: u32) -> u32 {
     let streamed = u64::from(unit) * u64::from(pages - frames.min(pages)) / u64::from(pages.max(1));
     (streamed as u32 + 2).min(unit)
 }
 
-/// How many pages stay for good, of a plan that names `pages`, with `frames` in the device tier, fills that start
-/// `lookahead` pages ahead, and requests that pin `unit` pages at most. The others stream.
+/// How many pages of a plan that names `pages` stay for good, with `frames` in the device tier, fills that start
+/// `lookahead` pages ahead, and requests that pin at most `unit` pages. The other pages stream.
 fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     if pages <= frames {
         return frames;
@@ -198,9 +206,9 @@ fn stay(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     frames.saturating_sub(streaming)
 }
 
-/// How many pages a pass finds resident, of one that uses each of `pages` once and nothing else: those that
-/// stay, and what the frames hold that streaming keeps for uses the plan does not name. Where those do not come, the
-/// pages used longest ago remain in them, and these are the ones that come next.
+/// How many pages a pass finds resident if it uses each of `pages` once and nothing else: the pages that stay, and the
+/// pages in the frames that streaming keeps for uses that the plan does not name. Without such uses these frames hold
+/// the pages used longest ago, which are the next to be used.
 pub fn found(frames: u32, pages: u32, lookahead: u32, unit: u32) -> u32 {
     let stay = stay(frames, pages, lookahead, unit);
     if stay < frames { (stay + STREAM_SLACK).min(frames) } else { stay }
@@ -212,7 +220,7 @@ fn none_names(plans: &Slab<Active>, of: &[usize], number: u32) -> bool {
 }
 
 impl PlanPolicy {
-    /// Without a plan.
+    /// Makes a policy without a plan.
     pub fn new() -> Self {
         let share = CycleRecorder::share(1);
         Self {
@@ -236,7 +244,7 @@ impl PlanPolicy {
         }
     }
 
-    /// The only place that is known of any walker, if there is one only: its plan, and which of its places.
+    /// If the place of exactly one walker is known: its plan, and its index among the plan's places.
     fn alone(&self) -> Option<(usize, usize)> {
         let mut known = self.plans.iter().flat_map(|(plan, active)| {
             let places = active.places.iter().enumerate().filter(|(_, place)| place.is_known());
@@ -246,14 +254,13 @@ impl PlanPolicy {
         known.next().is_none().then_some(first)
     }
 
-    /// Whether pages are kept at all: where nothing is filled ahead, and no tier holds what others lack, Belady's rule alone
-    /// is best.
+    /// Whether Belady's rule alone is best, so that no page is kept: nothing is filled ahead and there is no host tier.
     fn on_demand(&self) -> bool {
         self.lookahead == 0 && self.host_frames == 0
     }
 
-    /// Plans and walkers in them have come or gone, or sizes have changed: chooses the pages that stay. Where several
-    /// walkers go, a difference of no more than a sixteenth of a plan is `tolerated`.
+    /// Chooses the pages that stay, after plans, walkers or sizes have changed. With several walkers, a change of at
+    /// most a sixteenth of a plan is `tolerated`.
     fn divide_all(&mut self, tolerated: bool) {
         let alone = self.alone();
         let bounds = self.bounds(&self.standing());
@@ -273,15 +280,15 @@ impl PlanPolicy {
         }
     }
 
-    /// Of the plans that are followed, where their walkers stand.
+    /// Where the walkers of the followed plans stand.
     fn standing(&self) -> Followed {
         let all = self.plans.iter().map(|(plan, active)| (plan, active.standing()));
         all.filter(|(_, standing)| !standing.is_empty()).collect()
     }
 
-    /// Which gaps behind walkers can be kept.
+    /// Which gaps behind walkers are kept.
     fn bounds(&self, followed: &Followed) -> Bounds {
-        // Its distance, how many pages it has, and its plan.
+        // For each gap: its distance, how many pages it has, and its plan.
         let mut gaps: SmallVec<[(u64, usize, usize); 16]> = SmallVec::new();
         for (plan, standing) in followed {
             gaps.extend(standing.gaps().map(|(distance, pages)| (distance, pages, *plan)));
@@ -307,7 +314,7 @@ impl PlanPolicy {
         Bounds { whole: NEVER, marginal: NEVER, keeps: None }
     }
 
-    /// The current walker follows this order from here on: the plan, and where in it that is.
+    /// Makes the current walker follow this order from here on. Returns the plan, and the position in it.
     fn follow(&mut self, steps: Steps, declared: bool) -> Option<(usize, usize)> {
         let known = self.plans.iter().find_map(|(plan, active)| Some((plan, active.beginning_of(&steps)?)));
         let found = known.or_else(|| {
@@ -325,14 +332,14 @@ impl PlanPolicy {
         found
     }
 
-    /// The current walker is told of an order, and of nothing else.
+    /// Forgets the current walker's recorded uses: its order is declared now.
     fn begin_anew(&mut self) {
         let walk = &mut self.walkers[self.current];
         walk.recorder.clear();
         walk.doubt = DOUBT;
     }
 
-    /// Tells a new plan what is resident.
+    /// Files the resident pages in a new plan.
     fn file_all(&self, active: &mut Active) {
         let standing = active.standing();
         step(self.recency.len());
@@ -341,8 +348,8 @@ impl PlanPolicy {
         }
     }
 
-    /// The current walker is at this position of a plan. The one it has followed is `gone` for good, if nobody else
-    /// follows it.
+    /// Puts the current walker at this position of a plan. The plan that it leaves is removed if it is `gone` for good
+    /// and has no other walker.
     fn join(&mut self, plan: usize, position: usize, gone: bool) {
         self.take_out(self.current, gone, Some(plan));
         let walk = &mut self.walkers[self.current];
@@ -360,7 +367,7 @@ impl PlanPolicy {
         self.plans[plan].settle();
     }
 
-    /// A walker no longer follows its plan. One that nobody follows is kept for the next who does, unless it is `gone` for good.
+    /// Takes a walker out of its plan. A plan without walkers is kept for the next one, unless it is `gone` for good.
     fn leave(&mut self, walker: usize, gone: bool) {
         if self.walkers[walker].plan.is_some() {
             self.take_out(walker, gone, None);
@@ -368,7 +375,7 @@ impl PlanPolicy {
         }
     }
 
-    /// Walkers whose plans have nothing left to say to them leave these.
+    /// Takes walkers out of plans that they have finished.
     fn leave_ended(&mut self) {
         for walker in 0..self.walkers.len() {
             let walk = &self.walkers[walker];
@@ -382,7 +389,8 @@ impl PlanPolicy {
         }
     }
 
-    /// Takes a walker out of its plan, which stays if it is to be `kept`.
+    /// Takes a walker out of its plan. A plan without walkers is removed if it is `gone` or no cycle, unless it is
+    /// `kept`.
     fn take_out(&mut self, walker: usize, gone: bool, kept: Option<usize>) {
         let walk = &mut self.walkers[walker];
         let Some(plan) = walk.plan.take() else { return };
@@ -401,7 +409,7 @@ impl PlanPolicy {
         }
     }
 
-    /// Walkers have joined plans or left them.
+    /// Walkers have joined plans or left them: adjusts weights, plans and shares.
     fn walkers_changed(&mut self) {
         self.weigh();
         self.forget_left();
@@ -409,8 +417,7 @@ impl PlanPolicy {
         self.divide_all(true);
     }
 
-    /// Divides what recorders may remember among the walkers that may have something to record: whenever their number
-    /// changes.
+    /// Divides the recorders' memory among the walkers that may have uses to record. Called when their number changes.
     fn share_memory(&mut self) {
         let share = CycleRecorder::share(self.walkers.iter().filter(|walk| walk.records).count());
         if share != self.share {
@@ -439,12 +446,12 @@ impl PlanPolicy {
         }
     }
 
-    /// Where a walker is among all, or would be.
+    /// The index of a walker, or where it would be.
     fn find_walker(&self, walker: WalkerId) -> Result<usize, usize> {
         self.walkers.binary_search_by_key(&walker, |walk| walk.id)
     }
 
-    /// The current walker, which stood still, is taken to go as fast as the others.
+    /// The current walker stood still: assume that it goes as fast as the others.
     fn set_off(&mut self) {
         let moving = self.walkers.iter().filter(|walk| walk.speed > 0).count() as u64;
         let walk = &mut self.walkers[self.current];
@@ -466,7 +473,7 @@ impl PlanPolicy {
         places.filter(|place| !place.suspended).map(|place| (place.walker, place.weight)).collect()
     }
 
-    /// What a step of each walker is worth, by its speed.
+    /// Sets the weight of each walker's place, by its speed.
     fn weigh(&mut self) {
         let mut changed: SmallVec<[usize; 8]> = SmallVec::new();
         for walk in &self.walkers {
@@ -486,7 +493,7 @@ impl PlanPolicy {
         }
     }
 
-    /// Counts a use of the current walker, where there are several.
+    /// Counts a use of the current walker, if there are several.
     fn count(&mut self) {
         if self.walkers.len() == 1 {
             return;
@@ -514,7 +521,7 @@ impl PlanPolicy {
         self.follow_gaps(planned as usize / 16);
     }
 
-    /// Chooses the pages that stay in the marginal gap, if that would make a difference of more than so many.
+    /// Chooses anew the pages that stay in the marginal gap, if their number changes by more than `slack`.
     fn follow_gaps(&mut self, slack: usize) {
         if let Some((plan, keeps)) = self.bounds(&self.standing()).keeps {
             let active = &mut self.plans[plan];
@@ -524,7 +531,8 @@ impl PlanPolicy {
         }
     }
 
-    /// Whether the current walker, which follows no plan, is seen to follow one: then it is in it.
+    /// If the current walker, which follows no plan, is seen to follow a known one, it joins that plan. Returns whether
+    /// it did.
     fn finds_a_plan(&mut self, number: u32) -> bool {
         let walk = &mut self.walkers[self.current];
         let next = walk.lead.filter(|(plan, position, _)| {
@@ -554,7 +562,7 @@ impl PlanPolicy {
         plans.find(|active| active.names(number) && active.is_followed())
     }
 
-    /// In how many uses, of all walkers, one of them uses the page; and in which of the plans that are followed.
+    /// After how many uses of all walkers one of them uses the page, and the index of its plan among the followed ones.
     fn distance(&self, number: u32, followed: &Followed) -> Option<(u64, usize)> {
         let named = followed.iter().enumerate().filter(|(_, (plan, _))| self.plans[*plan].names(number));
         named.map(|(nth, (plan, standing))| (standing.distance(self.plans[*plan].positions(number)), nth)).min()
@@ -565,7 +573,7 @@ impl PlanPolicy {
         self.planned(number).and_then(|active| active.keep(number))
     }
 
-    /// Has what is outside of followed plans listed.
+    /// Lists the resident pages outside of followed plans, unless that list is up to date.
     fn find_outside(&mut self) {
         let is_followed = |(plan, active): (usize, &Active)| active.is_followed().then_some(plan);
         let followed = self.plans.iter().filter_map(is_followed);
@@ -584,12 +592,12 @@ impl PlanPolicy {
         self.followed = Some(followed);
     }
 
-    /// Whether the page belongs in the list of those outside of followed plans, as far as that is kept.
+    /// Whether the page belongs in the list of pages outside of followed plans, if that list exists.
     fn is_outside(&self, number: u32) -> bool {
         self.followed.as_ref().is_some_and(|followed| none_names(&self.plans, followed, number))
     }
 
-    /// Offers pages of plans by where all walkers are.
+    /// Offers pages of plans by the places of all walkers.
     fn victim_of_all(
         &mut self,
         want: Want,
@@ -602,7 +610,7 @@ impl PlanPolicy {
             Want::Planned(page) => Some(self.recency.numbers().number(page)),
             _ => None,
         };
-        // What is to be filled, by its distance, and whether it may take a kept page's frame.
+        // The distance of the page to be filled, and whether it may take a kept page's frame.
         let (floor, for_kept) = match number {
             None => (None, want != Want::Hint),
             Some(number) => match number.and_then(|number| Some((number, self.distance(number, &followed)?))) {
@@ -624,7 +632,7 @@ impl PlanPolicy {
         let mut search = Search { bounds, floor, for_kept, staying, skipped, misplaced };
         let mut found = self.search(&followed, &mut search, take);
         if must && matches!(found, Ok(None)) && !search.misplaced.is_empty() {
-            // They have their right place now.
+            // Misplaced pages have been filed anew.
             found = self.search(&followed, &mut search, take);
         }
         if must && matches!(found, Ok(None)) {
@@ -661,7 +669,7 @@ impl PlanPolicy {
             candidates.extend(standing.stretches().filter_map(|stretch| next(nth, stretch)));
         }
         misplaced.clear();
-        // An earlier search may have offered them.
+        // An earlier search may have offered these.
         skipped.sort_unstable();
         let before = skipped.len();
         let mut found = Ok(None);
@@ -692,8 +700,8 @@ impl PlanPolicy {
         found
     }
 
-    /// Offers, in no order, the pages that no search offers: those that could not be taken at earlier ones, and those that
-    /// are `staying` because their walkers are about to use them once more. Each once, however many plans name it.
+    /// Offers, in no order, the pages that `search` does not offer: held pages, and pages in `staying`, which walkers
+    /// are about to use once more. Each page is offered once, however many plans name it.
     fn victim_held(
         &self,
         followed: &Followed,
@@ -711,7 +719,7 @@ impl PlanPolicy {
         offer_each(staying.chain(held), numbers, take)
     }
 
-    /// Pages of plans, where walkers are known to be.
+    /// Offers pages of plans by the known places of walkers.
     fn victim_planned(
         &mut self,
         want: Want,
@@ -736,8 +744,8 @@ impl PlanPolicy {
         found
     }
 
-    /// What was filled ahead for a walker that has passed it, or is not known to be anywhere any more, is no longer ahead of
-    /// anybody, unless another walker comes to it.
+    /// Pages filled ahead for a walker that has passed them, or whose place is not known, do not count as ahead, unless
+    /// another walker comes to them.
     fn drop_astray(&mut self) {
         if !std::mem::take(&mut self.astray) || self.ahead.len() == 0 {
             return;
@@ -770,7 +778,7 @@ impl Policy for PlanPolicy {
     }
 
     fn unit(&mut self, pages: u32) {
-        // A unit the size of the memory would leave nothing to keep; what it needs, it takes on demand.
+        // A unit as large as the memory would leave nothing to keep. A larger request takes what it needs on demand.
         let pages = pages.min((self.frames / 4).max(1));
         if pages > self.unit {
             self.unit = pages;
@@ -805,7 +813,7 @@ impl Policy for PlanPolicy {
             self.share_memory();
         }
         if self.walkers.len() == 1 {
-            // Nobody is left to compare it with.
+            // There is no other walker to compare its speed with.
             self.walkers[0].speed = FULL_SPEED;
             self.weigh();
             self.divide_all(true);
@@ -825,7 +833,7 @@ impl Policy for PlanPolicy {
             let active = &mut self.plans[plan];
             let followed = !active.places[at].suspended;
             if active.names(number) {
-                // What it skips may have been filled for it, or be on its way still.
+                // Pages that the walker skips may have been filled for it, or be on their way.
                 self.astray |= active.advance(at, number);
             } else {
                 active.places[at].judge(false);
@@ -925,7 +933,7 @@ impl Policy for PlanPolicy {
         if !self.has_plan() {
             return self.recency.offer_for(want, take);
         }
-        // What nobody waits for is not worth a look at everything.
+        // A frame for which no request waits is not worth a look at all pages.
         let must = matches!(want, Want::Demand | Want::Room | Want::Memory);
         self.find_outside();
         let (mut found, offered) = self.outside.offer(want, self.recency.numbers(), take);
@@ -959,7 +967,7 @@ impl Policy for PlanPolicy {
         let numbers = self.recency.numbers();
         let pages = order.iter().flat_map(|run| run.pages());
         let steps = Steps::new(pages.filter_map(|page| numbers.number(page)), cyclic);
-        // Of pages that are not there yet it would be known no more by the runs when they are.
+        // If some of the pages do not exist yet, the same runs will name more pages once they do.
         let all = steps.of == order.iter().map(|run| run.count as usize).sum::<usize>();
         if let Some((plan, start)) = self.follow(steps, true).filter(|_| all) {
             self.plans[plan].declared_as(order, start);
@@ -1058,7 +1066,7 @@ mod tests {
         policy
     }
 
-    /// The plan the only walker follows, unless it is suspended.
+    /// The plan that the only walker follows, unless it is suspended.
     fn own(policy: &PlanPolicy) -> Option<&Active> {
         policy.plans.iter().map(|(_, active)| active).find(|active| active.is_followed())
     }
@@ -1115,8 +1123,7 @@ mod tests {
         fills
     }
 
-    /// A page that was held aside, because it could not be taken, was counted once more when it was told of again, and pages
-    /// that the plan does not name were not offered.
+    /// A held page that was reported again was counted twice, and pages that the plan does not name were not offered.
     #[test]
     fn regression_a_page_that_is_told_of_twice_is_counted_once() {
         let mut policy = policy();
@@ -1132,8 +1139,8 @@ mod tests {
         );
     }
 
-    /// A page that a plan names twice was filed nowhere once a walker had used it last, although another one follows the plan:
-    /// it was in nobody's list, nor outside of plans, and its frame was lost for good.
+    /// After a walker's last use of a page that the plan names twice, the page was filed nowhere, although another
+    /// walker followed the plan. Its frame was lost for good.
     #[test]
     fn regression_a_walkers_end_takes_no_page_from_the_others() {
         let mut policy = policy();
@@ -1156,7 +1163,7 @@ mod tests {
         assert_eq!(offered, (0..3).map(page).collect());
     }
 
-    /// Of an order of which something was dropped, it was not known any more which pages two tensors share.
+    /// When a segment of a plan was dropped, the plan forgot which pages two tensors share.
     #[test]
     fn regression_pages_that_tensors_share_stay_when_another_tensor_is_dropped() {
         let scratch = PageId { segment: SegmentId(1), index: PageIndex(0) };
@@ -1220,8 +1227,8 @@ mod tests {
         assert!(fills[7] <= 26, "{fills:?}");
     }
 
-    /// A part of the pass that repeats at once was taken for the pass whenever it came: while it was followed nothing was
-    /// remembered, and the pass was never seen whole.
+    /// A repeated part of the pass was taken for the whole pass each time. While it was followed nothing was recorded,
+    /// so the pass was never recognised.
     #[test]
     fn regression_a_part_that_repeats_does_not_hide_the_pass() {
         let mut policy = policy();
@@ -1230,7 +1237,7 @@ mod tests {
             let pass: Vec<u32> = (0..300).chain((300..340).cycle().take(40 * repeats)).chain(340..600).collect();
             for (at, n) in pass.iter().cycle().take(40 * pass.len()).enumerate() {
                 policy.accessed(page(*n));
-                // Each time that the part is believed it is believed later.
+                // Each time, the part has to repeat for longer before it is believed.
                 if at >= if repeats < 4 { 2 } else { 4 } * pass.len() {
                     let plan = own(&policy).expect("the pass is followed");
                     assert_eq!(plan.order.len(), pass.len(), "at use {at}");
@@ -1349,7 +1356,7 @@ mod tests {
         }
     }
 
-    /// Pages that are pinned do not lengthen every search, and are found again when they no longer are.
+    /// Pinned pages do not lengthen every search, and are found again once they are unpinned.
     #[test]
     fn regression_pinned_pages_are_not_offered_at_every_search() {
         let mut policy = policy();

@@ -1,19 +1,19 @@
-//! What policies that keep pages in several queues have in common: the queues, what is known of each page, and the
-//! answers to the pager. What is left to each is a [`Rule`].
+//! Shared by policies that keep pages in several queues: the queues, a byte of state for each page, and the answers to
+//! the pager. Each policy adds a [`Rule`].
 //!
 //! # Uses and comings
 //!
-//! Papers tell a hit from a miss, and a miss brings the page in. Here a use and a coming are told apart, and each may be
+//! Papers tell hits from misses, and a miss brings the page in. Here uses and comings are apart, and each may happen
 //! without the other:
 //!
-//! - A use of a page that is not resident is a miss once, however many uses follow before the page comes.
-//! - A page that comes without having been missed was filled ahead. The fill stands for the use it was made for: it is
-//!   treated as a miss, and the first use after it is that use and no second one.
+//! - A use of a page that is not resident is one miss, however many uses follow before the page comes.
+//! - A page that comes without a miss was filled ahead. The fill stands for the use that it was made for: it is treated
+//!   as a miss, and the first use after it does not count again.
 //!
 //! # Offers
 //!
 //! A page that was offered and not taken is in use. It is held aside until the search ends, so that it is offered once,
-//! and then goes to the end of its queue: were pinned pages to stay first in line, every search would begin with them.
+//! and then goes to the end of its queue. If pinned pages stayed first in line, every search would begin with them.
 
 use std::fmt;
 
@@ -22,20 +22,20 @@ use crate::ids::{PageId, SegmentId};
 use crate::links::{Links, List};
 use crate::numbers::{PageNumbers, fit};
 
-/// Of a page's byte: the queue it is in and one, or [`NOWHERE`].
+/// In a page's state: one more than its queue, or [`NOWHERE`].
 const PLACE: u8 = 0b0000_0111;
 const NOWHERE: u8 = 0;
-/// It is held aside: in no list, but counted in its queue.
+/// The page is held aside: in no list, but counted in its queue.
 const HELD: u8 = 0b0000_1000;
-/// Of a resident page: it was filled ahead and not used yet. Of another: it was missed, and comes.
+/// A resident page was filled ahead and not used yet; another page was missed and is on its way.
 const PENDING: u8 = 0b0001_0000;
-/// The rule's own.
+/// The rule's own bits begin here.
 const MARK_SHIFT: u32 = 5;
 /// The largest mark.
 pub(super) const MARK_MAX: u8 = u8::MAX >> MARK_SHIFT;
 
-/// `N` queues, of which the first few are of resident pages, and the others of pages that are remembered (ghosts). A
-/// page is in one at most. 9 bytes for each page that exists.
+/// `N` queues. The first `resident` are of resident pages, the others of pages that are remembered (ghosts). A page is
+/// in at most one. 9 bytes for each page that exists.
 #[derive(Debug)]
 pub(super) struct Queues<const N: usize> {
     numbers: PageNumbers,
@@ -94,7 +94,7 @@ impl<const N: usize> Queues<N> {
         *state = *state & !PENDING | if pending { PENDING } else { 0 };
     }
 
-    /// Pages in the queue, those held aside among them.
+    /// Pages in the queue, including those held aside.
     pub(super) fn len(&self, queue: usize) -> u32 {
         self.lists[queue].len + self.held_of[queue]
     }
@@ -125,8 +125,8 @@ impl<const N: usize> Queues<N> {
     /// The page is now the last of this queue, wherever it was.
     #[inline]
     pub(super) fn push_last(&mut self, queue: usize, number: u32) {
-        // By far the most are there already. Where `queue` is known when this is compiled, nothing is written then whose
-        // address depends on the page's state, so the processor need not wait for that to begin with the next use.
+        // Most pages are in this queue already. If `queue` is known at compile time, this path writes to no address
+        // that depends on the page's state, so the processor can begin the next use without waiting for the state.
         if self.state[number as usize] & (PLACE | HELD) == queue as u8 + 1 {
             self.links.move_last(&mut self.lists[queue], number);
             return;
@@ -136,7 +136,7 @@ impl<const N: usize> Queues<N> {
         self.state[number as usize] |= queue as u8 + 1;
     }
 
-    /// Forgets the first pages of a queue beyond so many.
+    /// Forgets the first pages of a queue until it has at most `most`.
     pub(super) fn trim(&mut self, queue: usize, most: u32) {
         while self.len(queue) > most
             && let Some(oldest) = self.first(queue)
@@ -167,25 +167,26 @@ impl<const N: usize> Queues<N> {
     }
 }
 
-/// What a policy makes of hits, misses and comings. Queues from `RESIDENT` on are of pages that are not resident.
+/// Decides what hits, misses and comings do to the queues. Queues from `RESIDENT` on are of pages that are not
+/// resident.
 ///
 /// 1. `insert` puts the page into a resident queue; `leave` takes it out of all of them.
-/// 2. `candidate` names a page that is the first of a resident queue or can be taken out of its middle, and names one as
-///    long as there is one that is not held aside.
-/// 3. A page's mark is 0 until the rule sets it, and after the page was [`erased`](Self::erase).
+/// 2. `candidate` names the first page of a resident queue, or one that can be taken out of its middle. It names a page
+///    as long as there is one that is not held aside.
+/// 3. A page's mark is 0 until the rule sets it, and again once the page was [`erased`](Self::erase).
 pub(super) trait Rule<const N: usize>: fmt::Debug + Default + Send {
     const NAME: &'static str;
     const RESIDENT: usize;
 
-    /// There are so many frames now.
+    /// The number of frames has changed.
     fn resize(&mut self, queues: &mut Queues<N>, frames: u32);
     /// Pages have numbers below `end`.
     fn fit(&mut self, _end: usize) {}
     /// A resident page is used.
     fn hit(&mut self, queues: &mut Queues<N>, number: u32);
-    /// A page that is not resident is used, and will come.
+    /// A page that is not resident is used, and is now on its way.
     fn miss(&mut self, _queues: &mut Queues<N>, _number: u32) {}
-    /// It comes.
+    /// The page comes.
     fn insert(&mut self, queues: &mut Queues<N>, number: u32);
     /// A resident page goes.
     fn leave(&mut self, queues: &mut Queues<N>, number: u32);

@@ -5,7 +5,7 @@ use crate::ids::{PageId, SegmentId};
 use crate::numbers::{PageNumbers, fit};
 use crate::random::Random;
 
-/// Evicts any page, each as likely as the others; which one follows from a seed that is always the same.
+/// Evicts any page, each with the same probability. The seed is always the same.
 ///
 /// L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 /// 8 bytes a page.
@@ -85,7 +85,7 @@ impl Policy for RandomPolicy {
     }
 
     fn victim(&mut self, _want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        // Those that were offered are behind `end`.
+        // Pages that were offered are at `end` and behind it.
         for end in (1..=self.resident.len()).rev() {
             let drawn = self.random.below(end as u32) as usize;
             let page = self.numbers.page(self.resident[drawn]);

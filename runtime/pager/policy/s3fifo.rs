@@ -2,17 +2,17 @@
 
 use super::queues::{MARK_MAX, Queues, Rule, Ruled};
 
-/// Three queues, first in, first out: new pages pass through a small one; those used at least twice on the way go on to
-/// the main one, the others are remembered, and come to the main one if they are missed while they are. The main one
-/// passes over pages that were used, up to three times.
+/// Three queues, first in, first out. New pages pass through a small one. Pages used at least twice on the way go on to
+/// the main one. The others are remembered when they leave, and go to the main one if they are missed while they are
+/// remembered. The main one passes over used pages, up to three times each.
 ///
 /// J. Yang, Y. Zhang, Z. Qiu, Y. Yue and K. V. Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023.
-/// Parameters: the small queue has a tenth of the frames, the main one the rest; as many pages are remembered as nine
-/// tenths of the frames. 9 bytes a page.
+/// Parameters: the small queue has a tenth of the frames, the main one the rest; nine tenths as many pages as frames
+/// are remembered. 9 bytes a page.
 ///
-/// This is the variant that libCacheSim 0.3 runs, which in two points is not the paper's: a page leaves from the main
-/// queue only if that is larger than its share, and otherwise from the small one, whatever its size; and as long as
-/// nothing ever had to leave, pages that the small queue's share has no room for go to the main one.
+/// This is the variant of libCacheSim 0.3, which differs from the paper in two points. A page leaves from the main
+/// queue only if that is larger than its share, and otherwise from the small one, whatever its size. And until the
+/// first eviction, pages that do not fit the small queue's share go to the main one.
 pub(super) type S3FifoPolicy = Ruled<S3Fifo, 3>;
 
 const SMALL: usize = 0;
@@ -21,10 +21,10 @@ const GHOST: usize = 2;
 
 /// Uses after which a page goes from the small queue to the main one.
 const USES_TO_STAY: u8 = 2;
-/// Times that the main queue passes over a page at most.
+/// The most times that the main queue passes over a page.
 const USES_MAX: u8 = 3;
 const _: () = assert!(USES_MAX <= MARK_MAX);
-/// Of a page that is coming: it was remembered.
+/// The page is on its way and was remembered.
 const AGAIN: u8 = 1;
 
 #[derive(Debug, Default)]
@@ -35,7 +35,7 @@ pub(super) struct S3Fifo {
     evicting: bool,
 }
 
-/// What leaves the small queue next; what was used enough goes on to the main one.
+/// The page that leaves the small queue next. Pages that were used enough move to the main queue.
 fn next_of_small(queues: &mut Queues<3>) -> Option<u32> {
     loop {
         let number = queues.first(SMALL)?;
@@ -47,7 +47,7 @@ fn next_of_small(queues: &mut Queues<3>) -> Option<u32> {
     }
 }
 
-/// What leaves the main queue next; what was used is passed over.
+/// The page that leaves the main queue next. Used pages are passed over.
 fn next_of_main(queues: &mut Queues<3>) -> Option<u32> {
     loop {
         let number = queues.first(MAIN)?;
@@ -106,7 +106,7 @@ impl Rule<3> for S3Fifo {
         {
             return Some(number);
         }
-        // What the small queue has left when the main one is exhausted may all go on to the main one.
+        // If the main queue is exhausted, all pages of the small one may move to it: then it is searched again.
         next_of_main(queues).or_else(|| next_of_small(queues)).or_else(|| next_of_main(queues))
     }
 }

@@ -1,17 +1,17 @@
-//! Frames divided among classes of tensors, each with a policy of its own.
+//! Frames divided among classes of tensors, each with its own policy.
 //!
-//! A class has a share of the frames, and a page has to go from the class that is furthest beyond its share. Shares follow
-//! what frames are worth: for each class two caches without bytes, one somewhat smaller than its share and one somewhat
-//! larger, see a sample of its uses, and the difference of their hits is what it would gain by more frames and lose by fewer.
-//! Every so often the class that would lose least gives some to the one that would gain most. Pages have one size, so that a
-//! hit more is as many bytes less to move, whichever class it is of.
+//! A class has a share of the frames. A page has to go from the class that is furthest beyond its share. Shares follow
+//! the hits that frames bring. Each class has two caches without bytes, one somewhat smaller than its share and one
+//! somewhat larger, which see a sample of its uses. The difference of their hits is what the class would gain by more
+//! frames and lose by fewer. At intervals the class that would lose least gives frames to the class that would gain
+//! most. Pages have one size, so one more hit saves the same bytes in every class.
 //!
 //! # Sources
 //!
-//! Shares by marginal hits: H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE Transactions on
-//! Computers 41(9), 1992. Small caches that see a sample: C. Waldspurger, T. Saemundsson, I. Ahmad and N. Park, "Cache modeling
-//! and optimization using miniature simulations", USENIX ATC 2017. What is of this crate: the sample is of every so many pages
-//! of a segment, because chains and sweeps are in order there.
+//! Shares by marginal hits: H. S. Stone, J. Turek and J. L. Wolf, "Optimal partitioning of cache memory", IEEE
+//! Transactions on Computers 41(9), 1992. Small caches that see a sample: C. Waldspurger, T. Saemundsson, I. Ahmad and
+//! N. Park, "Cache modeling and optimization using miniature simulations", USENIX ATC 2017. This crate's own: the
+//! sample takes pages of a segment at equal distances, because chains and sweeps use them in order.
 
 use super::bare::BareCache;
 use super::{Policy, PolicyKind, Take, WalkerPlace, Want};
@@ -20,41 +20,42 @@ use crate::numbers::{PageNumbers, fit};
 
 const CLASSES: usize = SegmentClass::ALL.len();
 
-/// Frames of all small caches together, about: enough that a difference of their hits says something.
+/// Frames of all small caches together, about: enough that a difference of their hits is significant.
 const SAMPLED_FRAMES: u32 = 512;
-/// Pages that all may be in the sample. Of more, at most twice as many are.
+/// Up to this many pages may all be in the sample; of more pages, at most twice as many are.
 const SAMPLED_PAGES: u64 = 1 << 14;
-/// The small caches are this part of all their frames smaller and larger than a share. A class has as much to begin with.
+/// A small cache differs from its class's share by this part of all frames. A new class begins with as many frames.
 const STEP: u32 = 16;
 /// A class gives this part of all frames at a time.
 const GIFT: u32 = 32;
-/// Sampled hits more that a class must gain than the other loses before frames move: less may be chance.
+/// Frames move only if the gain exceeds the loss by this many sampled hits: less may be chance.
 const NOISE: u64 = 8;
-/// Uses between gifts: as many as there are frames, times this, but not fewer than a thousand.
+/// Uses between gifts: this many times the frames, but at least `EPOCH_MIN`.
 const EPOCH: u32 = 2;
 const EPOCH_MIN: u32 = 1024;
 
-/// What is a class's own.
+/// The state of one class.
 #[derive(Debug)]
 struct Part {
     policy: Box<dyn Policy>,
-    /// Walkers that have declared an order; as long as there is one, `policy` is one that follows them.
+    /// Walkers that have declared an order. While there is one, `policy` is one that follows plans.
     planners: Vec<WalkerId>,
-    /// Its plan found no frame for the page it named, and nothing of it has changed since.
+    /// Whether the class's plan found no frame for the page that it named, and nothing has changed since.
     refused: bool,
     resident: u32,
-    /// Frames. Those of the classes that have pages are all frames, once they were divided; others have none.
+    /// Frames. Once frames were divided, the shares of the classes that have pages add up to all frames; other classes
+    /// have none.
     share: u32,
-    /// What its share was when its last page went.
+    /// The share that the class had when its last page went.
     had: u32,
     /// Pages of its segments.
     pages: u64,
-    /// With fewer frames and with more; none where no other class could give or take any.
+    /// A cache with fewer frames and one with more; `None` where no other class could give or take frames.
     small: Option<[Miniature; 2]>,
 }
 
 impl Part {
-    /// Hits that the larger of the small caches has beyond the smaller's.
+    /// How many more hits the larger small cache has than the smaller one.
     fn worth(&self) -> u64 {
         self.small.as_ref().map_or(0, |[less, more]| more.hits.saturating_sub(less.hits))
     }
@@ -66,15 +67,15 @@ impl Part {
     }
 }
 
-/// A small cache, and what it hit since shares were looked at last.
+/// A small cache, and its hits since the last look at shares.
 #[derive(Debug)]
 struct Miniature {
     cache: BareCache,
     hits: u64,
 }
 
-/// See the [module documentation](self). A byte a page beyond what its class's policy takes; where there are several classes,
-/// twice that and two bytes more for each page of the sample.
+/// See the [module documentation](self). Takes one byte a page beyond the class's policy; with several classes, twice
+/// that and two bytes more for each page of the sample.
 #[derive(Debug)]
 pub(super) struct SharesPolicy {
     numbers: PageNumbers,
@@ -87,24 +88,24 @@ pub(super) struct SharesPolicy {
     parts: [Part; CLASSES],
     /// Frames, host frames, lookahead.
     sizes: (u32, u32, u32),
-    /// Of 2 to the power of this pages, one is in the sample.
+    /// One of 2^`shift` pages is in the sample.
     shift: u32,
-    /// Shares were given out: before there was a need to evict, there was none to divide.
+    /// Whether frames were divided: they are not before the first eviction.
     divided: bool,
     uses: u32,
-    /// The class of the page that was wanted last and did not come yet, as far as can be told.
+    /// The class of the page that was wanted last, if it has not come yet, as far as is known.
     coming: Option<usize>,
     sampled: Vec<PageId>,
-    /// Whose uses and plans these are.
+    /// The walker that uses and plans belong to now.
     walker: WalkerId,
 }
 
-/// What suits a class, where no order was declared.
+/// The policy for a class without a declared order.
 const fn policy_of(class: SegmentClass) -> PolicyKind {
     match class {
         SegmentClass::KeysAndValues => PolicyKind::Kv,
         SegmentClass::Other => PolicyKind::S3Fifo,
-        // Swept over and over: what stays must not depend on how long ago it was used.
+        // Swept over and over: the pages that stay must not depend on recency.
         _ => PolicyKind::Lirs,
     }
 }
@@ -144,37 +145,37 @@ impl SharesPolicy {
         known.map_or(SegmentClass::Other, |(class, _)| class) as usize
     }
 
-    /// Classes that have pages.
+    /// The classes that have pages.
     fn there(&self) -> impl Iterator<Item = usize> {
         (0..CLASSES).filter(|class| self.parts[*class].pages > 0)
     }
 
-    /// The class that has most frames, of those that have pages.
+    /// Of the classes that have pages, the one with most frames.
     fn largest(&self) -> Option<usize> {
         self.there().max_by_key(|class| self.parts[*class].share)
     }
 
-    /// The page as the small caches know it, if it is in the sample.
+    /// The page's id in the small caches, if it is in the sample.
     fn sample(&self, page: PageId) -> Option<PageId> {
-        // Segments begin at different places, so that small ones are not all in the sample, or none of them.
+        // Segments begin at different places, so that small segments are neither all in the sample nor all outside.
         let place = page.index.0.wrapping_add(page.segment.0);
         let index = PageIndex(page.index.0 >> self.shift);
         (place & ((1 << self.shift) - 1) == 0).then_some(PageId { segment: page.segment, index })
     }
 
-    /// Pages of a segment, at most, that are in the sample.
+    /// The most pages of a segment that are in the sample.
     fn sampled_of(&self, pages: u32) -> u32 {
         (pages >> self.shift) + 1
     }
 
-    /// Frames of a class's small caches.
+    /// The frames of a class's two small caches.
     fn small(&self, class: usize) -> [u32; 2] {
         let (all, own) = (self.sizes.0 >> self.shift, self.parts[class].share >> self.shift);
         let step = (all / STEP).max(1);
         [own.saturating_sub(step), own + step]
     }
 
-    /// Tells a class's policies how much there is for them.
+    /// Tells a class's policies their sizes.
     fn resized(&mut self, class: usize) {
         let (frames, host, lookahead) = self.sizes;
         let plans = self.parts.iter().filter(|part| part.planned()).count().max(1) as u32;
@@ -184,17 +185,17 @@ impl SharesPolicy {
         let host = if part.planned() { host / plans } else { host };
         part.policy.resize(if self.divided { part.share.max(1) } else { frames }, host, lookahead);
         for (small, frames) in part.small.iter_mut().flatten().zip(small) {
-            // They have policies of this crate, which offer every page there is.
+            // The small caches' policies are this crate's and offer every page there is, so this does not fail.
             let _ = small.cache.resize(frames);
         }
     }
 
-    /// Which classes there are has changed, or what they do: frames of those that went go to the largest, and there are small
-    /// caches where there are several.
+    /// Adjusts shares and small caches after a change of classes: frames of classes that went go to the largest, and
+    /// each of several classes has small caches.
     fn settle(&mut self) {
         let pages: u64 = self.parts.iter().map(|part| part.pages).sum();
         let wanted = (self.sizes.0 / SAMPLED_FRAMES).max(1).ilog2().max((pages / SAMPLED_PAGES).max(1).ilog2());
-        // Segments that come and go do not change the sample each time.
+        // The shift only grows, so that segments that come and go do not change the sample each time.
         if wanted > self.shift {
             self.shift = wanted;
             self.parts.iter_mut().for_each(|part| part.small = None);
@@ -222,7 +223,7 @@ impl SharesPolicy {
 
     fn miniature(&self, class: usize, frames: u32) -> Miniature {
         let kind = match self.parts[class].planned() {
-            // As a plan does, it keeps part of what is swept, and needs not be told the order.
+            // Like a plan, LIRS keeps a part of swept pages; it need not be told the order.
             true => PolicyKind::Lirs,
             false => policy_of(SegmentClass::ALL[class]),
         };
@@ -235,11 +236,12 @@ impl SharesPolicy {
         Miniature { cache, hits: 0 }
     }
 
-    /// There are no more free frames: every class has a little, and of the rest what it took.
+    /// Divides the frames, at the first eviction: each class gets a sixteenth of all, and the rest goes by the frames
+    /// that classes hold.
     fn divide(&mut self) {
         let taken: u32 = self.there().map(|class| self.parts[class].resident).sum();
         if taken == 0 {
-            // What is on its way says nothing yet.
+            // Pages that are on their way say nothing yet.
             return;
         }
         self.divided = true;
@@ -254,7 +256,7 @@ impl SharesPolicy {
                 part.share = least + share;
             }
         }
-        // What rounding left.
+        // The frames that rounding left.
         if let Some(largest) = self.largest() {
             self.parts[largest].share += left;
         }
@@ -262,7 +264,7 @@ impl SharesPolicy {
         self.settle();
     }
 
-    /// A class has its first segment: what it had before, or a little, is taken from the largest.
+    /// A class has its first segment: gives it the share that it had before, or a sixteenth, from the largest class.
     fn admit(&mut self, class: usize) {
         if !self.divided {
             return;
@@ -277,7 +279,7 @@ impl SharesPolicy {
         self.parts[class].share += taken;
     }
 
-    /// Moves frames to where they are worth most.
+    /// Moves frames to the class that gains most from them.
     fn give(&mut self) {
         let gift = (self.sizes.0 / GIFT).max(1);
         let worth = |class: &usize| self.parts[*class].worth();
@@ -286,7 +288,7 @@ impl SharesPolicy {
         let to = self.there().filter(wants).max_by_key(worth);
         if let (Some(from), Some(to)) = (from, to) {
             let (least, most) = (worth(&from), worth(&to));
-            // Where both are near, moving frames costs what they hold.
+            // If both are close, the move is not worth the pages that the frames hold.
             if from != to && most > least + least / 4 + NOISE {
                 let gift = gift.min(self.parts[from].share);
                 self.parts[from].share -= gift;
@@ -300,7 +302,7 @@ impl SharesPolicy {
         }
     }
 
-    /// A class's policy anew, of another kind: it is told of what is there.
+    /// Replaces a class's policy by one of another kind, and tells it of segments and resident pages.
     fn swap(&mut self, class: usize, kind: PolicyKind) {
         let part = &mut self.parts[class];
         let pages = part.policy.tracked();
@@ -316,7 +318,7 @@ impl SharesPolicy {
         pages.into_iter().for_each(|page| self.parts[class].policy.inserted(page));
     }
 
-    /// A walker has a plan of pages of this class, or has none any more. The class's policy follows plans as long as somebody
+    /// Records whether a walker has a plan of pages of this class. The class's policy follows plans while any walker
     /// has one.
     fn plans(&mut self, class: usize, walker: WalkerId, has_one: bool) {
         let planners = &mut self.parts[class].planners;
@@ -331,7 +333,7 @@ impl SharesPolicy {
         }
     }
 
-    /// How far a class is beyond its share, a page that comes counted.
+    /// How many frames a class has beyond its share, with the page that comes.
     fn excess(&self, class: usize, coming: Option<usize>) -> i64 {
         let part = &self.parts[class];
         i64::from(part.resident) + i64::from(coming == Some(class)) - i64::from(part.share)
@@ -346,7 +348,7 @@ impl Policy for SharesPolicy {
     fn resize(&mut self, frames: u32, host_frames: u32, lookahead: u32) {
         let before = std::mem::replace(&mut self.sizes, (frames, host_frames, lookahead)).0;
         if self.divided && before != frames {
-            // In proportion, and what rounding leaves to the largest.
+            // In proportion; the largest class gets the frames that rounding left.
             let mut left = frames;
             for part in &mut self.parts {
                 part.share = (u64::from(part.share) * u64::from(frames) / u64::from(before.max(1))) as u32;
@@ -355,7 +357,7 @@ impl Policy for SharesPolicy {
             if let Some(largest) = self.largest() {
                 self.parts[largest].share += left;
             }
-            // The sample may be a larger one again.
+            // The sample may now be a larger part.
             self.shift = 0;
             self.parts.iter_mut().for_each(|part| part.small = None);
         }
@@ -475,7 +477,7 @@ impl Policy for SharesPolicy {
     }
 
     fn victim(&mut self, want: Want, take: &mut dyn FnMut(PageId) -> Take) -> Option<PageId> {
-        // Room that is given back is no sign that there is none.
+        // Shrinking or giving back memory does not mean that no frame is free.
         if !self.divided && !matches!(want, Want::Room | Want::Memory) {
             self.divide();
         }
@@ -489,9 +491,9 @@ impl Policy for SharesPolicy {
         let within = coming.is_none_or(|class| self.excess(class, coming) <= 0);
         let mut stopped = false;
         for class in order {
-            // A fill ahead may take what another class has beyond its share, if its own class stays within its share: or two
-            // plans could take the same frame from each other for ever. Of what is within a share, only the class itself can
-            // say whether it is worth less than the page that is to come.
+            // A fill ahead may take a frame that another class has beyond its share, if its own class stays within its
+            // share: otherwise two plans could take the same frame from each other for ever. Within a share, only the
+            // class itself knows whether a page is worth less than the one to come.
             let want = match want {
                 Want::Planned(_) if coming == Some(class) => want,
                 Want::Planned(_) if within && self.excess(class, coming) > 0 => Want::Hint,
@@ -563,7 +565,7 @@ impl Policy for SharesPolicy {
         if of == to {
             return self.parts[of].policy.host_victim(candidate, incoming);
         }
-        // Each plan has host frames of its own.
+        // Each plan has its own host frames.
         !(self.parts[of].planned() && self.parts[to].planned() && self.parts[of].policy.worth_host(candidate))
     }
 
@@ -603,7 +605,7 @@ mod tests {
             caches.iter_mut().for_each(|cache| cache.segment(TABLE, class, 300));
             let mut hits = 0;
             for n in 0..20_000 {
-                // Some in demand, and sweeps.
+                // Pages in demand, and sweeps.
                 let number = if n % 3 == 0 { n / 3 % 60 } else { scattered(n) % (1 + scattered(n / 7) % 300) };
                 let [shared, own] = caches.each_mut().map(|cache| cache.used(page(TABLE, number), false).unwrap());
                 assert_eq!(shared, own, "{class:?}, use {n}");
@@ -613,7 +615,8 @@ mod tests {
         }
     }
 
-    /// A sweep over `swept` pages beside as many uses of a table, of which none comes twice: hits of the last sweeps.
+    /// Sweeps over `swept` pages beside as many uses of a table, none of which comes twice. Returns the hit ratio of
+    /// the sweeps in the last quarter.
     fn swept_hits(mut cache: BareCache, class: SegmentClass, swept: u32, sweeps: u32) -> f64 {
         let pages = swept * sweeps;
         cache.segment(WEIGHTS, SegmentClass::Weights, swept);
@@ -680,7 +683,7 @@ mod tests {
             policy.resize(frames, 0, 0);
             shares_are_all_frames(&policy, frames);
         }
-        // A class that comes later has a little, and when it comes again what it had.
+        // A class that comes later gets a little; when it comes again, the share that it had.
         let moments = SegmentId(1);
         add(&mut policy, moments, SegmentClass::Optimizer, 10);
         assert_eq!(share(&policy, SegmentClass::Optimizer), 3);
@@ -724,7 +727,7 @@ mod tests {
         (0..4).for_each(|_| policy.accessed(page(WEIGHTS, 0)));
         let hits = |policy: &SharesPolicy| policy.parts[0].small.as_ref().unwrap()[1].hits;
         assert_eq!(hits(&policy), 3);
-        // As a step of a program does that has activations.
+        // As in a step of a program that has activations.
         for _ in 0..3 {
             add(&mut policy, SegmentId(7), SegmentClass::Activations, 4);
             policy.forget(SegmentId(7));
@@ -806,7 +809,7 @@ mod tests {
         assert_eq!(policy.tracked().into_iter().collect::<BTreeSet<_>>(), before);
         let next = policy.next_fill(&|page| before.contains(&page)).unwrap();
         assert_eq!(next.segment, WEIGHTS);
-        // The table is at its share, and a fill ahead takes nothing of it.
+        // The table is at its share, so a fill ahead takes nothing from it.
         policy.divide();
         let mut offered = Vec::new();
         policy.victim(Want::Planned(next), &mut |page| {

@@ -2,9 +2,9 @@
 
 use super::queues::{Queues, Rule, Ruled};
 
-/// A queue that is never reordered, and a hand that goes from its oldest page to its newest: it passes over pages that
-/// were used since it last came by, and evicts the first that was not. New pages come behind the newest, so the hand
-/// sifts out what is not used again soon after it came.
+/// A queue that is never reordered, and a hand that goes from its oldest page to its newest. The hand passes over pages
+/// that were used since it last came by, and evicts the first that was not. New pages come behind the newest, so the
+/// hand sifts out pages that are not used again soon.
 ///
 /// Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson and K. V. Rashmi, "SIEVE is simpler than LRU: an efficient turn-key eviction
 /// algorithm for web caches", NSDI 2024. No parameters. 9 bytes a page.
@@ -16,7 +16,7 @@ const QUEUE: usize = 0;
 
 #[derive(Debug, Default)]
 pub(super) struct Sieve {
-    /// The next page the hand looks at; none is the oldest.
+    /// The next page that the hand looks at; `None` stands for the oldest.
     hand: Option<u32>,
 }
 

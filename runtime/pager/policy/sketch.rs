@@ -1,19 +1,19 @@
-//! How often pages were used lately, in a few bits.
+//! Estimates how often pages were used lately, in a few bits.
 
 use crate::random::nth;
 
-/// A count-min sketch of four-bit counters: estimates are never too low, but for the cap of 15 and the ageing. A use
-/// raises only those of a page's counters that are lowest (conservative update).
+/// A count-min sketch of four-bit counters. Apart from the cap of 15 and the ageing, estimates are never too low. A use
+/// raises only the lowest of a page's counters (conservative update).
 ///
-/// G. Cormode and S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", Journal
-/// of Algorithms 55(1), 2005. A page's four counters lie in one line of the processor's caches, as in F. Putze, P. Sanders
-/// and J. Singler, "Cache-, hash- and space-efficient Bloom filters", Journal of Experimental Algorithmics 14, 2009.
-/// Ageing, as in G. Einziger, R. Friedman and B. Manes (see [`WTinyLfuPolicy`](super::wtinylfu::WTinyLfuPolicy)): after so
-/// many uses that were counted all counters are halved.
+/// G. Cormode and S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications",
+/// Journal of Algorithms 55(1), 2005. A page's four counters lie in one line of the processor's caches, as in F. Putze,
+/// P. Sanders and J. Singler, "Cache-, hash- and space-efficient Bloom filters", Journal of Experimental Algorithmics
+/// 14, 2009. Ageing is that of G. Einziger, R. Friedman and B. Manes (see
+/// [`WTinyLfuPolicy`](super::wtinylfu::WTinyLfuPolicy)): after a fixed number of counted uses all counters are halved.
 #[derive(Debug, Default)]
 pub(super) struct Sketch {
     lines: Vec<Line>,
-    /// There are a power of two of lines; that number less one.
+    /// The number of lines, a power of two, less one.
     mask: u32,
     counted: u64,
     period: u64,
@@ -26,7 +26,7 @@ struct Line([u64; 8]);
 
 const ROWS: usize = 4;
 const COUNT_MAX: u64 = 15;
-/// Pages for which there is a line: eight counters for each.
+/// Pages for each line: eight counters for each page.
 const PAGES_PER_LINE: u32 = 16;
 /// The low three bits of every counter.
 const HALVED: u64 = 0x7777_7777_7777_7777;
@@ -40,7 +40,7 @@ fn places(mixed: u64) -> [(usize, u32); ROWS] {
 }
 
 impl Sketch {
-    /// For so many pages whose counts matter; ages after ten times as many uses. Forgets everything.
+    /// Forgets everything, and makes room for this many pages. Ages after ten times as many uses.
     pub(super) fn reset(&mut self, pages: u32) {
         let lines = pages.clamp(1, 1 << 30).div_ceil(PAGES_PER_LINE).next_power_of_two();
         self.mask = lines - 1;
@@ -49,7 +49,7 @@ impl Sketch {
         self.period = 10 * u64::from(pages.max(1));
     }
 
-    /// Uses of the page, at least as many as were counted since the last ageing and half of those before; 15 at most.
+    /// The page's uses: at least those counted since the last ageing and half of those before; at most 15.
     pub(super) fn estimate(&self, number: u32) -> u8 {
         let mixed = nth(u64::from(number));
         let Some(Line(words)) = self.lines.get((mixed >> 32) as usize & self.mask as usize) else { return 0 };
@@ -57,13 +57,13 @@ impl Sketch {
         counts.into_iter().min().unwrap_or(0) as u8
     }
 
-    /// Counts a use. Once in a while it takes as long as the sketch is large.
+    /// Counts a use. Once a period this takes time in proportion to the sketch's size.
     pub(super) fn count(&mut self, number: u32) {
         let mixed = nth(u64::from(number));
         let Some(Line(words)) = self.lines.get_mut((mixed >> 32) as usize & self.mask as usize) else { return };
         let places = places(mixed);
         let lowest = places.map(|(word, shift)| words[word] >> shift & COUNT_MAX).into_iter().min().unwrap_or(0);
-        // No branch asks what memory has yet to say.
+        // Without a branch that would wait for memory.
         let room = lowest < COUNT_MAX;
         for (word, shift) in places {
             let raised = room & (words[word] >> shift & COUNT_MAX == lowest);
@@ -91,7 +91,7 @@ mod tests {
         let mut x = 1u32;
         for _ in 0..9_000 {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // Small numbers more often.
+            // Small numbers come more often.
             let number = (x >> 8) % ((x >> 24) * 4 + 1);
             sketch.count(number);
             *counts.entry(number).or_default() += 1;

@@ -1,8 +1,8 @@
 //! Where the known walkers of a plan stand, and how far each position is from them.
 //!
-//! Of two walkers on the way to a position, the one behind is the first to come there only if it is faster. So
-//! whoever asks begins with the nearest behind the position and goes on to faster ones only: a few steps, however
-//! many walkers there are.
+//! Of two walkers on the way to a position, the one behind arrives first only if it is faster. So a search for the
+//! first begins with the nearest walker behind the position and goes on to faster ones only: a few steps, however many
+//! walkers there are.
 
 use smallvec::SmallVec;
 
@@ -11,16 +11,16 @@ use super::active::{Active, NEVER, Place, Stretch, step};
 #[derive(Clone, Copy, Debug)]
 struct Stand {
     place: usize,
-    /// The least of the walkers' who are here.
+    /// The least weight of the walkers here.
     weight: u64,
-    /// How many stands behind this one the next is that has a smaller weight; 0 if there is none.
+    /// How many stands behind this one the next stand with a smaller weight is; 0 if there is none.
     faster: usize,
 }
 
-/// It holds until a walker of the plan makes a use.
+/// Where the known walkers of one plan stand. Valid until one of them makes a use.
 #[derive(Debug)]
 pub(super) struct Standing {
-    /// In order of places, each once.
+    /// In order of places; each place once.
     stands: SmallVec<[Stand; 8]>,
     least: u64,
     /// Positions of the plan.
@@ -38,7 +38,7 @@ impl Standing {
         step(stands.len());
         let count = stands.len();
         let least = stands.iter().map(|stand| stand.weight).min().unwrap_or(0);
-        // Of a cycle the second round knows who is behind the first.
+        // For a cycle, two rounds: the second one knows the stands behind the first stand.
         let mut slower: SmallVec<[usize; 16]> = SmallVec::new();
         for at in 0..if cyclic { 2 * count } else { count } {
             let weight = stands[at % count].weight;
@@ -55,7 +55,7 @@ impl Standing {
         self.stands.is_empty()
     }
 
-    /// In how many uses, of all walkers, the first of them comes to this position.
+    /// After how many uses of all walkers the first walker comes to this position.
     pub(super) fn distance_at(&self, position: u32) -> u64 {
         let (position, count) = (position as usize, self.stands.len());
         let before = self.stands.partition_point(|stand| stand.place <= position);
@@ -63,7 +63,7 @@ impl Standing {
             return NEVER;
         }
         let mut nearest = NEVER;
-        // Counted on from the turn before, so that it is never below 0.
+        // Counted from one turn before, so that `at` is never below 0.
         let (mut at, end) = (before + count - 1, position + self.len);
         loop {
             step(1);
@@ -73,7 +73,7 @@ impl Standing {
             if stand.faster == 0 || uses * self.least >= nearest {
                 return nearest;
             }
-            // No walker is behind itself: who is more than a turn away has a pointer to nobody.
+            // No walker is behind itself: a stand more than a turn away would be the same stand again.
             at = match at.checked_sub(stand.faster) {
                 Some(behind) => behind,
                 None => return nearest,
@@ -81,12 +81,12 @@ impl Standing {
         }
     }
 
-    /// In how many uses, of all walkers, one of them uses a page that is at these positions.
+    /// After how many uses of all walkers one of them uses a page that is at these positions.
     pub(super) fn distance(&self, positions: &[u32]) -> u64 {
         positions.iter().map(|position| self.distance_at(*position)).min().unwrap_or(NEVER)
     }
 
-    /// The gaps behind walkers: the distance of the page at the end, and how many pages there are.
+    /// For each gap behind a walker: the distance of the page at its end, and how many pages it has.
     pub(super) fn gaps(&self) -> impl Iterator<Item = (u64, usize)> {
         self.stands.iter().enumerate().map(|(nth, stand)| {
             let before = match nth.checked_sub(1) {
@@ -103,7 +103,7 @@ impl Standing {
         })
     }
 
-    /// The stretches between walkers, of both classes.
+    /// The stretches between walkers, for both classes.
     pub(super) fn stretches(&self) -> impl Iterator<Item = Stretch> {
         (0..=self.stands.len()).flat_map(|nth| {
             let start = nth.checked_sub(1).map_or(0, |before| self.stands[before].place);
@@ -125,7 +125,7 @@ mod tests {
     use crate::ids::WalkerId;
     use crate::random::Random;
 
-    /// Against all walkers, each looked at.
+    /// Compared with a look at every walker.
     #[test]
     fn distances_are_those_of_the_first_to_come() {
         let mut random = Random(5);

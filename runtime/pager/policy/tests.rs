@@ -1,4 +1,5 @@
-//! Every policy against a slow version of it that was written from its paper, and what the pager may expect of all.
+//! Compares every policy with a slow version written from its paper, and checks what the pager may expect of all
+//! policies.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -13,12 +14,13 @@ fn page(number: u32) -> PageId {
     PageId { segment: SegmentId(0), index: PageIndex(number) }
 }
 
-/// A cache that brings in what is missed, written so that it can be seen to be right. Returns what it evicts for a use.
+/// A cache that brings in missing pages, written so that it can be seen to be right. Returns the page that it evicts
+/// for a use.
 trait Model {
     fn has(&self, page: u32) -> bool;
-    /// The page is there.
+    /// The page was resident.
     fn hit(&mut self, page: u32);
-    /// It is not, and is afterwards.
+    /// The page was not resident, and is now.
     fn miss(&mut self, page: u32) -> Option<u32>;
 }
 
@@ -114,7 +116,7 @@ impl Model for SieveModel {
     }
 }
 
-/// Each page's count, and since when it has it.
+/// Each page's count, and since when the page has it.
 struct LfuModel {
     frames: usize,
     pages: Vec<(u32, u32, u64)>,
@@ -203,7 +205,7 @@ impl Model for TwoQModel {
     }
 }
 
-/// The paper's algorithm with the two changes that the policy names; oldest first.
+/// The paper's algorithm with the two changes that the policy's documentation names; oldest first.
 #[derive(Default)]
 struct S3FifoModel {
     frames: usize,
@@ -319,7 +321,7 @@ impl Model for ArcModel {
                 let delta = if b2 >= b1 { 1.0 } else { b1 / b2 };
                 self.p = (self.p - delta).max(0.0);
             }
-            // Pages only leave for others here, so a page with ghosts has a full cache.
+            // Here pages only leave for others, so a page with ghosts has a full cache.
             let victim = self.replace(page);
             let _ = take(&mut self.b1, page) || take(&mut self.b2, page);
             self.t2.push(page);
@@ -345,8 +347,8 @@ impl Model for ArcModel {
     }
 }
 
-/// Stack and queue as in the paper; the bottom and the front first. What left and is in the stack, in that order, in
-/// `left`.
+/// Stack and queue as in the paper; the bottom and the front first. `left` has the pages that have left and are in the
+/// stack, in the order in which they left.
 #[derive(Default)]
 struct LirsModel {
     frames: usize,
@@ -423,8 +425,8 @@ impl Model for LirsModel {
     }
 }
 
-/// Window and segments, least recently used first. How often pages were used it asks of the same sketch, which has tests
-/// of its own.
+/// Window and segments, least recently used first. Asks the policy's sketch how often pages were used; the sketch has
+/// its own tests.
 struct WTinyLfuModel {
     frames: usize,
     window: Vec<u32>,
@@ -491,17 +493,16 @@ struct KvPage {
     next: Option<u32>,
 }
 
-/// Every page ever used. What is learned of gaps and of kinds of requests it learns as the policy does; those have tests of their
-/// own.
+/// Every page ever used. Learns gaps and kinds of requests by the policy's code, which has its own tests.
 struct KvModel {
     frames: usize,
     pages: HashMap<u32, KvPage>,
     now: u64,
-    /// Pages that came to a class.
+    /// How many pages came to a class.
     came: u64,
     gap: Gap,
     kinds: Kinds,
-    /// The request in progress, and whether its last page was new.
+    /// The request in progress, and whether its last page is new.
     chain: Option<(Vec<u32>, u8, i64, bool)>,
 }
 
@@ -578,7 +579,7 @@ impl Model for KvModel {
         let there = self.pages.iter().filter(|(_, known)| known.there);
         let full = there.clone().count() == self.frames;
         let worth = Worth::new(self.gap.uses());
-        // The first class goes in its order; of others the one worth least, of several the oldest.
+        // The first class goes in its order; of the others, the page worth least, and among equals the oldest.
         let least = there.min_by_key(|(_, known)| match known.class {
             0 => (i64::MIN, 0, 0, known.since),
             class => (worth.of(class, (self.now - known.last) as u32), known.last, class, known.since),
@@ -613,7 +614,7 @@ fn model(kind: PolicyKind, frames: usize) -> Box<dyn Model> {
             Box::new(WTinyLfuModel { frames, window, probation, protected, sketch })
         }
         PolicyKind::Kv => Box::new(KvModel::new(frames)),
-        // A plan's victims are compared where the plan is; a random page has no order.
+        // Victims of plans are compared in their own tests; a random page has no order.
         PolicyKind::Plan | PolicyKind::Random => unreachable!("{kind} has no model"),
     }
 }
@@ -650,7 +651,7 @@ fn compare(kind: PolicyKind, frames: usize, uses: &[u32]) -> Result<(), TestCase
     Ok(())
 }
 
-/// Chains of which each begins as an earlier one does, for some pages, and goes on with new ones.
+/// Chains, each of which begins with some pages of an earlier one and goes on with new pages.
 fn chains() -> impl Strategy<Value = Vec<Vec<u32>>> {
     let part = (
         any::<prop::sample::Index>(),
@@ -704,18 +705,19 @@ proptest! {
     }
 }
 
-/// Few pages often, all of them now and then, and runs.
+/// Few pages often, all pages now and then, and runs.
 fn trace(pages: u32, len: usize) -> impl Strategy<Value = Vec<u32>> {
     let few = (pages / 8).max(1);
     let one = prop_oneof![4 => 0..few, 3 => 0..pages, 1 => few..pages.max(few + 1)];
     let part = prop_oneof![
         6 => one.prop_map(|page| vec![page]),
-        1 => (0..pages, 1..pages.max(2) / 2 + 2).prop_map(move |(from, run)| (from..from + run).map(|n| n % pages).collect()),
+        1 => (0..pages, 1..pages.max(2) / 2 + 2)
+            .prop_map(move |(from, run)| (from..from + run).map(|n| n % pages).collect()),
     ];
     prop::collection::vec(part, 0..len).prop_map(|parts| parts.concat())
 }
 
-/// Each policy by itself, so that all that are wrong are told.
+/// Tests each policy by itself, so that every wrong policy is reported.
 macro_rules! victims_are_those_of_the_paper {
     ($($name:ident $kind:ident)*) => {$(
         mod $name {
@@ -736,7 +738,7 @@ macro_rules! victims_are_those_of_the_paper {
             proptest! {
                 #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(16) })]
 
-                /// Enough for a hundredth to be more than one page, and for ageing.
+                /// Enough frames that a hundredth is more than one page, and for ageing.
                 #[test]
                 fn with_many_frames(
                     (frames, uses) in (150usize..420)
@@ -768,46 +770,51 @@ victims_are_those_of_the_paper! {
 #[derive(Clone, Debug)]
 enum Event {
     Use(u32),
-    /// Uses in one of the orders that are declared, to its end.
+    /// The uses of one declared order, to its end.
     Pass(usize),
     Come(u32),
     Go(u32),
-    /// A search that skips pages whose bit is set, and stops after so many offers.
+    /// A search that skips pages whose bit is set, and stops after this many offers.
     Search(Want, u64, usize),
     Forget(u32),
     Resize(u32),
-    /// An order, cyclic or not; an empty one withdraws it.
+    /// Declares an order, cyclic or not; an empty one withdraws it.
     Declare(Vec<u32>, bool),
-    /// What comes next is this walker's.
+    /// Names the walker of the events that follow.
     Walker(u32),
-    /// This walker ends, and the default one goes on.
+    /// A walker ends; the default one goes on.
     Ends(u32),
-    /// A fill ahead, if the policy names a page; a search for its frame that skips pages whose bit is set.
+    /// A fill ahead, if the policy names a page, and a search for its frame that skips pages whose bit is set.
     Fill(u64),
 }
 
 const SEGMENT_PAGES: u32 = 16;
-/// Orders that are declared again and again, and name pages more than once.
+/// Orders that are declared repeatedly, and name pages more than once.
 const ORDERS: [&[u32]; 2] = [&[0, 1, 2, 0], &[1, 3, 18, 1, 2, 3]];
 
 fn event() -> impl Strategy<Value = Event> {
     let page = 0..3 * SEGMENT_PAGES;
     let each_once = |pages: u64| (0..3 * SEGMENT_PAGES).filter(|number| pages >> number & 1 == 1).collect::<Vec<_>>();
-    // The same few orders come again and again, or walkers would never share one.
+    // A few orders come repeatedly; otherwise walkers would never share one.
     let order = prop_oneof![
         1 => any::<u64>().prop_map(each_once),
         1 => prop::collection::vec(page.clone(), 0..6),
         3 => (0..ORDERS.len()).prop_map(|nth| ORDERS[nth].to_vec()),
     ];
     let want = prop_oneof![
-        2 => Just(Want::Demand), 1 => Just(Want::Room), 1 => Just(Want::Memory), 1 => Just(Want::Reserve), 1 => Just(Want::Hint)
+        2 => Just(Want::Demand),
+        1 => Just(Want::Room),
+        1 => Just(Want::Memory),
+        1 => Just(Want::Reserve),
+        1 => Just(Want::Hint)
     ];
     prop_oneof![
         6 => page.clone().prop_map(Event::Use),
         2 => (0..ORDERS.len()).prop_map(Event::Pass),
         4 => page.clone().prop_map(Event::Come),
         2 => page.prop_map(Event::Go),
-        4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10]).prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
+        4 => (want, any::<u64>(), prop_oneof![Just(usize::MAX), 0usize..10])
+            .prop_map(|(want, skip, stop)| Event::Search(want, skip, stop)),
         1 => (0u32..3).prop_map(Event::Forget),
         1 => (1u32..40).prop_map(Event::Resize),
         1 => (order, any::<bool>()).prop_map(|(order, cyclic)| Event::Declare(order, cyclic)),
@@ -817,8 +824,8 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// The contract of [`Policy`], whatever happens: no plain cache, but uses without comings, comings without uses, skipped
-/// offers, pages that go unasked, segments that are forgotten.
+/// Checks the contract of [`Policy`] in all circumstances: uses without comings, comings without uses, skipped offers,
+/// pages that leave without a search, segments that are forgotten.
 fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCaseError> {
     let page =
         |number: u32| PageId { segment: SegmentId(number / SEGMENT_PAGES), index: PageIndex(number % SEGMENT_PAGES) };
@@ -865,7 +872,7 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
                 prop_assert_eq!(twice, None, "{}: offered twice", kind);
                 prop_assert!(offered.is_subset(&resident), "{}: {:?} of {:?}", kind, offered, resident);
                 prop_assert_eq!(found, wanted, "{}: what was taken", kind);
-                // Of what a plan keeps a frame is not kept ready by looking at everything.
+                // A plan's pages are not all offered for a reserve.
                 let all = matches!(want, Want::Demand | Want::Room | Want::Memory)
                     || want == Want::Reserve && !policy.has_plan();
                 prop_assert!(
@@ -875,7 +882,7 @@ fn keeps_the_contract(kind: PolicyKind, events: &[Event]) -> Result<(), TestCase
                     offered,
                     resident
                 );
-                // The order in which a random policy has its pages means nothing.
+                // The order of a random policy's pages means nothing.
                 if want == Want::Memory && kind != PolicyKind::Random {
                     prop_assert_eq!(policy.tracked(), before, "{}: a search for memory changes nothing", kind);
                 }
@@ -1004,7 +1011,7 @@ fn lfu_counts_to_63_and_forgets_by_halves() {
     assert_eq!(goes(&mut *policy), Some(0), "64 uses count as 63, and the other has had it for longer");
     used(&mut *policy, 1, 4096);
     for _ in 0..6 {
-        // Six halvings leave nothing of any count; uses after that count.
+        // Six halvings leave nothing of any count; only later uses count.
         used(&mut *policy, 1, 4096);
     }
     policy.removed(page(1));
@@ -1030,11 +1037,11 @@ fn a_fill_ahead_and_its_use_are_one_use() {
     }
 }
 
-/// Pinned pages are not what every search begins with.
+/// Not every search begins with pinned pages.
 #[test]
 fn pages_that_cannot_be_taken_are_not_offered_first_again() {
     const PINNED: u32 = 500;
-    // Where the one that is to go was used last, or how often pages were used decides, they are offered again.
+    // If the first to go is the page used last, or is chosen by count, pinned pages are offered again.
     for kind in
         [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve, PolicyKind::TwoQ, PolicyKind::Arc]
     {

@@ -2,14 +2,15 @@
 
 use super::queues::{Queues, Rule, Ruled};
 
-/// New pages pass through a short queue, first in, first out; only those that are wanted again soon after they left it
-/// come to the main queue, which is least recently used.
+/// New pages pass through a short queue, first in, first out. A page that is wanted again soon after it left the queue
+/// goes to the main queue, from which the least recently used page leaves.
 ///
 /// T. Johnson and D. Shasha, "2Q: a low overhead high performance buffer management replacement algorithm", VLDB 1994,
 /// the full version. Parameters, as the paper recommends: `Kin`, the pages that the short queue may keep while others
-/// must go, is a quarter of the frames; `Kout`, how many that left it are remembered, is half of them. 9 bytes a page.
+/// must go, is a quarter of the frames; `Kout`, how many pages that left it are remembered, is half of them. 9 bytes a
+/// page.
 ///
-/// A remembered page that is missed is forgotten before room is made for it, not after.
+/// Unlike in the paper, a remembered page that is missed is forgotten before room is made for it.
 pub(super) type TwoQPolicy = Ruled<TwoQ, 3>;
 
 /// `A1in`.
@@ -19,7 +20,7 @@ const MAIN: usize = 1;
 /// `A1out`.
 const OUT: usize = 2;
 
-/// It was found in [`OUT`].
+/// The page was found in [`OUT`].
 const AGAIN: u8 = 1;
 
 #[derive(Debug, Default)]

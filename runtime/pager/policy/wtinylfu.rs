@@ -3,18 +3,18 @@
 use super::queues::{Queues, Rule, Ruled};
 use super::sketch::Sketch;
 
-/// New pages come to a small window, least recently used. One that leaves the window is compared with the one that is
-/// first to leave the main part, by how often each was used lately; the one used less often goes, the newer one if they
-/// are equal. The main part is a segmented LRU.
+/// New pages come to a small window, least recently used. A page that leaves the window is compared with the next page
+/// to leave the main part: the one used less often lately goes; if they are equal, the newer one. The main part is a
+/// segmented LRU.
 ///
 /// G. Einziger, R. Friedman and B. Manes, "TinyLFU: a highly efficient cache admission policy", ACM Transactions on
-/// Storage 13(4), 2017. Parameters: the window has a hundredth of the frames, one at least; four fifths of the rest are
-/// protected; uses are counted in a sketch that is aged after ten times as many uses as there are frames. No doorkeeper,
-/// and the window does not adapt. 9 bytes a page, and for each frame between 4 and 8 of the sketch.
+/// Storage 13(4), 2017. Parameters: the window has a hundredth of the frames, but at least one; four fifths of the rest
+/// are protected; uses are counted in a sketch that is aged after ten times as many uses as there are frames. No
+/// doorkeeper; the window does not adapt. 9 bytes a page, and for each frame 4 to 8 of the sketch.
 ///
-/// libCacheSim 0.3 counts otherwise: comings and hits of the main part, in a Bloom filter for `c` entries of which a use
-/// raises every counter, halved after `32 c` hits. That holds many more pages than it is made for, so its estimates are
-/// high, and depend on the ids; its hit ratios differ from these.
+/// libCacheSim 0.3 counts differently: it counts comings and hits of the main part, in a Bloom filter for `c` entries
+/// where a use raises every counter, and halves after `32 c` hits. That filter holds many more pages than it is made
+/// for. So its estimates are high and depend on the ids, and its hit ratios differ from these.
 pub(super) type WTinyLfuPolicy = Ruled<WTinyLfu, 3>;
 
 const WINDOW: usize = 0;
@@ -94,7 +94,7 @@ impl Rule<3> for WTinyLfu {
         }
     }
 
-    /// If it goes in favour of the newcomer, that has won its place.
+    /// If the page goes in favour of the newcomer, the newcomer moves to the main part.
     fn taken(&mut self, queues: &mut Queues<3>, number: u32) {
         if queues.place(number) != Some(WINDOW)
             && let Some(new) = self.newcomer(queues)
