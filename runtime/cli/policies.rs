@@ -237,7 +237,7 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, S
             let page = match (trace.page_size(), options.page_size) {
                 (Some(has), Some(asked)) if has != asked => {
                     let (has, asked) = (size(has.bytes()), size(asked.bytes()));
-                    let what = format!("the capture {name} is of pages of {has}, not of {asked}");
+                    let what = format!("the capture {name} has pages of {has}, not of {asked}");
                     return Err(Error::new(ErrorKind::InvalidArgument, what)
                         .remedy("leave --page-size out, or capture a run with pages of that size"));
                 }

@@ -261,10 +261,7 @@ pub fn run(options: &Options) -> Result<Found> {
         Some(step) => {
             let pages = options.page_size.pages_for(step.get());
             let pages = u32::try_from(pages).ok().and_then(NonZeroU32::new);
-            Some(
-                pages
-                    .ok_or_else(|| wrong(format!("a step of {step}"), "give at least a page, at most 2^32 of them"))?,
-            )
+            Some(pages.ok_or_else(|| wrong(format!("a step cannot be {step}"), "give from 1 to 2^32 - 1 pages"))?)
         }
     };
     let settings = Settings {
@@ -296,7 +293,7 @@ fn model(options: &Options) -> Result<Model> {
     let Options { params, dtype, layers, .. } = *options;
     let params = params.unwrap_or_default();
     if let (Some(used), None) = (options.experts_used, options.experts) {
-        let what = format!("--experts-used {used} says nothing without --experts");
+        let what = format!("--experts-used {used} has no effect without --experts");
         return Err(wrong(what, "give --experts too, how many each layer has"));
     }
     let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));
