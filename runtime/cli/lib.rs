@@ -41,9 +41,9 @@ enum Command {
     Doctor(doctor::Options),
     /// Measure the ceilings: reads of a file by block size and depth, latency, memory copies
     Probe(probe::Options),
-    /// Show a model's tensors and pages, and what memory budgets would hold of it
+    /// Show a model's tensors and pages, and how much of it memory budgets would hold
     Inspect(inspect::Options),
-    /// Say what memory a job needs, what of it would move, how fast that can be, and what would help
+    /// Say how much memory a job needs, how much of it would move, how fast that can be, and what would help
     Plan(plan::Options),
     /// Run a captured, recorded or synthetic trace through policies, and compare their hits with the best possible
     Policies(policies::Options),

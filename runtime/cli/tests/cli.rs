@@ -104,7 +104,7 @@ fn inspect_says_which_page_size_it_assumes() {
 
 #[test]
 fn inspect_counts_pages_that_tensors_share() {
-    // Two tensors in the first page, the second of which ends in the second page, where the third one lies.
+    // Two tensors begin in the first page. The second one ends in the second page, where the third one lies.
     let file = common::synthetic(&[1000, 4000, 100, 20_000]);
     let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
     let start = file.bytes.len() as u64 - 25_100;
@@ -1008,7 +1008,7 @@ fn simulate_reads_real_headers_and_machine_files() {
         fs::write(&machine, fields.replacen(from, to, 1)).unwrap();
         refuse(&machine, parts);
     }
-    // A header that is only partly there.
+    // A truncated header.
     let bytes = fs::read(&model).unwrap();
     fs::write(&model, &bytes[..200]).unwrap();
     refused(&["simulate", string(&model), "--machine", "laptop"], 1, &["model.gguf"]);

@@ -19,7 +19,7 @@ impl OwnPolicy {
         Self { name, build }
     }
 
-    /// The name users select it by.
+    /// Returns the name users select it by.
     pub const fn name(self) -> &'static str {
         self.name
     }
@@ -54,7 +54,7 @@ impl AnyPolicy {
         })
     }
 
-    /// The name users select it by.
+    /// Returns the name users select it by.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Kind(kind) => kind.name(),

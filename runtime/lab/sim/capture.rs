@@ -90,7 +90,7 @@ pub struct CapturedSegment {
 pub struct ClassRun {
     /// The first page.
     pub first: u32,
-    /// How many there are.
+    /// How many pages there are.
     pub pages: u32,
     /// What they hold, such as "attention" or "experts".
     pub class: String,
@@ -270,7 +270,7 @@ pub struct CaptureWriter<W: Write> {
 }
 
 impl<W: Write> CaptureWriter<W> {
-    /// Begins a capture.
+    /// Begins a capture: writes the header.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if the header contradicts itself, is larger than 16 MiB, or has more than 2^31
@@ -323,7 +323,7 @@ impl<W: Write> CaptureWriter<W> {
         Ok(())
     }
 
-    /// Writes a prefix [chain](outcore::Runtime::chain) that the program told of.
+    /// Writes a prefix [chain](outcore::Runtime::chain) that the program announced.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if the header does not have one of its pages, or there are more than
@@ -428,7 +428,7 @@ pub enum CaptureStep {
         /// Whether it was written.
         write: bool,
     },
-    /// The program told of a prefix [chain](outcore::Runtime::chain) of these page numbers.
+    /// The program announced a prefix [chain](outcore::Runtime::chain) of these page numbers.
     Chain(Vec<u64>),
     /// A pass ended.
     Pass,

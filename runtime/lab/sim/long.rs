@@ -286,7 +286,7 @@ impl LongTraceWriter {
         trace.uses.push(number | if begins { BEGINS } else { 0 } | if writes { WRITES } else { 0 })
     }
 
-    /// Adds a prefix [chain](Policy::chain) that the program told of. Its pages count only if they are used.
+    /// Adds a prefix [chain](Policy::chain) that the program announced. Its pages count only if they are used.
     ///
     /// # Errors
     /// An error of the temporary file.

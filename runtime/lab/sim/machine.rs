@@ -9,12 +9,12 @@
 //! | `devices` | devices of this kind; they share the disk and the host memory |
 //! | `device_memory` | bytes of each |
 //! | `host_memory` | bytes of all |
-//! | `unified_memory` | may be left out: whether both are the same memory, which then is named twice |
+//! | `unified_memory` | may be left out: whether both are the same memory; each then names all of it |
 //! | `link.bytes_per_second`, `link.latency_us`, `link.duplex` | of each device, in each direction |
 //! | `disk.read_bytes_per_second`, `disk.write_bytes_per_second`, `disk.latency_us`, `disk.depth` | of the one disk |
 //! | `compute.bytes_per_second` | bytes of weights that each device computes on |
 //! | `compute.flops_per_second` | may be left out: floating-point operations that each device does at most |
-//! | `compute.step_us` | what each step takes beside |
+//! | `compute.step_us` | time of each step besides its bytes |
 //! | `jitter` | how far each time may be off, as a share of it: 0 to 0.9 |
 
 use std::fmt;

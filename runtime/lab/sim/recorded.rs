@@ -41,7 +41,7 @@ impl Recorded {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneRecord {
-    /// In words.
+    /// Its name.
     pub name: &'static str,
     /// The kinds that its spans can have.
     pub kinds: Vec<SpanKind>,
@@ -54,7 +54,7 @@ pub struct LaneRecord {
 /// Totals of all spans of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanKind {
-    /// In words.
+    /// Its name.
     pub name: &'static str,
     /// How many spans there were.
     pub count: u64,

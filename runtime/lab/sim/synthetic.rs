@@ -279,7 +279,7 @@ impl Sink<'_> {
         if self.full() {
             return;
         }
-        // No workload has 2^48 pages of a class.
+        // Ids are unique: no workload has 2^48 pages of a class.
         let (id, class) = ((class as u64) << 48 | number, || class);
         let told = match does {
             Does::Read => self.writer.used(id, class),

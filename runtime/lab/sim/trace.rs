@@ -259,7 +259,7 @@ mod tests {
         refused(&longest, &["line 1 ", "longer than 16 MiB"]);
     }
 
-    /// Nesting as deep as a line is long ends in an error, not in the stack's end.
+    /// Nesting as deep as a line is long is an error, not a stack overflow.
     #[test]
     fn deep_nesting_is_refused() {
         refused(format!("{{\"x\": {}", "[".repeat(1 << 20)).as_bytes(), &["line 1 "]);
