@@ -9,7 +9,8 @@ use outcore::{Error, ErrorKind, Result};
 /// The text of the `config.json` in the folder of `file`.
 ///
 /// # Errors
-/// What opening and reading it says; `Format` if it has more bytes than such a file ever has.
+/// The error of opening or reading it; `InvalidArgument` if it is no regular file; `Format` if it is larger than 1 MiB,
+/// which such a file never is.
 pub fn config_beside(file: &Path) -> Result<String> {
     const MOST: u64 = 1 << 20;
     let path = file.with_file_name("config.json");

@@ -1,4 +1,4 @@
-//! Miss ratios by capacity, drawn.
+//! Draws miss ratios by capacity.
 
 use std::io::Write;
 
@@ -11,7 +11,7 @@ use super::policies::{Found, Ratio};
 
 const SIZE: (u32, u32) = (1000, 620);
 
-/// Draws LRU's curve, and lines through the capacities of every policy and of the optimum.
+/// Draws LRU's curve, and a line through the capacities for the optimum and for each policy.
 pub fn write(found: &Found, file: &NewFile) -> Result<()> {
     let mut text = String::new();
     draw(found, &mut text).map_err(|cause| {

@@ -1,4 +1,4 @@
-//! `outcore doctor`: what works on this machine, what was chosen, and what would make it faster.
+//! `outcore doctor`: says what works on this machine, what was chosen, and what would make it faster.
 
 use std::collections::HashSet;
 use std::fs;
@@ -20,8 +20,8 @@ use super::trial::TrialFile;
 
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The directory whose disk is examined; by default the current one and the one for temporary files. What earlier runs
-    /// remember of that disk's speed is forgotten, so that the next one measures it anew
+    /// The directory whose disk is examined. Default: the current one and the one for temporary files. Deletes what
+    /// earlier runs stored about that disk's speed, so that the next run measures it anew
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// One JSON object instead of tables
@@ -35,7 +35,7 @@ pub struct Diagnosis {
     kernel: String,
     cpus: usize,
     cpu_model: String,
-    /// Of the processor's features, those that matter to the kernels of the examples.
+    /// The processor's features that matter to the kernels of the examples.
     cpu_features: Vec<&'static str>,
     memory: Memory,
     huge_pages: HugePageModes,
@@ -44,7 +44,7 @@ pub struct Diagnosis {
     io: Io,
     directories: Vec<Directory>,
     gpus: Gpus,
-    /// What would make it faster, or let it hold more.
+    /// Changes that would make the runtime faster, or let it hold more.
     advice: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ struct HugePageModes {
 #[derive(Debug, Serialize)]
 struct Mappings {
     max_map_count: u64,
-    /// Device memory it allows on the host device with pages of 2 MiB.
+    /// Device memory that this allows on the host device with pages of 2 MiB.
     resident_bytes_at_2mib: u64,
 }
 
@@ -95,10 +95,10 @@ struct Directory {
     offset_alignment: Option<u64>,
     read_bytes_per_second: Option<u64>,
     latency_4k: Option<LatencyReport>,
-    /// What a runtime chooses for a model without experts here, unless told otherwise, with all memory that is free, by what
-    /// the disk comes to now.
+    /// The settings that a runtime would choose here by default, with the disk as measured now: for a model without
+    /// experts, with all free memory.
     settings: Option<Settings>,
-    /// Why nothing is known.
+    /// The error that kept it from being examined.
     error: Option<String>,
 }
 
@@ -107,12 +107,12 @@ struct Gpus {
     found: Vec<String>,
     driver: Option<String>,
     usable: bool,
-    /// Why none is.
+    /// The reason why no GPU is usable.
     why_not: Option<String>,
 }
 
-/// How long a trial file is written, and how much of it at most. With the reads it stays within two seconds on two
-/// directories, whatever the disk.
+/// How long a trial file is written, how long it is read, and its largest size. Two directories then take at most two
+/// seconds, whatever the disk.
 const WRITE_TIME: Duration = Duration::from_millis(300);
 const READ_SECONDS: f64 = 0.3;
 const TRIAL: Bytes = Bytes::mib(256);
@@ -125,7 +125,7 @@ pub fn run(options: &Options) -> Result<Diagnosis> {
     let free = machine.memory.free();
     let directories = match &options.dir {
         Some(dir) => {
-            // A directory asked for by name has to be there.
+            // A directory that was asked for must exist.
             let metadata = fs::metadata(dir).map_err(|cause| Error::io(format!("look at {}", dir.display()), cause));
             let metadata = metadata.map_err(|error| error.remedy("check the path given with --dir"))?;
             if !metadata.is_dir() {
@@ -238,7 +238,7 @@ fn examine(dir: &Path, free: Bytes, found: &mut Directory) -> Result<()> {
     }
     let trial = TrialFile::create(dir, TRIAL, Some(WRITE_TIME))?;
     let block = [PageSize::DEFAULT.bytes()].map(Bytes::new);
-    // A first, short look says how much can be read in the time there is.
+    // A short first read says how much can be read in the given time.
     let mut read = |budget| -> Result<f64> {
         let probe = probe_file(&trial.path(), IoBackend::Auto, &block, &depth, budget)?;
         found.latency_4k = LatencyReport::of(&probe);
@@ -248,11 +248,11 @@ fn examine(dir: &Path, free: Bytes, found: &mut Directory) -> Result<()> {
     let steady = Bytes::new((first * READ_SECONDS) as u64);
     let rate = if steady > Bytes::mib(32) { read(steady)? } else { first };
     found.read_bytes_per_second = Some(rate as u64);
-    // What runs remember of it may have been measured beside other work. They measure their own files anew: this one was just
-    // written, and may be in a cache behind the disk.
+    // The profile that runs stored may have been measured beside other work. Runs measure their own files anew: this
+    // file was just written, and may be in a cache behind the disk.
     DiskProfile::forget(dir)?;
     if let Some(disk) = DiskProfile::measure(&trial.path())? {
-        // Of one page at least: that memory is short is told elsewhere.
+        // At least one page: low memory is reported elsewhere.
         let budget = free.max(Bytes::new(PageSize::DEFAULT.bytes()));
         found.settings = Some(Runtime::builder().disk(disk).device_budget(budget).settings()?);
     }
@@ -271,14 +271,14 @@ fn features(machine: &Machine) -> Vec<&'static str> {
     MATTER.into_iter().filter(|name| machine.cpu_features.iter().any(|has| has == name)).collect()
 }
 
-/// The mode in brackets.
+/// Returns the active mode, which the kernel writes in brackets.
 fn huge_page_mode(file: &str) -> Option<String> {
     let text = fs::read_to_string(Path::new("/sys/kernel/mm/transparent_hugepage").join(file)).ok()?;
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
-/// What the CUDA driver says, or where it says nothing, what the kernel knows.
+/// Returns what the CUDA driver says or, without a driver, what the kernel knows.
 fn gpus() -> Gpus {
     let error = match cuda_devices() {
         Ok(devices) => {
@@ -296,7 +296,7 @@ fn gpus() -> Gpus {
         found.push(format!("{model} ({})", entry.file_name().to_string_lossy()));
     }
     if found.is_empty() {
-        // In containers the devices are often there without the driver's /proc entries.
+        // In containers the devices often exist without the driver's /proc entries.
         let devices = fs::read_dir("/dev").into_iter().flatten().flatten();
         let names = devices.map(|entry| entry.file_name().to_string_lossy().into_owned());
         let number = |name: &str| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok());
@@ -362,7 +362,7 @@ fn advice(found: &Diagnosis, machine: &Machine) -> Vec<String> {
         );
     }
     if found.mappings.resident_bytes_at_2mib < found.memory.limit_bytes {
-        // Two mappings a frame, and as many again for the rest of the process.
+        // Two mappings for each frame, and as many again for the rest of the process.
         let pages = found.memory.limit_bytes / PageSize::DEFAULT.bytes();
         advice.push(format!(
             "vm.max_map_count allows {} resident at 2 MiB pages: `sysctl -w vm.max_map_count={}` lets it be all memory",
@@ -444,7 +444,7 @@ impl Report for Diagnosis {
                 facts.pair("", format!("{} filled ahead: {}", ahead.value, ahead.reason));
                 facts.pair("", format!("{} reads ahead at once: {}", depth.value, depth.reason));
                 facts.pair("", format!("steps of {}: {}", settings.step.value, settings.step.reason));
-                facts.pair("", "measured now; what runs remembered of this disk is forgotten".to_owned());
+                facts.pair("", "measured now; what earlier runs stored about this disk was deleted".to_owned());
             }
         }
         if self.gpus.found.is_empty() {

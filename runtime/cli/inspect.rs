@@ -1,4 +1,5 @@
-//! `outcore inspect`: a model's tensors and pages, and what memory budgets would hold of it. Reads headers only.
+//! `outcore inspect`: shows a model's tensors and pages, and how much of it memory budgets would hold. Reads headers
+//! only.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
@@ -18,10 +19,11 @@ pub struct Options {
     /// A GGUF or safetensors file, one file of a split model, an index.json, or a folder with one of them
     #[arg(value_name = "MODEL")]
     model: PathBuf,
-    /// Size of a page to assume: a power of two from 4KiB to 1GiB; `generate` takes smaller ones where budgets are small
+    /// Size of a page to assume: a power of two from 4KiB to 1GiB; `generate` chooses smaller ones for small budgets
     #[arg(long, value_name = "SIZE", value_parser = page_size, default_value = "2MiB")]
     page_size: PageSize,
-    /// Device budgets to consider, such as 4GiB; repeat it or list several. Default: 10 to 100 % of the model
+    /// Device budgets to consider, such as 4GiB; repeat the option, or list several. Default: 10, 25, 50, 75 and 100 %
+    /// of the model
     #[arg(long, value_name = "SIZE", num_args = 1.., value_delimiter = ',', action = clap::ArgAction::Append)]
     budget: Vec<Bytes>,
     /// List every tensor
@@ -42,20 +44,20 @@ pub struct Inspection {
     tensor_count: u64,
     tensor_bytes: u64,
     parameters: u64,
-    /// Tensors that have exactly the bytes of an earlier one.
+    /// How many tensors share all their bytes with an earlier one.
     tied_tensors: u64,
     dtypes: Vec<TypeReport>,
     largest: Vec<TensorReport>,
     #[serde(skip_serializing_if = "Option::is_none")]
     tensors: Option<Vec<TensorReport>>,
     page_bytes: u64,
-    /// Pages of all files.
+    /// How many pages all files have.
     pages: u64,
-    /// Pages that hold a tensor's bytes.
+    /// How many pages hold bytes of a tensor.
     tensor_pages: u64,
-    /// Pages that hold bytes of several tensors.
+    /// How many pages hold bytes of several tensors.
     shared_pages: u64,
-    /// Room in frames behind the ends of files.
+    /// Bytes of last pages beyond the ends of files.
     tail_waste_bytes: u64,
     /// The least budget with which every tensor can be used, row by row.
     minimum_budget_bytes: u64,
@@ -96,11 +98,11 @@ struct BudgetReport {
     budget_bytes: u64,
     frames: u64,
     runs: bool,
-    /// Of the tensors' pages, the share that is found resident in each pass under `plan`.
+    /// The share of the tensors' pages that each pass finds resident under `plan`.
     resident_share: f64,
     pages_streamed_per_pass: u64,
     bytes_streamed_per_pass: u64,
-    /// Pages of the largest set pinned as a unit.
+    /// How many pages the largest unit has.
     unit_pages: u64,
 }
 
@@ -183,7 +185,7 @@ fn consider(model: &ModelHeader, page: PageSize, budget: Bytes, minimum: u64, pa
         unit_pages: 0,
     };
     if report.runs {
-        // More frames than pages behave as enough of them do.
+        // Frames beyond twice the number of pages make no difference.
         let pass = residency::pass(model, page, u32::try_from(frames.min(2 * pages + 1)).unwrap_or(u32::MAX))?;
         report.pages_streamed_per_pass = pass.pages_streamed;
         report.bytes_streamed_per_pass = pass.streamed;
@@ -193,7 +195,7 @@ fn consider(model: &ModelHeader, page: PageSize, budget: Bytes, minimum: u64, pa
     Ok(report)
 }
 
-/// Which pages hold tensors.
+/// Counts of pages that hold tensors.
 struct Pages {
     with_tensors: u64,
     shared: u64,
@@ -204,7 +206,7 @@ impl Pages {
     fn of(model: &ModelHeader, page: PageSize) -> Self {
         let mut extents = HashSet::new();
         let mut pages = Self { with_tensors: 0, shared: 0, tied: 0 };
-        // Tensors that are not tied share no byte, so they share only first and last pages.
+        // Tensors that are not tied share no byte, so only their first and last pages can be shared.
         let mut edges: HashMap<(u32, u64), u32> = HashMap::new();
         for tensor in model.tensors.iter().filter(|tensor| tensor.len > 0) {
             if !extents.insert((tensor.file, tensor.offset)) {
@@ -228,19 +230,19 @@ fn pages_between(offset: u64, len: u64, page: PageSize) -> u64 {
     if len == 0 { 0 } else { page.page_of(offset + len - 1) - page.page_of(offset) + 1 }
 }
 
-/// Pages of the row that covers most.
+/// Returns how many pages the widest row covers.
 fn least_pages(tensor: &TensorHeader, page: PageSize) -> u64 {
     if tensor.len == 0 {
         return 0;
     }
     let row = row_bytes(&tensor.shape, tensor.len);
-    // No row can cover more than this.
+    // No row covers more pages than this.
     let most = page.pages_for(row - 1) + 1;
     let mut worst = 0;
     let mut at = tensor.offset;
     while at < tensor.end() && worst < most {
         worst = worst.max(pages_between(at, row, page));
-        // Rows that lie within the page they begin in cover one page; on to the first that does not.
+        // Rows inside the page that they begin in cover one page. Go on to the first row that does not.
         let inside = (page.bytes() - at % page.bytes()) / row;
         at += row * inside.max(1);
     }
@@ -260,7 +262,7 @@ fn types(model: &ModelHeader) -> Vec<TypeReport> {
     types
 }
 
-/// What tells a reader which model this is.
+/// Returns the metadata that tell a reader which model this is.
 fn interesting(model: &ModelHeader) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     match &model.metadata {
@@ -293,7 +295,7 @@ fn interesting(model: &ModelHeader) -> BTreeMap<String, String> {
                 let value: String = value.chars().take(80).collect();
                 found.insert(printable(key), printable(&value));
             }
-            // It is only shown, so a bad one is ignored.
+            // The config is only shown, so a bad one is ignored.
             let config = model.files.first().and_then(|file| config_beside(&file.path).ok());
             if let Some(config) = config.and_then(|text| serde_json::from_str::<serde_json::Value>(&text).ok()) {
                 for (name, key) in [
@@ -354,8 +356,8 @@ impl Report for Inspection {
         facts.pair(
             "assumed",
             format!(
-                "pages of {} (--page-size) and tensors used in file order; generate takes pages of 64 KiB to 2 MiB by its \
-                 budget and the model's own order",
+                "pages of {} (--page-size) and tensors used in file order; generate takes pages of 64 KiB to 2 MiB by \
+                 its budget, and the model's own order",
                 size(self.page_bytes)
             ),
         );

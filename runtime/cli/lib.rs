@@ -1,6 +1,6 @@
-//! The command line of `outcore`: what a machine allows, how fast its disk is, and what a model needs.
+//! The command line of `outcore`.
 //!
-//! Exit status. 0: done; 1: it failed, and standard error says why and what to do; 2: the command
+//! Exit status: 0 if the command is done; 1 if it failed, and standard error says why and what to do; 2 if the command
 //! line was not understood.
 
 mod bar;
@@ -26,7 +26,8 @@ use outcore_lab::sim::AnyPolicy;
 pub use outcore_lab::sim::OwnPolicy;
 use serde::Serialize;
 
-/// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can be.
+/// Tensors larger than memory: what this machine allows, how fast its disk is, what a model needs and how fast it can
+/// be.
 #[derive(Debug, Parser)]
 #[command(name = "outcore", version)]
 struct Arguments {
@@ -40,19 +41,19 @@ enum Command {
     Doctor(doctor::Options),
     /// Measure the ceilings: reads of a file by block size and depth, latency, memory copies
     Probe(probe::Options),
-    /// Show a model's tensors and pages, and what memory budgets would hold of it
+    /// Show a model's tensors and pages, and how much of it memory budgets would hold
     Inspect(inspect::Options),
-    /// Say what memory a job needs, what of it would move, how fast that can be, and what would help
+    /// Say how much memory a job needs, how much of it would move, how fast that can be, and what would help
     Plan(plan::Options),
     /// Run a captured, recorded or synthetic trace through policies, and compare their hits with the best possible
     Policies(policies::Options),
-    /// Make one HTML page of what `generate`, `policies` and `probe` have found
+    /// Make one HTML page from what `generate`, `policies`, `simulate` and `probe` found
     Report(report::Options),
-    /// Say how long passes over a model would take on a machine that is not there
+    /// Forecast how long passes over a model take on a machine that is only described
     Simulate(simulate::Options),
 }
 
-/// What a command has to say, as an object and as text.
+/// The result of a command, which can be printed as a JSON object or as text.
 trait Report: Serialize {
     fn text(&self) -> String;
 }
@@ -62,7 +63,7 @@ pub fn main() -> ExitCode {
     main_with(&[])
 }
 
-/// As [`main`], where the program has policies of its own: `policies`, `simulate` and `report` know them by their names.
+/// As [`main`], for a program with policies of its own: `policies`, `simulate` and `report` know them by their names.
 pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
     let arguments = match Arguments::from_arg_matches(&command(own).get_matches()) {
         Ok(arguments) => arguments,
@@ -83,14 +84,14 @@ pub fn main_with(own: &[OwnPolicy]) -> ExitCode {
         Err(error) => return fail(&error.to_string()),
     };
     match written {
-        // Whoever read the output has seen enough.
+        // The reader of the output has seen enough.
         Err(cause) if cause.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(cause) => fail(&format!("cannot write the report: {cause} (check where standard output goes)")),
         Ok(()) => ExitCode::SUCCESS,
     }
 }
 
-/// The command line, in which `own` are policies like those that ship.
+/// Returns the command line, in which `own` are policies beside those that ship.
 fn command(own: &[OwnPolicy]) -> clap::Command {
     let (compared, simulated) = (own.to_vec(), own.to_vec());
     Arguments::command()
@@ -109,7 +110,7 @@ fn render(report: &impl Report, json: bool) -> serde_json::Result<String> {
 }
 
 fn fail(message: &str) -> ExitCode {
-    // If standard error is closed there is nobody left to tell.
+    // If standard error is closed, nobody can be told.
     drop(writeln!(std::io::stderr(), "outcore: {message}"));
     ExitCode::FAILURE
 }

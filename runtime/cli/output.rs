@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use outcore::Bytes;
 
-/// Which side of its column a cell leans on.
+/// The side of its column on which a cell is aligned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Left,
@@ -19,13 +19,13 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table whose first row is `head`.
+    /// Makes a table whose first row is `head`.
     pub fn new(head: &[(&str, Side)]) -> Self {
         let rows = vec![head.iter().map(|(name, _)| (*name).to_owned()).collect()];
         Self { sides: head.iter().map(|(_, side)| *side).collect(), rows }
     }
 
-    /// Two columns without a head: names and what there is to say about them.
+    /// Makes a table of two columns without a head: names and values.
     pub fn pairs() -> Self {
         Self { sides: vec![Side::Left, Side::Left], rows: Vec::new() }
     }
@@ -38,7 +38,7 @@ impl Table {
         self.row([name.to_owned(), value.into()]);
     }
 
-    /// The lines, indented by two.
+    /// Returns the lines, indented by two.
     pub fn text(&self) -> String {
         let width = |column: usize| {
             self.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
@@ -79,7 +79,8 @@ pub fn microseconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e7).round() / 10.0
 }
 
-/// A name from a file, fit for a terminal: what could move the cursor or change colours is escaped.
+/// Makes a name from a file safe for a terminal: escapes control characters, which could move the cursor or change
+/// colours.
 pub fn printable(name: &str) -> String {
     name.chars().flat_map(|c| if c.is_control() { c.escape_debug().collect::<Vec<_>>() } else { vec![c] }).collect()
 }

@@ -1,4 +1,4 @@
-//! What policies make of a trace, recorded or made up.
+//! `outcore policies`: runs a trace through policies and compares their hits.
 
 use std::iter;
 use std::num::NonZeroU32;
@@ -18,35 +18,36 @@ use super::bar::Bar;
 use super::output::{Side, Table, printable, size};
 use super::{Report, curve, page_size};
 
-/// What `outcore policies` takes.
+/// The options of `outcore policies`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// A file of `generate --capture`, or a text with one JSON object a line, whose "hash_ids" are the blocks that a request
-    /// uses in order (the form of the Mooncake traces)
+    /// The trace: a file that `generate --capture` wrote, or a text with one JSON object a line, whose "hash_ids" list
+    /// the blocks that a request uses in order (the form of the Mooncake traces)
     #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
     trace: Option<PathBuf>,
     /// A synthetic workload instead: decode, prefill, moe, kv, train or mixed (docs/policies.md says what they are)
     #[arg(long, value_name = "NAME")]
     workload: Option<WorkloadKind>,
-    /// Of the workload's random numbers
+    /// Seed of the workload's random numbers
     #[arg(long, value_name = "NUMBER", default_value_t = 0, conflicts_with = "trace")]
     seed: u64,
     /// How many uses the workload has
     #[arg(long, value_name = "COUNT", default_value_t = 1_000_000, conflicts_with = "trace")]
     uses: u64,
-    /// The model whose weights the workload uses, as for `outcore inspect`; only headers are read. Default: a known one's
-    /// sizes
+    /// The model whose weights the workload uses, as for `outcore inspect`; only headers are read. Default: the sizes
+    /// of a well-known model
     #[arg(long, value_name = "MODEL", conflicts_with = "trace")]
     model: Option<PathBuf>,
-    /// Size of a page. Default: what a capture says; 2MiB for workloads; for other traces none, and then bytes are not told
+    /// Size of a page. Default: a capture's own; 2MiB for workloads; none for other traces, for which no bytes are then
+    /// shown
     #[arg(long, value_name = "SIZE", value_parser = page_size)]
     page_size: Option<PageSize>,
     /// Capacities in pages, separated by commas. Default: 10, 25, 50, 75 and 90 % of the pages
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = capacity, allow_hyphen_values = true)]
     capacity: Vec<NonZeroU32>,
-    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares, mru,
-    /// random; plan-declared, which is plan where the program tells the order of its first pass; opt, the optimum, which is
-    /// always told; or all
+    /// Policies, separated by commas: lru, plan, fifo, clock, lfu, sieve, s3fifo, 2q, arc, lirs, wtinylfu, kv, shares,
+    /// mru, random; plan-declared: plan, told the order of the first pass in advance; opt: the optimum, which is always
+    /// shown; or all
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "all")]
     policy: Vec<Choice>,
     /// Draw miss ratios by capacity into this file
@@ -60,23 +61,23 @@ pub struct Options {
 #[derive(Clone, Copy, Debug)]
 pub enum Choice {
     All,
-    /// Which knows the future, and is no policy that a runtime can have.
+    /// The optimum. It knows the future, so no runtime can use it.
     Optimum,
     One(Candidate),
 }
 
-/// What is compared.
+/// A policy to compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Candidate {
     Policy(AnyPolicy),
-    /// `plan`, which the program has told of its order.
+    /// `plan`, where the program declares its order.
     Declared,
 }
 
 impl Candidate {
     const DECLARED: &str = "plan-declared";
 
-    /// All that say something of a trace.
+    /// Returns all candidates that make sense for a trace.
     fn all(trace: &LongTrace, own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
         let declared = (trace.passes() > 1).then_some(Self::Declared);
         let shipped = PolicyKind::ALL.into_iter().flat_map(move |kind| {
@@ -102,7 +103,7 @@ impl Candidate {
 }
 
 impl Choice {
-    /// What `text` selects, where the program has policies of its own.
+    /// Returns what `text` selects; `own` are the program's own policies.
     pub fn find(text: &str, own: &[OwnPolicy]) -> Result<Self> {
         match text {
             "all" => Ok(Self::All),
@@ -138,16 +139,16 @@ fn capacity(text: &str) -> Result<NonZeroU32> {
     Err(Error::new(ErrorKind::InvalidArgument, wrong).remedy("give a whole number of pages, from 1 up, such as 5000"))
 }
 
-/// What there is to say about a trace. `outcore report` reads it again.
+/// The result of `outcore policies`. `outcore report` reads it.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Found {
     pub trace: String,
-    /// What a capture is of.
+    /// The text about a capture's run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub about: Option<String>,
     pub uses: u64,
     pub pages: u32,
-    /// Uses that write their page.
+    /// How many uses write their page.
     #[serde(default)]
     pub writes: u64,
     #[serde(default)]
@@ -157,12 +158,12 @@ pub struct Found {
     #[serde(default)]
     pub classes: Vec<Class>,
     pub capacities: Vec<Capacity>,
-    /// Of LRU, at every capacity or at some hundreds, evenly spaced.
+    /// LRU's hit ratios: at every capacity, or at some hundreds that are evenly spaced.
     #[serde(default)]
     pub lru: Vec<Point>,
 }
 
-/// What pages hold.
+/// Pages that hold the same kind of thing.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Class {
     pub class: String,
@@ -173,7 +174,7 @@ pub struct Class {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Capacity {
     pub pages: NonZeroU32,
-    /// Of Belady's MIN, which knows the trace.
+    /// Ratios of Belady's MIN, which knows the trace.
     pub optimum: Ratio,
     pub policies: Vec<Outcome>,
 }
@@ -183,13 +184,13 @@ pub struct Ratio {
     pub hits: u64,
     pub misses: u64,
     pub hit_ratio: f64,
-    /// Pages that had been written when they were evicted.
+    /// How many evictions were of written pages.
     #[serde(default)]
     pub written_back: u64,
-    /// What the misses bring, if all pages are whole.
+    /// Bytes that misses bring in, if all pages are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_moved: Option<u64>,
-    /// What is written back, if all pages are whole.
+    /// Bytes that are written back, if all pages are whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_written: Option<u64>,
 }
@@ -201,7 +202,7 @@ pub struct Outcome {
     pub ratio: Ratio,
     /// The optimum's hit ratio less this one's.
     pub regret: f64,
-    /// Of a use, with what it evicts and brings in, and the simulation's own work.
+    /// Time of a use in nanoseconds, with what it evicts and brings in, and the simulation's own work.
     pub ns_per_use: f64,
 }
 
@@ -212,7 +213,7 @@ pub struct Point {
     pub hit_ratio: f64,
 }
 
-/// Points of the curve at most, besides the capacities that were asked for.
+/// The most points of the curve, besides the capacities that were asked for.
 const POINTS: u64 = 256;
 
 fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
@@ -226,7 +227,7 @@ fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
     }
 }
 
-/// What to look at, its name, and the size of its pages if that is known.
+/// Returns the trace, its name, and the size of its pages if that is known.
 fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, String, Option<PageSize>)> {
     let kind = match (&options.trace, options.workload) {
         (Some(path), _) => {
@@ -236,7 +237,7 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, S
             let page = match (trace.page_size(), options.page_size) {
                 (Some(has), Some(asked)) if has != asked => {
                     let (has, asked) = (size(has.bytes()), size(asked.bytes()));
-                    let what = format!("the capture {name} is of pages of {has}, not of {asked}");
+                    let what = format!("the capture {name} has pages of {has}, not of {asked}");
                     return Err(Error::new(ErrorKind::InvalidArgument, what)
                         .remedy("leave --page-size out, or capture a run with pages of that size"));
                 }
@@ -257,7 +258,7 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, S
     Ok((trace, format!("workload {kind}, seed {}", options.seed), Some(page)))
 }
 
-/// What all policies make of a capture, at the capacities that are looked at by default.
+/// Runs a capture through all policies at the default capacities.
 pub fn of_capture(path: &std::path::Path, own: &[OwnPolicy]) -> Result<Found> {
     let options = Options {
         trace: Some(path.to_owned()),
@@ -281,7 +282,7 @@ pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Found> {
     let mut inputs: Vec<Input> =
         of_model.map(|path| Input { path: path.clone(), is: "it is a file of the model" }).collect();
     inputs.extend(options.trace.iter().map(|path| Input { path: path.clone(), is: "it is the trace" }));
-    // Tried first: some traces take long.
+    // Tried first, because some traces take long.
     let svg = options.svg.as_deref().map(|path| NewFile::create(path, "drawing", "--svg", &inputs)).transpose()?;
     let (mut trace, name, page) = trace(options, model.as_ref())?;
     let mut candidates: Vec<Candidate> = Vec::new();
@@ -348,13 +349,13 @@ pub fn run(options: &Options, own: &[OwnPolicy]) -> Result<Found> {
     Ok(found)
 }
 
-/// 10, 25, 50, 75 and 90 % of the pages.
+/// Returns 10, 25, 50, 75 and 90 % of the pages.
 fn shares(pages: u32) -> Vec<NonZeroU32> {
     let of = |percent: u64| NonZeroU32::new((u64::from(pages) * percent / 100) as u32).unwrap_or(NonZeroU32::MIN);
     [10, 25, 50, 75, 90].map(of).to_vec()
 }
 
-/// The curve, at capacities evenly spaced and at those that were asked for.
+/// Returns LRU's curve at evenly spaced capacities and at those that were asked for.
 fn points(hits: &[u64], uses: u64, capacities: &[Capacity]) -> Vec<Point> {
     let all = hits.len() as u64;
     let mut at: Vec<u64> = (1..=POINTS).map(|n| (n * all).div_ceil(POINTS)).collect();

@@ -1,4 +1,4 @@
-//! `outcore probe`: the ceilings every ratio is against, measured through the store that serves the runtime.
+//! `outcore probe`: measures the ceilings that ratios are compared with, through the runtime's own store.
 
 use std::path::{Path, PathBuf};
 
@@ -50,12 +50,12 @@ pub struct ProbeReport {
     kernel: String,
     cpus: usize,
     page_bytes: u64,
-    /// Reads of one 4 KiB block with nothing else in flight.
+    /// Latency of reading one 4 KiB block with nothing else in flight.
     latency_4k: Option<LatencyReport>,
     /// Mean time of one page read with nothing else in flight.
     page_read_us: Option<f64>,
     points: Vec<PointReport>,
-    /// The fastest of the points with blocks of a page.
+    /// The fastest rate among the points whose blocks are one page.
     page_read_bytes_per_second: Option<u64>,
     memcpy_bytes_per_second: u64,
 }
@@ -91,7 +91,7 @@ impl LatencyReport {
     }
 }
 
-/// The smallest block that is read.
+/// The smallest block that is measured.
 const LEAST: Bytes = Bytes::kib(64);
 
 pub fn run(options: &Options) -> Result<ProbeReport> {

@@ -1,22 +1,22 @@
-//! What a budget would hold of a model: the pager and policy of the runtime, driven over the model's tensors with moves
-//! that end at once and carry no bytes.
+//! Computes how much of a model a budget would hold: runs the runtime's pager and policy over the model's tensors, with
+//! moves that end at once and carry no bytes.
 
 use outcore::format::ModelHeader;
 use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
 use outcore_pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
 
-/// One pass over a model under a budget, once the first passes are over.
+/// What one pass over a model reads under a budget, after the first passes.
 #[derive(Clone, Copy, Debug)]
 pub struct Pass {
     /// Bytes read from disk.
     pub streamed: u64,
     /// Pages read from disk.
     pub pages_streamed: u64,
-    /// Pages of the largest set pinned as a unit.
+    /// How many pages the largest unit has.
     pub unit_pages: u64,
 }
 
-/// Passes before the one that counts: the first fills, the second settles.
+/// Passes before the measured one: the first fills the frames, the second lets the policy settle.
 const PASSES_BEFORE: u32 = 2;
 
 struct Simulation {
@@ -28,8 +28,8 @@ struct Simulation {
     streamed: u64,
 }
 
-/// Passes over the tensors in file order, each pinned as a whole if it fits in half the frames, else in row ranges that
-/// do.
+/// Runs passes over the tensors in file order and measures the last one. Each tensor is pinned as a whole if it fits in
+/// half the frames, else in ranges of rows that do.
 pub fn pass(model: &ModelHeader, page: PageSize, frames: u32) -> Result<Pass> {
     let config = PagerConfig {
         frames,
@@ -93,7 +93,7 @@ impl Simulation {
                 push(tensor.offset, tensor.len)?;
                 continue;
             }
-            // As many rows as fit in half the frames wherever they begin.
+            // As many rows as fit in half the frames, whatever their offset.
             let step = ((half - 1) * self.page.bytes() / row).max(1) * row;
             let mut at = 0;
             while at < tensor.len {
@@ -153,7 +153,7 @@ impl Simulation {
     }
 }
 
-/// Bytes of one row of the outermost extent; of the whole tensor if it has no rows that can be addressed.
+/// Returns the bytes of one row of the outermost extent, or of the whole tensor if its rows cannot be addressed.
 pub fn row_bytes(shape: &[u64], len: u64) -> u64 {
     match shape.first() {
         Some(&rows) if rows > 0 && len.is_multiple_of(rows) => (len / rows).max(1),

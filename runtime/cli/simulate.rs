@@ -1,4 +1,4 @@
-//! `outcore simulate`: how long passes over a model would take on a machine that is not there.
+//! `outcore simulate`: forecasts how long passes over a model take on a machine that is only described.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -17,37 +17,38 @@ use serde::Serialize;
 use super::output::{Side, Table, percent, printable, size};
 use super::{Report, page_size};
 
-/// What `outcore simulate` takes.
+/// The options of `outcore simulate`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// A GGUF or safetensors model: a file, one file of a split model, an index.json, or a folder; only headers are read
+    /// A GGUF or safetensors model: a file, one file of a split model, an index.json, or a folder; only headers are
+    /// read
     #[arg(value_name = "MODEL", required_unless_present = "params", conflicts_with_all = ["params", "layers", "dtype"])]
     model: Option<PathBuf>,
-    /// In place of a model: so many parameters, such as 70B or 1T, in equal layers
+    /// In place of a model: the number of parameters in equal layers, such as 70B or 1T
     #[arg(long, value_name = "N", value_parser = params)]
     params: Option<u64>,
     /// With --params: the parameters' type
     #[arg(long, value_name = "TYPE", default_value = "bf16")]
     dtype: DType,
-    /// With --params: layers, from 1 to 16777216
+    /// With --params: the number of layers, from 1 to 16777216
     #[arg(long, value_name = "N", default_value_t = 80)]
     layers: u32,
-    /// With --params: experts of each layer
+    /// With --params: the number of experts of each layer
     #[arg(long, value_name = "N", requires = "params")]
     experts: Option<u32>,
-    /// Experts of a layer that a pass uses. Default: what a GGUF model says, else all
+    /// How many experts of a layer a pass uses. Default: the number in a GGUF model's metadata, else all
     #[arg(long, value_name = "N")]
     experts_used: Option<u32>,
     /// The machine: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes one (docs/simulator.md)
     #[arg(long, value_name = "NAME|FILE")]
     machine: String,
-    /// Which pages stay: a policy, as in `outcore policies`
+    /// The policy, which decides which pages stay: one of those of `outcore policies`
     #[arg(long, value_name = "NAME", default_value = "plan")]
     policy: AnyPolicy,
-    /// Memory for pages of each device. Default: 90 % of it
+    /// Memory for pages on each device. Default: 90 % of the device's memory
     #[arg(long, value_name = "SIZE")]
     device_budget: Option<Bytes>,
-    /// Memory of the host for pages, for all devices together
+    /// Memory for pages on the host, for all devices together
     #[arg(long, value_name = "SIZE", default_value = "0")]
     host_budget: Bytes,
     /// Size of a page: a power of two from 4KiB to 1GiB
@@ -59,16 +60,17 @@ pub struct Options {
     /// The most of a tensor that is pinned at once. Default: as `generate` does, 8MiB but at most a 32nd of the budget
     #[arg(long, value_name = "SIZE")]
     step: Option<Bytes>,
-    /// Steps that are pinned ahead of the one that is computed. Default: 1 where there is a link, else 0
+    /// How many steps ahead of the computed one are pinned. Default: 1 where there is a link, else 0
     #[arg(long, value_name = "N")]
     steps_ahead: Option<u32>,
-    /// Passes, from 1 up
+    /// The number of passes, from 1 up
     #[arg(long, value_name = "N", value_parser = passes, default_value = "4")]
     passes: NonZeroU32,
-    /// Of everything that is drawn by chance: the same seed gives the same numbers
+    /// Seed of everything that is drawn by chance: the same seed gives the same numbers
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// With --json: also what happened when, for `outcore report`: at most some 2 MB, however long the run is
+    /// With --json: also record lanes and residency over time, for `outcore report`: at most some 2 MB, however long
+    /// the run
     #[arg(long, requires = "json")]
     timeline: bool,
     /// One JSON object instead of tables
@@ -101,7 +103,7 @@ fn params(text: &str) -> Result<u64> {
         _ => return Err(bad()),
     };
     let params = number.parse::<f64>().map_err(|_| bad())? * scale;
-    // Bytes of so many parameters of 16 bytes can still be counted.
+    // Even with 16 bytes each, the bytes of 10^18 parameters fit 64 bits.
     if (1.0..=1e18).contains(&params) { Ok(params as u64) } else { Err(bad()) }
 }
 
@@ -138,26 +140,26 @@ pub struct Found {
     evictions: u64,
     demotions: u64,
     events: u64,
-    /// Of the model's files, by what tensors are for.
+    /// Bytes of the model's files by class of tensors.
     weights: Vec<ClassBytes>,
-    /// Of the last pages of all files, on all devices, what is beyond the files' ends.
+    /// Bytes of last pages beyond the files' ends, over all files and devices.
     tail_bytes: u64,
     ceiling: Ceilings,
     #[serde(skip_serializing_if = "Option::is_none")]
     timeline: Option<Timeline>,
 }
 
-/// What the machine can move, of all devices together.
+/// What the machine can move, summed over all devices.
 #[derive(Debug, Serialize)]
 struct Ceilings {
     disk_read_bytes_per_second: u64,
     disk_write_bytes_per_second: u64,
-    /// In each direction. None where device memory is host memory.
+    /// In each direction. `None` where device memory is host memory.
     link_bytes_per_second: Option<u64>,
     compute_bytes_per_second: u64,
 }
 
-/// What happened when, on the first device; times in nanoseconds.
+/// The record of the first device. Times are in nanoseconds.
 #[derive(Debug, Serialize)]
 struct Timeline {
     lanes: Vec<LaneReport>,
@@ -173,7 +175,8 @@ struct Timeline {
 struct LaneReport {
     name: &'static str,
     kinds: Vec<KindReport>,
-    /// Which kind, when it began, how long it took, how much of that was taken: several near ones of a kind may be one here.
+    /// Of each span: index of its kind, start, length, and how much of the length was taken. Near spans of a kind may
+    /// be joined.
     spans: Vec<(usize, u64, u64, u64)>,
 }
 
@@ -229,17 +232,17 @@ impl Timeline {
     }
 }
 
-/// What is simulated, and what is known of it beside its steps.
+/// The model to simulate.
 struct Model {
     name: String,
     workload: Workload,
     weights: Vec<ClassBytes>,
-    /// By segment.
+    /// The files' names, by segment.
     files: Vec<String>,
 }
 
 impl Model {
-    /// The files of one device, which has an equal part of each.
+    /// Returns the files of one device, which has an equal part of each.
     fn files_of_a_device(&self, machine: &MachineModel, page: PageSize) -> Vec<PagedFile> {
         let part = |(name, (_, len)): (&String, &(_, u64))| {
             let bytes = len.div_ceil(u64::from(machine.devices.get()));
@@ -258,10 +261,7 @@ pub fn run(options: &Options) -> Result<Found> {
         Some(step) => {
             let pages = options.page_size.pages_for(step.get());
             let pages = u32::try_from(pages).ok().and_then(NonZeroU32::new);
-            Some(
-                pages
-                    .ok_or_else(|| wrong(format!("a step of {step}"), "give at least a page, at most 2^32 of them"))?,
-            )
+            Some(pages.ok_or_else(|| wrong(format!("a step cannot be {step}"), "give from 1 to 2^32 - 1 pages"))?)
         }
     };
     let settings = Settings {
@@ -293,7 +293,7 @@ fn model(options: &Options) -> Result<Model> {
     let Options { params, dtype, layers, .. } = *options;
     let params = params.unwrap_or_default();
     if let (Some(used), None) = (options.experts_used, options.experts) {
-        let what = format!("--experts-used {used} says nothing without --experts");
+        let what = format!("--experts-used {used} has no effect without --experts");
         return Err(wrong(what, "give --experts too, how many each layer has"));
     }
     let experts = options.experts.map(|experts| (experts, options.experts_used.unwrap_or(experts)));

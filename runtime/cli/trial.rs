@@ -1,4 +1,4 @@
-//! A file to measure with, which is gone when this process ends, however it ends.
+//! A temporary file to measure a disk with. It is gone when this process ends, however it ends.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -19,7 +19,8 @@ pub struct TrialFile {
 const CHUNK: usize = 4 << 20;
 
 impl TrialFile {
-    /// Makes a file in `dir`, with at most `len` bytes on disk: as many as could be written in `time`.
+    /// Makes a file of `len` bytes in `dir`. With a `time`, of as many of them as can be written in that time, or fit
+    /// on the disk.
     pub fn create(dir: &Path, len: Bytes, time: Option<Duration>) -> Result<Self> {
         let path = dir.join(format!(".outcore-trial-{}", std::process::id()));
         let file = OpenOptions::new()
@@ -30,7 +31,7 @@ impl TrialFile {
             .open(&path)
             .map_err(|cause| Error::io(format!("make a file in {}", dir.display()), cause))
             .map_err(|error| error.remedy("choose a directory you may write to, or measure a file you have"))?;
-        // From here on the file has no name to leave behind.
+        // From here on the file has no name, so nothing is left behind.
         fs::remove_file(&path).map_err(|cause| Error::io(format!("remove {}", path.display()), cause))?;
         let mut trial = Self { file, len: 0 };
         let chunk = noise(CHUNK);
@@ -42,7 +43,7 @@ impl TrialFile {
                 .map_err(|cause| Error::io(format!("write {} in {}", Bytes::new(trial.len), dir.display()), cause))
             {
                 Ok(()) => trial.len += part.len() as u64,
-                // What fits is enough to measure a little, if a length was not insisted on.
+                // With a time limit a shorter file will do, so what fits on a full disk is enough.
                 Err(error) if error.kind() == ErrorKind::DiskFull && time.is_some() && trial.len > 0 => break,
                 Err(error) => return Err(error.remedy("free some space, or choose another directory")),
             }
@@ -50,13 +51,13 @@ impl TrialFile {
         Ok(trial)
     }
 
-    /// A path under which this process can open it.
+    /// Returns a path under which this process can open it.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
     }
 }
 
-/// Bytes that no disk or file system can make smaller.
+/// Returns bytes that no disk or file system can compress.
 fn noise(len: usize) -> Vec<u8> {
     let mut x = 0x9E37_79B9_7F4A_7C15_u64;
     let mut bytes = Vec::with_capacity(len);

@@ -1,11 +1,11 @@
-//! The laboratory of `outcore`: what policies do on traces, what machines would do that are not there, and what a job
-//! needs. The engine imports nothing of it.
+//! The laboratory of `outcore`: it simulates policies on traces, simulates machines that are only described, and
+//! computes what a job needs. The engine imports nothing of this crate.
 //!
-//! - [`sim`]: policies on recorded and made-up traces, beside the best possible one; passes over a model on a machine that
-//!   is only described.
-//! - [`planning`]: what a job needs of memory, what of it moves, and how fast that can be. Arithmetic.
-//! - [`residency`]: where pages were over time, for reports.
-//! - [`output`]: files that programs leave behind, whole or not at all.
+//! - [`sim`]: runs policies on recorded and made-up traces, and compares them with the best possible one. Simulates
+//!   passes over a model on a machine that is only described.
+//! - [`planning`]: computes how much memory a job needs, how much of it moves, and how fast that can be.
+//! - [`residency`]: records where pages were over time, for reports.
+//! - [`output`]: writes output files: complete, or not at all.
 
 pub mod output;
 pub mod planning;

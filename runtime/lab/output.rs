@@ -1,4 +1,4 @@
-//! Files that programs leave behind: whole, or not at all.
+//! Output files that are complete or not there at all.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -8,7 +8,8 @@ use tempfile::NamedTempFile;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// A file to be written. Until all is there the file is as it was: a temporary one beside it then takes its name.
+/// An output file. Its contents go to a temporary file beside it, which takes its name when complete. Until then a file
+/// of that name stays as it was.
 ///
 /// ```
 /// use std::io::Write;
@@ -33,13 +34,14 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// A `what` at `path`, which must not be one of `inputs`; the user named it by `option`.
+    /// Prepares to write a `what`, such as "page", at `path`, which must not be one of `inputs`. `option` is the
+    /// command-line option that named `path`, for error messages.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if `path` is one of the inputs, under whatever name, or something else than a file;
+    /// [`ErrorKind::InvalidArgument`] if `path` is one of the inputs, under any name, or is not a regular file;
     /// [`ErrorKind::Io`] and its kin if no file can be made there.
     pub fn create(path: &Path, what: &'static str, option: &'static str, inputs: &[Input]) -> Result<Self> {
-        // What a link names is replaced, not the link.
+        // A link stays; the file that it points to is replaced.
         let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let file = Self { path, what, option };
         if let Ok(there) = std::fs::metadata(&file.path) {
@@ -51,15 +53,15 @@ impl NewFile {
                 return Err(file.refused(input.is));
             }
         }
-        // A try, which leaves nothing behind however the run ends.
+        // Tries to make a file there. It is unlinked at once, so nothing stays behind however the run ends.
         drop(file.beside()?);
         Ok(file)
     }
 
-    /// That it is not `other` too.
+    /// Checks that this is not the same file as `other`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if it is.
+    /// [`ErrorKind::InvalidArgument`] if it is the same file.
     pub fn is_not(&self, other: &Path) -> Result<()> {
         let other = std::fs::canonicalize(other).unwrap_or_else(|_| other.to_owned());
         let same = identity(&self.path).is_some_and(|is| identity(&other) == Some(is));
@@ -75,13 +77,13 @@ impl NewFile {
             .remedy(format!("give {} the name of a file of its own", self.option))
     }
 
-    /// A file without contents in the same folder, gone when dropped.
+    /// Makes an empty temporary file in the same folder. It is removed when dropped.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] and its kin if none can be made there.
     pub fn beside(&self) -> Result<NamedTempFile> {
         let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        // As readable as any new file of this user.
+        // Like any new file of this user: the umask decides who may read it.
         let usual = Permissions::from_mode(0o666);
         let prefix = format!(".{}-", self.what);
         let mut builder = tempfile::Builder::new();
@@ -89,17 +91,17 @@ impl NewFile {
         made.map_err(|cause| self.failed(cause))
     }
 
-    /// Gives a file made [beside](Self::beside) the name.
+    /// Gives the name to a file that [`beside`](Self::beside) made.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`] and its kin if that cannot be done.
+    /// [`ErrorKind::Io`] and its kin if the file cannot be renamed.
     pub fn put(&self, file: NamedTempFile) -> Result<()> {
         file.persist(&self.path).map(drop).map_err(|refused| self.failed(refused.error))
     }
 
-    /// That it cannot be written.
+    /// Makes the error that says that the file cannot be written.
     pub fn failed(&self, cause: std::io::Error) -> Error {
-        // Without the temporary file's name, which means nothing to anybody.
+        // Leaves out the temporary file's name, which means nothing to the user.
         let inner = cause.get_ref().and_then(|named| named.source()?.downcast_ref::<std::io::Error>());
         let cause = inner.and_then(std::io::Error::raw_os_error).map_or(cause, std::io::Error::from_raw_os_error);
         Error::io(format!("write the {} to {}", self.what, self.path.display()), cause)
@@ -107,12 +109,12 @@ impl NewFile {
     }
 }
 
-/// A file that must stay as it is.
+/// An input file, which must not be overwritten.
 #[derive(Clone, Debug)]
 pub struct Input {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// What whoever would write over it is told: "it is a file of the model".
+    /// The reason given in the error for writing over it, such as "it is a file of the model".
     pub is: &'static str,
 }
 
@@ -120,7 +122,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// The folder as it is, and the name in it: the same for two names of a file that is not there yet.
+/// Returns the canonical folder and the name in it: the same for two paths of one file, even if it does not exist yet.
 fn beside_what(path: &Path) -> (Option<PathBuf>, Option<&std::ffi::OsStr>) {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     (std::fs::canonicalize(folder).ok(), path.file_name())

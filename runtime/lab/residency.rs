@@ -1,23 +1,24 @@
-//! Where pages were over time: what `generate --timeline` and `outcore simulate --timeline` keep, and `outcore report` draws.
+//! Where pages were over time. `generate --timeline` and `outcore simulate --timeline` record it; `outcore report`
+//! draws it.
 //!
 //! # Invariants
 //!
-//! 1. However long a run is, what is kept of it is bounded: at most [`Residency::SAMPLES_MAX`] samples of at most
+//! 1. A record is bounded, however long the run: at most [`Residency::SAMPLES_MAX`] samples of at most
 //!    [`Residency::ROWS_MAX`] rows each.
-//! 2. Samples are in order, and of equal numbers of rows.
+//! 2. Samples are in order of time, and all have the same number of rows.
 
 use serde::{Deserialize, Serialize};
 
 use crate::ids::Tier;
 
-/// What was seen of pages, some of the time.
+/// Samples of where a model's pages were.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Residency {
     /// Bytes of a page.
     pub page_bytes: u64,
-    /// Whose pages they are.
+    /// The files whose pages they are, in order.
     pub files: Vec<PagedFile>,
-    /// When and what.
+    /// The samples, in order of time.
     pub samples: Vec<Sample>,
 }
 
@@ -32,32 +33,33 @@ pub struct PagedFile {
     pub pages: u64,
 }
 
-/// Where pages were at one time. The pages of all files in order are divided into rows of as equal numbers as can be.
+/// Where pages were at one time. The pages of all files, in order, are divided into rows of as equal size as possible.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// Since the beginning, in microseconds.
+    /// Microseconds since the start.
     pub ts: f64,
-    /// Of each row, percent of its pages that are in the device's memory.
+    /// For each row: the percentage of its pages that are in device memory.
     pub device: Vec<u8>,
-    /// Percent that are in the host's memory, and not in the device's.
+    /// For each row: the percentage of its pages that are in host memory and not in device memory.
     pub host: Vec<u8>,
 }
 
 impl Residency {
-    /// Rows of a sample at most.
+    /// The most rows of a sample.
     pub const ROWS_MAX: usize = 256;
-    /// Samples at most.
+    /// The most samples that are kept.
     pub const SAMPLES_MAX: usize = 400;
 
-    /// Keeps a sample, later than those before. If there are too many, every second one goes, and the answer is `true`: whoever
-    /// looks should do so half as often from now on.
+    /// Adds a sample, which must be later than those before. If there are then too many, drops every second one and
+    /// returns `true`: the caller should then sample half as often.
     ///
     /// ```
     /// use outcore::Tier;
     /// use outcore_lab::residency::{Residency, Sample};
     ///
     /// let mut seen = Residency::default();
-    /// let halved = (0..1000).filter(|n| seen.push(Sample::of(f64::from(*n), 4, |page| Tier::ALL[page % 3], 4))).count();
+    /// let sample = |n: i32| Sample::of(f64::from(n), 4, |page| Tier::ALL[page % 3], 4);
+    /// let halved = (0..1000).filter(|n| seen.push(sample(*n))).count();
     /// assert!(halved > 0 && seen.samples.len() <= Residency::SAMPLES_MAX);
     /// assert_eq!((seen.samples[0].ts, seen.samples.last().unwrap().ts), (0.0, 999.0));
     /// ```
@@ -66,7 +68,7 @@ impl Residency {
         if self.samples.len() <= Self::SAMPLES_MAX {
             return false;
         }
-        // The first and the last stay: of so many as there can be, both have even numbers.
+        // There are 401 samples now. Those at even indices stay, so the first (0) and the last (400) do.
         let mut number = 0_usize;
         self.samples.retain(|_| {
             number += 1;
@@ -75,23 +77,23 @@ impl Residency {
         true
     }
 
-    /// Rows at each time.
+    /// Returns the number of rows of each sample.
     pub fn rows(&self) -> usize {
         self.samples.first().map_or(0, |sample| sample.device.len())
     }
 
-    /// Pages of all files.
+    /// Returns the number of pages of all files.
     pub fn pages(&self) -> u64 {
         self.files.iter().map(|file| file.pages).fold(0, u64::saturating_add)
     }
 
-    /// Bytes of the last page of each file that are beyond its end.
+    /// Returns how many bytes of the files' last pages lie beyond the files' ends, summed over all files.
     pub fn tails(&self) -> u64 {
         let tail = |file: &PagedFile| file.pages.saturating_mul(self.page_bytes).saturating_sub(file.bytes);
         self.files.iter().map(tail).fold(0, u64::saturating_add)
     }
 
-    /// The mean part of all pages, over the rows and the times, that `of` says.
+    /// Returns the mean over all rows and samples, from 0 to 1, of the percentages that `of` selects.
     pub fn mean(&self, of: impl Fn(&Sample) -> &[u8]) -> f64 {
         let (mut sum, mut count) = (0.0, 0_u64);
         for percent in self.samples.iter().flat_map(of) {
@@ -103,12 +105,12 @@ impl Residency {
 }
 
 impl Sample {
-    /// At `ts` microseconds, of `pages` pages, each of which is in the tier that `tier` says of its number. Of a row, up to
-    /// `looks` pages are looked at, evenly spread: all of them where it has no more.
+    /// Makes a sample of `pages` pages at `ts` microseconds. `tier` returns the tier of a page by its number. In each
+    /// row up to `looks` pages are looked at, evenly spread; all of them if the row has no more.
     pub fn of(ts: f64, pages: usize, tier: impl Fn(usize) -> Tier, looks: usize) -> Self {
         let rows = pages.min(Residency::ROWS_MAX);
         let looks = looks.max(1);
-        // Of as many as there are numbers, a product of two may not be one.
+        // In 128 bits: the product of two `usize` may not fit one.
         let cut = |of: usize, at: usize, parts: usize| (of as u128 * at as u128 / parts as u128) as usize;
         let (mut device, mut host) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
         for row in 0..rows {
@@ -141,10 +143,10 @@ mod tests {
         let exact = Sample::of(1.0, 1000, tier, usize::MAX);
         assert_eq!((exact.device.len(), exact.host.len()), (256, 256));
         let sum = |of: &[u8]| of.iter().map(|percent| u32::from(*percent)).sum::<u32>();
-        // 30 % of 256 rows; what is rounded is at most a part of a row.
+        // 30 % of 256 rows is 76.8 rows, 7680 in percent. Rounding costs at most a part of a row.
         assert!(sum(&exact.device).abs_diff(7680) < 100 && sum(&exact.host).abs_diff(7680) < 100, "{exact:?}");
         assert_eq!((exact.device[0], exact.host[100], exact.device[255], exact.host[255]), (100, 100, 0, 0));
-        // A few of each row are enough where rows are of one kind.
+        // A few pages of each row are enough where all pages of a row are in the same tier.
         let many = |page: usize| tier(page / 10_000);
         let few = Sample::of(1.0, 10_000_000, many, 8);
         assert!(sum(&few.device).abs_diff(7680) < 100, "{few:?}");

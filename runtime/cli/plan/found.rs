@@ -1,11 +1,11 @@
-//! What a plan says, as one object.
+//! The result of `outcore plan`, as one JSON object.
 
 use outcore::Bytes;
 use outcore_lab::planning::{self, Compute, Forecast, Job, Memory, Outcome, Resources, Run, Target, Work};
 use outcore_lab::sim::MachineModel;
 use serde::Serialize;
 
-/// What there is to say about a job.
+/// The result of `outcore plan`.
 #[derive(Debug, Serialize)]
 pub struct Plan {
     #[serde(flatten)]
@@ -20,19 +20,19 @@ pub struct Plan {
     pub fit: &'static str,
     /// The least device memory in which the job runs at all.
     pub least_device_bytes: u64,
-    /// What to give the runtime; none if the job does not run.
+    /// Recommended settings of the runtime; none if the job does not run.
     pub recommended: Option<Recommended>,
-    /// What a pass or a step moves; none if the job does not run.
+    /// What a pass or a step moves, and how long it takes; none if the job does not run.
     pub pass: Option<PassReport>,
-    /// Single changes that would help, most first.
+    /// Single changes that would help, the best first.
     pub changes: Vec<ChangeReport>,
     pub target: Option<TargetReport>,
 }
 
-/// Where the shape comes from.
+/// The source of the model's shape.
 #[derive(Debug, Serialize)]
 pub struct Model {
-    /// The file; none if the model was described.
+    /// The model's path; none if the model was described by options.
     #[serde(rename = "model")]
     pub file: Option<String>,
     pub format: Option<&'static str>,
@@ -62,9 +62,9 @@ pub struct ExpertsReport {
     pub shared_ffn: u64,
     pub parameters: u64,
     pub weights_bytes: u64,
-    /// Parameters that a token uses, of the whole model.
+    /// How many of the model's parameters a token uses.
     pub active_parameters: u64,
-    /// Of a layer's experts, how many a pass or a step is expected to use.
+    /// How many of a layer's experts a pass or a step is expected to use.
     pub used_per_pass: f64,
 }
 
@@ -86,9 +86,9 @@ pub struct ResourcesReport {
     pub disk_bytes_per_second: u64,
     pub disk_write_bytes_per_second: u64,
     pub link_bytes_per_second: Option<u64>,
-    /// What was given; none if it comes from the machine, or is not known.
+    /// The seconds given by `--compute`; none if compute follows from the machine or is not known.
     pub compute_s: Option<f64>,
-    /// The device's, if it computes as the machine says.
+    /// The rates of the device, if compute follows from the machine.
     pub memory_bytes_per_second: Option<u64>,
     pub flops_per_second: Option<u64>,
 }
@@ -98,7 +98,7 @@ pub struct MemoryReport {
     pub weights_bytes: u64,
     pub kv_bytes: u64,
     pub activations_bytes: u64,
-    /// In training, by what of them is kept.
+    /// In training, the bytes of activations by checkpointing setting.
     pub activations_by_checkpointing: Option<Vec<ActivationsReport>>,
     pub gradients_bytes: u64,
     pub optimizer_bytes: u64,
@@ -128,9 +128,9 @@ pub struct Recommended {
 
 #[derive(Debug, Serialize)]
 pub struct PassReport {
-    /// What is paged.
+    /// Bytes that are paged.
     pub paged_bytes: u64,
-    /// Of it, the bytes that a pass uses: expected, where there are experts.
+    /// Bytes of them that a pass uses; the expected number if there are experts.
     pub used_bytes: u64,
     pub kv_paged: bool,
     pub streamed_bytes: u64,
@@ -139,32 +139,35 @@ pub struct PassReport {
     pub copied_down_bytes: u64,
     pub disk_read_bytes: u64,
     pub disk_written_bytes: u64,
-    /// Whether fills start before use; if not, nothing computes while what is missing comes.
+    /// Whether fills start before use. If not, nothing computes while missing pages come.
     pub filled_ahead: bool,
-    /// Operations, and bytes of device memory that are read and written.
+    /// Floating-point operations, and bytes of device memory that are read and written.
     pub flops: f64,
     pub traffic_bytes: f64,
     pub compute_s: Option<f64>,
-    /// `given`, or `machine`: then it is the least it can take.
+    /// `given`, or `machine`, which gives the least time that computing can take.
     pub compute_from: Option<&'static str>,
-    /// Then, what it is bound by: `memory` or `operations`.
+    /// What bounds the machine's time: `memory` or `operations`.
     pub compute_by: Option<&'static str>,
     pub link_s: Option<f64>,
     pub disk_s: f64,
-    /// The longest of these, or what computing and moves take one after the other; none if nothing moves and computing is not known.
+    /// The longest of these, or the sum of computing and moves where they cannot overlap; none if nothing moves and the
+    /// compute time is not known.
     pub pass_s: Option<f64>,
     pub bottleneck: Option<&'static str>,
-    /// What takes more than half as long: a pass then takes longer than the longest.
+    /// A resource that takes more than half as long as the bottleneck; a pass then takes longer than the bottleneck
+    /// alone.
     pub beside: Option<&'static str>,
     pub tokens: u64,
-    /// At most, unless computing was given.
+    /// An upper bound, unless the compute time was given.
     pub tokens_per_s: Option<f64>,
 }
 
 #[derive(Debug, Serialize)]
 pub struct ChangeReport {
     pub change: String,
-    /// Tokens a second then over now; none if the job does not run now, or nothing moves then.
+    /// Tokens a second with the change over those without; none if the job does not run now, or nothing moves with the
+    /// change.
     pub speedup: Option<f64>,
     pub tokens_per_s: Option<f64>,
     pub fit: &'static str,
@@ -173,7 +176,7 @@ pub struct ChangeReport {
 #[derive(Debug, Serialize)]
 pub struct TargetReport {
     pub tokens_per_s: f64,
-    /// None if no move stands in its way and computing is not known.
+    /// None if moves allow it and the compute time is not known.
     pub reached: Option<bool>,
     pub ways: Vec<ChangeReport>,
 }

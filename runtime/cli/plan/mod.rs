@@ -1,5 +1,5 @@
-//! `outcore plan`: what a job needs of memory, what of it would move, how fast that can be, and what would help. Reads
-//! headers only.
+//! `outcore plan`: says how much memory a job needs, how much of it would move, how fast that can be, and what would
+//! help. Reads headers only.
 
 mod found;
 mod text;
@@ -19,7 +19,7 @@ use outcore_lab::sim::MachineModel;
 use super::config::config_beside;
 use found::{Model, Plan};
 
-/// What `outcore plan` takes.
+/// The options of `outcore plan`.
 #[derive(Debug, Args)]
 pub struct Options {
     /// A GGUF or safetensors file, one file of a split model, an index.json, or a folder with one of them; safetensors
@@ -32,57 +32,69 @@ pub struct Options {
     /// Without a file: the type of the weights, such as bf16 or q8_0
     #[arg(long, value_name = "TYPE", conflicts_with = "model", requires = "params", default_value = "bf16")]
     dtype: DType,
-    /// Without a file: layers. This and what follows is estimated where it is left out
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: the number of layers. This and the sizes below are estimated where they are left out
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     layers: Option<u64>,
-    /// Without a file: elements of the residual stream
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: width of the residual stream, in elements
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     hidden: Option<u64>,
-    /// Without a file: query heads
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: the number of query heads
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     heads: Option<u64>,
-    /// Without a file: heads of keys and values
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: the number of heads of keys and values
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     kv_heads: Option<u64>,
-    /// Without a file: elements of the feed-forward layer
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: width of the feed-forward layer, in elements
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     ffn: Option<u64>,
-    /// Without a file: token ids
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: the number of token ids (the vocabulary)
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     vocab: Option<u64>,
     /// Without a file: the feed-forward layer has a gate (SwiGLU), as Llama's
     #[arg(long, conflicts_with = "model", requires = "params")]
     gated: bool,
-    /// Without a file: experts of each layer, which are among the parameters
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: the number of experts of each layer; their weights are among the parameters
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     experts: Option<u64>,
-    /// Without a file: of these, how many a token uses. Default: all
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: how many of a layer's experts a token uses. Default: all
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     active_experts: Option<u64>,
-    /// Without a file: elements of an expert's feed-forward layer. Default: --ffn, or what the parameters leave
-    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts", value_parser = count, allow_hyphen_values = true)]
+    /// Without a file: width of an expert's feed-forward layer, in elements. Default: --ffn, or what the parameters
+    /// leave
+    #[arg(long, value_name = "N", conflicts_with = "model", requires = "experts")]
+    #[arg(value_parser = count, allow_hyphen_values = true)]
     expert_ffn: Option<u64>,
-    /// The machine, as in `outcore simulate`: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that describes
-    /// one (docs/simulator.md). It says what the options below leave out, and how fast it computes
+    /// The machine, as in `outcore simulate`: h200, rtx4090, gh200, dgx-spark, laptop, dgx-h200, or a file that
+    /// describes one (docs/simulator.md). It supplies what the options below leave out: memory, bandwidths and the
+    /// speed of computing
     #[arg(long, value_name = "NAME|FILE")]
     machine: Option<String>,
     /// The device's memory, such as 24GiB: a GPU's, or this process's where there is none
-    #[arg(long, value_name = "SIZE", required_unless_present = "machine", value_parser = some_memory, allow_hyphen_values = true)]
+    #[arg(long, value_name = "SIZE", required_unless_present = "machine")]
+    #[arg(value_parser = some_memory, allow_hyphen_values = true)]
     device_memory: Option<Bytes>,
-    /// The host's memory beside it; 0 for no host tier. Default: the machine's, or 0
+    /// The host's memory beside the device's; 0 for no host tier. Default: the machine's, or 0
     #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     host_memory: Option<Bytes>,
-    /// What the disk reads and writes, such as 2GB/s; `outcore probe` measures it
+    /// Bandwidth of the disk for reads and for writes, such as 2GB/s; `outcore probe` measures it
     #[arg(long, value_name = "BANDWIDTH", required_unless_present = "machine", allow_hyphen_values = true)]
     disk: Option<Bandwidth>,
-    /// What the link between host and GPU moves each way, such as 25GB/s; none where the device is the host
+    /// Bandwidth of the link between host and GPU in each direction, such as 25GB/s; none where the device is the host
     #[arg(long, value_name = "BANDWIDTH", allow_hyphen_values = true)]
     link: Option<Bandwidth>,
-    /// Time of a pass or a step with everything resident, such as 80ms. Default: what it takes at the machine's rates, or
-    /// not known
+    /// Time of a pass or a step with everything resident, such as 80ms. Default: the least time at the machine's rates,
+    /// or not known
     #[arg(long, value_name = "TIME", value_parser = seconds, allow_hyphen_values = true)]
     compute: Option<f64>,
-    /// Tokens of a sequence. Default: 4096, or what the model was made for if that is less
+    /// Tokens of a sequence. Default: 4096, or the model's own context if that is less
     #[arg(long, value_name = "N", value_parser = count, allow_hyphen_values = true)]
     context: Option<u64>,
     /// Sequences at a time
@@ -94,20 +106,20 @@ pub struct Options {
     /// Train all weights
     #[arg(long)]
     train: bool,
-    /// How keys and values are kept: f32, f16 or q8
+    /// Type in which keys and values are kept: f32, f16 or q8
     #[arg(long, value_name = "TYPE", default_value = "f16", conflicts_with = "train")]
     kv: KvType,
-    /// What updates the weights: sgd, adam, adam-mixed or adam-8bit
+    /// The optimizer, which updates the weights: sgd, adam, adam-mixed or adam-8bit
     #[arg(long, value_name = "NAME", default_value = "adam-mixed", requires = "train")]
     optimizer: Optimizer,
     /// Which activations are computed again in the backward pass: none, selective (attention scores) or full (all but
     /// each layer's input)
     #[arg(long, value_name = "NAME", default_value = "none", requires = "train")]
     checkpoint: Checkpointing,
-    /// What is to stay free, in percent of what is used
+    /// Memory that stays free, in percent of the memory used
     #[arg(long, value_name = "PERCENT", default_value = "20", value_parser = clap::value_parser!(u64).range(..=1000))]
     headroom: u64,
-    /// Tokens a second that are wanted, of all sequences together
+    /// The wanted rate, in tokens a second of all sequences together
     #[arg(long, value_name = "TOK/S", value_parser = tokens_per_second, allow_hyphen_values = true)]
     target: Option<f64>,
     /// One JSON object instead of tables
@@ -158,7 +170,7 @@ fn tokens_per_second(text: &str) -> Result<f64> {
 
 const CONTEXT: u64 = 4096;
 
-/// Reads the header, if there is a file, and does the sums.
+/// Reads the header, if there is a file, and computes the plan.
 pub fn run(options: &Options) -> Result<Plan> {
     let (mut shape, format) = shape(options)?;
     let context = match (options.context, shape.context) {
@@ -189,7 +201,8 @@ pub fn run(options: &Options) -> Result<Plan> {
     Ok(Plan::new(model, machine.as_ref(), &job, &resources, &forecast, &changes, target.as_ref()))
 }
 
-/// What the machine has, but for what the options say. What is left out of account is added to what was assumed.
+/// Returns the machine's resources, or those that options give in their place. Adds to the assumptions what is not
+/// accounted for.
 fn resources(options: &Options, machine: Option<&MachineModel>, job: &mut Job) -> Result<Resources> {
     let missing = |option: &str| {
         wrong(format!("neither {option} nor --machine is given"), "give the option, or the machine's name or file")

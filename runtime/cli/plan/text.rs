@@ -1,4 +1,4 @@
-//! What a plan says, as tables.
+//! The result of `outcore plan`, as tables.
 
 use outcore_lab::planning::Parameters;
 
@@ -6,7 +6,7 @@ use super::super::Report;
 use super::super::output::{Side, Table, percent, printable, rate, size};
 use super::found::{ChangeReport, PassReport, Plan};
 
-/// Three digits or so of a number that may be of any size.
+/// Formats a number of any size with about three digits.
 fn digits(n: f64) -> String {
     match n {
         n if n >= 100.0 => format!("{n:.0}"),
@@ -18,7 +18,7 @@ fn digits(n: f64) -> String {
     }
 }
 
-/// A large number with the unit's prefix.
+/// Formats a large number with the prefix of its unit.
 fn thousands(n: f64) -> String {
     let prefixes = [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")];
     let (scale, prefix) = prefixes.into_iter().find(|(scale, _)| n >= *scale).unwrap_or((1.0, ""));
@@ -111,7 +111,7 @@ impl Plan {
         machine + &parts.join(", ")
     }
 
-    /// What of the activations is kept, side by side; none at inference.
+    /// Returns a table of activations by checkpointing setting; none for inference.
     fn settings(&self) -> Option<Table> {
         let settings = self.memory.activations_by_checkpointing.as_ref()?;
         let mut table = Table::new(&[("checkpointing", Side::Left), ("activations", Side::Right), ("", Side::Left)]);
@@ -167,7 +167,7 @@ impl Plan {
         moves
     }
 
-    /// Where the pages are that have no place on the device.
+    /// Says where the pages are that have no frame on the device.
     fn places(&self, pass: &PassReport) -> String {
         let [streamed, paged, in_host] = [pass.streamed_bytes, pass.paged_bytes, pass.in_host_bytes].map(size);
         let name = self.pass_name();
@@ -178,12 +178,12 @@ impl Plan {
         }
         let [used, filled] = [pass.used_bytes, pass.filled_bytes].map(size);
         format!(
-            "{streamed} of {paged} have no place, {in_host} of them are in the host's memory; of {used} that \
-             a {name} uses, {filled} of pages are to be filled if experts are drawn evenly"
+            "{streamed} of {paged} have no frame on the device, {in_host} of them are in the host's memory; a {name} \
+             uses {used} and fills {filled} of pages, if experts are drawn evenly"
         )
     }
 
-    /// What there is to say of speed, in a line.
+    /// Says in a line how fast it is.
     fn speed(&self, pass: &PassReport) -> String {
         let name = self.pass_name();
         match (pass.pass_s, pass.tokens_per_s, pass.bottleneck) {
@@ -200,7 +200,7 @@ impl Plan {
             _ if self.fit == "resident" => {
                 "nothing moves: as fast as it computes (--machine or --compute says how fast)".to_owned()
             }
-            _ => "what moves is between host and device only, as fast as memory copies".to_owned(),
+            _ => "pages move between host and device memory only, as fast as memory copies".to_owned(),
         }
     }
 
@@ -242,7 +242,7 @@ impl Report for Plan {
                     verdict.pair("", "computing as fast as the machine can; kernels are slower");
                 }
                 if !pass.filled_ahead {
-                    verdict.pair("", "which experts come next is not known: computing waits for what is missing");
+                    verdict.pair("", "which experts come next is not known: computing waits for missing pages");
                 }
                 if let Some(beside) = pass.beside {
                     verdict.pair(

@@ -1,8 +1,8 @@
-//! Bars: one for each row of a table, drawn on the page by the chart library.
+//! Bar charts: a bar for each row of a table, drawn on the page by the chart library.
 
 use serde::Serialize;
 
-/// What the bars' lengths are.
+/// The unit of the bars' lengths.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Unit {
@@ -10,46 +10,46 @@ pub enum Unit {
     Bytes,
     /// Bytes a second.
     Rate,
-    /// A part of 1, as a ratio.
+    /// A part of 1, shown as a ratio.
     Ratio,
-    /// A part of 1, in percent.
+    /// A part of 1, shown in percent.
     Share,
 }
 
-/// A chart of lying bars.
+/// A chart of horizontal bars.
 #[derive(Debug, Serialize)]
 pub struct Bars {
-    /// Of the element that it is drawn in: a word until the page numbers it.
+    /// Id of the element that the chart is drawn in: a word, until the page adds a number.
     pub id: String,
     pub unit: Unit,
     pub labels: Vec<String>,
-    /// What is written behind each bar; where it is empty, its length.
+    /// The text behind each bar; if empty, its length is shown.
     pub told: Vec<String>,
-    /// From the widest bar, which lies behind the others, to the narrowest.
+    /// Series from the widest bar, which is drawn first, to the narrowest.
     pub series: Vec<Series>,
 }
 
-/// A bar of each label.
+/// A series: a bar for each label.
 #[derive(Debug, Serialize)]
 pub struct Series {
     pub name: &'static str,
-    /// None where it is not known.
+    /// The lengths; `None` if not known.
     pub values: Vec<Option<f64>>,
 }
 
 impl Bars {
-    /// A chart without bars.
+    /// Makes a chart without bars.
     pub fn new<const N: usize>(id: &str, unit: Unit, series: [&'static str; N]) -> Self {
         let series = series.map(|name| Series { name, values: Vec::new() }).into();
         Self { id: id.to_owned(), unit, labels: Vec::new(), told: Vec::new(), series }
     }
 
-    /// One more label, with a value in each series.
+    /// Adds a label with a value in each series.
     pub fn push(&mut self, label: impl Into<String>, values: impl IntoIterator<Item = Option<f64>>) {
         self.push_told(label, "", values);
     }
 
-    /// As [`push`](Self::push), with what is written behind it.
+    /// As [`push`](Self::push), with the text behind the bar.
     pub fn push_told(
         &mut self,
         label: impl Into<String>,
@@ -63,7 +63,7 @@ impl Bars {
         }
     }
 
-    /// The chart, if there is something in it.
+    /// Returns the chart unless it is empty.
     pub fn some(self) -> Option<Self> {
         if self.labels.is_empty() { None } else { Some(self) }
     }

@@ -1,4 +1,4 @@
-//! What a report is made from, told apart by what it has.
+//! Inputs of a report. Their kind is recognised by their fields.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,10 +17,10 @@ use super::super::policies::{self, Found};
 use super::part::file_name;
 use super::timeline::{Event, RecordedLane, Timeline};
 
-/// The largest input: the longest timeline that `generate` writes takes half of it.
+/// The largest input in bytes: twice the longest timeline that `generate` writes.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// Of `generate --json`.
+/// The JSON of `generate --json`.
 #[derive(Debug, Deserialize)]
 pub struct Generated {
     pub model: String,
@@ -52,14 +52,14 @@ pub struct Generated {
     pub stalls: BTreeMap<String, Stall>,
     #[serde(default)]
     pub interrupted: bool,
-    /// Of this release.
+    /// None in the JSON of earlier releases.
     pub memory: Option<Memory>,
-    /// Written by hand, of what was measured otherwise.
+    /// Added by hand from other measurements.
     #[serde(default)]
     pub ceiling: Ceilings,
 }
 
-/// What a run took memory for besides frames.
+/// Memory of a run: its model's weights, and what it takes besides frames.
 #[derive(Debug, Deserialize)]
 pub struct Memory {
     pub weights: Vec<ClassBytes>,
@@ -68,16 +68,16 @@ pub struct Memory {
     pub activations_bytes: u64,
 }
 
-/// What links can carry, as far as that is known.
+/// The rates that links can carry, as far as they are known.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ceilings {
-    /// Of reads.
+    /// The rate of reads.
     pub disk_bytes_per_second: Option<NonZeroU64>,
     pub link_bytes_per_second: Option<NonZeroU64>,
 }
 
-/// Of `outcore simulate --json`.
+/// The JSON of `outcore simulate --json`.
 #[derive(Debug, Deserialize)]
 pub struct Simulated {
     pub model: String,
@@ -99,16 +99,16 @@ pub struct Simulated {
     pub link_in: Flow,
     pub link_out: Flow,
     pub compute: Flow,
-    /// These are of this release.
+    /// This and the next two are not in the JSON of earlier releases.
     #[serde(default)]
     pub weights: Vec<ClassBytes>,
     pub tail_bytes: Option<u64>,
     pub ceiling: Option<MachineCeilings>,
-    /// Only where it was asked for.
+    /// None unless `--timeline` was given.
     pub timeline: Option<Recorded>,
 }
 
-/// What a described machine can move, all devices together.
+/// The rates of a described machine, summed over all devices.
 #[derive(Debug, Deserialize)]
 pub struct MachineCeilings {
     pub disk_read_bytes_per_second: NonZeroU64,
@@ -117,10 +117,10 @@ pub struct MachineCeilings {
     pub compute_bytes_per_second: NonZeroU64,
 }
 
-/// What `simulate --timeline` adds.
+/// The record that `simulate --timeline` adds.
 #[derive(Debug, Deserialize)]
 pub struct Recorded {
-    /// These two are taken out, to be drawn as all timelines are.
+    /// These two become a [`Timeline`].
     lanes: Vec<RecordedLane>,
     residency: Residency,
     pub hit_ratio: f64,
@@ -131,7 +131,7 @@ pub struct Recorded {
 }
 
 impl Simulated {
-    /// What it is called.
+    /// Returns the name to show.
     pub fn name(&self) -> String {
         format!("{} on {}, simulated", file_name(&self.model), self.machine)
     }
@@ -152,7 +152,7 @@ impl Simulated {
     }
 }
 
-/// Waiting for one cause, while bytes were in one tier.
+/// Waits for one cause while the bytes were in one tier.
 #[derive(Debug, Deserialize)]
 pub struct SimulatedStall {
     pub cause: String,
@@ -161,30 +161,30 @@ pub struct SimulatedStall {
     pub seconds: f64,
 }
 
-/// What went over a link of all devices.
+/// What all devices' links of one kind moved.
 #[derive(Debug, Deserialize)]
 pub struct Flow {
     pub bytes: u64,
     pub busy_s: f64,
 }
 
-/// Waiting for one cause.
+/// Waits for one cause.
 #[derive(Debug, Deserialize)]
 pub struct Stall {
     pub count: u64,
     pub seconds: f64,
 }
 
-/// Of `outcore probe --json`.
+/// The JSON of `outcore probe --json`.
 #[derive(Debug, Deserialize)]
 pub struct Probed {
     pub file: String,
     pub points: Vec<Point>,
-    /// Of one thread.
+    /// The rate of one thread.
     pub memcpy_bytes_per_second: u64,
 }
 
-/// A rate of reading.
+/// A measured rate of reading.
 #[derive(Debug, Deserialize)]
 pub struct Point {
     pub block_bytes: u64,
@@ -192,7 +192,7 @@ pub struct Point {
     pub bytes_per_second: u64,
 }
 
-/// All that was given, in order, by kind.
+/// All inputs by kind, in the order given.
 #[derive(Debug, Default)]
 pub struct Inputs {
     pub generated: Vec<Generated>,
@@ -202,7 +202,8 @@ pub struct Inputs {
     pub probed: Vec<Probed>,
 }
 
-/// Only timelines are long: their events are read into what is kept of them, all else as it is.
+/// A parsed file. The events of a timeline, which may be many, are reduced while they are read; everything else is
+/// kept.
 #[derive(Deserialize)]
 struct Object {
     #[serde(rename = "traceEvents")]
@@ -212,11 +213,12 @@ struct Object {
     fields: Map<String, Value>,
 }
 
-const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`, `outcore policies --json`, `outcore simulate --json` or \
-     `outcore probe --json` wrote";
+const EXPECTED: &str = "give what `generate --timeline`, `--capture` or `--json`, `outcore policies --json`, \
+     `outcore simulate --json` or `outcore probe --json` wrote";
 
 impl Inputs {
-    /// Reads files, and `probe`, which has to be what it is said to be. Captures run through all policies, `own` among them.
+    /// Reads `paths`, and `probe`, which must be the output of a probe. Captures run through all policies, including
+    /// `own`.
     pub fn read(paths: &[impl AsRef<Path>], probe: Option<&Path>, own: &[OwnPolicy]) -> Result<Self> {
         let mut inputs = Self::default();
         for path in paths {
@@ -246,7 +248,7 @@ impl Inputs {
     fn add_text(&mut self, text: &[u8], name: String) -> Result<()> {
         let text = text.trim_ascii();
         let parsed = serde_json::from_slice::<Object>(text).or_else(|whole| {
-            // A program that prints other lines before the one that is meant for programs.
+            // `generate` may print other lines before the JSON.
             let last = text.rsplit(|byte| *byte == b'\n').next().unwrap_or_default();
             if last.len() == text.len() { Err(whole) } else { serde_json::from_slice(last).map_err(|_| whole) }
         });
@@ -303,7 +305,7 @@ fn read(path: &Path, name: &str) -> Result<Vec<u8>> {
     file.take(BYTES_MAX + 1).read_to_end(&mut text).map_err(failed)?;
     if text.len() as u64 > BYTES_MAX {
         let what = format!("{name} has more than {}", Bytes::new(BYTES_MAX));
-        return Err(Error::new(ErrorKind::Unsupported, what).remedy("give a shorter run's"));
+        return Err(Error::new(ErrorKind::Unsupported, what).remedy("give the file of a shorter run"));
     }
     Ok(text)
 }
@@ -335,7 +337,8 @@ mod tests {
         refused(&format!("{{\"x\": {}", "[".repeat(1 << 16)), &["is no JSON object"]);
         let policy = |name: &str| {
             format!(
-                "{{\"pages\": 4, \"optimum\": {{\"hits\": 0, \"misses\": 1, \"hit_ratio\": 0}}, \"policies\": [{{\"policy\": \"{name}\", \
+                "{{\"pages\": 4, \"optimum\": {{\"hits\": 0, \"misses\": 1, \"hit_ratio\": 0}}, \
+                 \"policies\": [{{\"policy\": \"{name}\", \
                  \"hits\": 0, \"misses\": 1, \"hit_ratio\": 0, \"regret\": 0, \"ns_per_use\": 1}}]}}"
             )
         };

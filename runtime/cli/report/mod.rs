@@ -1,4 +1,4 @@
-//! `outcore report`: what a run was, in one page that needs nothing else.
+//! `outcore report`: describes runs in one HTML page that needs no other file.
 
 mod bars;
 mod input;
@@ -24,14 +24,15 @@ use super::output::{printable, size};
 use input::Inputs;
 use outcore_lab::sim::OwnPolicy;
 
-/// What `outcore report` takes.
+/// The options of `outcore report`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// What to report on, several of the same run or of several: the files of `generate --timeline` and `generate --capture`, the
-    /// JSON of `generate --json`, `outcore policies --json`, `outcore simulate --json`, best with `--timeline`, or `outcore probe --json`
+    /// Files of one run or of several: what `generate --timeline` and `generate --capture` wrote, or the JSON of
+    /// `generate --json`, `outcore policies --json`, `outcore simulate --json` (best with `--timeline`) or `outcore
+    /// probe --json`
     #[arg(value_name = "JSON", required = true)]
     inputs: Vec<PathBuf>,
-    /// What the disk and memory can do: the JSON of `outcore probe --json`, made where the run was
+    /// The JSON of `outcore probe --json`, made on the run's machine: the speed of its disk and memory
     #[arg(long, value_name = "JSON")]
     probe: Option<PathBuf>,
     /// The page to write
@@ -51,7 +52,7 @@ pub struct Written {
     left_out: Vec<LeftOut>,
 }
 
-/// A part that has no data.
+/// A part of the page that has no data, and the input that it needs.
 #[derive(Clone, Debug, Serialize)]
 pub struct LeftOut {
     pub part: &'static str,

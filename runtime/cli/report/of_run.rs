@@ -4,7 +4,7 @@ use super::super::output::size;
 use super::input::{Generated, Inputs};
 use super::part::{self, Cell, Link, Part, RUN, seconds};
 
-/// All of them. `of` tells it from other runs.
+/// Returns all parts of a run. `of` is added to titles to tell it from other runs.
 pub fn parts(run: &Generated, inputs: &Inputs, of: &str) -> Vec<Part> {
     let all = run.stalls.iter().map(|(cause, stall)| (cause.clone(), stall.count, stall.seconds));
     let whole = run.compute_s + run.stall_s;
@@ -54,15 +54,15 @@ fn links(run: &Generated, inputs: &Inputs, of: &str) -> Part {
         }
         (None, None) => {
             notes.push(
-                "The disk's ceiling is not known: run `outcore probe --json --file MODEL > probe.json` on the run's machine, \
-                 and give that file with `--probe`."
+                "The disk's ceiling is not known: run `outcore probe --json --file MODEL > probe.json` on the run's \
+                 machine, and give that file with `--probe`."
                     .to_owned(),
             );
             None
         }
     };
     let copied = inputs.probed.iter().map(|probed| probed.memcpy_bytes_per_second).max().filter(|rate| *rate > 0);
-    // On the host device both ends of the link are memory of the process.
+    // On the host device, both ends of the link are memory of the process.
     let on_host = run.device == "host";
     let link = match (run.ceiling.link_bytes_per_second, copied.filter(|_| on_host)) {
         (Some(rate), _) => {
@@ -77,10 +77,11 @@ fn links(run: &Generated, inputs: &Inputs, of: &str) -> Part {
         (None, None) if run.link_bytes == 0 => None,
         (None, None) => {
             notes.push(if on_host {
-                "The link's ceiling is not known: give `--probe`, whose memory copies are what it can do at most.".to_owned()
+                "The link's ceiling is not known: give `--probe`, whose memory copies are the most it can do."
+                    .to_owned()
             } else {
-                "The link's ceiling is not known: add \"ceiling\": {\"link_bytes_per_second\": N}, as it was measured, to the \
-                 run's JSON."
+                "The link's ceiling is not known: add \"ceiling\": {\"link_bytes_per_second\": N}, as it was measured, \
+                 to the run's JSON."
                     .to_owned()
             });
             None
@@ -101,23 +102,24 @@ fn memory(run: &Generated, of: &str) -> Part {
         ("weights, in frames of the device".to_owned(), Some(run.peak_device_bytes), room(run.device_budget_bytes)),
         ("weights, in frames of the host".to_owned(), Some(run.peak_host_bytes), room(run.host_budget_bytes)),
     ];
-    // On the host device its frames are memory of the process, as the host tier's are.
+    // On the host device, its frames are memory of the process, like the host tier's.
     let on_host = run.device == "host";
     let mut in_process = run.peak_host_bytes.saturating_add(if on_host { run.peak_device_bytes } else { 0 });
     let mut notes = vec![
-        "The most at one time of each tier; keys and values as much as all tokens asked for take; activations as reckoned."
-            .to_owned(),
+        "Frames: the most at one time. Keys and values: for all tokens asked for. Activations: as budgeted.".to_owned(),
     ];
     match &run.memory {
         Some(memory) => {
             classes.push(("keys and values".to_owned(), Some(memory.keys_values_bytes), None));
             classes.push(("activations, logits, threads".to_owned(), Some(memory.activations_bytes), None));
             if on_host {
-                in_process = in_process.saturating_add(memory.keys_values_bytes).saturating_add(memory.activations_bytes);
+                in_process =
+                    in_process.saturating_add(memory.keys_values_bytes).saturating_add(memory.activations_bytes);
             }
         }
         None => notes.push(
-            "Keys, values and activations are in the rest: this run's JSON is of an earlier release, which did not tell them."
+            "Keys, values and activations are in the rest: this run's JSON is of an earlier release, which did not \
+             report them."
                 .to_owned(),
         ),
     }

@@ -1,10 +1,10 @@
-//! The parts of what `outcore simulate` found.
+//! The parts of a simulation.
 
 use super::super::output::size;
 use super::input::{Simulated, SimulatedStall};
 use super::part::{self, Cell, Link, Part, SIMULATED, ratio, seconds};
 
-/// All of them but its timeline. `at` is its number.
+/// Returns all parts except its timeline. `at` is its number on the page.
 pub fn parts(simulated: &Simulated, at: usize) -> Vec<Part> {
     let name = simulated.name();
     let named = |stall: &SimulatedStall| (format!("{}, {}", stall.cause, stall.tier), stall.count, stall.seconds);
@@ -29,14 +29,14 @@ fn summary(simulated: &Simulated, at: usize) -> Part {
     pair("page, policy", format!("{}, {}", size(simulated.page_bytes), simulated.policy));
     let tiers = [simulated.frames, simulated.host_frames];
     let [device, host] = tiers.map(|frames| size(frames.saturating_mul(simulated.page_bytes)));
-    pair("memory for pages of each device, of the host for each", format!("{device}, {host}"));
+    pair("memory for pages: each device, the host for each device", format!("{device}, {host}"));
     pair("first pass, median of the others", [simulated.first_pass_s, simulated.median_pass_s].map(seconds).join(", "));
     pair("hit ratio", ratio(simulated.hit_ratio));
     let mut notes =
         vec!["A forecast: the runtime's pager under a virtual clock, on a machine that is only described.".to_owned()];
     if simulated.timeline.is_none() {
         notes.push(
-            "For lanes, where pages were and the best possible hits, simulate with `--json --timeline`.".to_owned(),
+            "To see lanes, where pages were, and the best possible hits, simulate with `--json --timeline`.".to_owned(),
         );
     }
     Part {
@@ -58,7 +58,7 @@ fn links(simulated: &Simulated, name: &str) -> Part {
         ("device to host", &simulated.link_out, ceiling.and_then(|of| of.link_bytes_per_second)),
         ("compute", &simulated.compute, ceiling.map(|of| of.compute_bytes_per_second)),
     ];
-    // A machine without a link has no use for its rows.
+    // A machine without a link needs no rows for it.
     let linked = all.iter().any(|(name, flow, _)| name.contains("device") && flow.bytes > 0)
         || ceiling.is_none_or(|of| of.link_bytes_per_second.is_some());
     let rows = all.into_iter().filter(|(name, ..)| linked || !name.contains("device"));

@@ -6,7 +6,7 @@ use super::super::output::size;
 use super::part::{self, Cell, Part, RESIDENCY, TIMELINE, head, seconds};
 use super::timeline::{Lane, Timeline};
 
-/// All of them. `at` is its number.
+/// Returns all parts of a timeline. `at` is its number on the page.
 pub fn parts(line: &Timeline, at: usize) -> Vec<Part> {
     let mut parts = vec![timeline(line, at)];
     parts.extend(line.residency.as_ref().map(|residency| where_pages_were(residency, &line.name, at)));
@@ -26,7 +26,7 @@ fn timeline(line: &Timeline, at: usize) -> Part {
     };
     let mut notes = vec![format!("{} in all; busy is the time in which a lane had at least one span.", seconds(all))];
     notes.extend(line.about.clone());
-    notes.push("Spans too short to be told apart are drawn as high as the part of the time that they take.".to_owned());
+    notes.push("Where spans are too short to tell apart, the height is the share of time that they take.".to_owned());
     Part {
         kind: TIMELINE,
         title: format!("Timeline: {}", line.name),
@@ -50,8 +50,8 @@ fn stalls(line: &Timeline) -> Option<Part> {
 fn where_pages_were(residency: &Residency, name: &str, at: usize) -> Part {
     let (pages, rows) = (residency.pages(), residency.rows());
     let mut notes = vec![format!(
-        "{pages} pages of {}, looked at {} times; {rows} rows from the first file's first page down. The stronger a colour the more \
-         of a row's pages were there; of pages in both memories colours mix.",
+        "{pages} pages of {}, looked at {} times; {rows} rows from the first file's first page down. The stronger the \
+         colour, the more of a row's pages were there. Colours mix where a row has pages in both memories.",
         size(residency.page_bytes),
         residency.samples.len()
     )];

@@ -1,11 +1,11 @@
-//! The parts of a trace that policies were tried on.
+//! The parts of a trace that was run through policies.
 
 use super::super::output::{percent, size};
 use super::super::policies::{Capacity, Class, Found, Ratio};
 use super::bars::{Bars, Unit};
 use super::part::{self, Cell, MEMORY, OPTIMUM, POLICIES, Part, head, ratio};
 
-/// All of them. `at` is its number.
+/// Returns all parts of a trace. `at` is its number on the page.
 pub fn parts(found: &Found, at: usize) -> Vec<Part> {
     let mut parts = vec![policies(found, at), regrets(found)];
     parts.extend(classes(found));
@@ -40,7 +40,7 @@ fn policies(found: &Found, at: usize) -> Part {
 
 fn regrets(found: &Found) -> Part {
     let bytes = |bytes: Option<u64>| Cell::right(bytes.map_or("-".to_owned(), size));
-    // What is written back is told where anything is written.
+    // Shows what is written back if anything is written.
     let writes = found.writes > 0;
     let moved = |ratio: &Ratio| {
         let written = writes.then(|| bytes(ratio.bytes_written));
@@ -74,7 +74,7 @@ fn regrets(found: &Found) -> Part {
     Part {
         kind: OPTIMUM,
         title: format!("Hit ratio beside the optimum, {}", found.trace),
-        notes: vec!["The optimum is Belady's MIN, every page coming at its use.".to_owned()],
+        notes: vec!["The optimum is Belady's MIN, which fills each page at its use.".to_owned()],
         bars: bars.some(),
         head: cells,
         rows,

@@ -1,4 +1,4 @@
-//! The page: what can be said in words and tables is text, charts are drawn from the data that it carries.
+//! Renders the page: texts and tables are HTML; charts are drawn from data in the page.
 
 use std::collections::BTreeMap;
 
@@ -21,14 +21,14 @@ const CHART_SCRIPT: &str = include_str!("uPlot.iife.min.js");
 const CHART_STYLE: &str = include_str!("uPlot.min.css");
 const CHART_LICENCE: &str = include_str!("uPlot.LICENSE");
 
-/// A page, and what is on it.
+/// A page, the kinds of its parts, and the parts that lack data.
 pub struct Page {
     pub text: String,
     pub parts: Vec<&'static str>,
     pub left_out: Vec<LeftOut>,
 }
 
-/// The page of these inputs.
+/// Makes the page of these inputs.
 pub fn of(inputs: &Inputs) -> Result<Page> {
     let mut parts = Vec::new();
     let several = inputs.generated.len() > 1;
@@ -44,14 +44,14 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
         parts.extend(of_timeline::parts(line, at));
     }
     for (at, found) in inputs.policies.iter().enumerate() {
-        // Beside a run, what counts is the policy that it had.
+        // If there is a run, only the hit ratio of its own policy is shown beside the optimum.
         let beside = !inputs.generated.is_empty();
         parts.extend(of_trace::parts(found, at).into_iter().filter(|part| !(beside && part.kind == OPTIMUM)));
     }
     for (at, simulated) in inputs.simulated.iter().enumerate() {
         parts.extend(of_simulation::parts(simulated, at));
     }
-    // Kinds in their order, and within a kind the order that was given.
+    // Sorted by kind in the order of `NEEDS`; within a kind in the order given.
     let rank = |kind: &str| NEEDS.iter().position(|(known, _)| *known == kind).unwrap_or(NEEDS.len());
     parts.sort_by_key(|part| rank(part.kind));
     let bars = number(&mut parts);
@@ -69,7 +69,7 @@ pub fn of(inputs: &Inputs) -> Result<Page> {
     Ok(Page { text: render(&title, &parts, &left_out, &bars, inputs)?, parts: kinds, left_out })
 }
 
-/// Takes the bars out of the parts, and gives each a place of its own.
+/// Takes the charts out of the parts and gives each a unique id.
 fn number(parts: &mut [Part]) -> Vec<Bars> {
     let mut all: Vec<Bars> = Vec::new();
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
@@ -89,7 +89,7 @@ fn render(title: &str, parts: &[Part], left_out: &[LeftOut], bars: &[Bars], inpu
     struct Data<'a> {
         policies: &'a [Found],
         timelines: &'a [Timeline],
-        /// Seconds by pass.
+        /// Each simulation's passes, in seconds.
         simulated: Vec<&'a [f64]>,
         bars: &'a [Bars],
     }
@@ -98,7 +98,7 @@ fn render(title: &str, parts: &[Part], left_out: &[LeftOut], bars: &[Bars], inpu
     };
     let simulated = inputs.simulated.iter().map(|simulated| simulated.passes_s.as_slice()).collect();
     let data = Data { policies: &inputs.policies, timelines: &inputs.timelines, simulated, bars };
-    // In a script element only "<" can end the data.
+    // In a script element, only "<" can begin the end of the data.
     let data = serde_json::to_string(&data).map_err(|cause| failed(cause.to_string()))?.replace('<', "\\u003c");
     let mut environment = Environment::new();
     environment.set_auto_escape_callback(|_| AutoEscape::Html);

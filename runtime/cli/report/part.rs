@@ -11,7 +11,7 @@ pub struct Cell {
     pub text: String,
     pub right: bool,
     pub best: bool,
-    /// A bar instead: percent of its room.
+    /// A bar in place of text: its length in percent.
     pub share: Option<f64>,
 }
 
@@ -36,7 +36,7 @@ pub struct Part {
     pub kind: &'static str,
     pub title: String,
     pub notes: Vec<String>,
-    /// The id of the element that a chart is drawn in.
+    /// Id of the element that a chart is drawn in.
     pub chart: Option<String>,
     #[serde(skip)]
     pub bars: Option<Bars>,
@@ -54,7 +54,7 @@ pub const OPTIMUM: &str = "hit ratio beside the optimum";
 pub const MEMORY: &str = "memory by class";
 pub const POLICIES: &str = "hit ratio by capacity and policy";
 
-/// What each part needs, in the order of the page.
+/// The input that each kind of part needs, in the order of the page.
 pub const NEEDS: [(&str, &str); 9] = [
     (RUN, "the last line of `generate --json`"),
     (SIMULATED, "`outcore simulate --json`"),
@@ -69,12 +69,13 @@ pub const NEEDS: [(&str, &str); 9] = [
     ),
     (
         MEMORY,
-        "the last line of `generate --json`, `outcore simulate --json`, or `outcore policies --json` of a capture or workload",
+        "the last line of `generate --json`, `outcore simulate --json`, or `outcore policies --json` of a capture or \
+         workload",
     ),
     (POLICIES, "the file of `generate --capture`, or `outcore policies --json`"),
 ];
 
-/// A model's name without the folders it is in, which are nobody's business at the head of a page.
+/// Returns a model's name without its folders, which are private.
 pub fn file_name(model: &str) -> &str {
     model.rsplit('/').find(|name| !name.is_empty()).unwrap_or(model)
 }
@@ -91,7 +92,7 @@ pub fn head<'a>(names: impl IntoIterator<Item = (&'a str, bool)>) -> Vec<Cell> {
     names.into_iter().map(|(name, right)| if right { Cell::right(name) } else { Cell::left(name) }).collect()
 }
 
-/// Waiting by cause: of each, how often and how long.
+/// Makes the part of waits by cause: how often and how long.
 pub fn causes(title: String, mut causes: Vec<(String, u64, f64)>, whole: f64, of: &str) -> Part {
     causes.retain(|(_, count, _)| *count > 0);
     causes.sort_by(|a, b| b.2.total_cmp(&a.2));
@@ -116,7 +117,7 @@ pub fn causes(title: String, mut causes: Vec<(String, u64, f64)>, whole: f64, of
     Part { kind: STALLS, title, notes, bars: bars.some(), head, rows, ..Part::default() }
 }
 
-/// Hits beside those of the best there could be: the name of what was compared with it, its ratio, the optimum's.
+/// Makes the part that compares a policy's hit ratio with the optimum's.
 pub fn beside_optimum(title: String, uses: u64, policy: &str, hits: f64, optimum: f64) -> Part {
     let mut bars = Bars::new("optimum", Unit::Ratio, ["hit ratio"]);
     let mut rows = Vec::new();
@@ -126,23 +127,24 @@ pub fn beside_optimum(title: String, uses: u64, policy: &str, hits: f64, optimum
         rows.push(vec![Cell::left(name), Cell::right(ratio(value)), Cell::right(of)]);
     }
     let notes = vec![format!(
-        "Of the first {uses} uses, in the same order. The optimum is Belady's MIN with as many frames, every page coming at its use."
+        "Both are of the first {uses} uses, in the same order. The optimum is Belady's MIN with as many frames, which \
+         fills each page at its use."
     )];
     let head = head([("", false), ("hit ratio", true), ("of the optimum", true)]);
     Part { kind: OPTIMUM, title, notes, bars: bars.some(), head, rows, ..Part::default() }
 }
 
-/// What a link did.
+/// The traffic of a link.
 pub struct Link<'a> {
     pub name: &'a str,
     pub bytes: u64,
-    /// For how long it had work, where that is known.
+    /// Seconds in which it had work, if known.
     pub busy: Option<f64>,
-    /// What it can carry, where that is known.
+    /// Bytes a second that it can carry, if known.
     pub ceiling: Option<f64>,
 }
 
-/// Bandwidth of links in `all` seconds, against what they can carry.
+/// Makes the part of links' bandwidth: over the time with work, and over all of `all` seconds, beside their ceilings.
 pub fn links(title: String, notes: Vec<String>, links: &[Link], all: f64) -> Part {
     let known = links.iter().any(|link| link.ceiling.is_some());
     let mut bars = if known {
@@ -180,7 +182,7 @@ pub fn links(title: String, notes: Vec<String>, links: &[Link], all: f64) -> Par
         ("link", false),
         ("moved", true),
         ("had work for", true),
-        ("meanwhile", true),
+        ("while it had work", true),
         ("over the whole time", true),
         ("ceiling", true),
         ("of its ceiling", true),
@@ -188,14 +190,15 @@ pub fn links(title: String, notes: Vec<String>, links: &[Link], all: f64) -> Par
     Part { kind: LINKS, title, notes, bars: bars.some(), head, rows, ..Part::default() }
 }
 
-/// Weights by what tensors are for, if that is told.
+/// Makes the part of weights by class; none if there are no classes.
 pub fn weights(title: String, classes: &[ClassBytes]) -> Option<Part> {
     let classes: Vec<_> = classes.iter().map(|class| (class.class.clone(), Some(class.bytes), None)).collect();
     let notes = vec!["In the model's files, by what tensors are for.".to_owned()];
     if classes.is_empty() { None } else { Some(memory(title, notes, &classes)) }
 }
 
-/// Bytes by class: of each the name, the most in use where that is known, and the room for it where it has one.
+/// Makes the part of bytes by class. Each class has its name, the most bytes in use if known, and the room for it if it
+/// has one.
 pub fn memory(title: String, notes: Vec<String>, classes: &[(String, Option<u64>, Option<u64>)]) -> Part {
     let roomy = classes.iter().any(|(_, _, room)| room.is_some());
     let mut bars = if roomy {
@@ -230,9 +233,9 @@ pub fn memory(title: String, notes: Vec<String>, classes: &[(String, Option<u64>
     Part { kind: MEMORY, title, notes, bars: bars.some(), head: cells, rows, ..Part::default() }
 }
 
-/// What memory is lost between pages: none, and beyond the ends of files.
+/// Says how much memory is wasted: none between frames, and how much beyond the ends of files.
 pub fn waste(tails: Option<u64>, pages: Option<u64>) -> String {
-    const FRAMES: &str = "Frames: no fragmentation, for all are of one size.";
+    const FRAMES: &str = "Frames: no fragmentation, because all have one size.";
     match (tails, pages) {
         (Some(tails), Some(pages)) if pages > 0 => {
             let share = 100.0 * tails as f64 / pages as f64;
@@ -244,6 +247,6 @@ pub fn waste(tails: Option<u64>, pages: Option<u64>) -> String {
         (Some(tails), _) => {
             format!("{FRAMES} Tail waste: the last pages of files reach {} beyond their ends.", size(tails))
         }
-        (None, _) => format!("{FRAMES} Tail waste: not known, for the input does not tell where files end."),
+        (None, _) => format!("{FRAMES} Tail waste: not known, because the input does not say where files end."),
     }
 }

@@ -1,16 +1,16 @@
-//! Where a model's pages were over time, as files say it: whether that can be drawn.
+//! Checks whether a file's residency over time can be drawn.
 
 use outcore::{Error, ErrorKind, Result};
 use outcore_lab::residency::{Residency, Sample};
 
-/// More than is written, and no more than a browser draws at once.
+/// More than this project writes, and no more than a browser can draw.
 const ROWS_MAX: usize = 1024;
 const SAMPLES_MAX: usize = 2048;
 
-/// Whether it can be drawn.
+/// Checks that it can be drawn.
 ///
 /// # Errors
-/// `Format` and `Unsupported`, of a file that was not written by this project.
+/// `Unsupported` if it is too large, `Format` if it is uneven: the file was not written by this project.
 pub fn check(seen: &Residency, file: &str) -> Result<()> {
     let rows = seen.rows();
     if rows > ROWS_MAX || seen.samples.len() > SAMPLES_MAX {

@@ -1,4 +1,5 @@
-//! Timelines: in the Trace Event Format, as `generate --timeline` writes them, and as `outcore simulate --timeline` does.
+//! Timelines: files in the Trace Event Format, which `generate --timeline` writes, and records of `outcore simulate
+//! --timeline`.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::residency;
 
-/// What is read of an event.
+/// The fields of an event that are read.
 #[derive(Debug, Deserialize)]
 pub struct Event {
     #[serde(default)]
@@ -16,17 +17,17 @@ pub struct Event {
     #[serde(default)]
     cat: String,
     ph: String,
-    /// In microseconds.
+    /// Start and duration in microseconds.
     ts: Option<f64>,
     dur: Option<f64>,
 }
 
-/// What `outcore simulate --timeline` says of a lane.
+/// A lane as `outcore simulate --timeline` writes it.
 #[derive(Debug, Deserialize)]
 pub struct RecordedLane {
     name: String,
     kinds: Vec<Kind>,
-    /// Which kind, when it began, how long it took, and how much of that was taken, in nanoseconds.
+    /// For each span: index of its kind, start, length, and how much of the length was taken, in nanoseconds.
     spans: Vec<(usize, u64, u64, u64)>,
 }
 
@@ -42,12 +43,12 @@ struct Kind {
 pub struct Timeline {
     #[serde(skip)]
     pub name: String,
-    /// What else there is to say of it.
+    /// A note about it.
     #[serde(skip)]
     pub about: Option<String>,
     pub start: f64,
     pub end: f64,
-    /// What spans were.
+    /// The names of spans.
     pub names: Vec<String>,
     pub lanes: Vec<Lane>,
     pub residency: Option<Residency>,
@@ -55,28 +56,30 @@ pub struct Timeline {
 
 type Span = (usize, f64, f64, f64);
 
-/// A row.
+/// A lane, drawn as a row.
 #[derive(Debug, Serialize)]
 pub struct Lane {
     pub name: String,
-    /// What they were, where they begin and end, and how much of that is taken; neighbours joined where there are very many.
+    /// For each span: index of its name, start, end, and how much of that was taken. Near spans are joined if there are
+    /// very many.
     pub spans: Vec<Span>,
-    /// How many there were.
+    /// How many spans there were.
     #[serde(skip)]
     pub count: u64,
-    /// The time in which there was at least one.
+    /// Seconds in which there was at least one span.
     #[serde(skip)]
     pub busy: f64,
-    /// By what they were: how many, and the sum of their times.
+    /// By index of the name: how many spans there were, and the sum of their times in seconds.
     #[serde(skip)]
     pub by_name: BTreeMap<usize, (u64, f64)>,
 }
 
-/// Spans drawn as they are; beyond, those of a lane and a name that lie within this part of the run are joined.
+/// The most spans that are drawn as they are. If there are more, spans of one lane and name that together take at most
+/// this share of the run are joined.
 const DRAWN_MAX: usize = 20_000;
 const JOINED: f64 = 1.0 / 4000.0;
 
-/// Lanes and names at most; others are put together.
+/// The most lanes and names. Further ones are shown as "other".
 const LANES_MAX: usize = 16;
 const NAMES_MAX: usize = 32;
 
@@ -96,7 +99,7 @@ fn place(of: &str, names: &mut Vec<String>, most: usize) -> usize {
 }
 
 impl Timeline {
-    /// Of a file's events, in any order, and what it says of pages.
+    /// Makes a timeline from a file's events, in any order, and its residency.
     pub fn new(file: String, events: Vec<Event>, residency: Option<Residency>) -> Result<Self> {
         residency.as_ref().map_or(Ok(()), |seen| residency::check(seen, &file))?;
         let (mut names, mut lanes) = (Vec::new(), Vec::new());
@@ -123,13 +126,13 @@ impl Timeline {
         let cell = if count > DRAWN_MAX { (end - start) * JOINED } else { 0.0 };
         let mut lanes: Vec<Lane> =
             lanes.into_iter().zip(spans).map(|(name, spans)| Lane::new(name, spans, cell)).collect();
-        // What the program computed and where it waited first, then what moved.
+        // Computing and waiting first, then what moved.
         let order = ["compute", "pass", "stall", "link", "disk"];
         lanes.sort_by_key(|lane| order.iter().position(|known| *known == lane.name).unwrap_or(order.len()));
         Ok(Self { name: file, about: None, start, end, names, lanes, residency })
     }
 
-    /// What a simulation recorded, of a file.
+    /// Makes a timeline from the record of a simulation.
     pub fn of_record(
         file: &str,
         name: String,
@@ -182,14 +185,14 @@ impl Timeline {
         self.lanes.iter().find(|lane| lane.name == name)
     }
 
-    /// How long it is.
+    /// Returns its length in seconds.
     pub fn seconds(&self) -> f64 {
         self.end - self.start
     }
 }
 
 impl Lane {
-    /// Of spans, in any order; those of a name that lie within `cell` are put together.
+    /// Makes a lane from spans in any order. Spans of a name that together fit in `cell` seconds are joined.
     fn new(name: String, mut spans: Vec<(usize, f64, f64)>, cell: f64) -> Self {
         spans.sort_by(|a, b| a.1.total_cmp(&b.1));
         let (mut busy, mut until) = (0.0, f64::NEG_INFINITY);
@@ -256,7 +259,7 @@ mod tests {
         assert!((disk.busy - 0.5).abs() < 1e-6);
         let drawn: f64 = disk.spans.iter().map(|span| span.3).sum();
         assert!((drawn - 0.5).abs() < 1e-6, "what is joined says how much of it was taken: {drawn}");
-        // A thousand groups, each a second from the next.
+        // A thousand groups of spans, a second apart.
         let apart =
             (0..100_000).map(|n| event("disk", "read", f64::from(n / 100) * 1e6 + f64::from(n % 100), 5.0)).collect();
         let drawn = Timeline::new("t".into(), apart, None).unwrap().lanes[0].spans.len();

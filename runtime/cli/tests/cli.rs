@@ -1,5 +1,5 @@
-//! The promise: the command line tells the truth about good input, and about bad input what is wrong and what to do,
-//! without a panic.
+//! The promise: for good input the command line reports what is true; for bad input it says what is wrong and what to
+//! do, without a panic.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -16,7 +16,7 @@ use outcore::{Bytes, PageId, PageIndex, PageSize, PageUse, PolicyKind, Runtime, 
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
 use serde_json::Value;
 
-/// The program, with a cache folder that is not the user's.
+/// Returns the program, with a cache folder that is not the user's.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_outcore"));
     command.env("XDG_CACHE_HOME", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"));
@@ -33,7 +33,7 @@ fn text(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The output as the one JSON object it must be.
+/// Returns the output, which must be one JSON object.
 fn json(arguments: &[&str]) -> Value {
     let text = text(arguments);
     assert_eq!(text.lines().count(), 1, "one line: {text}");
@@ -42,7 +42,7 @@ fn json(arguments: &[&str]) -> Value {
     value
 }
 
-/// It must fail with this status and one message that holds all of `parts`.
+/// Checks that it fails with this status and one message that holds all of `parts`.
 fn refused(arguments: &[&str], status: i32, parts: &[&str]) {
     let output = outcore(arguments);
     let message = String::from_utf8_lossy(&output.stderr);
@@ -104,7 +104,7 @@ fn inspect_says_which_page_size_it_assumes() {
 
 #[test]
 fn inspect_counts_pages_that_tensors_share() {
-    // Two tensors in the first page, the second of which ends in the second page, where the third one lies.
+    // Two tensors begin in the first page. The second one ends in the second page, where the third one lies.
     let file = common::synthetic(&[1000, 4000, 100, 20_000]);
     let found = json(&["inspect", string(&file.path), "--page-size", "4KiB", "--json"]);
     let start = file.bytes.len() as u64 - 25_100;
@@ -126,7 +126,7 @@ fn inspect_reads_folders_and_the_config_beside_safetensors() {
     assert_eq!(found["metadata"]["architecture"], "qwen2");
     assert_eq!(found["metadata"]["layers"], "24");
     assert_eq!(found["metadata"]["format"], "pt");
-    // It is decoration: damaged, it changes nothing else.
+    // The config is only shown: a damaged one changes nothing else.
     fs::write(dir.path().join("config.json"), "{").unwrap();
     assert_eq!(json(&["inspect", string(dir.path()), "--json"])["metadata"]["format"], "pt");
 }
@@ -148,7 +148,7 @@ fn inspect_says_what_budgets_hold() {
     let streamed = budgets[1]["bytes_streamed_per_pass"].as_u64().unwrap();
     assert!(streamed > total - Bytes::mib(6).get() && streamed < total, "{streamed} of {total}");
 
-    // What the runtime then does.
+    // Compared with what the runtime does.
     let runtime = Runtime::builder()
         .page_size(PageSize::new(Bytes::kib(64)).unwrap())
         .device_budget(Bytes::mib(6))
@@ -305,8 +305,8 @@ fn plan_reads_the_config_beside_safetensors() {
     let config = dir.path().join("config.json");
     let run = ["plan", string(dir.path()), "--device-memory", "1GiB", "--disk", "1GB/s", "--json"];
     refused(&run, 1, &["config.json", "beside"]);
-    let good = r#"{"num_hidden_layers":24,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":1,"head_dim":32,
-        "intermediate_size":96,"vocab_size":1000,"max_position_embeddings":512}"#;
+    let good = r#"{"num_hidden_layers":24,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":1,
+        "head_dim":32,"intermediate_size":96,"vocab_size":1000,"max_position_embeddings":512}"#;
     fs::write(&config, good).unwrap();
     let found = json(&run);
     assert_eq!(found["memory"]["kv_bytes"], 2 * 24 * 32 * 2 * 512);
@@ -326,7 +326,7 @@ fn plan_reads_the_config_beside_safetensors() {
     }
 }
 
-/// What is said to stream is what the pager and its policy stream, which `inspect` runs.
+/// `plan` says the same stream as the pager and its policy, which `inspect` runs.
 #[test]
 fn plan_and_inspect_agree_on_what_streams() {
     let dir = scratch();
@@ -351,8 +351,8 @@ fn plan_and_inspect_agree_on_what_streams() {
         let inspected = json(&["inspect", string(&path), "--page-size", &page, "--budget", &budget, "--json"]);
         let simulated = inspected["budgets"][0]["bytes_streamed_per_pass"].as_f64().unwrap();
         let planned = found["pass"]["disk_read_bytes"].as_f64().unwrap();
-        // There a request pins a tensor of one or two pages, here as many as a thirty-second of the frames, and two at least:
-        // as many more may stream.
+        // `inspect` pins a tensor of one or two pages at once; `plan` assumes units of a 32nd of the frames, and at
+        // least two pages. That many more pages may stream.
         let [budget, page] = [&budget, &page].map(|bytes| bytes.parse::<f64>().unwrap());
         let pages = (planned - simulated) / page;
         assert!(
@@ -391,7 +391,7 @@ fn plan_needs_no_file() {
     let table = text(&run(&["--target", "0.01", "--compute", "80ms"]));
     assert!(table.contains("0.010 tok/s are reached") && !table.contains("at most"), "{table}");
 
-    // What cannot run says what it takes, and predicts nothing.
+    // A job that does not run reports what it takes, and no forecast.
     let small = ["plan", "--params", "7B", "--device-memory", "8GiB", "--disk", "2GB/s", "--train"];
     let found = json(&[&small[..], &["--json"]].concat());
     assert_eq!(
@@ -461,7 +461,7 @@ fn plan_predicts_on_a_machine() {
     }
 }
 
-/// Both ask the same machine how long it computes.
+/// `plan` and `simulate` take compute time from the same machine.
 #[test]
 fn plan_and_simulate_agree_on_computing() {
     let dir = scratch();
@@ -544,7 +544,7 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     assert_eq!(of(&four, "pass", "flops"), 4.0 * of(&found, "pass", "flops"));
     let used = of(&four, "pass", "used_bytes") - of(&dense, "pass", "used_bytes");
     assert!((used - 2.0 * experts * drawn / 16.0).abs() <= 1.0, "{used}");
-    // One that streams misses what it is expected to draw of what has no frame.
+    // A job that streams misses the pages without a frame that it is expected to draw.
     let small = run(small_mixture(16, Some(2)), &["--device-memory", "512KiB", "--headroom", "0"]);
     assert_eq!(small["fit"], "streamed");
     let missed = of(&small, "pass", "filled_bytes") / of(&small, "pass", "streamed_bytes");
@@ -561,12 +561,12 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     for part in ["16 a layer, 2 for each token", "if experts are drawn evenly", "kv: which experts"] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
-    // Without the key all are used, and it says so; a count of none is a dense model.
+    // Without the key all experts are used, and the output says so. A count of 0 means a dense model.
     let all = run(small_mixture(16, None), &[]);
     assert_eq!((told_used(&all), &all["pass"]["used_bytes"]), (16.0, &all["pass"]["paged_bytes"]));
     assert!(all["assumed"].to_string().contains("llama.expert_used_count"), "{all}");
     assert!(run(small_mixture(0, Some(0)), &[])["shape"]["experts"].is_null());
-    // Experts that no tensor's name tells of are in no pass's way.
+    // Experts that no tensor's name shows do no harm.
     let nameless = small_llama(2, "").kv("llama.expert_count", support::Kv::U32(16));
     let nameless = run(nameless.kv("llama.expert_used_count", support::Kv::U32(2)), &["--device-memory", "300KiB"]);
     assert_eq!(
@@ -584,7 +584,7 @@ fn plan_counts_experts_in_memory_and_active_ones_in_a_pass() {
     }
 }
 
-/// What is expected of experts is what a pager fills when they are drawn.
+/// The expected use of experts is what a pager fills when they are drawn.
 #[test]
 fn plan_and_simulate_agree_on_experts() {
     use support::Kv;
@@ -602,7 +602,7 @@ fn plan_and_simulate_agree_on_experts() {
             at += tensor;
         }
     }
-    // Headers are all that is read.
+    // Only headers are read.
     let header = file.header();
     fs::write(&path, &header).unwrap();
     File::options().write(true).open(&path).unwrap().set_len(header.len() as u64 + 64 + at).unwrap();
@@ -644,7 +644,8 @@ fn plan_reads_experts_beside_safetensors() {
     fs::write(dir.path().join("model.safetensors"), support::safetensors(&header, at as usize)).unwrap();
     let config = |experts: &str| {
         let text = format!(
-            r#"{{"num_hidden_layers":1,"hidden_size":64,"num_attention_heads":4,"intermediate_size":96,"vocab_size":10{experts}}}"#
+            r#"{{"num_hidden_layers":1,"hidden_size":64,"num_attention_heads":4,
+            "intermediate_size":96,"vocab_size":10{experts}}}"#
         );
         fs::write(dir.path().join("config.json"), text).unwrap();
     };
@@ -719,7 +720,8 @@ fn plan_refuses_machines_and_experts_that_cannot_be() {
         fs::write(&path, whole.replacen(from, to, 1)).unwrap();
         refused(&run, 1, parts);
     }
-    // Without the rate of operations a pass is what its bytes take, a step has no time; both say so.
+    // Without a rate of operations, a pass takes as long as its bytes, and a step has no time. The output says so in
+    // both cases.
     fs::write(&path, whole.replacen("\"flops_per_second\": 1e13, ", "", 1)).unwrap();
     let infer = json(&[&run[..], &["--json"]].concat());
     assert!(infer["pass"]["pass_s"].as_f64() > Some(0.02) && infer["assumed"].to_string().contains("flops_per_second"));
@@ -839,7 +841,7 @@ fn policies_compares_them_with_the_optimum() {
             }
         }
     }
-    // LRU forgets a conversation before its next turn; whoever knows the future keeps some of it.
+    // LRU forgets a conversation before its next turn; the optimum keeps some of it.
     assert_eq!(capacities[0]["policies"][0]["policy"], "lru");
     assert!(capacities[0]["policies"][0]["regret"].as_f64().unwrap() > 0.1);
     let table = text(&["policies", "--trace", string(&path), "--capacity", "10", "--policy", "2q,lru,2q"]);
@@ -871,7 +873,7 @@ fn policies_refuses_bad_input() {
     refused(&run("-1", "lru"), 2, &["capacity \"-1\" is not understood", "from 1 up"]);
     refused(&run("5,many", "lru"), 2, &["capacity \"many\" is not understood"]);
     refused(&run("4294967296", "lru"), 2, &["more than 4294967295 pages"]);
-    // Memory is taken by pages that there are.
+    // Memory is taken for pages that exist, not for the capacity.
     assert!(text(&run("4294967295", "wtinylfu")).contains("with room for 4294967295"));
     let optimum = text(&run("10", "opt"));
     assert!(optimum.contains("optimum") && !optimum.contains("lru"), "{optimum}");
@@ -882,11 +884,11 @@ fn policies_refuses_bad_input() {
     refused(&["policies", "--workload", "kv", "--trace", trace], 2, &["--trace", "--workload"]);
     refused(&["policies", "--workload", "kv", "--uses", "0"], 1, &["0 uses", "at least 1"]);
     refused(&["policies", "--workload", "kv", "--model", "m.gguf"], 1, &["m.gguf"]);
-    // A header that is only partly there, and one whose tensors are in no layers.
+    // A truncated header, and one whose tensors are in no layers.
     let model = common::synthetic(&[5000, 70_000]);
     let decode = ["policies", "--workload", "decode", "--model", string(&model.path)];
     refused(&decode, 1, &["numbered layers", "give another one"]);
-    // A drawing took the place of the model that it was made from.
+    // A drawing must not replace the model that it was made from.
     for over in [&model.path, &model.dir.path().join(".").join("model.safetensors")] {
         let drawn = [&decode[..], &["--svg", string(over)]].concat();
         refused(&drawn, 1, &["it is a file of the model", "--svg"]);
@@ -925,12 +927,12 @@ fn simulate_tells_how_long_passes_take_elsewhere() {
     assert_eq!(found["machine"], "rtx4090");
     assert_eq!(found["passes_s"].as_array().unwrap().len(), 3);
     let seconds = |name: &str| found[name].as_f64().unwrap();
-    // 14 GB less what stays, over a disk of 7.45 GB/s; the first reads everything.
+    // 14 GB less the resident part, over a disk of 7.45 GB/s. The first pass reads everything.
     assert!((1.8..2.2).contains(&seconds("first_pass_s")), "{found}");
     assert!((1.0..1.5).contains(&seconds("median_pass_s")), "{found}");
     assert!(found["disk_read"]["utilisation"].as_f64().unwrap() > 0.9, "{found}");
     assert!(found["stalls"].as_array().unwrap().iter().any(|stall| stall["tier"] == "disk"), "{found}");
-    // Another seed is another run, the same one is the same.
+    // Another seed gives another run, the same seed the same run.
     let with = |seed| text(&simulated(&["--json", "--device-budget", "6GB", "--seed", seed]));
     assert_eq!(with("7"), with("7"));
     assert_ne!(with("7"), with("8"));
@@ -965,7 +967,7 @@ fn simulate_keeps_what_happened_when_that_is_asked_for() {
     let pages = found["pages"].as_u64().unwrap() * found["page_bytes"].as_u64().unwrap();
     assert_eq!(found["tail_bytes"].as_u64().unwrap(), pages - found["model_bytes"].as_u64().unwrap());
     assert_eq!(found["ceiling"]["disk_read_bytes_per_second"].as_f64().unwrap(), 7.45e9);
-    // However long the run is.
+    // The size is bounded, however long the run.
     let long = run(&["--passes", "300", "--timeline"]);
     assert!(long.len() < 2 << 20 && with.len() < 2 << 20, "{} {}", with.len(), long.len());
     refused(&simulated(&["--timeline"]), 2, &["--json"]);
@@ -1006,7 +1008,7 @@ fn simulate_reads_real_headers_and_machine_files() {
         fs::write(&machine, fields.replacen(from, to, 1)).unwrap();
         refuse(&machine, parts);
     }
-    // A header that is only partly there.
+    // A truncated header.
     let bytes = fs::read(&model).unwrap();
     fs::write(&model, &bytes[..200]).unwrap();
     refused(&["simulate", string(&model), "--machine", "laptop"], 1, &["model.gguf"]);
@@ -1073,7 +1075,7 @@ fn policies_reads_captures_and_draws_them() {
     assert_eq!(ten["policies"][0]["policy"], "lru");
     assert_eq!((&ten["policies"][0]["hits"], &ten["policies"][0]["bytes_moved"]), (&0.into(), &(400 * 65536).into()));
     assert_eq!(ten["optimum"]["bytes_moved"], ten["optimum"]["misses"].as_u64().unwrap() * 65536);
-    // Two pages a pass are written, and evicted before the next; the last one is there at the end.
+    // Two pages a pass are written, and evicted before the next pass; the last one is resident at the end.
     assert_eq!((&found["writes"], &ten["policies"][0]["bytes_written"]), (&40.into(), &(39 * 65536).into()));
     assert!(ten["optimum"]["written_back"].as_u64().unwrap() < 39);
     assert_eq!(found["capacities"][1]["policies"][0]["written_back"], 0, "everything fits");
@@ -1125,7 +1127,7 @@ fn policies_reads_captures_and_draws_them() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "nothing else is left");
 }
 
-/// Twelve layers, by whose names the tenth comes before the second.
+/// A model of twelve layers. Sorted by name, the tenth would come before the second.
 fn dense_model() -> common::Synthetic {
     let mut model = common::synthetic(&[]);
     let mut entries = vec![
@@ -1195,22 +1197,23 @@ fn timeline_with(residency: &str) -> String {
 }
 
 const PROBED: &str = r#"{"file":"disk.bin","memcpy_bytes_per_second":9000000000,
-"points":[{"block_bytes":65536,"depth":8,"bytes_per_second":10485760},{"block_bytes":65536,"depth":1,"bytes_per_second":1}]}"#;
+"points":[{"block_bytes":65536,"depth":8,"bytes_per_second":10485760},
+{"block_bytes":65536,"depth":1,"bytes_per_second":1}]}"#;
 
-/// A file of that text.
+/// Writes a file of this text and returns its path.
 fn place(dir: &Path, name: &str, text: impl AsRef<[u8]>) -> String {
     let path = dir.join(name);
     fs::write(&path, text).unwrap();
     string(&path).to_owned()
 }
 
-/// What `outcore simulate` says of a short run.
+/// Returns the JSON of a short simulation.
 fn simulated_run(more: &[&str]) -> String {
     let short = ["simulate", "--params", "1B", "--machine", "rtx4090", "--device-budget", "1GiB", "--json"];
     text(&[&short[..], &["--host-budget", "256MiB"], more].concat())
 }
 
-/// A page of these inputs.
+/// Returns the page of these inputs.
 fn page_of(dir: &Path, inputs: &[String]) -> String {
     let page = dir.join("report.html");
     let mut arguments = vec!["report", "-o", string(&page)];
@@ -1219,7 +1222,7 @@ fn page_of(dir: &Path, inputs: &[String]) -> String {
     fs::read_to_string(page).unwrap()
 }
 
-/// A page of all kinds of inputs.
+/// Returns a page of all kinds of inputs.
 fn made_page(dir: &Path) -> String {
     let one_line = GENERATED.replace('\n', "");
     let inputs = [
@@ -1251,7 +1254,7 @@ fn report_reads_captures() {
     assert_eq!(fs::read_to_string(&page).unwrap(), html, "what was there stays");
 }
 
-/// Every element is closed where it must be, in order; what scripts and styles hold is none.
+/// Checks that every element is closed in order; the contents of scripts and styles are skipped.
 fn well_formed(page: &str) {
     let mut open: Vec<&str> = Vec::new();
     let mut rest = page.strip_prefix("<!doctype html>").unwrap();
@@ -1337,7 +1340,7 @@ fn report_makes_a_page_that_needs_nothing_else() {
     let bars = data["bars"].as_array().unwrap();
     let of = |id: &str| bars.iter().find(|bars| bars["id"] == id).unwrap_or_else(|| panic!("no bars {id}"));
     assert_eq!(of("stalls-0")["labels"], serde_json::json!(["disk fault"]));
-    // Half of what the probe read, while there was work; and in all of the second that the passes took, all it could be.
+    // Half of the probe's rate over the 2 s in which the disk had work; all of it over the 1 s of the passes.
     assert_eq!(of("links-0")["series"][1]["values"][0], 0.5);
     assert_eq!(
         of("memory-0")["series"][1]["values"],
@@ -1382,7 +1385,7 @@ fn report_says_where_a_ceiling_comes_from() {
     let (before, after) = (GENERATED.find("\"memory\"").unwrap(), GENERATED.find("\"stalls\"").unwrap());
     let old = format!("{}{}", &GENERATED[..before], &GENERATED[after..]);
     has(&page(&old, &[]), &["JSON is of an earlier release", "Tail waste: not known", "no fragmentation"]);
-    // What is wrong is said.
+    // Bad input is named.
     let refuse = |run: &str, probe: &str, parts: &[&str]| {
         let (run, out) = (place(dir.path(), "run.json", run), dir.path().join("refused.html"));
         refused(&["report", &run, "--probe", probe, "-o", string(&out)], 1, parts);
@@ -1416,7 +1419,7 @@ fn report_of_a_simulation_has_all_that_one_of_a_run_has() {
         "memory by class",
     ];
     assert_eq!(done["parts"], serde_json::json!(parts));
-    // Several devices are told apart from their first.
+    // The page says that it shows the first of several devices.
     fs::write(
         &run,
         text(&[
@@ -1436,12 +1439,12 @@ fn report_of_a_simulation_has_all_that_one_of_a_run_has() {
     let html = fs::read_to_string(&page).unwrap();
     well_formed(&html);
     assert!(html.contains("the first of 8 devices"));
-    // What was not recorded is said, with what would.
+    // The page says what was not recorded, and how to record it.
     fs::write(&run, simulated_run(&[])).unwrap();
     text(&["report", string(&run), "-o", string(&page)]);
     let html = fs::read_to_string(&page).unwrap();
     assert!(html.contains("simulate with `--json --timeline`") && html.contains("timeline by lane: needs"));
-    // Of an earlier release, too.
+    // JSON of an earlier release works too.
     let mut old: Value = serde_json::from_str(&simulation).unwrap();
     for new in ["weights", "tail_bytes", "ceiling", "timeline"] {
         old.as_object_mut().unwrap().remove(new).unwrap();
@@ -1450,7 +1453,7 @@ fn report_of_a_simulation_has_all_that_one_of_a_run_has() {
     text(&["report", string(&run), "-o", string(&page)]);
     let html = fs::read_to_string(&page).unwrap();
     assert!(html.contains("Ceilings are not known: simulate again") && html.contains("Tail waste: not known"));
-    // What is not as it was written is refused.
+    // Altered JSON is refused.
     let refuse = |from: &str, to: &str, part: &str| {
         let bad = simulation.replacen(from, to, 1);
         assert_ne!(bad, simulation, "{from}");
@@ -1476,7 +1479,7 @@ fn report_says_what_it_leaves_out() {
     well_formed(&html);
     assert_eq!(done["bytes"], html.len());
     assert!(html.contains("Left out") && html.contains("memory by class: needs the last line of `generate --json`"));
-    // A name is text wherever it stands.
+    // A file's name is escaped everywhere.
     let odd = dir.path().join("</script><h1>x.json");
     assert!(fs::write(&odd, TIMELINE).is_err(), "a name holds no slash");
     let odd = dir.path().join("<script>x&y.json");
@@ -1519,12 +1522,12 @@ fn report_refuses_bad_input() {
     assert_eq!(fs::read_to_string(&run).unwrap(), TIMELINE);
     refused(&["report", string(&run), "-o", string(&dir.path().join("none/x.html"))], 1, &["none/x.html", "folder"]);
     refused(&["report", string(&run)], 2, &["--output"]);
-    // A file without end is not read to its end.
+    // An endless file is not read to its end.
     refused(&["report", "/dev/zero", "-o", string(&page)], 1, &["more than 256.0 MiB"]);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3, "nothing else is left");
 }
 
-/// The browser, if there is one.
+/// Returns the browser, if there is one.
 fn browser() -> Option<std::path::PathBuf> {
     let names = ["chromium", "chromium-browser", "google-chrome"];
     let named = std::env::var_os("OUTCORE_CHROMIUM").map(std::path::PathBuf::from);
@@ -1534,9 +1537,9 @@ fn browser() -> Option<std::path::PathBuf> {
     named.or(found)
 }
 
-/// What a browser with these arguments prints and says of the page that lies in `dir`.
+/// Returns what a browser with these arguments prints and logs for the page in `dir`.
 fn browsed(browser: &Path, dir: &Path, arguments: &[&str]) -> (String, String) {
-    // A browser that does not end is one that fails.
+    // A browser that does not end has failed.
     let mut command = Command::new("timeout");
     command.arg("120").arg(browser);
     command.args(["--headless", "--no-sandbox", "--disable-gpu", "--lang=en-US", "--enable-logging=stderr"]);
@@ -1549,7 +1552,8 @@ fn browsed(browser: &Path, dir: &Path, arguments: &[&str]) -> (String, String) {
     (drawn, said)
 }
 
-/// Counts, when all is drawn, each chart's pixels that are neither clear nor grey, as grids and texts are.
+/// A script that, when all is drawn, counts the pixels of each chart that are neither clear nor grey; grids and texts
+/// are grey.
 const COUNT: &str = r#"<script>
 for (const place of document.querySelectorAll(".chart")) {
   const canvas = place.querySelector("canvas");
@@ -1567,7 +1571,7 @@ for (const place of document.querySelectorAll(".chart")) {
 }
 </script>"#;
 
-/// Of each chart of a page, its id, how many coloured pixels it has, and of how many colours.
+/// Returns for each chart of a page its id, its number of coloured pixels, and its number of colours.
 fn charts(browser: &Path, dir: &Path, page: &str) -> Vec<(String, u64, u64)> {
     fs::write(dir.join("report.html"), page.replace("</body>", &format!("{COUNT}</body>"))).unwrap();
     let (drawn, said) = browsed(browser, dir, &["--dump-dom"]);
@@ -1584,7 +1588,7 @@ fn charts(browser: &Path, dir: &Path, page: &str) -> Vec<(String, u64, u64)> {
     charts
 }
 
-/// The pixels of an image as the browser writes it, red, green and blue: width, height, bytes.
+/// Returns the width, the height and the bytes (red, green, blue) of an image that the browser wrote.
 fn pixels(png: &[u8]) -> (usize, usize, Vec<u8>) {
     use std::io::Read;
     let number = |at: usize| u32::from_be_bytes(png[at..at + 4].try_into().unwrap()) as usize;
@@ -1630,7 +1634,7 @@ fn pixels(png: &[u8]) -> (usize, usize, Vec<u8>) {
     (width, height, colours)
 }
 
-/// A browser draws all charts of a page of each kind of input, none of them blank, and has nothing to say against it.
+/// A browser draws all charts of a page of each kind of input. None is blank, and the browser logs nothing.
 #[test]
 fn report_is_drawn_by_a_browser() {
     let Some(browser) = browser() else {
@@ -1671,7 +1675,7 @@ fn report_is_drawn_by_a_browser() {
         let timeline = charts.iter().find(|(id, ..)| id == "timeline-0");
         assert!(timeline.is_none_or(|(.., colours)| *colours >= 3), "{charts:?}");
     }
-    // As it is seen.
+    // The page as a user sees it.
     made_page(dir.path());
     let shot = dir.path().join("page.png");
     browsed(&browser, dir.path(), &[&format!("--screenshot={}", string(&shot))]);
@@ -1726,7 +1730,7 @@ fn doctor_examines_a_directory_and_leaves_nothing_in_it() {
     } else {
         assert!(disk["in_memory"] == true || disk["direct"] == false, "{disk}");
     }
-    // Where the build has a CUDA device, it depends on the machine.
+    // With CUDA in the build, the result depends on the machine.
     assert!(cfg!(feature = "cuda") || found["gpus"]["usable"] == false);
     assert!(found["gpus"]["usable"].as_bool().unwrap() != found["gpus"]["why_not"].is_string(), "{}", found["gpus"]);
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 use crate::pager::{Policy, PolicyKind};
 
-/// A policy of a program's own, and the name that users select it by.
+/// A policy that the program brings, and the name that users select it by.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnPolicy {
     name: &'static str,
@@ -14,32 +14,32 @@ pub struct OwnPolicy {
 }
 
 impl OwnPolicy {
-    /// `build` makes a new one for each cache. A name that a [`PolicyKind`] has hides that kind.
+    /// Makes an entry; `build` makes a new policy for each cache. A name that a [`PolicyKind`] has hides that kind.
     pub const fn new(name: &'static str, build: fn() -> Box<dyn Policy>) -> Self {
         Self { name, build }
     }
 
-    /// The name users select it by.
+    /// Returns the name users select it by.
     pub const fn name(self) -> &'static str {
         self.name
     }
 }
 
-/// A policy that ships, or a program's own. Two are equal that have the same name.
+/// A shipped policy, or one of the program's own. Two are equal if they have the same name.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum AnyPolicy {
-    /// One that ships.
+    /// A shipped policy.
     Kind(PolicyKind),
-    /// One of the program's.
+    /// A policy of the program's own.
     Own(OwnPolicy),
 }
 
 impl AnyPolicy {
-    /// The policy of this name, of `own` and of those that ship.
+    /// Returns the policy of this name, first among `own`, then among those that ship.
     ///
     /// # Errors
-    /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument): there is none; lists those there are.
+    /// [`InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if there is none; the message lists the names.
     pub fn find(name: &str, own: &[OwnPolicy]) -> Result<Self> {
         if let Some(own) = own.iter().find(|own| own.name == name) {
             return Ok(Self::Own(*own));
@@ -54,7 +54,7 @@ impl AnyPolicy {
         })
     }
 
-    /// The name users select it by.
+    /// Returns the name users select it by.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Kind(kind) => kind.name(),
@@ -62,7 +62,7 @@ impl AnyPolicy {
         }
     }
 
-    /// A new policy of this kind.
+    /// Makes a new policy of this kind.
     pub fn build(self) -> Box<dyn Policy> {
         match self {
             Self::Kind(kind) => kind.build(),

@@ -1,8 +1,8 @@
-//! Files of captured uses: the order in which the pages of a run were used, written while it runs.
+//! Captures: files with the order in which a run used its pages, written while it runs.
 //!
-//! The form is described in `docs/trace-format.md`: a mark and a version, then one gzip stream with a header in JSON and
-//! one number of variable length for each use. What ends a file says how many uses there are, so that one that was cut
-//! off is known as such.
+//! `docs/trace-format.md` describes the form: a mark and a version, then one gzip stream. The stream has a header in
+//! JSON, one number of variable length for each use, and at the end the number of uses. So a file that was cut off is
+//! recognised.
 //!
 //! ```
 //! use outcore_lab::sim::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment};
@@ -38,33 +38,33 @@ use crate::ids::{Bytes, PageId, PageSize, SegmentId};
 use crate::pager::{PageUse, PageUses};
 use crate::shared::expert;
 
-/// How every file begins. The first byte is no text, the last ones show whether a transfer changed ends of lines.
+/// The first bytes of every file. The first one is not text; the last one shows whether a transfer changed line ends.
 pub const MAGIC: [u8; 8] = *b"\x8eOUTUSE\n";
-/// What is written; what an older one wrote is read too.
+/// The version that is written. Older versions are read too.
 const VERSION: u32 = 2;
 
-/// Pages of all segments at most.
+/// The most pages of all segments together.
 const PAGES_MAX: u64 = 1 << 31;
 
 /// The largest header, in bytes: 16 MiB.
 const HEADER_BYTES_MAX: u64 = 16 << 20;
 
-/// What stands before a mark; every use is a larger number.
+/// Stands before a mark. Every use is a larger number.
 const MARK: u64 = 0;
 const MARK_PASS: u64 = 1;
 const MARK_END: u64 = 2;
-/// From version 2 on.
+/// These marks exist from version 2 on.
 const MARK_WRITE: u64 = 3;
 const MARK_CHAIN: u64 = 4;
 const MARK_INTERRUPTED: u64 = 5;
 
-/// What a capture says of the run it is of.
+/// What a capture says of its run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CaptureHeader {
-    /// Of every page; the last one of a segment may be short.
+    /// Size of every page. The last page of a segment may be short.
     #[serde(rename = "page_bytes", with = "page_bytes")]
     pub page_size: PageSize,
-    /// What ran, for people.
+    /// What ran, as text for people.
     pub about: String,
     /// The segments whose pages are used.
     pub segments: Vec<CapturedSegment>,
@@ -73,26 +73,26 @@ pub struct CaptureHeader {
 /// A segment of a captured run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapturedSegment {
-    /// What the run knew it by. Not kept: in what was read it is the segment's place in the list.
+    /// Its id in the run. It is not written; after reading it is the segment's place in the list.
     #[serde(skip, default = "first_segment")]
     pub id: SegmentId,
-    /// Its name: of a file, without the folder.
+    /// Its name: a file's name without its folder.
     pub name: String,
     /// How many pages it has.
     pub pages: u32,
-    /// What its pages hold, in runs that do not overlap, in order; pages between them are of no class.
+    /// What its pages hold: runs in order that do not overlap. Pages between runs have no class.
     #[serde(default)]
     pub classes: Vec<ClassRun>,
 }
 
-/// Pages in a row that hold the same kind of thing.
+/// Consecutive pages that hold the same kind of thing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassRun {
     /// The first page.
     pub first: u32,
-    /// How many there are.
+    /// How many pages there are.
     pub pages: u32,
-    /// What they hold: "attention", "experts".
+    /// What they hold, such as "attention" or "experts".
     pub class: String,
 }
 
@@ -115,13 +115,13 @@ mod page_bytes {
 }
 
 impl CaptureHeader {
-    /// All pages of all segments.
+    /// Returns the number of pages of all segments.
     pub fn pages(&self) -> u64 {
         self.segments.iter().map(|segment| u64::from(segment.pages)).sum()
     }
 
-    /// Of a run that uses a model: a segment for each of its files. `ids` are the segments' ids in the run, by file; a file
-    /// without one is not used.
+    /// Makes the header of a run that uses a model, with a segment for each file. `ids` returns the segment's id in the
+    /// run by file; a file without an id is left out.
     pub fn of_model(
         model: &ModelHeader,
         page_size: PageSize,
@@ -138,7 +138,7 @@ impl CaptureHeader {
         Self { page_size, about: about.into(), segments: files.filter_map(segment).collect() }
     }
 
-    /// What is wrong with it, if anything is.
+    /// Returns what is wrong with the header, if anything is.
     fn check(&self) -> Result<(), String> {
         if self.pages() > PAGES_MAX {
             return Err(format!("{} pages, more than {PAGES_MAX}", self.pages()));
@@ -160,32 +160,32 @@ impl CaptureHeader {
     }
 }
 
-/// What a model's tensor is for, as its name says.
+/// The purpose of a model's tensor, as its name says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TensorClass {
-    /// A row for each token.
+    /// Embeddings: a row for each token.
     Embedding,
     /// Projections of attention.
     Attention,
     /// A layer's feed-forward network.
     FeedForward,
-    /// Networks of which each token uses some.
+    /// Expert networks, of which each token uses some.
     Experts,
     /// Weights of normalisation.
     Norm,
-    /// What makes logits.
+    /// The weights that make logits.
     Head,
     /// Anything else.
     Other,
 }
 
 impl TensorClass {
-    /// All of them.
+    /// All classes, in order.
     pub const ALL: [Self; 7] =
         [Self::Embedding, Self::Attention, Self::FeedForward, Self::Experts, Self::Norm, Self::Head, Self::Other];
 
-    /// In words.
+    /// Returns the name in words.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Embedding => "embedding",
@@ -198,10 +198,11 @@ impl TensorClass {
         }
     }
 
-    /// Of a tensor of this name, by the conventions of GGUF files and of the Hugging Face hub.
+    /// Returns the class of a tensor by its name, which follows the conventions of GGUF files or of the Hugging Face
+    /// hub.
     pub fn of(name: &str) -> Self {
         let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
-        // In this order: the norm before attention is "attn_norm", an expert's network is an "mlp".
+        // The order matters: the norm before attention is "attn_norm", and an expert's network is an "mlp".
         if has(&["embd", "embed"]) {
             Self::Embedding
         } else if has(&["norm"]) {
@@ -220,7 +221,7 @@ impl TensorClass {
     }
 }
 
-/// What each page of a file holds most bytes of, in runs.
+/// Returns runs of pages by the class of most of their bytes.
 fn class_runs(model: &ModelHeader, file: u32, page: PageSize) -> Vec<ClassRun> {
     let mut tensors: Vec<&TensorHeader> =
         model.tensors.iter().filter(|tensor| tensor.file == file && tensor.len > 0).collect();
@@ -242,7 +243,7 @@ fn class_runs(model: &ModelHeader, file: u32, page: PageSize) -> Vec<ClassRun> {
     for tensor in tensors {
         let class = TensorClass::of(&tensor.name) as usize;
         for number in page.page_of(tensor.offset)..=page.page_of(tensor.end() - 1) {
-            // Tied tensors go back to a page that has ended; it keeps its class.
+            // A tied tensor may lie in an earlier page, which keeps its class.
             if number < at {
                 continue;
             }
@@ -258,21 +259,22 @@ fn class_runs(model: &ModelHeader, file: u32, page: PageSize) -> Vec<ClassRun> {
     runs
 }
 
-/// Writes a capture as it goes: it keeps no uses, only what the compression needs, some 300 KiB.
+/// Writes a capture while the run goes on. It keeps no uses; the compression needs some 300 KiB.
 #[derive(Debug)]
 pub struct CaptureWriter<W: Write> {
     out: GzEncoder<W>,
-    /// By the run's segment ids: the number of the first page, and how many there are.
+    /// Sorted by the run's segment ids: the id, the number of the first page, and the number of pages.
     segments: Vec<(SegmentId, u64, u32)>,
     last: u64,
     uses: u64,
 }
 
 impl<W: Write> CaptureWriter<W> {
-    /// Begins a capture.
+    /// Begins a capture: writes the header.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the header contradicts itself or has more than 2^31 pages; what `out` says.
+    /// [`ErrorKind::InvalidArgument`] if the header contradicts itself, is larger than 16 MiB, or has more than 2^31
+    /// pages; the error of writing to `out`.
     pub fn new(mut out: W, header: &CaptureHeader) -> Result<Self> {
         let invalid = |what: String| Error::new(ErrorKind::InvalidArgument, format!("a capture cannot have {what}"));
         header.check().map_err(|what| invalid(what).remedy("give runs in order, within their segment"))?;
@@ -305,10 +307,10 @@ impl<W: Write> CaptureWriter<W> {
         self.out.write_all(&bytes[..len]).map_err(failed)
     }
 
-    /// A page was used.
+    /// Writes a use of a page.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the header does not know it; what the file says.
+    /// [`ErrorKind::InvalidArgument`] if the header does not have the page; the error of writing the file.
     pub fn used(&mut self, used: PageUse) -> Result<()> {
         let number = self.page_number(used.page)?;
         if used.write {
@@ -321,11 +323,11 @@ impl<W: Write> CaptureWriter<W> {
         Ok(())
     }
 
-    /// A [chain](outcore::Runtime::chain) was told of.
+    /// Writes a prefix [chain](outcore::Runtime::chain) that the program announced.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the header does not know one of its pages, or there are more than
-    /// [`PageUses::MAX`]; what the file says.
+    /// [`ErrorKind::InvalidArgument`] if the header does not have one of its pages, or there are more than
+    /// [`PageUses::MAX`]; the error of writing the file.
     pub fn chain(&mut self, pages: &[PageId]) -> Result<()> {
         let numbers = pages.iter().map(|page| self.page_number(*page)).collect::<Result<Vec<_>>>()?;
         if numbers.len() > PageUses::MAX {
@@ -343,7 +345,8 @@ impl<W: Write> CaptureWriter<W> {
         Ok(())
     }
 
-    /// All that a runtime [kept](outcore::Runtime::take_uses), but for what it had no room for.
+    /// Writes all uses and chains that a runtime [kept](outcore::Runtime::take_uses). Uses that it dropped for lack of
+    /// room are missing.
     ///
     /// # Errors
     /// As for [`used`](Self::used) and [`chain`](Self::chain).
@@ -368,33 +371,33 @@ impl<W: Write> CaptureWriter<W> {
         Ok(first + u64::from(page.index.get()))
     }
 
-    /// A pass has ended.
+    /// Marks the end of a pass.
     ///
     /// # Errors
-    /// What the file says.
+    /// The error of writing the file.
     pub fn pass(&mut self) -> Result<()> {
         self.number(MARK)?;
         self.number(MARK_PASS)
     }
 
-    /// The run was interrupted, and would have used more.
+    /// Notes that the run was interrupted, and would have used more.
     ///
     /// # Errors
-    /// What the file says.
+    /// The error of writing the file.
     pub fn interrupted(&mut self) -> Result<()> {
         self.number(MARK)?;
         self.number(MARK_INTERRUPTED)
     }
 
-    /// How many uses there are so far.
+    /// Returns the number of uses so far.
     pub fn uses(&self) -> u64 {
         self.uses
     }
 
-    /// Ends the capture; without it, what was written is known as incomplete.
+    /// Ends the capture. Without it, readers refuse the file as incomplete.
     ///
     /// # Errors
-    /// What the file says.
+    /// The error of writing the file.
     pub fn finish(mut self) -> Result<W> {
         self.number(MARK)?;
         self.number(MARK_END)?;
@@ -403,7 +406,7 @@ impl<W: Write> CaptureWriter<W> {
     }
 }
 
-/// What is written for a page after another.
+/// Returns the number that is written for page `number` after page `last`.
 fn word(last: u64, number: u64) -> u64 {
     let step = (number as i64).wrapping_sub(last as i64);
     // Zigzag: 0, -1, 1, -2 become 0, 1, 2, 3.
@@ -414,7 +417,7 @@ fn failed(cause: io::Error) -> Error {
     Error::io("write the capture", cause).remedy("check the disk it is on")
 }
 
-/// What a capture consists of.
+/// A step of a capture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CaptureStep {
@@ -425,7 +428,7 @@ pub enum CaptureStep {
         /// Whether it was written.
         write: bool,
     },
-    /// A [chain](outcore::Runtime::chain) was told of: its pages' numbers.
+    /// The program announced a prefix [chain](outcore::Runtime::chain) of these page numbers.
     Chain(Vec<u64>),
     /// A pass ended.
     Pass,
@@ -447,11 +450,11 @@ pub struct CaptureReader<R: BufRead> {
 }
 
 impl<R: BufRead> CaptureReader<R> {
-    /// Begins to read; messages call the file `name`.
+    /// Reads the header. Messages call the file `name`.
     ///
     /// # Errors
-    /// [`ErrorKind::Format`] if it is no capture, is cut off or damaged, or says impossible things of its pages;
-    /// [`ErrorKind::Unsupported`] if it is of another version; [`ErrorKind::Io`] and its kin if it cannot be read.
+    /// [`ErrorKind::Format`] if the file is no capture, is cut off or damaged, or has a header that contradicts itself;
+    /// [`ErrorKind::Unsupported`] if its version is not known; [`ErrorKind::Io`] and its kin if it cannot be read.
     pub fn new(mut input: R, name: &str) -> Result<Self> {
         let mut start = [0; MAGIC.len() + 4];
         input.read_exact(&mut start).map_err(|cause| unreadable(name, 0, cause))?;
@@ -472,7 +475,7 @@ impl<R: BufRead> CaptureReader<R> {
         if len > HEADER_BYTES_MAX {
             return Err(damaged(name, &format!("its header has {}, more than 16 MiB", Bytes::new(len))));
         }
-        // What is there, not what it promises, takes memory.
+        // Takes memory for the bytes that are there, not for the length that is claimed.
         let mut text = Vec::new();
         let read = input.by_ref().take(len).read_to_end(&mut text).map_err(|cause| unreadable(name, 0, cause))?;
         if (read as u64) < len {
@@ -488,12 +491,12 @@ impl<R: BufRead> CaptureReader<R> {
         Ok(Self { input, name: name.to_owned(), version, header, pages, last: 0, uses: 0, ended: false })
     }
 
-    /// What it says of the run.
+    /// Returns the header.
     pub fn header(&self) -> &CaptureHeader {
         &self.header
     }
 
-    /// The next use or mark; `None` at the end, which is there.
+    /// Returns the next step; `None` at the end of a complete file.
     ///
     /// # Errors
     /// [`ErrorKind::Format`] if the file is cut off or damaged; [`ErrorKind::Io`] and its kin if it cannot be read.
@@ -518,7 +521,7 @@ impl<R: BufRead> CaptureReader<R> {
                 if uses != self.uses {
                     return Err(damaged(&self.name, &format!("it counts {uses} uses and has {}", self.uses)));
                 }
-                // Past the last byte the stream's checksum is compared.
+                // Reading past the last byte compares the stream's checksum.
                 let more = self.input.read(&mut [0]).map_err(|cause| unreadable(&self.name, self.uses, cause))?;
                 let after = self.input.get_mut().get_mut().fill_buf();
                 let after = after.map_err(|cause| Error::io(format!("read the capture {}", self.name), cause))?;
@@ -532,7 +535,7 @@ impl<R: BufRead> CaptureReader<R> {
         }
     }
 
-    /// The use that this number tells, which is not 0.
+    /// Returns the use that `word` encodes, which is not 0.
     fn page(&mut self, word: u64, write: bool) -> Result<CaptureStep> {
         let page = stepped(self.last, word);
         if page >= self.pages {
@@ -549,7 +552,7 @@ impl<R: BufRead> CaptureReader<R> {
             let what = format!("a chain before use {} has {len} pages, more than {}", self.uses, PageUses::MAX);
             return Err(damaged(&self.name, &what));
         }
-        // What is there, not what it promises, takes memory.
+        // Takes memory for the bytes that are there, not for the length that is claimed.
         let mut pages = Vec::new();
         let mut last = self.last;
         for _ in 0..len {
@@ -571,7 +574,7 @@ impl<R: BufRead> CaptureReader<R> {
     }
 }
 
-/// The page that this word, which is not 0, tells after another.
+/// Returns the page that `word`, which is not 0, encodes after page `last`.
 fn stepped(last: u64, word: u64) -> u64 {
     let folded = word - 1;
     let step = (folded >> 1) as i64 ^ -((folded & 1) as i64);
@@ -661,7 +664,7 @@ mod tests {
         assert_eq!(CaptureReader::new(&bytes[..], "made").unwrap().header(), &expected);
     }
 
-    /// The form is a promise: these bytes are version 2 for ever.
+    /// The form is stable: these bytes stay valid as version 2.
     #[test]
     fn version_2_is_as_documented() {
         let mut plain = Vec::new();
@@ -680,7 +683,7 @@ mod tests {
         assert_eq!(uses, expected);
     }
 
-    /// These bytes were version 1 and stay readable.
+    /// Files of version 1, such as these bytes, stay readable.
     #[test]
     fn version_1_is_read() {
         let header = r#"{"page_bytes":4096,"about":"","segments":[{"name":"a","pages":3}]}"#;
@@ -715,8 +718,8 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            // Of gzip's own header, flags, time, extra flags and system say nothing of the contents; neither do the bits
-            // between the end of the compressed data and the trailer of eight bytes.
+            // In gzip's own header, the flags, time, extra flags and system do not affect the contents; neither do the
+            // bits between the end of the compressed data and the trailer of eight bytes.
             let harmless = |byte| (12 + 3..12 + 10).contains(&byte) || byte == bytes.len() - 9;
             match all(&bad) {
                 Ok(steps) => {
@@ -773,7 +776,7 @@ mod tests {
         let mut later = made();
         later[8] = 3;
         assert_eq!(all(&later).unwrap_err().kind(), ErrorKind::Unsupported);
-        // A length that is not there takes no memory.
+        // A length of bytes that are not there takes no memory.
         let mut gz = GzEncoder::new([&MAGIC[..], &VERSION.to_le_bytes()].concat(), Compression::fast());
         gz.write_all(&u64::MAX.encode_var_vec()).unwrap();
         assert!(all(&gz.finish().unwrap()).unwrap_err().to_string().contains("damaged: its header has"), "too long");

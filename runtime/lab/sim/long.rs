@@ -1,4 +1,4 @@
-//! Traces of any length: what is kept of a use is four bytes, in a temporary file once there are many.
+//! Traces of any length. A use takes four bytes, in a temporary file once there are many.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,11 +17,11 @@ use crate::ids::{PageSize, SegmentClass};
 use crate::pager::Policy;
 use crate::pager::policy::opt::Min;
 
-/// Numbers of four bytes, in memory as long as they are few.
+/// A list of 32-bit numbers, in memory while it is short, else in a temporary file.
 struct Numbers {
     file: SpooledTempFile,
     len: u64,
-    /// Those that have yet to be written.
+    /// Numbers that are not yet written.
     tail: Vec<u32>,
 }
 
@@ -81,7 +81,7 @@ impl Numbers {
     }
 }
 
-/// A number as two.
+/// Splits a number into two halves, the lower one first.
 fn halves(number: u64) -> [u32; 2] {
     [number as u32, (number >> 32) as u32]
 }
@@ -110,13 +110,13 @@ impl<'a> Cursor<'a> {
         Ok(self.block.get(within).copied())
     }
 
-    /// A number in two halves.
+    /// Reads a number from two halves.
     fn whole(&mut self) -> Result<Option<u64>> {
         let Some(low) = self.next()? else { return Ok(None) };
         Ok(self.next()?.map(|high| u64::from(high) << 32 | u64::from(low)))
     }
 
-    /// A chain, and how many uses come before it.
+    /// Reads a chain, and how many uses come before it.
     fn chain(&mut self) -> Result<Option<(u64, Vec<u32>)>> {
         let Some(before) = self.whole()? else { return Ok(None) };
         let mut pages = Vec::new();
@@ -127,77 +127,77 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// What a page is used for, and how much it is.
+/// How often the pages of a class are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassUses {
-    /// The class: of a capture's header, or a workload's.
+    /// The class, as a capture's header or a workload names it.
     pub class: String,
-    /// How many different pages of it were used.
+    /// How many different pages of the class were used.
     pub pages: u32,
-    /// How often.
+    /// How many uses they had.
     pub uses: u64,
 }
 
-/// Uses of pages in order, however many: memory is taken for each page, but not for each use. Pages are numbered from 0 in
-/// the order of their first use.
+/// Uses of pages in order, of any number: a page takes memory, a use does not. Pages are numbered from 0 in the order
+/// of their first use.
 ///
-/// A temporary file takes four bytes for each use beyond the first eight million, and as much again once the
+/// A temporary file takes four bytes for each use once there are more than eight million, and as much again after the
 /// [optimum](Self::optimum) was asked for.
 #[derive(Debug)]
 pub struct LongTrace {
-    /// Pages by number; the first of a request with [`BEGINS`], those that are written with [`WRITES`].
+    /// Page numbers, with the mark [`BEGINS`] at the first use of a request, and [`WRITES`] where the page is written.
     uses: Numbers,
-    /// Requests that were told of.
+    /// How many requests there are.
     requests: u64,
-    /// Uses that write.
+    /// How many uses write.
     writes: u64,
-    /// What was told of chains, in order: how many uses came before, in two halves, how many pages, and these.
+    /// The chains in order: for each, how many uses came before (in two halves), the number of pages, and the pages.
     chains: Numbers,
-    /// For each use, which one is the next of the same page; made when it is asked for.
+    /// For each use, the index of the next use of the same page; made when it is first needed.
     next: Option<Numbers>,
     pages: u32,
     passes: u64,
-    /// Uses of the first pass; 0 if none ended.
+    /// How many uses the first pass has; 0 if no pass ended.
     first_pass: u64,
     about: Option<String>,
     page_size: Option<PageSize>,
     classes: Vec<ClassUses>,
-    /// By number, where there are several: which class of segments a page is of.
+    /// The segment class of each page by number; empty if all have the same.
     segments: Vec<SegmentClass>,
-    /// Of all pages, where there is one.
+    /// The segment class of all pages, if they have the same.
     segment: SegmentClass,
 }
 
-/// Told how far something has come, in uses. There are that many, if it is known.
+/// Called with the number of uses processed so far.
 pub type Progress<'a> = &'a mut dyn FnMut(u64);
 
-/// Makes a [`LongTrace`], use by use.
+/// Builds a [`LongTrace`] use by use.
 #[derive(Debug)]
 pub struct LongTraceWriter {
     numbers: HashMap<u64, u32>,
-    /// By number: which class.
+    /// The index of each page's class, by page number.
     class_of: Vec<u16>,
-    /// As the trace's, with ids in two halves for pages.
+    /// As the trace's, but with ids in two halves in place of page numbers.
     chains: Numbers,
-    /// The next use is the first of a request.
+    /// Whether the next use is the first of a request.
     begins: bool,
     trace: LongTrace,
 }
 
-/// Page numbers are below it.
+/// A mark of a use that writes. Page numbers are below it.
 const WRITES: u32 = 1 << 30;
 const BEGINS: u32 = 1 << 31;
 const PAGE: u32 = WRITES - 1;
 const _: () = assert!(PAGES_MAX == WRITES as usize);
 
-/// The next use of a page that has none.
+/// Stands for a next use that does not exist.
 const NEVER: u32 = u32::MAX;
 
-/// The class of a captured page of which the header does not tell any.
+/// The class of captured pages to which the header gives none.
 const UNCLASSED: &str = "no class";
 
-/// What a runtime would keep pages of a class of this name in.
+/// Returns the class of the segments in which a runtime keeps pages of this class.
 fn segment_class(name: &str) -> SegmentClass {
     match name {
         "keys and values" | "prefix block" => SegmentClass::KeysAndValues,
@@ -209,7 +209,8 @@ fn segment_class(name: &str) -> SegmentClass {
 }
 
 impl LongTraceWriter {
-    /// An empty one, whose pages are of these classes, at most 2^16; of the last if there is no better.
+    /// Makes an empty trace whose pages have these classes, at most 2^16 - 1. A class number that is too large means
+    /// the last class.
     pub fn new(classes: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let of = |class: String| ClassUses { class, pages: 0, uses: 0 };
         let mut classes: Vec<_> = classes.into_iter().map(|class| of(class.into())).collect();
@@ -235,15 +236,16 @@ impl LongTraceWriter {
         Self { numbers: HashMap::new(), class_of: Vec::new(), chains: Numbers::new(), begins: false, trace }
     }
 
-    /// The page `id` is used, and not written. `class` says which class it is of, and is asked at its first use.
+    /// Adds a use of page `id` that does not write. `class` returns the index of its class, and is called at its first
+    /// use.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] beyond 2^30 pages or 2^32 - 2 uses; what the temporary file says.
+    /// [`ErrorKind::Unsupported`] beyond 2^30 pages or 2^32 - 2 uses; an error of the temporary file.
     pub fn used(&mut self, id: u64, class: impl FnOnce() -> usize) -> Result<()> {
         self.push(id, |_| false, class)
     }
 
-    /// As [`used`](Self::used), and written.
+    /// As [`used`](Self::used), but the use writes the page.
     ///
     /// # Errors
     /// As for [`used`](Self::used).
@@ -251,7 +253,7 @@ impl LongTraceWriter {
         self.push(id, |_| true, class)
     }
 
-    /// As [`written`](Self::written) if it is the page's first use, and as [`used`](Self::used) if not.
+    /// As [`written`](Self::written) if it is the page's first use, else as [`used`](Self::used).
     ///
     /// # Errors
     /// As for [`used`](Self::used).
@@ -284,21 +286,21 @@ impl LongTraceWriter {
         trace.uses.push(number | if begins { BEGINS } else { 0 } | if writes { WRITES } else { 0 })
     }
 
-    /// A prefix [chain](Policy::chain) is told of. Its pages count only if they are used.
+    /// Adds a prefix [chain](Policy::chain) that the program announced. Its pages count only if they are used.
     ///
     /// # Errors
-    /// What the temporary file says.
+    /// An error of the temporary file.
     pub fn chain(&mut self, ids: &[u64]) -> Result<()> {
         let numbers = [self.trace.uses.len, ids.len() as u64].into_iter().chain(ids.iter().copied());
         numbers.flat_map(halves).try_for_each(|half| self.chains.push(half))
     }
 
-    /// What follows are the uses of one request, which are a prefix [chain](Policy::chain).
+    /// Begins a request: the uses that follow are its prefix [chain](Policy::chain).
     pub fn request(&mut self) {
         self.begins = true;
     }
 
-    /// A pass ended.
+    /// Marks the end of a pass.
     pub fn pass(&mut self) {
         if self.trace.passes == 0 {
             self.trace.first_pass = self.trace.uses.len;
@@ -306,15 +308,15 @@ impl LongTraceWriter {
         self.trace.passes += 1;
     }
 
-    /// How many uses there are so far.
+    /// Returns the number of uses so far.
     pub fn uses(&self) -> u64 {
         self.trace.uses.len
     }
 
-    /// The trace. Classes without pages are left out.
+    /// Returns the trace, without the classes that have no pages.
     ///
     /// # Errors
-    /// What the temporary file says.
+    /// An error of the temporary file.
     pub fn end(mut self) -> Result<LongTrace> {
         self.trace.pages = self.numbers.len() as u32;
         let of: Vec<SegmentClass> = self.trace.classes.iter().map(|class| segment_class(&class.class)).collect();
@@ -341,16 +343,16 @@ impl LongTraceWriter {
 }
 
 impl LongTrace {
-    /// Uses at most.
+    /// The most uses of a trace.
     pub const USES_MAX: u64 = NEVER as u64 - 1;
 
     /// Reads a [capture](capture), or requests in the form of the Mooncake project
-    /// ([`Trace::open_mooncake`](super::Trace::open_mooncake)); which of them it is, its first bytes say.
+    /// ([`Trace::open_mooncake`](super::Trace::open_mooncake)). The first byte tells them apart.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read; those of
-    /// [`CaptureReader`] and of [`Trace::open_mooncake`](super::Trace::open_mooncake); [`ErrorKind::Format`] if there is no
-    /// use; [`ErrorKind::Unsupported`] if there are too many.
+    /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read; those
+    /// of [`CaptureReader`] and of [`Trace::open_mooncake`](super::Trace::open_mooncake); [`ErrorKind::Format`] if
+    /// there is no use; [`ErrorKind::Unsupported`] if there are too many.
     pub fn open(path: impl AsRef<Path>, progress: Progress<'_>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
@@ -360,12 +362,12 @@ impl LongTrace {
         Self::read(BufReader::with_capacity(1 << 16, file), &name, progress)
     }
 
-    /// As [`open`](Self::open), from what `input` gives; messages call it `name`.
+    /// As [`open`](Self::open), but reads from `input`. Messages call it `name`.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
     pub fn read(mut input: impl BufRead, name: &str, progress: Progress<'_>) -> Result<Self> {
-        // What cannot be read is told by whoever reads on. One byte is enough: no text begins with it.
+        // If reading fails here, the reader that goes on reports it. One byte is enough: no text begins with it.
         let captured = input.fill_buf().is_ok_and(|start| start.first() == Some(&capture::MAGIC[0]));
         if captured { Self::read_capture(input, name, progress) } else { Self::read_requests(input, name, progress) }
     }
@@ -386,7 +388,7 @@ impl LongTrace {
         let mut reader = CaptureReader::new(input, name)?;
         let header = reader.header().clone();
         let mut classes: Vec<&str> = Vec::new();
-        // By first page: the class.
+        // Sorted by first page: the first page of a run, and its class.
         let mut runs: Vec<(u64, Option<usize>)> = vec![(0, None)];
         let mut first = 0;
         for segment in &header.segments {
@@ -434,7 +436,7 @@ impl LongTrace {
         self.uses.len
     }
 
-    /// How many different pages there are; all numbers are smaller.
+    /// How many different pages there are. Page numbers are below it.
     pub fn pages(&self) -> u32 {
         self.pages
     }
@@ -449,25 +451,25 @@ impl LongTrace {
         self.passes
     }
 
-    /// What it is of, where it says so.
+    /// The text about the run, if the trace has one.
     pub fn about(&self) -> Option<&str> {
         self.about.as_deref()
     }
 
-    /// The size of its pages, where it says so.
+    /// The size of its pages, if the trace has one.
     pub fn page_size(&self) -> Option<PageSize> {
         self.page_size
     }
 
-    /// What its pages are used for.
+    /// The classes of its pages, and their uses.
     pub fn classes(&self) -> &[ClassUses] {
         &self.classes
     }
 
-    /// Gives all uses in order, some at a time.
+    /// Passes all uses in order to `each`, a block at a time.
     ///
     /// # Errors
-    /// What `each` says, and the temporary file.
+    /// The error of `each`, or of the temporary file.
     pub fn for_each(&mut self, each: &mut dyn FnMut(&[u32]) -> Result<()>) -> Result<()> {
         let mut block = Vec::new();
         for at in 0..self.uses.blocks() {
@@ -481,13 +483,13 @@ impl LongTrace {
     /// As [`replay`](super::replay).
     ///
     /// # Errors
-    /// As for [`replay`](super::replay), and what the temporary file says.
+    /// As for [`replay`](super::replay), and errors of the temporary file.
     pub fn replay(&mut self, policy: Box<dyn Policy>, frames: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
         self.replay_told(policy, frames, &[], progress)
     }
 
-    /// As [`replay`](Self::replay), of a program that [declares](Policy::declare) its order at first: every pass uses pages
-    /// as the first one does.
+    /// As [`replay`](Self::replay), but the program [declares](Policy::declare) its order first: that every pass uses
+    /// pages as the first pass does.
     ///
     /// # Errors
     /// As for [`replay`](Self::replay); [`ErrorKind::InvalidArgument`] if no passes were [marked](Self::passes).
@@ -557,10 +559,10 @@ impl LongTrace {
         words.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))
     }
 
-    /// As [`optimum`](super::optimum). The first call goes through the trace from its end.
+    /// As [`optimum`](super::optimum). The first call also goes through the trace from its end.
     ///
     /// # Errors
-    /// What the temporary file says.
+    /// An error of the temporary file.
     pub fn optimum(&mut self, frames: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
         let mut next = match self.next.take() {
             Some(next) => next,
@@ -580,7 +582,7 @@ impl LongTrace {
         Ok(Counts { uses: self.uses.len, hits: min.hits(), written_back: min.written_back() })
     }
 
-    /// The hits of LRU with 1, 2, 3 frames and so on, up to as many as there are pages, all found in one pass.
+    /// Returns the hits of LRU with 1, 2, 3 frames and so on, up to the number of pages, all found in one pass.
     ///
     /// ```
     /// use outcore_lab::sim::LongTrace;
@@ -592,7 +594,7 @@ impl LongTrace {
     /// ```
     ///
     /// # Errors
-    /// What the temporary file says.
+    /// An error of the temporary file.
     pub fn hits_of_lru(&mut self, progress: Progress<'_>) -> Result<Vec<u64>> {
         let mut distances = ReuseDistances::new(self.pages);
         let mut done = 0;
@@ -622,7 +624,7 @@ impl LongTrace {
     }
 }
 
-/// Now and then.
+/// Reports progress after every block of uses.
 fn tell(progress: &mut dyn FnMut(u64), uses: u64) {
     if uses.is_multiple_of(BLOCK as u64) {
         progress(uses);
@@ -643,7 +645,7 @@ mod tests {
         writer.end().unwrap()
     }
 
-    /// More than a block, and not a whole number of them.
+    /// More than one block, and not a whole number of blocks.
     fn ids() -> Vec<u64> {
         let mut x = 1u32;
         let next = |_| {

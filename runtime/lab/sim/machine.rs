@@ -1,7 +1,7 @@
-//! Machines: what they can hold, and how fast they move and use it.
+//! Descriptions of machines: sizes and speeds of their memory, links, disk and compute.
 //!
-//! A machine is a JSON object. Every field is needed, but for those marked so and `link`, which may be `null`; one that is not
-//! known is refused.
+//! A machine is a JSON object. Every field is required, except those that "may be left out"; `link` may be `null`.
+//! Unknown fields are refused.
 //!
 //! | field | unit |
 //! |---|---|
@@ -9,12 +9,12 @@
 //! | `devices` | devices of this kind; they share the disk and the host memory |
 //! | `device_memory` | bytes of each |
 //! | `host_memory` | bytes of all |
-//! | `unified_memory` | may be left out: whether both are the same memory, which then is named twice |
+//! | `unified_memory` | may be left out: whether both are the same memory; each then names all of it |
 //! | `link.bytes_per_second`, `link.latency_us`, `link.duplex` | of each device, in each direction |
 //! | `disk.read_bytes_per_second`, `disk.write_bytes_per_second`, `disk.latency_us`, `disk.depth` | of the one disk |
 //! | `compute.bytes_per_second` | bytes of weights that each device computes on |
 //! | `compute.flops_per_second` | may be left out: floating-point operations that each device does at most |
-//! | `compute.step_us` | what each step takes beside |
+//! | `compute.step_us` | time of each step besides its bytes |
 //! | `jitter` | how far each time may be off, as a share of it: 0 to 0.9 |
 
 use std::fmt;
@@ -32,39 +32,40 @@ use crate::error::{Error, ErrorKind, Result, closest};
 use crate::ids::Bytes;
 use crate::store::QueueDepth;
 
-/// Larger files are not machines.
+/// The largest file of a machine, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// A disk: an operation takes its latency, and then the disk for as long as its bytes do; the latencies of several overlap.
+/// A disk. An operation takes its latency, and then occupies the disk for as long as its bytes take. The latencies of
+/// several operations overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskModel {
     /// Bytes per second read.
     pub read: Bytes,
     /// Bytes per second written.
     pub write: Bytes,
-    /// From the start of an operation to its first byte.
+    /// Time from the start of an operation to its first byte.
     pub latency: Duration,
-    /// Operations of one runtime that the disk has at once.
+    /// The most operations that one runtime gives the disk at once.
     pub depth: QueueDepth,
 }
 
-/// What computes.
+/// The speed of a device's compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ComputeModel {
-    /// Bytes of weights per second: of a decode pass, which reads each weight once, the memory's bandwidth.
+    /// Bytes of weights per second. For a decode pass, which reads each weight once, this is the memory's bandwidth.
     pub bandwidth: Bytes,
-    /// Floating-point operations per second at most, where that is known: multiplications and additions of dense matrices
-    /// of 16-bit floats, added up in 32 bits. Only `outcore_lab::planning` asks for it: a decode pass of one sequence is bound by
-    /// the bandwidth.
+    /// The most floating-point operations per second, if known: multiplications and additions of dense matrices of
+    /// 16-bit floats, summed in 32 bits. Only `outcore_lab::planning` uses it: the bandwidth bounds a decode pass of
+    /// one sequence.
     pub flops: Option<u64>,
-    /// What every step takes beside its bytes.
+    /// Time that every step takes besides its bytes.
     pub step: Duration,
 }
 
 impl ComputeModel {
-    /// The least seconds in which `bytes` are read and `flops` operations done: the longer of the two, which go on side by
-    /// side (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model for multicore
-    /// architectures"). `None` if there are operations and their rate is not known.
+    /// Returns the least seconds in which `bytes` are read and `flops` operations are done: the longer of the two,
+    /// which overlap (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model for
+    /// multicore architectures"). `None` if there are operations and their rate is not known.
     ///
     /// ```
     /// use outcore_lab::sim::MachineModel;
@@ -87,24 +88,25 @@ impl ComputeModel {
 /// A machine to simulate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MachineModel {
-    /// What it is called.
+    /// Its name.
     pub name: String,
-    /// Devices, each with a pager of its own. They share the disk and the host memory.
+    /// The number of devices, each with its own pager. They share the disk and the host memory.
     pub devices: NonZeroU32,
-    /// Memory of each device.
+    /// Bytes of each device's memory.
     pub device_memory: Bytes,
-    /// Memory of the host.
+    /// Bytes of the host's memory.
     pub host_memory: Bytes,
-    /// Whether host and device memory are one, so that both are named with all of it. Budgets then come out of the same
-    /// bytes.
+    /// Whether host and device memory are the same memory. Both fields then name all of it, and both budgets come out
+    /// of the same bytes.
     pub unified_memory: bool,
-    /// Between host memory and each device; `None` where device memory is host memory, and the disk reads right into it.
+    /// The link between host memory and each device. `None` if device memory is host memory, and the disk reads right
+    /// into it.
     pub link: Option<LinkModel>,
     /// The disk.
     pub disk: DiskModel,
     /// Each device's compute.
     pub compute: ComputeModel,
-    /// Every time is off by a share of it that is drawn evenly from minus to plus this.
+    /// How far each time may be off, as a share of it. The error is drawn evenly from minus to plus this.
     pub jitter: f64,
 }
 
@@ -118,12 +120,12 @@ const NAMED: [(&str, &str); 6] = [
 ];
 
 impl MachineModel {
-    /// The names of the machines that are known. Where their figures come from is in `docs/simulator.md`.
+    /// Returns the names of the known machines. `docs/simulator.md` says where their figures come from.
     pub fn names() -> impl Iterator<Item = &'static str> {
         NAMED.iter().map(|(name, _)| *name)
     }
 
-    /// The machine of a name.
+    /// Returns the machine of a name.
     ///
     /// ```
     /// use outcore_lab::sim::MachineModel;
@@ -134,7 +136,7 @@ impl MachineModel {
     /// ```
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none; the message lists the names and the closest.
+    /// [`ErrorKind::NotFound`] if there is none. The message lists the names and the closest one.
     pub fn named(name: &str) -> Result<Self> {
         if let Some((_, text)) = NAMED.iter().find(|(known, _)| *known == name) {
             return Self::from_json(text).map_err(|error| error.context(format!("machine {name}")));
@@ -147,10 +149,10 @@ impl MachineModel {
         )))
     }
 
-    /// The machine of a name or, if it is none, in a file.
+    /// Returns the machine of a name, or the one described in a file.
     ///
     /// # Errors
-    /// As for [`named`](Self::named) if there is neither; as for [`open`](Self::open).
+    /// As for [`named`](Self::named) if there is neither such a machine nor such a file; as for [`open`](Self::open).
     pub fn find(name_or_file: &str) -> Result<Self> {
         let is_path = name_or_file.contains('/') || name_or_file.ends_with(".json");
         if Self::names().any(|name| name == name_or_file) || !(is_path || Path::new(name_or_file).is_file()) {
@@ -159,7 +161,7 @@ impl MachineModel {
         Self::open(name_or_file)
     }
 
-    /// The machine in a file.
+    /// Reads a machine from a file.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if it cannot be read; as for
@@ -181,11 +183,11 @@ impl MachineModel {
         Self::from_json(text).map_err(|error| error.context(shown))
     }
 
-    /// The machine in a text.
+    /// Reads a machine from a JSON text.
     ///
     /// # Errors
-    /// [`ErrorKind::Format`] if it is no JSON object; if a field is missing, unknown, or not a number where it has to be one;
-    /// if a number is outside what the field can be. The message names the field.
+    /// [`ErrorKind::Format`] if the text is no JSON object; if a field is missing, unknown, there twice, or of the
+    /// wrong kind; if a number is outside its range. The message names the field.
     pub fn from_json(text: &str) -> Result<Self> {
         let Distinct(value) = serde_json::from_str(text).map_err(|cause: serde_json::Error| {
             let what = if cause.is_data() { "a field is there twice" } else { "it is not JSON" };
@@ -245,7 +247,7 @@ impl MachineModel {
     }
 }
 
-/// A value in whose objects every field is there once.
+/// A JSON value in whose objects no field is there twice.
 struct Distinct(Value);
 
 impl<'de> Deserialize<'de> for Distinct {
@@ -305,7 +307,7 @@ impl<'de> Deserialize<'de> for Distinct {
     }
 }
 
-/// An object's fields, and what their names begin with.
+/// An object's fields, and the prefix of their names in messages.
 struct Fields<'a> {
     map: &'a Map<String, Value>,
     prefix: &'static str,
@@ -349,7 +351,7 @@ impl<'a> Fields<'a> {
         let Some(number) = value.as_f64() else {
             return Err(self.wrong(name, &format!("is {value}, not a number"), range()));
         };
-        // Not a number is in no range.
+        // NaN is in no range.
         if (least..=most).contains(&number) {
             return Ok(number);
         }
@@ -357,7 +359,7 @@ impl<'a> Fields<'a> {
     }
 
     fn bytes(&self, name: &str, least: u64) -> Result<Bytes> {
-        // Sums of such numbers stay far from the end of what they are counted in.
+        // Numbers up to 2^60 can be summed without overflow.
         let most = (1u64 << 60) as f64;
         self.number(name, least as f64, most).map(|number| Bytes::new(number as u64))
     }

@@ -2,14 +2,15 @@
 //!
 //! # Machines
 //!
-//! [`simulate`] runs passes over a model ([`Workload`]) on a machine that is only described ([`MachineModel`]): the pager that
-//! a runtime has, under a virtual clock. What it models, and what not, is in `docs/simulator.md`.
+//! [`simulate`] runs passes over a model ([`Workload`]) on a described machine ([`MachineModel`]), with the runtime's
+//! own pager under a virtual clock. `docs/simulator.md` says what is modelled and what is not.
 //!
 //! # Traces
 //!
-//! A cache of a fixed number of pages that holds no bytes. What decides is the [`Policy`] that a runtime would use, told of uses, comings and goings as the pager tells it, but
-//! for fills ahead and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio found here is
-//! that of the code that ships, and can be compared with what other simulators find on the same trace.
+//! [`replay`] runs a trace through a cache of a fixed number of pages that holds no bytes. The [`Policy`] is the one
+//! that a runtime would use. It is told of uses, insertions and evictions as the pager tells it, except for fills ahead
+//! and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio is that of the code that
+//! ships, and can be compared with other simulators' on the same trace.
 //!
 //! ```
 //! use std::num::NonZeroU32;
@@ -55,25 +56,24 @@ pub use trace::{LINE_BYTES_MAX, Trace};
 pub use weights::ClassBytes;
 pub use workload::{Even, Share, Span, Step, Workload};
 
-/// Uses of a trace, and how many found their page.
+/// Counts of a replayed trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// All of them.
+    /// How many uses there were.
     pub uses: u64,
-    /// Those that found their page resident.
+    /// Uses that found their page resident.
     pub hits: u64,
-    /// Pages that had been written when they were evicted, and so were written back. Those that are resident at the end are
-    /// not counted.
+    /// Evictions of written pages, which are written back. Written pages that are resident at the end are not counted.
     pub written_back: u64,
 }
 
 impl Counts {
-    /// Uses that did not.
+    /// Returns the uses that did not find their page resident.
     pub const fn misses(&self) -> u64 {
         self.uses - self.hits
     }
 
-    /// Hits over uses; 0 where there were none.
+    /// Returns hits over uses; 0 if there were no uses.
     pub fn hit_ratio(&self) -> f64 {
         if self.uses == 0 { 0.0 } else { self.hits as f64 / self.uses as f64 }
     }
@@ -81,28 +81,28 @@ impl Counts {
 
 const SEGMENT: SegmentId = SegmentId::new(0);
 
-/// A cache of a policy's, use by use: what [`replay`] does.
+/// A cache under a policy, driven use by use. [`replay`] is built on it.
 #[derive(Debug)]
 struct Replay {
     cache: BareCache,
-    /// By number; empty if all are of one segment.
+    /// Pages by number; empty if all are in one segment.
     pages: Vec<PageId>,
-    /// Of the request in progress.
+    /// The request's chain; kept to reuse its memory.
     chain: Vec<PageId>,
     uses: u64,
     hits: u64,
 }
 
 impl Replay {
-    /// An empty cache of `frames` pages, of `pages` that there are, all of one class. `policy` is new.
+    /// Makes an empty cache of `frames` frames for `pages` pages of one class. `policy` must be new.
     fn new(policy: Box<dyn Policy>, class: SegmentClass, pages: u32, frames: NonZeroU32) -> Self {
-        // More frames than pages are as many; some policies take memory for each.
+        // Frames beyond the number of pages make no difference, and some policies take memory for each.
         let mut cache = BareCache::new(policy, frames.get().min(pages.max(1)));
         cache.segment(SEGMENT, class, pages);
         Self { cache, pages: Vec::new(), chain: Vec::new(), uses: 0, hits: 0 }
     }
 
-    /// As [`new`](Self::new), of pages of these classes, each of which has a segment.
+    /// As [`new`](Self::new), for pages of these classes by number. Each class is a segment of its own.
     fn of_classes(policy: Box<dyn Policy>, classes: &[SegmentClass], frames: NonZeroU32) -> Self {
         let mut counts = [0; SegmentClass::ALL.len()];
         let pages = classes.iter().map(|class| {
@@ -122,20 +122,20 @@ impl Replay {
         self.pages.get(number as usize).copied().unwrap_or(PageId { segment: SEGMENT, index: PageIndex::new(number) })
     }
 
-    /// Uses will come in this order, and then again.
+    /// Declares that uses come in this order, over and over.
     fn declare(&mut self, numbers: &[u32]) {
         let pages: Vec<PageId> = numbers.iter().map(|number| self.page(*number)).collect();
         self.cache.declare(&pages);
     }
 
-    /// A page is used, of those that there are.
+    /// Uses a page; `number` is below the number of pages.
     fn used(&mut self, number: u32, write: bool) -> Result<()> {
         self.uses += 1;
         self.hits += u64::from(self.cache.used(self.page(number), write)?);
         Ok(())
     }
 
-    /// These pages are about to be used, which are a request's and a prefix chain.
+    /// Tells the policy that these pages, a prefix chain of one request, are about to be used.
     fn chain(&mut self, numbers: impl Iterator<Item = u32>) {
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
@@ -146,18 +146,20 @@ impl Replay {
         self.chain = chain;
     }
 
-    /// What was found so far.
+    /// Returns the counts so far.
     const fn counts(&self) -> Counts {
         Counts { uses: self.uses, hits: self.hits, written_back: self.cache.written_back() }
     }
 }
 
-/// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first. A page that is missing comes
-/// at its use, in place of one that `policy` names if the cache is full. Of requests the policy is told the
-/// [chain](Policy::chain) first; their pages are written at their first use, and nothing else is. `policy` is new.
+/// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first, and returns the counts. A
+/// missing page is brought in at its use; if the cache is full it replaces one that `policy` names. For a trace of
+/// requests, the policy is told each request's [chain](Policy::chain) first, and each page is written at its first use;
+/// otherwise nothing is written. `policy` must be new.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if the policy has no page to offer though the cache is full: one of the user's may.
+/// [`ErrorKind::InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if the cache is full and the policy offers
+/// no page to evict, as a program's own policy may do.
 pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
     let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
     let mut cache = Replay::new(policy, class, trace.pages(), frames);
@@ -173,7 +175,8 @@ pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Res
     Ok(cache.counts())
 }
 
-/// What the best of all policies would have found: Belady's MIN, which knows the whole trace. See [`Min`].
+/// Returns the counts of Belady's MIN, which knows the whole trace: no policy that loads on demand has more hits. See
+/// [`Min`].
 pub fn optimum(trace: &Trace, frames: NonZeroU32) -> Counts {
     let mut min = Min::new(frames.get() as usize);
     let mut writes = trace.writes();
@@ -196,7 +199,7 @@ mod tests {
     fn a_cycle_larger_than_memory() {
         let trace = Trace::from_ids((0..100u64).cycle().take(1_000)).unwrap();
         let hits = |kind: PolicyKind| replay(kind.build(), &trace, frames(50)).unwrap().hits;
-        // MRU keeps all but one of the first pages; of 99 uses after the first pass 49 hit.
+        // MRU keeps all but one of the first 50 pages: of 99 uses after the first pass, 49 hit.
         assert_eq!(optimum(&trace, frames(50)).hits, hits(PolicyKind::Mru));
         for kind in [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve] {
             assert_eq!(hits(kind), 0, "{kind}");
@@ -226,7 +229,7 @@ mod tests {
         }
     }
 
-    /// A request makes the pages that none used before; they are written once, when they go first.
+    /// A request writes the pages that no request used before. Each is written back once, at its first eviction.
     #[test]
     fn what_requests_make_is_written_back_once() {
         let text =
@@ -243,7 +246,7 @@ mod tests {
             assert_eq!(optimum(&trace, frames), long.optimum(frames, &mut |_| ()).unwrap());
         }
         let fifo = |size| replay(PolicyKind::Fifo.build(), &trace, frames(size)).unwrap().written_back;
-        // With three, 4 comes for 1, and 1 comes back for 2.
+        // With three frames, page 4 replaces 1, and then 1 replaces 2.
         assert_eq!([fifo(1), fifo(2), fifo(3), fifo(4)], [4, 4, 2, 0]);
     }
 

@@ -1,10 +1,10 @@
-//! What happened when in a simulation: lanes of spans, where pages were, and the order of use.
+//! The record of a simulation: lanes of spans, where pages were, and the order of use.
 //!
 //! # Invariants
 //!
-//! 1. However long a simulation is, what is kept is bounded: [`LaneRecord::SPANS_MAX`] spans of each lane, what
-//!    [`Residency`] keeps, and the order of the first [`Recorded::USES_MAX`] uses, which goes at the end.
-//! 2. Recording looks and changes nothing: a simulation ends as it would have without.
+//! 1. A record is bounded, however long the simulation: [`LaneRecord::SPANS_MAX`] spans of each lane, the samples that
+//!    [`Residency`] keeps, and the order of the first [`Recorded::USES_MAX`] uses, which is dropped at the end.
+//! 2. Recording changes nothing: a simulation ends as it would have without.
 
 use std::time::Duration;
 
@@ -16,67 +16,67 @@ use crate::residency::{Residency, Sample};
 /// Nanoseconds since the start.
 type Nanos = u64;
 
-/// What happened when, of one device and the disk that all share.
+/// The record of one device, and of the disk that all devices share.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Recorded {
-    /// What computed and what waited, then what moved.
+    /// The lanes: compute and stalls first, then links and the disk.
     pub lanes: Vec<LaneRecord>,
-    /// Where the device's pages were.
+    /// Where the device's pages were over time.
     pub residency: Residency,
-    /// Of the first uses of the device's pages: hits, and those of Belady's MIN with as many frames.
+    /// Hits of the first uses of the device's pages, and hits of Belady's MIN with as many frames on the same uses.
     pub optimum: Optimum,
-    /// Most frames in use, after any event.
+    /// The most frames of the device tier that were in use after any event.
     pub peak_frames: u32,
-    /// Most of the host tier's.
+    /// The same for the host tier.
     pub peak_host_frames: u32,
 }
 
 impl Recorded {
-    /// Uses of which the order is kept, some 16 MiB.
+    /// The most uses whose order is kept, in some 16 MiB.
     pub const USES_MAX: usize = 1 << 22;
 }
 
-/// What one resource did.
+/// The spans of one resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneRecord {
-    /// In words.
+    /// Its name.
     pub name: &'static str,
-    /// What spans can be.
+    /// The kinds that its spans can have.
     pub kinds: Vec<SpanKind>,
-    /// Spans, in order; neighbours of a kind put together where there were more than are kept.
+    /// Spans, in order. Where there were more than [`SPANS_MAX`](Self::SPANS_MAX), near ones of a kind are joined.
     pub spans: Vec<SpanRecord>,
-    /// Spans of a kind that lie within so much time are put together.
+    /// Spans of a kind are joined if together they are no longer than this.
     cell: Nanos,
 }
 
-/// All spans of a kind.
+/// Totals of all spans of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanKind {
-    /// In words.
+    /// Its name.
     pub name: &'static str,
-    /// How many there were.
+    /// How many spans there were.
     pub count: u64,
-    /// Their times.
+    /// The sum of their times.
     pub time: Duration,
 }
 
-/// Something that took time, or several of one kind that came one after the other.
+/// An operation that took time, or several of one kind that were joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanRecord {
-    /// Which of the lane's kinds.
+    /// Index of its kind in the lane.
     pub kind: usize,
-    /// Since the start of the simulation.
+    /// Its start, since the start of the simulation.
     pub start: Duration,
-    /// Since the start.
+    /// Its end, since the start of the simulation.
     pub end: Duration,
-    /// The part of the time between that was taken.
+    /// How much of the time in between was taken.
     pub busy: Duration,
 }
 
 impl LaneRecord {
-    /// Spans that are kept at most.
+    /// The most spans that are kept.
     pub const SPANS_MAX: usize = 2000;
 
     fn new(name: &'static str, kinds: impl IntoIterator<Item = &'static str>) -> Self {
@@ -93,7 +93,7 @@ impl LaneRecord {
         let span = SpanRecord { kind, start: Duration::from_nanos(start), end: Duration::from_nanos(end), busy: time };
         self.keep(span);
         while self.spans.len() > Self::SPANS_MAX {
-            // Of a kind, two neighbours that were not put together take more than this: there are few enough of them.
+            // Two neighbours of a kind that were not joined are together longer than the cell, so few enough are left.
             self.cell = (2 * self.cell).max(end / Self::SPANS_MAX as u64).max(1);
             for span in std::mem::take(&mut self.spans) {
                 self.keep(span);
@@ -101,8 +101,8 @@ impl LaneRecord {
         }
     }
 
-    /// Puts a span to the last of its kind if both together are short enough, so that what varies over time can still be
-    /// seen; other kinds may lie between.
+    /// Joins a span with the last one of its kind if both together are short enough, so that variation over time can
+    /// still be seen. Spans of other kinds may lie between.
     fn keep(&mut self, span: SpanRecord) {
         let cell = Duration::from_nanos(self.cell);
         let before = self.spans.iter_mut().rev().take(2 * self.kinds.len()).find(|last| last.kind == span.kind);
@@ -115,18 +115,18 @@ impl LaneRecord {
         }
     }
 
-    /// The time of all spans.
+    /// Returns the sum of the times of all spans.
     pub fn busy(&self) -> Duration {
         self.kinds.iter().map(|kind| kind.time).sum()
     }
 
-    /// How many there were.
+    /// Returns how many spans there were.
     pub fn count(&self) -> u64 {
         self.kinds.iter().map(|kind| kind.count).sum()
     }
 }
 
-/// A lane.
+/// The lanes, by index.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Row {
     Compute,
@@ -137,12 +137,12 @@ pub(super) enum Row {
     DiskWrite,
 }
 
-/// Pages looked at of each row of a sample.
+/// How many pages of each row a sample looks at.
 const LOOKS: usize = 32;
-/// Between samples, at first.
+/// Time between samples, at first.
 const INTERVAL: Nanos = 10_000;
 
-/// Records a simulation as it goes.
+/// Records a simulation while it runs.
 #[derive(Debug)]
 pub(super) struct Recorder {
     lanes: Vec<LaneRecord>,
@@ -151,11 +151,12 @@ pub(super) struct Recorder {
     next: Nanos,
     /// By segment: the number of its first page.
     firsts: Vec<usize>,
-    /// Of those segments, how many are the workload's, and their pages; with those that came later.
+    /// How many of those segments are the workload's, how many pages these have, and how many pages there are with
+    /// segments added later.
     own: usize,
     pages: usize,
     numbered: usize,
-    /// The order of use, and how many of these were hits.
+    /// The order of use, and how many of these uses were hits.
     order: Vec<u32>,
     hits: u64,
     full: bool,
@@ -163,7 +164,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// Of a device whose pager has segments of these numbers of pages, in order.
+    /// Makes a recorder for a device whose pager has segments of these numbers of pages, in order.
     pub(super) fn new(page: PageSize, segments: impl IntoIterator<Item = usize>, pager: &mut Pager) -> Self {
         let mut pages = 0;
         let first = |count| {
@@ -197,19 +198,19 @@ impl Recorder {
         }
     }
 
-    /// What a lane did.
+    /// Records a span of a lane.
     pub(super) fn span(&mut self, row: Row, start: Nanos, end: Nanos) {
         self.lanes[row as usize].push(0, start, end);
     }
 
-    /// The device had nothing to compute.
+    /// Records that the device had nothing to compute.
     pub(super) fn stalled(&mut self, cause: WaitCause, start: Nanos, end: Nanos) {
         if let Some(kind) = WaitCause::ALL.iter().position(|known| *known == cause) {
             self.lanes[Row::Stalled as usize].push(kind, start, end);
         }
     }
 
-    /// An event has happened.
+    /// Called after each event: updates the peaks, and takes a sample if one is due.
     pub(super) fn happened(&mut self, now: Nanos, pager: &mut Pager) {
         let (device, host) = (pager.device_frames().0, pager.host_frames().0);
         self.peaks = (self.peaks.0.max(device), self.peaks.1.max(host));
@@ -233,9 +234,9 @@ impl Recorder {
         self.take_uses(pager);
     }
 
-    /// A segment of so many pages was added, which is looked at only for the order of use.
+    /// Notes a segment of `pages` pages that was added. Only its uses are recorded, not where its pages are.
     pub(super) fn joined(&mut self, segment: SegmentId, pages: usize, pager: &mut Pager) {
-        // Its number may be that of one whose uses nobody has taken.
+        // Its number may have belonged to a removed segment, whose uses are taken first.
         self.take_uses(pager);
         let first = self.numbered;
         self.numbered += pages;
@@ -250,7 +251,7 @@ impl Recorder {
         if self.full || uses.is_empty() {
             return;
         }
-        // What is compared has to be of the same uses, and hits are known only at the end of what was taken.
+        // Hits and the optimum are compared on the same uses, and hits are known only after each batch that was taken.
         if dropped > 0 || self.order.len() + uses.len() > Recorded::USES_MAX {
             self.full = true;
             return;
@@ -260,7 +261,7 @@ impl Recorder {
         self.hits = pager.stats().hits;
     }
 
-    /// The simulation has ended.
+    /// Ends the recording and returns the record.
     pub(super) fn finish(mut self, now: Nanos, pager: &mut Pager, frames: u32) -> Recorded {
         self.look(now, pager);
         Recorded {
@@ -298,7 +299,7 @@ mod tests {
         let kept: Duration = lane.spans.iter().map(|span| span.busy).sum();
         assert_eq!(kept, lane.busy());
         assert!(lane.spans.iter().all(|span| span.busy <= span.end - span.start), "no more than there is");
-        // Far from all others it stays by itself.
+        // A span far from all others is not joined.
         lane.push(0, 1_000_000_000, 1_000_000_004);
         assert_eq!(lane.spans.last().unwrap().busy, Duration::from_nanos(4));
     }

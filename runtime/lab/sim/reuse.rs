@@ -1,31 +1,32 @@
-//! Hits of LRU at every capacity at once.
+//! Hits of LRU at every capacity, found in one pass.
 
-/// How far apart uses of the same page are, counted in different pages: LRU keeps a page for a use if and only if it has
-/// more frames than other pages were used in between. So one pass over a trace gives the hits at every capacity.
+/// Counts reuse distances: how many other pages are used between two uses of a page. LRU keeps the page for the second
+/// use if and only if it has more frames than that. So one pass over a trace gives the hits at every capacity.
 ///
 /// R. L. Mattson, J. Gecsei, D. R. Slutz, I. L. Traiger, "Evaluation techniques for storage hierarchies", IBM Systems
-/// Journal 9(2), 1970. The distance is a count of marks in a Fenwick tree over time, of which only the last use of each
-/// page has one; time is counted anew when the tree is full. Takes O(log pages) steps for a use, and 28 bytes a page.
+/// Journal 9(2), 1970. A Fenwick tree over time has one mark for each page, at its last use; the distance is the number
+/// of marks after that. When the tree is full, times are renumbered. A use takes O(log pages) steps; a page takes 28
+/// bytes.
 #[derive(Debug)]
 pub(super) struct ReuseDistances {
-    /// By page: the time of its last use, from 1 on; 0 if there was none.
+    /// By page: the time of its last use, from 1 on; 0 if it was never used.
     last: Vec<u32>,
-    /// By time, less one: the page, if its last use was then.
+    /// By time, less one: the page whose last use was then, if there is one.
     page_at: Vec<u32>,
-    /// Sums of marks, as Fenwick has them: entry `i` covers the times from `i - lowest bit of i` up to `i`.
+    /// Sums of marks, as Fenwick defines them: entry `i` covers the times after `i - lowest bit of i`, up to `i`.
     tree: Vec<u32>,
     now: u32,
     marks: u32,
-    /// By how many other pages were used in between: uses.
+    /// By reuse distance: how many uses had it.
     counts: Vec<u64>,
 }
 
 const NOBODY: u32 = u32::MAX;
 
 impl ReuseDistances {
-    /// For pages from 0 up to `pages`, at most 2^31.
+    /// Makes a counter for pages from 0 to `pages - 1`, at most 2^31 pages.
     pub fn new(pages: u32) -> Self {
-        // Half of a full tree is marks that stay, so that counting anew costs O(1) a use.
+        // At most half of the times are marked, so renumbering costs O(1) a use.
         let times = (2 * pages as usize).clamp(64, NOBODY as usize - 1);
         Self {
             last: vec![0; pages as usize],
@@ -54,7 +55,7 @@ impl ReuseDistances {
         sum
     }
 
-    /// Counts time anew: the last uses, in order, are at 1, 2, 3.
+    /// Renumbers times: the last uses, in order, are at 1, 2, 3 and so on.
     fn count_anew(&mut self) {
         let mut now = 0;
         for at in 0..self.page_at.len() {
@@ -76,7 +77,7 @@ impl ReuseDistances {
         }
     }
 
-    /// A page is used, of those that there are.
+    /// Counts a use of `page`, which must be below the number of pages.
     pub fn used(&mut self, page: u32) {
         if self.now as usize == self.page_at.len() {
             self.count_anew();
@@ -96,7 +97,7 @@ impl ReuseDistances {
         self.mark(self.now, true);
     }
 
-    /// The hits of LRU with 1, 2, 3 frames and so on, up to as many as there are pages.
+    /// Returns the hits of LRU with 1, 2, 3 frames and so on, up to the number of pages.
     pub fn hits(&self) -> impl Iterator<Item = u64> + '_ {
         self.counts.iter().scan(0, |sum, count| {
             *sum += count;
@@ -123,7 +124,7 @@ mod tests {
     }
 
     proptest! {
-        /// The policy that ships, at each capacity, is the reference.
+        /// The shipped LRU policy, run at each capacity, is the reference.
         #[test]
         fn it_is_the_policy_at_every_capacity(ids in prop::collection::vec(0u64..40, 1..600)) {
             let trace = Trace::from_ids(ids).unwrap();

@@ -1,11 +1,11 @@
-//! Synthetic workloads: orders of use as programs of a kind have them, made from a seed.
+//! Synthetic workloads: orders of use made from a seed, as programs of a kind have them.
 //!
-//! They are made up. Sizes are those of well-known models, or of a model whose header is given; frequencies are assumptions
-//! that each kind's description states. They show how policies differ in kind, not what a program of yours would see:
-//! for that there are captures of real runs ([`capture`](super::capture)).
+//! Sizes are those of well-known models, or of a model whose header is given. Frequencies are assumptions; each kind's
+//! description states them. Synthetic workloads show how policies differ in kind, not how they would do for your
+//! program: capture a real run for that ([`capture`](super::capture)).
 //!
-//! Random numbers are ChaCha8's, so that a seed gives the same uses on every machine and in every release that says
-//! nothing else.
+//! Random numbers are ChaCha8's: a seed gives the same uses on every machine, and in every release that does not
+//! announce a change.
 //!
 //! ```
 //! use outcore::PageSize;
@@ -33,42 +33,44 @@ use crate::format::ModelHeader;
 use crate::ids::PageSize;
 use crate::shared::{Expert, expert};
 
-/// What a synthetic workload is like.
+/// The kinds of synthetic workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WorkloadKind {
-    /// A dense model that produces one token after the other: in each pass one page of the embeddings, that of a token
-    /// drawn by Zipf's law (exponent 1), then all other weights in the order of their layers. Of a model with experts, all
-    /// of them. A pass is a token.
+    /// A dense model that produces one token after the other. Each pass uses one page of the embeddings, that of a
+    /// token drawn by Zipf's law (exponent 1), then all other weights in the order of their layers. Of a model with
+    /// experts it uses all of them. A pass is a token.
     Decode,
-    /// A dense model that reads prompts: from 256 to 16384 tokens each, uniform in the logarithm, 512 in a pass. A pass uses
-    /// the embeddings of its tokens, then layer by layer the weights and the keys and values of the whole prompt so far,
-    /// 4096 bytes for each token and layer, of which it writes those of its own tokens. A prompt's pages are the next one's.
+    /// A dense model that reads prompts of 256 to 16384 tokens, uniform in the logarithm, 512 tokens in a pass. A pass
+    /// uses the embeddings of its tokens. Then it uses, layer by layer, the weights, and the keys and values of the
+    /// prompt so far: 4096 bytes for each token and layer. It writes those of its own tokens. The next prompt uses the
+    /// same pages again.
     Prefill,
-    /// A model with experts that produces tokens: as `decode`, but in each layer only the experts that are chosen. Of `n`
-    /// experts that is a quarter, at most 8. Each is the one chosen for the previous token with probability 0.35, and
-    /// otherwise drawn by Zipf's law (exponent 1) over the layer's experts, in an order of its own for each layer.
+    /// A model with experts that produces tokens: as `decode`, but each layer uses only the chosen experts, a quarter
+    /// of its experts and at most 8. Each is the one chosen for the previous token with probability 0.35, and otherwise
+    /// drawn by Zipf's law (exponent 1). Each layer ranks its experts in its own order.
     Moe,
-    /// The keys and values of conversations with a server: each turn uses what was said, from the beginning, and adds to it.
-    /// 128 KiB for each token. A turn begins a conversation with probability 0.2, with one of 16 system prompts of 500 to 4000
-    /// tokens, drawn by Zipf's law (exponent 1), that its conversations share; otherwise it continues one of the last 256
-    /// used, by Zipf's law (exponent 0.8) of how long ago that was. It adds 400 tokens on average, exponentially
-    /// distributed. A page is written when it is used first. A pass is a turn.
+    /// The keys and values of a server's conversations, 128 KiB for each token. A turn uses its conversation from the
+    /// beginning and adds to it. With probability 0.2 a turn begins a conversation with one of 16 system prompts of 500
+    /// to 4000 tokens, drawn by Zipf's law (exponent 1); the conversations that begin with a prompt share its pages.
+    /// Otherwise it continues one of the 256 last used, drawn by Zipf's law (exponent 0.8) of how long ago that was. It
+    /// adds 400 tokens on average, exponentially distributed. A page is written at its first use. A pass is a turn.
     Kv,
-    /// Training: a pass forward through the layers' weights, which leaves 64 MiB of activations for each layer; backward
-    /// through weights, activations and gradients, which it writes; then the optimizer's step through gradients, weights and
-    /// four times as many bytes of moments, layer by layer, of which it writes the last two. A pass is a step.
+    /// Training. A step goes forward through the layers' weights and leaves 64 MiB of activations for each layer. It
+    /// goes backward through weights, activations and gradients, and writes the gradients. Then the optimizer goes
+    /// through gradients, weights and moments layer by layer, and writes the last two; moments have four times the
+    /// weights' bytes. A pass is a step.
     Train,
-    /// A server that does several things: passes of `decode`; after each, from 0 to 8 turns of `kv`, and 64 pages of a table
-    /// of 40 GiB, drawn by Zipf's law (exponent 0.9).
+    /// A server that does several things: passes of `decode`, and after each of them 0 to 8 turns of `kv` and 64 pages
+    /// of a table of 40 GiB, drawn by Zipf's law (exponent 0.9).
     Mixed,
 }
 
 impl WorkloadKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 6] = [Self::Decode, Self::Prefill, Self::Moe, Self::Kv, Self::Train, Self::Mixed];
 
-    /// The name users select it by.
+    /// Returns the name users select it by.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Decode => "decode",
@@ -105,7 +107,7 @@ impl FromStr for WorkloadKind {
     }
 }
 
-/// What pages of a workload hold: those of tensors first, in [`TensorClass`]'s order.
+/// Classes of pages that are numbered after those of tensors, which have [`TensorClass`]'s order.
 const BEYOND_TENSORS: [&str; 5] = ["keys and values", "activations", "gradients", "moments", "table"];
 const KV: usize = TensorClass::ALL.len();
 const ACTIVATIONS: usize = KV + 1;
@@ -113,7 +115,7 @@ const GRADIENTS: usize = KV + 2;
 const MOMENTS: usize = KV + 3;
 const TABLE: usize = KV + 4;
 
-/// Pages in a row, of one class.
+/// Consecutive pages of one class.
 #[derive(Clone, Copy, Debug)]
 struct Pages {
     class: usize,
@@ -131,10 +133,10 @@ struct Layer {
 /// A model's pages, in the order of their use.
 #[derive(Clone, Debug, Default)]
 struct Layout {
-    /// Whose rows are used one at a time: bytes where they begin, bytes of all, and how many there are.
+    /// The embeddings, whose rows are used one at a time: first byte, bytes, and number of rows.
     embeddings: Option<(u64, u64, u64)>,
     layers: Vec<Layer>,
-    /// What comes after the layers.
+    /// Pages used after the layers.
     head: Vec<Pages>,
 }
 
@@ -152,7 +154,7 @@ impl Layout {
     fn new(parts: impl IntoIterator<Item = Part>, page: PageSize) -> Self {
         let mut layout = Self::default();
         let mut parts: Vec<Part> = parts.into_iter().filter(|part| part.len > 0).collect();
-        // Layers by number, which is not the order of names; what has none comes after them.
+        // Layers in the order of their numbers, not of their names. Parts without a layer come last.
         parts.sort_by_key(|part| (part.layer.unwrap_or(u64::MAX), part.offset));
         let mut number = None;
         for part in parts {
@@ -186,9 +188,9 @@ impl Layout {
         layout
     }
 
-    /// Of a model's header: tensors where they lie in their files.
+    /// Makes the layout of a model, with its tensors where they lie in their files.
     fn of(model: &ModelHeader, page: PageSize) -> Self {
-        /// More than any model has; beyond, a number in a name is not an expert's.
+        /// More experts than any model has. A larger number in a name is not an expert's.
         const EXPERTS_MAX: u64 = 1 << 16;
         let mut starts = Vec::with_capacity(model.files.len());
         let mut start = 0u64;
@@ -211,7 +213,7 @@ impl Layout {
             match named {
                 Some(expert) if expert < EXPERTS_MAX => parts.push(part(Some(expert), offset, tensor.len)),
                 None if class == TensorClass::Experts && (2..EXPERTS_MAX).contains(&rows) => {
-                    // All experts of a layer in one tensor, the outermost extent being theirs.
+                    // All experts of a layer are in one tensor, and its outermost extent counts them.
                     let each = tensor.len / rows;
                     parts.extend((0..rows).map(|expert| part(Some(expert), offset + expert * each, each)));
                 }
@@ -221,7 +223,7 @@ impl Layout {
         Self::new(parts, page)
     }
 
-    /// Sizes of Llama 3 8B, or of Qwen3 30B-A3B, with weights of one byte.
+    /// Makes a layout with the sizes of Llama 3 8B, or with `experts` those of Qwen3 30B-A3B, with weights of one byte.
     fn known(experts: bool, page: PageSize) -> Self {
         use TensorClass::{Attention, Embedding, Experts, FeedForward, Head, Norm};
         let (layers, vocabulary, hidden) = if experts { (48, 151_936, 2048) } else { (32, 128_256, 4096) };
@@ -256,11 +258,11 @@ impl Layout {
 enum Does {
     Read,
     Write,
-    /// Writes it, if it was never used before.
+    /// Writes the page at its first use, and reads it later.
     Make,
 }
 
-/// Where uses go, until there are enough.
+/// Takes uses until there are enough.
 struct Sink<'a> {
     writer: LongTraceWriter,
     most: u64,
@@ -277,7 +279,7 @@ impl Sink<'_> {
         if self.full() {
             return;
         }
-        // No workload has 2^48 pages of a class.
+        // Ids are unique: no workload has 2^48 pages of a class.
         let (id, class) = ((class as u64) << 48 | number, || class);
         let told = match does {
             Does::Read => self.writer.used(id, class),
@@ -303,7 +305,7 @@ impl Sink<'_> {
     }
 }
 
-/// A synthetic workload of certain sizes.
+/// A synthetic workload with its sizes.
 #[derive(Clone, Debug)]
 pub struct Workload {
     kind: WorkloadKind,
@@ -312,11 +314,11 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// A workload of this kind; `model` gives the sizes, in place of those of Llama 3 8B, or with experts of Qwen3 30B-A3B,
-    /// with weights of one byte.
+    /// Makes a workload of this kind. `model` gives the sizes. The default sizes are those of Llama 3 8B, or for `moe`
+    /// of Qwen3 30B-A3B, with weights of one byte.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the kind has no model and one is given, or the model is none that it can use.
+    /// [`ErrorKind::InvalidArgument`] if the kind uses no model and one is given, or if it cannot use this model.
     pub fn new(kind: WorkloadKind, page: PageSize, model: Option<&ModelHeader>) -> Result<Self> {
         let refused = |what: &str, remedy: &str| {
             Err(Error::new(ErrorKind::InvalidArgument, format!("workload {kind} {what}")).remedy(remedy))
@@ -337,11 +339,11 @@ impl Workload {
         Ok(Self { kind, page, layout })
     }
 
-    /// So many uses.
+    /// Makes a trace of `uses` uses.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if `uses` is 0, [`ErrorKind::Unsupported`] beyond [`LongTrace::USES_MAX`]; as for
-    /// [`LongTraceWriter::used`].
+    /// [`ErrorKind::InvalidArgument`] if `uses` is 0; [`ErrorKind::Unsupported`] if it is above
+    /// [`LongTrace::USES_MAX`]; as for [`LongTraceWriter::used`].
     pub fn trace(&self, uses: u64, seed: u64, progress: Progress<'_>) -> Result<LongTrace> {
         if uses == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "a workload of 0 uses has nothing to show")
@@ -410,7 +412,7 @@ impl Workload {
                 read += tokens;
                 (0..tokens).for_each(|_| self.embedding(random, sink));
                 let kv = self.page.pages_for(read * KV_BYTES);
-                // Room for the longest prompt, so that no page is of two layers.
+                // Room for the longest prompt, so that no two layers share a page.
                 let room = self.page.pages_for((1 << 14) * KV_BYTES);
                 for (at, layer) in (0..).zip(&self.layout.layers) {
                     Layout::weights(layer).for_each(|pages| sink.read(pages));
@@ -428,7 +430,7 @@ impl Workload {
         const AGAIN: f64 = 0.35;
         const MOST: usize = 8;
         let layers = &self.layout.layers;
-        // By layer: the experts from the likeliest on, and those of the previous token.
+        // By layer: the experts from the likeliest to the least likely, and those of the previous token.
         let mut state: Vec<(Vec<usize>, Vec<usize>)> = layers
             .iter()
             .map(|layer| {
@@ -509,19 +511,19 @@ impl Workload {
     }
 }
 
-/// From 1 to `n`, the likelier the smaller.
+/// Draws a number from 1 to `n` by Zipf's law: smaller ones are likelier.
 fn zipf(random: &mut ChaCha8Rng, n: u64, exponent: f64) -> u64 {
-    // It refuses no `n` from 1 up and no positive exponent.
+    // `Zipf::new` accepts every `n` from 1 up and every positive exponent.
     Zipf::new(n.max(1) as f64, exponent).map_or(1, |law| law.sample(random) as u64).clamp(1, n.max(1))
 }
 
-/// What was said, in pages of keys and values.
+/// Conversations as pages of keys and values.
 struct Conversations {
     tokens_per_page: u64,
     /// Each system prompt's pages.
     shared: Vec<Pages>,
     next: u64,
-    /// The pages of those that may go on, the one used last first.
+    /// The pages of the conversations that may go on, the last used first.
     recent: VecDeque<Vec<Pages>>,
 }
 
@@ -556,7 +558,7 @@ impl Conversations {
             let ago = zipf(random, self.recent.len() as u64, 0.8) as usize - 1;
             self.recent.remove(ago).unwrap_or_default()
         };
-        // Exponential, by inversion; the argument is from 0, excluded, to 1.
+        // Exponential, by inversion; the argument of the logarithm is in (0, 1].
         let added = -(1.0 - random.random::<f64>()).ln() * Self::ADDED;
         let more = self.room((added as u64).max(1));
         said.push(more);
@@ -600,7 +602,7 @@ mod tests {
         }
     }
 
-    /// What the descriptions promise, in what the trace has.
+    /// A trace has the classes that its kind's description names.
     #[test]
     fn each_has_the_classes_it_names() {
         let classes = |kind| -> Vec<String> {
@@ -625,7 +627,7 @@ mod tests {
             let frames = half(&trace);
             trace.replay(policy.build(), frames, &mut |_| ()).unwrap().hit_ratio()
         };
-        // What hits on the cycle is pages that neighbours share, and the next token's embedding.
+        // The only hits on the cycle are pages that neighbours share, and the next token's embedding.
         assert!(ratio(WorkloadKind::Decode, PolicyKind::Lru) < 0.06);
         assert!(ratio(WorkloadKind::Decode, PolicyKind::Mru) > 0.3);
         assert!(ratio(WorkloadKind::Moe, PolicyKind::Lru) > 0.3);
@@ -643,8 +645,8 @@ mod tests {
         }
     }
 
-    /// A program that tells its order, and whose passes repeat, has the optimum's hits; one that does not tell has them from
-    /// the second pass on.
+    /// If passes repeat, a program that declares its order has the optimum's hits from the start, and one that does not
+    /// has them from the second pass on.
     #[test]
     fn plan_has_the_hits_of_the_optimum_on_cycles() {
         for (kind, passes) in [(WorkloadKind::Decode, 100), (WorkloadKind::Train, 12)] {
@@ -658,7 +660,7 @@ mod tests {
                 let told = trace.replay_declared(plan(), frames, &mut |_| ()).unwrap().hits as f64;
                 assert!(told >= 0.995 * best, "{kind} with {percent} %: {told} of {best}, declared");
                 let untold = trace.replay(plan(), frames, &mut |_| ()).unwrap().hits as f64;
-                // It recognises the cycle when a quarter of the second pass has been seen.
+                // The policy recognises the cycle after a quarter of the second pass.
                 let seen = 1.0 - 1.5 / passes as f64;
                 assert!(untold >= 0.995 * seen * best, "{kind} with {percent} %: {untold} of {best}");
             }

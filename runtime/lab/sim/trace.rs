@@ -1,4 +1,4 @@
-//! The order in which pages were used, and where it is read from.
+//! Traces in memory, and how they are read from files.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -9,10 +9,10 @@ use serde::Deserialize;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The longest line of a trace, in bytes, its end not counted: 16 MiB. What is longer is refused before it is read.
+/// The longest line of a trace in bytes, without its end: 16 MiB. A longer one is refused before it is read to its end.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-/// Pages of a trace end here: bits beyond are kept for marks.
+/// The most pages of a trace. Higher bits of a page number are kept for marks.
 pub(super) const PAGES_MAX: usize = 1 << 30;
 
 /// Uses of pages, in order. Pages are numbered from 0 in the order of their first use.
@@ -20,11 +20,11 @@ pub(super) const PAGES_MAX: usize = 1 << 30;
 pub struct Trace {
     uses: Vec<u32>,
     pages: u32,
-    /// Where each request's uses end; empty where requests are not known.
+    /// Where each request's uses end, as indices of uses; empty if requests are not known.
     ends: Vec<u32>,
 }
 
-/// Gives ids the numbers of pages.
+/// Numbers ids in the order of their first use.
 #[derive(Default)]
 struct Numbering {
     numbers: HashMap<u64, u32>,
@@ -52,34 +52,34 @@ impl Numbering {
     }
 }
 
-/// What is used of a line.
+/// The part of a line that is read.
 #[derive(Deserialize)]
 struct Request {
     hash_ids: Vec<u64>,
 }
 
 impl Trace {
-    /// Of ids, each use naming one; equal ids are one page.
+    /// Makes a trace from ids, one for each use. Equal ids are one page.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] if there are more than 2^30 different ones.
+    /// [`ErrorKind::Unsupported`] if there are more than 2^30 different ids.
     pub fn from_ids(ids: impl IntoIterator<Item = u64>) -> Result<Self> {
         let mut numbering = Numbering::default();
         ids.into_iter().try_for_each(|id| numbering.push(id))?;
         Ok(numbering.end())
     }
 
-    /// A trace of requests to an inference server in the form of the Mooncake project: one JSON object a line, of which
-    /// `hash_ids` is the list of the request's prefix blocks, equal ids being equal blocks. Each request uses its blocks
-    /// in order. Other members are not looked at; empty lines are passed over.
+    /// Reads a trace of requests to an inference server in the form of the Mooncake project: one JSON object a line.
+    /// Its `hash_ids` lists the request's prefix blocks; equal ids are equal blocks. Each request uses its blocks in
+    /// order. Other members are ignored; empty lines are skipped.
     ///
-    /// The form: R. Qin et al., "Mooncake: trading more storage for less computation - a KVCache-centric architecture for
-    /// serving LLM chatbot", FAST 2025.
+    /// The form: R. Qin et al., "Mooncake: trading more storage for less computation - a KVCache-centric architecture
+    /// for serving LLM chatbot", FAST 2025.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read;
-    /// [`ErrorKind::Format`] if a line is not such an object or longer than [`LINE_BYTES_MAX`], or no line has an id:
-    /// the message names the file and the line; [`ErrorKind::Unsupported`] as for [`from_ids`](Self::from_ids).
+    /// [`ErrorKind::Format`] if a line is not such an object or is longer than [`LINE_BYTES_MAX`], or if no line has an
+    /// id (the message names the file, and a bad line); [`ErrorKind::Unsupported`] as for [`from_ids`](Self::from_ids).
     pub fn open_mooncake(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
@@ -89,7 +89,7 @@ impl Trace {
         Self::read_mooncake(BufReader::with_capacity(1 << 16, file), &name)
     }
 
-    /// As [`open_mooncake`](Self::open_mooncake), from what `input` gives; messages call it `name`.
+    /// As [`open_mooncake`](Self::open_mooncake), but reads from `input`. Messages call it `name`.
     ///
     /// # Errors
     /// As for [`open_mooncake`](Self::open_mooncake).
@@ -108,7 +108,7 @@ impl Trace {
         &self.uses
     }
 
-    /// The uses of each request, in order; all of them as one where requests are not known.
+    /// Returns the uses of each request, in order; all uses as one request if requests are not known.
     pub fn requests(&self) -> impl Iterator<Item = &[u32]> {
         let mut rest = self.uses.as_slice();
         let last = self.ends.is_empty().then_some(self.uses.len());
@@ -120,8 +120,8 @@ impl Trace {
         })
     }
 
-    /// Told of all uses in order: whether a use writes its page. A request makes the pages that none used before; where
-    /// requests are not known nothing is written.
+    /// Returns a function that takes every use in order and says whether it writes its page. A request writes the pages
+    /// that no request used before. Where requests are not known nothing is written.
     pub(super) fn writes(&self) -> impl FnMut(u32) -> bool + use<> {
         let has_requests = self.has_requests();
         let mut seen = 0;
@@ -132,18 +132,19 @@ impl Trace {
         }
     }
 
-    /// Whether the requests are known, each of which uses a prefix chain.
+    /// Whether requests are known. Each is a prefix chain.
     pub fn has_requests(&self) -> bool {
         !self.ends.is_empty()
     }
 
-    /// How many different pages there are; all numbers are smaller.
+    /// How many different pages there are. Page numbers are below it.
     pub fn pages(&self) -> u32 {
         self.pages
     }
 }
 
-/// Gives the ids of each request of a trace in the Mooncake project's form, in order. Errors are those of [`Trace::read_mooncake`].
+/// Passes the ids of each request of a trace in the Mooncake project's form to `each`, in order. Errors are those of
+/// [`Trace::read_mooncake`].
 pub(super) fn read_requests(
     mut input: impl BufRead,
     name: &str,
@@ -154,7 +155,7 @@ pub(super) fn read_requests(
     let mut any = false;
     for number in 1u64.. {
         line.clear();
-        // One byte more than a line may have, and its end.
+        // The longest line, its end, and one byte more.
         let most = LINE_BYTES_MAX as u64 + 2;
         let read = input.by_ref().take(most).read_until(b'\n', &mut line);
         let read = read.map_err(|cause| {
@@ -175,7 +176,7 @@ pub(super) fn read_requests(
             continue;
         }
         let request: Request = serde_json::from_slice(&line).map_err(|cause| {
-            // The line within the line says nothing.
+            // The parser sees one line, so its line number is always 1.
             let cause = cause.to_string().replace(" at line 1 column ", " at column ");
             bad(format!("is not understood: {cause}")).remedy(EXPECTED)
         })?;
@@ -243,7 +244,7 @@ mod tests {
         refused(b"\n\n{\"hash_ids\": []}\n", &["no ids"]);
     }
 
-    /// Not even a line without an end takes more memory than the limit.
+    /// A line without an end takes no more memory than the limit.
     #[test]
     fn lines_over_the_limit_are_refused() {
         let endless = std::io::BufReader::new(std::io::repeat(b' '));
@@ -258,7 +259,7 @@ mod tests {
         refused(&longest, &["line 1 ", "longer than 16 MiB"]);
     }
 
-    /// Nesting as deep as a line is long ends in an error, not in the stack's end.
+    /// Nesting as deep as a line is long is an error, not a stack overflow.
     #[test]
     fn deep_nesting_is_refused() {
         refused(format!("{{\"x\": {}", "[".repeat(1 << 20)).as_bytes(), &["line 1 "]);

@@ -1,21 +1,21 @@
-//! What a model's weights take, by what they are for.
+//! Bytes of a model's weights by class.
 
 use serde::{Deserialize, Serialize};
 
 use super::TensorClass;
 use crate::format::ModelHeader;
 
-/// Weights of one class.
+/// The bytes of one class of weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClassBytes {
-    /// [In words](TensorClass::name).
+    /// The class's [name](TensorClass::name).
     pub class: String,
-    /// Their bytes in the model's files.
+    /// Bytes in the model's files.
     pub bytes: u64,
 }
 
 impl ClassBytes {
-    /// The weights of a model: its classes of tensors, those that there are.
+    /// Returns the bytes of each class of tensors that the model has.
     pub fn of_model(model: &ModelHeader) -> Vec<Self> {
         let mut bytes = [0_u64; TensorClass::ALL.len()];
         for tensor in &model.tensors {
@@ -25,7 +25,7 @@ impl ClassBytes {
         all.map(|(class, bytes)| Self::new(class, bytes)).collect()
     }
 
-    /// So many bytes of a class.
+    /// Makes the entry of a class with its bytes.
     pub fn new(class: TensorClass, bytes: u64) -> Self {
         Self { class: class.name().to_owned(), bytes }
     }

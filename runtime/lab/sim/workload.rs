@@ -1,4 +1,4 @@
-//! What a simulated program does: passes over tensors, step by step.
+//! The work of a simulated program: passes over tensors, step by step.
 
 use std::collections::BTreeMap;
 
@@ -9,63 +9,63 @@ use crate::pager::Backing;
 use crate::shared::{Expert, Role, role};
 use outcore::DType;
 
-/// Bytes of a segment that are used together.
+/// A range of bytes of a segment, used together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Which of the workload's segments.
+    /// Index of the workload's segment.
     pub segment: u32,
     /// First byte.
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Bytes of a row: where a span is pinned in several steps, each has whole rows.
+    /// Bytes of a row. Where a span is pinned in several steps, each has whole rows.
     pub row: u64,
 }
 
-/// How much of a step a pass uses.
+/// The share of a step that a pass uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Share {
-    /// All of it, in every pass.
+    /// All of the step, in every pass.
     All,
-    /// `used` of `parts` equal parts, drawn anew for every pass: the rows of an embedding, a layer's experts in one tensor.
-    /// Steps of one group that draw as many of as many use the same parts.
+    /// `used` of `parts` equal parts, drawn anew for every pass: the rows of an embedding, or a layer's experts in one
+    /// tensor. Steps with the same `group`, `parts` and `used` draw the same parts.
     Parts {
-        /// The draw it follows.
+        /// Number of the draw that it follows.
         group: u32,
-        /// Equal parts, at least one.
+        /// The number of equal parts, at least one.
         parts: u32,
-        /// How many are used.
+        /// How many parts are used.
         used: u32,
     },
-    /// All of it in passes that draw part `member`, nothing in others: an expert that has tensors of its own.
+    /// All of the step in passes that draw part `member`, nothing in others: an expert that has its own tensors.
     Member {
-        /// The draw it follows.
+        /// Number of the draw that it follows.
         group: u32,
-        /// How many there are to draw from.
+        /// How many parts there are to draw from.
         parts: u32,
-        /// How many are drawn.
+        /// How many parts are drawn.
         used: u32,
-        /// Which of them this is.
+        /// The part that this step belongs to.
         member: u32,
     },
 }
 
-/// Spans that are pinned as a unit, computed on, and let go. A step of one span is pinned in several, one after the other,
-/// where the simulation's settings say so.
+/// Spans that are pinned as a unit, computed on, and unpinned. A step of one span is pinned as several units, one after
+/// the other, where the settings of the simulation say so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// What is pinned.
+    /// The spans.
     pub spans: Vec<Span>,
-    /// How much of it.
+    /// The share of them that a pass uses.
     pub share: Share,
-    /// Whether it is pinned for writing.
+    /// Whether they are pinned for writing.
     pub writes: bool,
 }
 
-/// Layers of an even model at most: more than any model has.
+/// The most layers of an even model: more than any model has.
 const LAYERS_MAX: u32 = 1 << 24;
 
-/// The same steps in every pass, but for what is drawn.
+/// Segments, and the steps of a pass over them. Passes differ only in what is drawn.
 #[derive(Clone, Debug)]
 pub struct Workload {
     segments: Vec<(Backing, u64)>,
@@ -73,25 +73,25 @@ pub struct Workload {
     steps: Vec<Step>,
 }
 
-/// Tensors of an even model: its parameters in so many layers.
+/// A model of equal layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Even {
-    /// Parameters in all.
+    /// The number of parameters.
     pub params: u64,
-    /// Their type.
+    /// The parameters' type.
     pub dtype: DType,
-    /// Layers, each one matrix.
+    /// The number of layers. Each is one matrix.
     pub layers: u32,
-    /// Experts of each layer, and how many of them a pass uses.
+    /// The experts of each layer, and how many of them a pass uses.
     pub experts: Option<(u32, u32)>,
 }
 
 impl Workload {
-    /// Passes of `steps` over segments, each with its kind and its bytes.
+    /// Makes a workload of these steps. Each segment has its backing and its bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if there is no step, if a step has no byte, names a segment that is not there or does
-    /// not lie within it, draws from no parts or more than there are, or writes to a file.
+    /// [`ErrorKind::InvalidArgument`] if there is no step, or if a step has no span, has a span without bytes or not
+    /// within an existing segment, draws from no parts or more than there are, draws nothing, or writes to a file.
     pub fn new(segments: Vec<(Backing, u64)>, steps: Vec<Step>) -> Result<Self> {
         let wrong = |at: usize, what: String| {
             Err(Error::new(ErrorKind::InvalidArgument, format!("step {at} of the workload {what}"))
@@ -130,11 +130,11 @@ impl Workload {
         Ok(Self { segments, classes, steps })
     }
 
-    /// What the segments are for, one by one; without this files are [weights](SegmentClass::Weights) and all else is
-    /// [other](SegmentClass::Other).
+    /// Sets the class of each segment. The default is [weights](SegmentClass::Weights) for files and
+    /// [other](SegmentClass::Other) for the rest.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if there are more or fewer classes than segments.
+    /// [`ErrorKind::InvalidArgument`] if the numbers of classes and segments differ.
     pub fn with_classes(self, classes: Vec<SegmentClass>) -> Result<Self> {
         if classes.len() != self.segments.len() {
             let what = format!("{} classes are given for {} segments", classes.len(), self.segments.len());
@@ -143,14 +143,15 @@ impl Workload {
         Ok(Self { classes, ..self })
     }
 
-    /// Decode passes over a model: one row of the embeddings; the layers in order, in each the order in which a transformer
-    /// uses its tensors; the output. Of a layer's experts `experts_used` are drawn for every pass; without that number, as
-    /// many as the model's GGUF metadata say, or else all are used. Names are those of GGUF and of the Llama family in
-    /// safetensors. Tensors with other names come before the layers, in file order; a model without layers is used in file
-    /// order.
+    /// Makes decode passes over a model: one row of the embeddings; the layers in order, each in the order in which a
+    /// transformer uses its tensors; the output. `experts_used` of a layer's experts are drawn for every pass. The
+    /// default is the number in the model's GGUF metadata, or all experts if there is none. Tensor names are those of
+    /// GGUF and of the Llama family in safetensors. Tensors with other names come before the layers, in file order. A
+    /// model without layers is used in file order.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if the model has no tensor with bytes, or `experts_used` are more than a layer has.
+    /// [`ErrorKind::InvalidArgument`] if the model has no tensor with bytes, or `experts_used` is more than a layer
+    /// has.
     pub fn of_model(model: &ModelHeader, experts_used: Option<u32>) -> Result<Self> {
         let used = experts_used.or_else(|| experts_of(&model.metadata));
         let tensors: Vec<(&TensorHeader, Role)> =
@@ -196,11 +197,11 @@ impl Workload {
         Self::new(segments, steps.into_iter().map(|(_, step)| step).collect())
     }
 
-    /// Passes over a model of equal layers, one behind the other in one file.
+    /// Makes passes over a model of equal layers, one behind the other in one file.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] if there is no layer or more than 2^24, or less than a block of parameters for each of
-    /// its parts; if a pass would use no expert or more than there are.
+    /// [`ErrorKind::InvalidArgument`] if there is no layer or more than 2^24 layers; if a layer, or an expert of a
+    /// layer, would have less than one block of parameters; if a pass would use no expert or more than there are.
     pub fn even(model: Even) -> Result<Self> {
         let Even { params, dtype, layers, experts } = model;
         if layers > LAYERS_MAX {
@@ -231,12 +232,12 @@ impl Workload {
         Self::new(vec![(Backing::File, u64::from(layers) * layer)], steps)
     }
 
-    /// What the segments are for.
+    /// The classes of the segments.
     pub fn classes(&self) -> &[SegmentClass] {
         &self.classes
     }
 
-    /// The segments: where their pages come from, and their bytes.
+    /// The segments: the backing and the bytes of each.
     pub fn segments(&self) -> &[(Backing, u64)] {
         &self.segments
     }
@@ -266,7 +267,7 @@ fn place(role: Role) -> Place {
         Role::Embedding => (0, 0, 0, 0),
         Role::Other => (1, 0, 0, 0),
         Role::Layer { layer, part, expert: Some(Expert::One(n)) } => (2, layer, n + 1, part),
-        // What all experts share, and what comes after them.
+        // Tensors that all experts share, and parts that come after the experts.
         Role::Layer { layer, part, .. } => (2, layer, 0, part),
         Role::Norm => (3, 0, 0, 0),
         Role::Output => (4, 0, 0, 0),

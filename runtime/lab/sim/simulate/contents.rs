@@ -1,18 +1,19 @@
-//! What every place holds in a checked simulation: numbers of versions in place of bytes.
+//! The contents of every place in a checked simulation: version numbers in place of bytes.
 //!
 //! # Invariants
 //!
-//! 1. A move reads the newest version of its page, and nothing changes what it reads or writes before it ends.
-//! 2. Where the pager says that a page's bytes are, there its newest version is.
-//! 3. A page whose newest version is nowhere was told as lost.
-//! 4. What the pager counts is what was moved, and frames in use are within the budget, or were there when it shrank.
+//! 1. A move reads the newest version of its page. Until it ends nothing changes its source or its target.
+//! 2. Wherever the pager says that a page's bytes are, the place holds its newest version.
+//! 3. A page whose newest version is nowhere was reported as lost.
+//! 4. The pager's counters equal the moves that ended, and frames in use are within the budget, or were in use when it
+//!    shrank.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::ids::{FrameId, MoveId, PageId, PageIndex, SegmentId};
 use crate::pager::{Backing, Move, PageRun, PageView, Pager, Place, State};
 
-/// A version of a page; `None` is what nobody may read.
+/// A version of a page; `None` stands for bytes that nobody may read.
 type Held = Option<(PageId, u32)>;
 
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +22,7 @@ struct Versions {
     disk: Option<u32>,
 }
 
-/// Moves that ended well.
+/// Counts of moves that ended without error.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Tally {
     fills_disk: u64,
@@ -39,7 +40,7 @@ pub(super) struct Contents {
     device: Vec<Held>,
     host: Vec<Held>,
     segments: BTreeMap<SegmentId, (Backing, Vec<Versions>)>,
-    /// What moves under way carry.
+    /// The versions that moves under way carry.
     moving: HashMap<MoveId, Held>,
     pub(super) tally: Tally,
     /// The device's memory is gone.
@@ -76,19 +77,19 @@ impl Contents {
         self.segments.insert(segment, (backing, vec![Versions { newest: 0, disk }; pages as usize]));
     }
 
-    /// A segment that was removed has nothing in flight any more.
+    /// A removed segment has nothing in flight any more.
     pub(super) fn left(&mut self, segment: SegmentId) {
         self.segments.remove(&segment);
     }
 
-    /// The budget is another; so many frames were in use before, and so many exist now.
+    /// The budget has changed to `frames`. Before, `in_use` frames were in use; now `exist` frames exist.
     pub(super) fn resized(&mut self, in_use: u32, frames: u32, exist: u32) {
         self.budget = frames;
         self.most_in_use = in_use;
         self.device.resize(self.device.len().max(exist as usize), None);
     }
 
-    /// What a frame held cannot be reached any more.
+    /// The frame's contents cannot be reached any more.
     pub(super) fn vacated(&mut self, frame: FrameId) {
         self.device[frame.index()] = None;
     }
@@ -141,7 +142,7 @@ impl Contents {
         Ok(())
     }
 
-    /// A move has ended. `valid` are the bytes of its page that exist on disk, `whole` those of all pages.
+    /// A move has ended. `valid` is how many bytes of its page exist on disk, `whole` how many bytes a page has.
     pub(super) fn end(&mut self, planned: &Move, ok: bool, valid: u64, whole: u64) -> Result<(), String> {
         let Move { id, page, from, to, staging, .. } = *planned;
         let held = self.moving.remove(&id).flatten();
@@ -171,7 +172,7 @@ impl Contents {
         Ok(())
     }
 
-    /// These pages were pinned. A writer has begun to change them: nobody may read them before it has ended.
+    /// These pages were pinned. A writer has then begun to change them: nobody may read them before it has ended.
     pub(super) fn pinned(&mut self, pager: &Pager, runs: &[PageRun], writes: bool) -> Result<(), String> {
         for page in runs.iter().flat_map(|run| run.pages()) {
             let view = pager.view_of(page).ok_or_else(|| format!("{page:?} was pinned, but is gone"))?;
@@ -198,7 +199,7 @@ impl Contents {
         Ok(())
     }
 
-    /// Whether all that the pager says is so.
+    /// Checks everything that the pager says.
     pub(super) fn check(&mut self, pager: &Pager) -> Result<(), String> {
         let (in_use, active) = pager.device_frames();
         let most = self.budget.max(self.most_in_use);
@@ -209,7 +210,7 @@ impl Contents {
         let (counted, tally) = (pager.stats(), self.tally);
         let filled = (counted.fills_disk, counted.fills_host, counted.fills_zero);
         ensure!(filled == (tally.fills_disk, tally.fills_host, tally.fills_zero), "{counted:?}, but {tally:?}");
-        // Copies that were out of date when they had been made do not count.
+        // The pager does not count copies that were out of date when they ended.
         let down = counted.demotions <= tally.demotions;
         ensure!(down && counted.write_backs <= tally.write_backs, "{counted:?}, but {tally:?}");
         let uses = counted.hits + counted.prefetched + counted.late + counted.faults;
@@ -235,7 +236,7 @@ impl Contents {
                 ensure!(!host || hosted.contains(&newest), "{}, but the host tier has it not", says());
                 ensure!(!disk || versions.disk == Some(newest.1), "{}, but the disk has it not", says());
                 let zero = *backing == Backing::ReadWrite && newest.1 == 0;
-                // A lost device's pages are looked at when all has come to rest: some are still on their way.
+                // Pages of a lost device are checked once everything has come to rest: some are still in flight.
                 let safe = in_frame || host || disk || zero;
                 ensure!(safe || told.contains(&page), "{}: dropped, and nobody was told", says());
             }
@@ -243,8 +244,8 @@ impl Contents {
         Ok(())
     }
 
-    /// Of a device that is lost, when nothing is in flight any more: whether each page without its newest version below is
-    /// among `told`.
+    /// Checks a lost device when nothing is in flight: a page is among `told` exactly if no lower tier has its newest
+    /// version.
     pub(super) fn check_lost(&self, pager: &Pager, told: &[PageId]) -> Result<(), String> {
         let told: HashSet<PageId> = told.iter().copied().collect();
         for (segment, (backing, pages)) in &self.segments {

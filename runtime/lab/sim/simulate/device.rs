@@ -1,4 +1,4 @@
-//! A device: its pager, what moves to and from it, and the program on it.
+//! A device: its pager, its moves, and the program on it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use crate::shared::{Lane, Queue};
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) planned: Move,
-    /// What it counts against in the store's queue, while the disk has it.
+    /// The lane it takes in the store's queue while the disk has it.
     pub(super) lane: Option<Lane>,
-    /// How long the operation under way takes the disk or its stream.
+    /// How long the operation under way takes the disk or its stream, in nanoseconds.
     pub(super) time: Nanos,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Stream {
     pub(super) bytes: u64,
 }
 
-/// Why somebody waits.
+/// Why the program waits, and which tier has the bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wait {
     pub(super) cause: WaitCause,
@@ -44,25 +44,25 @@ pub(super) struct Wait {
 /// The program on one device.
 #[derive(Debug, Default)]
 pub(super) struct Caller {
-    /// The next unit to pin.
+    /// Index of the next unit to pin.
     pub(super) next: usize,
     pub(super) request: Option<(RequestId, Tier)>,
-    /// Units that are pinned and not computed yet, in order: whether there was a wait, and whether the bytes are there.
+    /// Units that are pinned and not computed yet, in order: the wait for it, if any, and whether its bytes are valid.
     pub(super) pinned: VecDeque<(Option<Wait>, bool)>,
     pub(super) computing: bool,
-    /// Units of this pass that have been computed.
+    /// How many units of this pass have been computed.
     pub(super) ended: usize,
     pub(super) attempts: u32,
 }
 
-/// A device and what is on it.
+/// A device, its pager and the programs on it.
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) pager: Pager,
     pub(super) log: AccessLog,
     pub(super) recorder: Recorder,
     pub(super) gate: Arc<Gate>,
-    /// By segment: its pages, and its bytes.
+    /// By segment: its page words, and its bytes.
     pub(super) words: Vec<PageWords>,
     pub(super) lens: Vec<u64>,
     pub(super) queue: Queue<MoveId>,
@@ -70,23 +70,23 @@ pub(super) struct Device {
     pub(super) link: Option<LinkSchedule>,
     pub(super) streams: [Stream; 2],
     pub(super) caller: Caller,
-    /// Tensors that came later, and others who use pages, by the number of the trouble they are.
+    /// Tensors added later, and clients that use them, by the index of their trouble.
     pub(super) guests: BTreeMap<usize, SegmentId>,
     pub(super) walkers: BTreeMap<usize, Walker>,
-    /// Those who wait for a smaller budget.
+    /// Requests that wait until a smaller budget is met.
     pub(super) shrinking: Vec<RequestId>,
-    /// Frames whose memory is on its way back to the system.
+    /// How many frames' memory is on its way back to the system.
     pub(super) discarding: usize,
     pub(super) lost: bool,
     pub(super) fx: Effects,
-    /// Where the simulation is checked.
+    /// The contents of all places, if the simulation is checked.
     pub(super) contents: Option<Contents>,
 }
 
 impl Device {
-    /// A segment of so many pages, for which the pager has room, and of so many bytes.
+    /// Adds a segment of `pages` pages and `len` bytes. The pager has room for it.
     pub(super) fn add_segment(&mut self, backing: Backing, class: SegmentClass, pages: u32, len: u64) -> SegmentId {
-        // The number of one that is gone is used again, perhaps at once.
+        // The number of a removed segment is used again, perhaps at once.
         self.forget_released();
         let (segment, words) = self.pager.add_segment(backing, class, pages);
         if segment.index() == self.words.len() {
@@ -102,7 +102,7 @@ impl Device {
         segment
     }
 
-    /// Segments of which nothing is in flight any more are gone.
+    /// Forgets removed segments of which nothing is in flight any more.
     pub(super) fn forget_released(&mut self) {
         let released = std::mem::take(&mut self.fx.released);
         if let Some(contents) = &mut self.contents {
@@ -110,20 +110,21 @@ impl Device {
         }
     }
 
-    /// Whether all is as it should be, where that is checked.
+    /// Checks the device, if the simulation is checked.
     pub(super) fn check(&mut self) -> Result<(), String> {
         let Some(contents) = &mut self.contents else { return Ok(()) };
         self.pager.check_invariants()?;
         contents.check(&self.pager)
     }
 
-    /// Bytes of a page that exist on disk, where pages have so many.
+    /// Returns how many bytes of a page exist on disk; `page_bytes` is the size of a page.
     pub(super) fn valid(&self, page: PageId, page_bytes: u64) -> u64 {
         let start = u64::from(page.index.get()) * page_bytes;
         self.lens[page.segment.index()].saturating_sub(start).min(page_bytes)
     }
 
-    /// Pages of which no bytes are left: those that could not be written back and, of a lost device, those that only it had.
+    /// Returns the pages whose bytes are lost: pages that could not be written back and, on a lost device, pages that
+    /// only it had.
     pub(super) fn lost_runs(&self) -> Vec<PageRun> {
         let mut runs = if self.lost { self.pager.only_on_device() } else { Vec::new() };
         runs.extend(self.pager.lost_pages().iter().map(|(page, _)| PageRun {
@@ -135,7 +136,7 @@ impl Device {
         runs
     }
 
-    /// Pins every page of a run without the pager, or none.
+    /// Pins every page of a run without the pager, or none. Returns whether it did.
     pub(super) fn try_pin_run(&mut self, run: PageRun) -> bool {
         let first = run.first.index();
         let words = &self.words[run.segment.index()][first..first + run.count as usize];
@@ -155,7 +156,7 @@ impl Device {
             }
             Pinned::All { reached } => {
                 if reached {
-                    // A page filled ahead has been reached: the pager may look further.
+                    // A page filled ahead was used, so the pager may look further.
                     self.pager.record(&self.log);
                     self.pager.pump(&mut self.fx);
                 }
@@ -169,7 +170,7 @@ impl Device {
         self.pager.released(runs, &mut self.fx);
     }
 
-    /// Ends the pins of pages, `writes` if they are a writer's.
+    /// Ends the pins of these runs; `writes` says whether a writer held them.
     pub(super) fn let_go_of(&mut self, runs: &[PageRun], writes: bool) -> Result<(), String> {
         if writes && let Some(contents) = &mut self.contents {
             contents.written(&self.pager, runs)?;
@@ -185,12 +186,12 @@ impl Device {
         Ok(())
     }
 
-    /// The program lets a unit go.
+    /// Unpins a unit of the program.
     pub(super) fn unpin(&mut self, unit: &Unit) -> Result<(), String> {
         self.let_go_of(&unit.runs, unit.writes)
     }
 
-    /// The program has a unit.
+    /// Notes that the program has pinned a unit.
     pub(super) fn has(&mut self, unit: &Unit) -> Result<(), String> {
         match &mut self.contents {
             Some(contents) => contents.pinned(&self.pager, &unit.runs, unit.writes),

@@ -1,14 +1,15 @@
-//! A machine, simulated: the pager of the runtime under a virtual clock.
+//! Simulates a machine: the runtime's pager under a virtual clock.
 //!
-//! Each device has a pager, the queue that a store has, and two streams for copies, all of them the code that a runtime
-//! runs. What is modelled is how long a read, a write, a copy and a computation take. Time goes from event to event.
+//! Each device has a pager, a store's queue, and two streams for copies, all of them the code that a runtime runs. The
+//! simulation models how long a read, a write, a copy and a computation take. Time goes from event to event.
 //!
 //! # Invariants
 //!
-//! 1. The same workload, machine and settings give the same result, bit for bit: events at the same time happen in the order
-//!    in which they were made, random numbers come from one generator, and nothing depends on an address, a hash or a clock.
-//! 2. What ends a simulation is an error or the end of its last pass: an event that does not come is an error.
-//! 3. What is not asked for, trouble, checks or a record, draws no number, makes no event, and changes nothing.
+//! 1. The same workload, machine and settings give the same result, bit for bit. Events at the same time happen in the
+//!    order in which they were made, random numbers come from one generator, and nothing depends on an address, a hash
+//!    or a clock.
+//! 2. A simulation ends with an error or with its last pass: an event that does not come is an error.
+//! 3. Trouble, checks and records that are not asked for draw no random number, make no event, and change nothing.
 
 mod contents;
 mod device;
@@ -46,11 +47,11 @@ use device::{Caller, Device, InFlight, Stream, Wait};
 use rest::EVENTS_MAX;
 use units::{Cut, Unit};
 
-/// How often a step is asked for again in a row when moves fail, before the failure is the simulation's.
+/// How often in a row a step is asked for again after its moves failed. Then the simulation fails.
 const ATTEMPTS: u32 = 1000;
 
-/// Runs passes of `workload` on `machine`. With several devices, each has an equal part of every span and of the host budget,
-/// and none begins a step before all have ended the one before it.
+/// Runs passes of `workload` on `machine` and returns how long they took. With several devices, each has an equal part
+/// of every span and of the host budget. No device begins a step before all have ended the previous one.
 ///
 /// ```
 /// use outcore_lab::sim::{Even, MachineModel, Settings, Workload, simulate};
@@ -66,10 +67,11 @@ const ATTEMPTS: u32 = 1000;
 /// ```
 ///
 /// # Errors
-/// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a budget holds no page, or what one step pins does not fit: the pager's own
-/// error; [`InvalidArgument`](ErrorKind::InvalidArgument) if a budget is more than the machine has, or a segment or a budget
-/// has too many pages, or if trouble names a device or bytes that there are not; [`Io`](ErrorKind::Io) if a step fails a thousand
-/// times in a row; [`Device`](ErrorKind::Device) if a device is lost, with the pages that are lost with it.
+/// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if a device budget holds no page, or if one step pins more than fits
+/// (the pager's own error); [`InvalidArgument`](ErrorKind::InvalidArgument) if a budget is more than the machine has,
+/// if a segment or a budget has too many pages, or if trouble names a device or bytes that do not exist;
+/// [`Io`](ErrorKind::Io) if a step fails a thousand times in a row; [`Device`](ErrorKind::Device) if a device is lost,
+/// with the pages that are lost with it.
 pub fn simulate(workload: &Workload, machine: &MachineModel, settings: &Settings) -> Result<Simulated> {
     World::new(workload, machine, settings)?.run()
 }
@@ -77,28 +79,28 @@ pub fn simulate(workload: &Workload, machine: &MachineModel, settings: &Settings
 /// Nanoseconds since the start.
 type Nanos = u64;
 
-/// What happens on a device.
+/// An event of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// The disk is done with a move.
+    /// The disk has ended its part of a move.
     Disk(MoveId),
-    /// A stream is done with its copy: 0 copies in, 1 out.
+    /// A stream has ended its copy. Stream 0 copies in, 1 out.
     Copied(usize),
-    /// The step is computed.
+    /// The program has computed its step.
     Computed,
-    /// A frame's memory is back with the system.
+    /// A frame's memory has been given back to the system.
     Discarded(FrameId),
-    /// A walker's time with its page is over.
+    /// A walker unpins its page.
     Walked(usize),
-    /// Trouble begins, or ends.
+    /// Trouble of this index begins (`true`) or ends.
     Trouble(u32, bool),
 }
 
-/// The disk that all share.
+/// The disk, which all devices share.
 #[derive(Debug, Default)]
 struct Disk {
     free: Nanos,
-    /// Reads, writes.
+    /// For reads and for writes.
     busy: [Nanos; 2],
     bytes: [u64; 2],
 }
@@ -111,7 +113,7 @@ struct World<'a> {
     disk: Disk,
     /// The units of the pass under way, the same on every device.
     units: Vec<Unit>,
-    /// The unit that devices may compute, how many have computed it, and since when they may.
+    /// The unit that devices may compute, how many devices have computed it, and since when they may.
     current: usize,
     arrived: usize,
     opened: Nanos,
@@ -119,18 +121,18 @@ struct World<'a> {
     serial: u64,
     events: BinaryHeap<Reverse<(Nanos, u64, usize, Event)>>,
     random: Random,
-    /// The store's queue wants moments. Only what is between two of them matters.
+    /// The queue takes `Instant`s, of which only the differences matter. The virtual clock starts here.
     epoch: Instant,
     pass_from: Nanos,
     computed: (u64, Nanos),
     stalls: [[(u64, Nanos); Tier::ALL.len()]; WaitCause::ALL.len()],
     recorder: Option<Recorder>,
-    /// Trouble under way, in the order in which it began, and that which has ended.
+    /// Trouble under way in the order in which it began, and trouble that has ended, by index.
     under_way: Vec<usize>,
     over: Vec<usize>,
-    /// Frames of the largest budget so far.
+    /// The number of frames of the largest budget so far.
     most_frames: u32,
-    /// Events since a step ended.
+    /// The number of events since a step ended.
     idle_events: u64,
     /// Why the program ends before its last pass.
     failed: Option<Error>,
@@ -191,7 +193,7 @@ impl<'a> World<'a> {
                     let what = format!("a device's part of the workload has 2^32 or more pages of {page:?}");
                     return Err(invalid(what, "choose larger pages"));
                 };
-                // A new pager names its segments in order, from 0.
+                // A new pager numbers its segments in order, from 0.
                 device.add_segment(*backing, *class, of_segment, *len);
                 pages += u64::from(of_segment);
             }
@@ -282,7 +284,7 @@ impl<'a> World<'a> {
         self.failed.take().map_or(Ok(()), Err)
     }
 
-    /// Lets time go on to the next event. `false` if there is none.
+    /// Advances time to the next event. Returns `false` if there is none.
     fn next_event(&mut self) -> Result<bool> {
         let Some(Reverse((now, _, at, event))) = self.events.pop() else { return Ok(false) };
         self.now = now;
@@ -298,7 +300,7 @@ impl<'a> World<'a> {
         Ok(true)
     }
 
-    /// The program ends with this error.
+    /// Ends the program with this error.
     fn fail_program(&mut self, error: Error) {
         self.failed.get_or_insert(error);
     }
@@ -370,7 +372,7 @@ impl<'a> World<'a> {
         (nanos as f64 * (1.0 + off)) as u64
     }
 
-    /// Carries out what the pager wants, and does what the program can do, until neither has anything left.
+    /// Carries out what the pager asks for and does what the program can do, until nothing is left of either.
     fn go_on(&mut self, at: usize) -> Result<()> {
         loop {
             self.settle(at)?;
@@ -403,7 +405,7 @@ impl<'a> World<'a> {
             }
             device.discarding += discard.len();
             for frame in discard {
-                // As long as it takes to fill it with zero bytes.
+                // It takes as long as filling the frame with zero bytes.
                 let time = time_of(self.settings.page_size.bytes(), self.machine.compute.bandwidth);
                 let end = self.now.saturating_add(self.jittered(time));
                 self.schedule(end, at, Event::Discarded(frame));
@@ -429,7 +431,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Begins a move where its bytes are.
+    /// Begins a move: queues its first operation, by where its bytes are.
     fn start(&mut self, at: usize, planned: Move) -> Result<()> {
         let Move { id, from, to, .. } = planned;
         let device = &mut self.devices[at];
@@ -454,7 +456,7 @@ impl<'a> World<'a> {
     }
 
     fn moment(&self) -> Instant {
-        // A clock that ends is read at its end: only how lately a page was in demand depends on it.
+        // If an `Instant` cannot hold the time, the start is used. Only the age of a page's demand depends on it.
         self.epoch.checked_add(Duration::from_nanos(self.now)).unwrap_or(self.epoch)
     }
 
@@ -477,7 +479,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// What is recorded, if that is asked for: of the first device alone, but of the disk, which all share.
+    /// Returns the recorder if device `at` is recorded. Only the first device is; the disk, which all share, is
+    /// recorded for all.
     fn recorder(&mut self, at: usize) -> Option<&mut Recorder> {
         self.recorder.as_mut().filter(|_| at == 0)
     }
@@ -521,7 +524,7 @@ impl<'a> World<'a> {
             let time = match &self.machine.link {
                 _ if zero => time_of(page, computes),
                 Some(link) => link.time_of(page),
-                // Within one memory every byte is read and written.
+                // A copy within one memory reads and writes every byte.
                 None => time_of(2 * page, computes),
             };
             let times = if zero { 1 } else { self.slowness(Part::Link) };
@@ -578,7 +581,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// The program does one thing, if it can.
+    /// Lets the program do one thing. Returns `false` if it can do nothing.
     fn advance(&mut self, at: usize) -> Result<bool> {
         if self.ended || self.failed.is_some() {
             return Ok(false);
@@ -614,7 +617,7 @@ impl<'a> World<'a> {
         Ok(false)
     }
 
-    /// A device had nothing to compute since the step was open to all.
+    /// Records that a device had nothing to compute since the unit was opened to all.
     fn waited(&mut self, at: usize, wait: Option<Wait>) {
         let (Some(Wait { cause, tier }), true) = (wait, self.now > self.opened) else { return };
         if let Some(row) = WaitCause::ALL.iter().position(|known| *known == cause) {
@@ -628,7 +631,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Pins the next unit as the runtime does: without the pager if it is one run of resident pages, else by a request.
+    /// Pins the next unit as the runtime does: without the pager if it is one run of resident pages and is not written,
+    /// else by a request.
     fn pin(&mut self, at: usize) -> Result<()> {
         let Self { devices, units, .. } = self;
         let device = &mut devices[at];
@@ -642,7 +646,8 @@ impl<'a> World<'a> {
         device.pager.record(&device.log);
         let tier = device.pager.awaited(&unit.runs).map_or(Tier::Device, |(_, tier)| tier);
         let purpose = if unit.writes { Purpose::Write } else { Purpose::Read };
-        // It goes on computing, and letting units go, while it waits: others may wait for just those.
+        // While this request waits, the program goes on computing and unpinning: other requests may wait for just those
+        // pins.
         let never_refused = !device.caller.pinned.is_empty();
         let terms = Terms { purpose, never_refused, ..Terms::default() };
         match device.pager.submit(&unit.runs, terms, &mut device.fx) {
@@ -655,7 +660,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The unit that was to be pinned is pinned, or its request has failed.
+    /// Handles the answer to a request for the next unit: it is pinned, or the request has failed.
     fn answered(&mut self, at: usize, granted: Result<Option<Wait>>) -> Result<()> {
         let Self { devices, units, .. } = self;
         let device = &mut devices[at];
@@ -677,7 +682,7 @@ impl<'a> World<'a> {
                 caller.pinned.push_back((None, false));
                 caller.next += 1;
             }
-            // Not through whoever called: what else is to be done now is done.
+            // Not returned to the caller: what else is to be done at this time must be done.
             Err(error) => self.fail_program(error),
         }
         Ok(())
@@ -715,7 +720,7 @@ impl<'a> World<'a> {
         let mut done = self.done.clone();
         done.frames = self.most_frames;
         for device in &mut self.devices {
-            // Hits that nobody has told the pager of.
+            // The pager has not been told of the last hits.
             device.pager.record(&device.log);
         }
         if let (Some(recorder), Some(first)) = (self.recorder.take(), self.devices.first_mut()) {
@@ -756,7 +761,7 @@ fn time_of(bytes: u64, rate: Bytes) -> Duration {
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
-/// Frames of a device with this budget.
+/// Returns the number of frames of a device with this budget.
 fn device_frames(machine: &MachineModel, settings: &Settings, budget: Bytes) -> Result<u32> {
     within("device", budget, machine.device_memory, machine)?;
     let frames = frames_of("device", budget, settings.page_size)?;

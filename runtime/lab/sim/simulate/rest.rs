@@ -1,4 +1,4 @@
-//! How a simulation comes to rest: the program stops, everything in flight ends, and nothing may be left behind.
+//! The end of a simulation: the program stops, everything in flight ends, and nothing may be left behind.
 
 use super::walker::Walker;
 use super::{World, internal};
@@ -6,14 +6,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, PageIndex, SegmentId};
 use crate::pager::PageRun;
 
-/// Of a checked simulation: so many events without the end of a step are no progress.
+/// A checked simulation fails after this many events without the end of a step.
 pub(super) const EVENTS_MAX: u64 = 1 << 20;
-/// The walker that looks at what is left.
+/// The key of the walker that asks for all pages of a lost device.
 const LOOKER: usize = usize::MAX;
 
 impl World<'_> {
-    /// Ends all that is under way. In a checked simulation whoever waits for something is served first, every page of a
-    /// lost device is asked for, and what is left is looked at.
+    /// Ends everything under way. In a checked simulation, first all that waits is served, and every page of a lost
+    /// device is asked for; at the end, the remaining state is checked.
     pub(super) fn come_to_rest(&mut self) -> Result<()> {
         self.ended = true;
         for at in 0..self.devices.len() {
@@ -55,10 +55,10 @@ impl World<'_> {
         if self.settings.checked { self.check_rest().map_err(internal) } else { Ok(()) }
     }
 
-    /// Asks for every page of the workload on a device, which may answer with an error, but has to answer.
+    /// Asks for every page of the workload on a device. The answer may be an error, but must come.
     fn look_at_all(&mut self, at: usize) -> Result<()> {
         let device = &mut self.devices[at];
-        // Of tensors that came later some may be going.
+        // Leaves out tensors added later: they may be on their way out.
         let own = device.words.iter().take(self.workload.segments().len());
         let runs = own.enumerate().map(|(segment, words)| PageRun {
             segment: SegmentId::new(segment as u32),
@@ -72,7 +72,7 @@ impl World<'_> {
         self.events_until("an answer", |world| world.devices[at].walkers.get(&LOOKER).is_none_or(Walker::rests))
     }
 
-    /// Lets time go on until `reached`.
+    /// Advances time until `reached` is true.
     fn events_until(&mut self, what: &str, reached: impl Fn(&Self) -> bool) -> Result<()> {
         for _ in 0..EVENTS_MAX {
             if reached(self) {
@@ -102,7 +102,7 @@ impl World<'_> {
         }
         let streams = |way: usize| self.devices.iter().map(|device| device.streams[way].bytes).sum::<u64>();
         let flows = [self.disk.bytes[0], self.disk.bytes[1], streams(0), streams(1)];
-        // A move that failed may have got half its way.
+        // A move that failed may have moved its bytes part of the way.
         let all = moved
             .iter()
             .zip(flows)

@@ -1,4 +1,4 @@
-//! What a simulation is told.
+//! The settings of a simulation.
 
 use std::num::NonZeroU32;
 
@@ -8,10 +8,10 @@ use crate::ids::{Bytes, PageSize};
 use crate::pager::PolicyKind;
 use outcore::Lookahead;
 
-/// What is simulated beside the machine and the workload.
+/// The settings of a simulation, besides the machine and the workload.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Which pages stay.
+    /// The policy, which decides which pages stay.
     pub policy: AnyPolicy,
     /// Memory for frames of each device.
     pub device_budget: Bytes,
@@ -21,30 +21,30 @@ pub struct Settings {
     pub page_size: PageSize,
     /// How far ahead of use fills start.
     pub lookahead: Lookahead,
-    /// Pages that one pin of a large tensor takes; `None` is 8 MiB of them, but at most a 32nd of the frames, and at least 2;
-    /// where everything fits, whole tensors.
+    /// The most pages that one pin of a large tensor takes. `None` pins whole tensors where everything fits; else 8 MiB
+    /// of pages, but at most a 32nd of the frames, and at least 2 pages.
     pub step_pages: Option<NonZeroU32>,
-    /// How many steps beyond the one that is computed are pinned: none where the caller computes, as on the host; one or
-    /// more where it is ahead of a stream, as with a GPU.
+    /// How many steps beyond the computed one are pinned: none where the caller computes, as on the host; one or more
+    /// where it is ahead of a stream, as with a GPU.
     pub steps_ahead: u32,
-    /// Passes, one after the other.
+    /// How many passes run, one after the other.
     pub passes: NonZeroU32,
-    /// Of all that is drawn.
+    /// The seed of all random numbers.
     pub seed: u64,
-    /// Reads, writes and copies fail by chance, one in so many. A step whose pages did not come is asked for again.
+    /// One in this many reads, writes and copies fails, by chance. A step whose pages did not come is asked for again.
     pub fail_one_in: Option<NonZeroU32>,
-    /// What goes wrong besides, and what changes.
+    /// What else goes wrong, and what changes.
     pub trouble: Vec<Trouble>,
-    /// Whether at every event the pagers' invariants are checked, and that every page's newest bytes are where they should be;
-    /// and at the end that nothing is left in flight, or pinned. It makes each event cost as much as all pages.
+    /// Whether the simulation is checked: at every event the pagers' invariants, and that every page's newest bytes are
+    /// where they should be; at the end, that nothing is left in flight or pinned. Each event then takes time
+    /// proportional to the number of pages.
     pub checked: bool,
-    /// Whether [what happened when](crate::sim::Recorded) is kept: of the first device, and of the disk. It changes nothing else.
+    /// Whether [a record](crate::sim::Recorded) of the first device and of the disk is kept. It changes nothing else.
     pub timeline: bool,
 }
 
 impl Settings {
-    /// The settings of a runtime's defaults with these budgets: policy [`Plan`](PolicyKind::Plan), pages of 2 MiB, four
-    /// passes.
+    /// Returns a runtime's defaults with these budgets: policy [`Plan`](PolicyKind::Plan), pages of 2 MiB, four passes.
     pub fn new(device_budget: Bytes, host_budget: Bytes) -> Self {
         Self {
             policy: PolicyKind::Plan.into(),

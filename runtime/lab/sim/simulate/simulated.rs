@@ -1,4 +1,4 @@
-//! What comes of a simulation.
+//! The result of a simulation.
 
 use std::time::Duration;
 
@@ -7,27 +7,27 @@ use crate::pager::PagerStats;
 use crate::sim::Recorded;
 use outcore::StallStats;
 
-/// Bytes that went one way, and for how long.
+/// Bytes that moved one way, and how long that took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Flow {
-    /// How many. Those of operations that failed do not count.
+    /// How many bytes moved. Failed operations do not count.
     pub bytes: Bytes,
-    /// Time in which they took the disk or a link, latencies included on a link and not on a disk; on average over the devices
-    /// where each has its own.
+    /// How long the disk or a link was busy with them: with latencies on a link, without on a disk. The mean over the
+    /// devices where each has its own.
     pub busy: Duration,
-    /// That time as a share of all time.
+    /// `busy` as a share of all time.
     pub utilisation: f64,
 }
 
-/// What came of a simulation.
+/// The result of a simulation.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
     /// How long each pass took.
     pub passes: Vec<Duration>,
-    /// The sum of these.
+    /// The sum of the passes.
     pub time: Duration,
-    /// Time in which a device had nothing to compute because pages were not there, by cause; the sum over all devices.
+    /// Time in which a device had nothing to compute because pages were missing, by cause, summed over all devices.
     pub stalls: Vec<StallStats>,
     /// Reads of the disk.
     pub disk_read: Flow,
@@ -37,44 +37,44 @@ pub struct Simulated {
     pub link_in: Flow,
     /// Copies from device to host memory.
     pub link_out: Flow,
-    /// What was computed on.
+    /// Bytes that were computed on.
     pub compute: Flow,
     /// The pagers' counters, summed over the devices.
     pub pager: PagerStats,
-    /// Pages of all pagers.
+    /// How many pages all pagers have.
     pub pages: u64,
-    /// Frames of each device tier, with the largest budget that it had.
+    /// Frames of each device tier, with the largest budget it had.
     pub frames: u32,
     /// Frames of each host tier.
     pub host_frames: u32,
-    /// Bytes of the last pages of all segments that are beyond these segments' ends.
+    /// Bytes of last pages beyond their segments' ends, over all segments.
     pub tails: Bytes,
-    /// Pages of the largest set that was pinned at once.
+    /// How many pages the largest unit has.
     pub unit_pages: u32,
-    /// Moves that failed.
+    /// How many moves failed.
     pub failures: u64,
-    /// Steps that could not be computed because the bytes of a page were lost.
+    /// How many steps could not be computed because the bytes of a page were lost.
     pub lost_steps: u64,
-    /// Events.
+    /// How many events there were.
     pub events: u64,
-    /// What happened when, if the settings ask for it.
+    /// The record over time, if the settings ask for it.
     pub recorded: Option<Recorded>,
 }
 
 impl Simulated {
-    /// The first pass, which finds nothing resident.
+    /// Returns the time of the first pass, which finds nothing resident.
     pub fn first(&self) -> Duration {
         self.passes.first().copied().unwrap_or_default()
     }
 
-    /// The median of the other passes; of the only one, if there is one.
+    /// Returns the median time of the other passes, or the time of the only one.
     pub fn median(&self) -> Duration {
         let mut later = self.passes.iter().copied().skip(usize::from(self.passes.len() > 1)).collect::<Vec<_>>();
         later.sort_unstable();
         later.get(later.len() / 2).copied().unwrap_or_default()
     }
 
-    /// Hits over all uses; 0 where there were none.
+    /// Returns hits over all uses; 0 if there were no uses.
     pub fn hit_ratio(&self) -> f64 {
         if self.pager.uses == 0 { 0.0 } else { self.pager.hits as f64 / self.pager.uses as f64 }
     }

@@ -1,4 +1,4 @@
-//! What goes wrong, or changes, while a simulation runs.
+//! Trouble: what goes wrong, or changes, while a simulation runs.
 
 use std::num::NonZeroU32;
 use std::time::Duration;
@@ -13,14 +13,14 @@ use crate::sim::workload::Span;
 /// A moment of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// So much time has passed since the start.
+    /// This much time after the start.
     Time(Duration),
-    /// This pass begins; the first one is 0.
+    /// The start of this pass; the first one is 0.
     Pass(u32),
 }
 
-/// Something that goes wrong, or changes, for a while, for good, or once. What begins at the same moment begins in the order
-/// in which the settings have it; what is never reached does not happen.
+/// Something that goes wrong or changes: for a while, for good, or once. Trouble that begins at the same moment begins
+/// in the order of the settings. A moment that is never reached has no effect.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -42,21 +42,21 @@ pub enum When {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Trouble {
-    /// What.
+    /// What happens.
     pub kind: TroubleKind,
     /// When it begins.
     pub from: When,
-    /// When it ends, if it does. For what happens once this makes no difference.
+    /// When it ends, if it does. Ignored for what happens once.
     pub until: Option<When>,
 }
 
 impl Trouble {
-    /// From this moment on.
+    /// Makes trouble that begins at this moment and does not end.
     pub const fn from(kind: TroubleKind, from: When) -> Self {
         Self { kind, from, until: None }
     }
 
-    /// Ends at that moment.
+    /// Sets the moment at which it ends.
     #[must_use]
     pub const fn until(mut self, until: When) -> Self {
         self.until = Some(until);
@@ -64,14 +64,14 @@ impl Trouble {
     }
 }
 
-/// What can be slow.
+/// The parts of a machine that can be slow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Reads and writes of the disk, with their latency.
+    /// Reads and writes of the disk, latency included.
     Disk,
     /// Copies between the tiers.
     Link,
-    /// Steps.
+    /// Computing a step.
     Compute,
 }
 
@@ -79,60 +79,62 @@ pub enum Part {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TroubleKind {
-    /// What begins meanwhile takes so many times as long.
+    /// Operations that begin meanwhile take longer.
     Slow {
-        /// Where.
+        /// The part that is slow.
         part: Part,
-        /// How many times as long.
+        /// How many times as long they take.
         times: NonZeroU32,
-        /// How much of it: one in so many, by chance. 1 is all.
+        /// One in this many operations is slow, by chance; 1 is all.
         one_in: NonZeroU32,
     },
     /// Writes to the disk take their time and fail.
     DiskFull,
-    /// A device is lost with all that is in its memory, for good. Moves from and to that memory take their time and fail. The
-    /// program ends, and the simulation with it: at once, or where it waits for pages of that device, when it hears of them.
+    /// A device is lost for good, with its memory. Moves from and to that memory take their time and fail. The program
+    /// ends, and the simulation with it: at once, or, if it waits for pages of that device, when its request is
+    /// answered.
     DeviceLost {
-        /// Which; the first one is 0.
+        /// The device; the first one is 0.
         device: u32,
     },
-    /// Every device has this budget in place of that of the settings. Of several under way the last that began counts.
+    /// Every device has this budget in place of the settings'. Of several under way, the one that began last counts.
     DeviceBudget(Bytes),
-    /// There is one tensor more.
+    /// One more tensor exists.
     Guest(Guest),
     /// The program [hints](crate::pager::Pager::prefetch) at these spans, once.
     Hint(Vec<Span>),
-    /// It [evicts](crate::pager::Pager::evict) these, once.
+    /// The program [evicts](crate::pager::Pager::evict) these spans, once.
     Evict(Vec<Span>),
-    /// It [trims](crate::pager::Pager::trim) so much memory of each device, once.
+    /// The program [trims](crate::pager::Pager::trim) this much memory of each device, once.
     Trim(Bytes),
-    /// It [declares](crate::pager::Pager::declare_plan) this order of use, once; without a span the plan is withdrawn.
+    /// The program [declares](crate::pager::Pager::declare_plan) this order of use, once; without a span the plan is
+    /// withdrawn.
     Plan {
         /// The order.
         order: Vec<Span>,
         /// Whether it repeats.
         cyclic: bool,
     },
-    /// It tells of a prefix [chain](crate::pager::Pager::chain) that is about to be used, once.
+    /// The program announces a prefix [chain](crate::pager::Pager::chain) that it is about to use, once.
     Chain(Vec<Span>),
 }
 
 impl TroubleKind {
-    /// Whether it can end.
+    /// Whether it lasts, and so can end.
     const fn lasts(&self) -> bool {
         matches!(self, Self::Slow { .. } | Self::DiskFull | Self::DeviceBudget(_) | Self::Guest(_))
     }
 }
 
-/// A tensor that is there for a while. Each device has an equal part; a second program there uses its pages one by one, when it
-/// comes and again from the beginning of every pass, unless it still does.
+/// A tensor that exists for a while. Each device has an equal part. A second program on each device uses the pages one
+/// by one: once when the tensor comes, and again from the beginning of every pass, unless it is still at it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Guest {
-    /// Where its pages come from. Those of read-write memory are written.
+    /// Its backing. Pages of read-write memory are written.
     pub backing: Backing,
-    /// What it is for.
+    /// Its class.
     pub class: SegmentClass,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: Bytes,
     /// For how long each page is pinned.
     pub hold: Duration,
@@ -145,13 +147,13 @@ fn nanos(time: Duration) -> Nanos {
 }
 
 impl World<'_> {
-    /// Refuses what cannot be, and makes events of what has a time.
+    /// Refuses impossible trouble, and schedules events for trouble with a time.
     pub(super) fn expect_trouble(&mut self) -> Result<()> {
         let settings = self.settings;
         for (at, trouble) in settings.trouble.iter().enumerate() {
             self.can_be(&trouble.kind).map_err(|error| error.context(format!("trouble {at} of the settings")))?;
         }
-        // At one moment ends come before beginnings.
+        // At one moment, ends come before beginnings.
         for begins in [false, true] {
             for (at, trouble) in settings.trouble.iter().enumerate() {
                 let moment = if begins { Some(trouble.from) } else { trouble.until };
@@ -190,7 +192,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Ends and begins what does with this pass.
+    /// Ends and begins the trouble that does so with this pass.
     pub(super) fn trouble_of_pass(&mut self, pass: u32) -> Result<()> {
         let settings = self.settings;
         for begins in [false, true] {
@@ -209,10 +211,10 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Begins or ends trouble. What is done about it is done by whoever [goes on](World::go_on).
+    /// Begins or ends trouble. The caller then [goes on](World::go_on), which carries out the effects.
     pub(super) fn trouble(&mut self, which: usize, begins: bool) -> Result<()> {
         let Some(trouble) = self.settings.trouble.get(which) else { return Ok(()) };
-        // Moments of two kinds may come in any order.
+        // An end may come before its beginning if one is a time and the other a pass.
         if self.over.contains(&which) || !begins && !trouble.kind.lasts() {
             return Ok(());
         }
@@ -236,7 +238,7 @@ impl World<'_> {
         }
     }
 
-    /// How many times as long something takes that begins now.
+    /// Returns how many times as long an operation takes that begins now.
     pub(super) fn slowness(&mut self, part: Part) -> u64 {
         let Self { under_way, settings, random, .. } = self;
         let times = under_way.iter().map(|which| match settings.trouble[*which].kind {
@@ -249,7 +251,7 @@ impl World<'_> {
         times.fold(1, u64::saturating_mul)
     }
 
-    /// Whether an operation fails that ends now, on the disk or on a device's memory.
+    /// Returns the error of an operation that ends now and fails. `on_device` says whether it uses the device's memory.
     pub(super) fn failure(&mut self, at: usize, on_device: bool, writes_disk: bool) -> Option<Error> {
         let by_chance = self.settings.fail_one_in.is_some_and(|one_in| self.random.below(one_in.get()) == 0);
         if on_device && self.devices[at].lost {
@@ -314,7 +316,7 @@ impl World<'_> {
             let Some(hints) = device.stop_walker(which).map_err(internal)? else { continue };
             let Some(segment) = device.guests.remove(&which) else { continue };
             device.pager.remove_segment(segment, &mut device.fx);
-            // Who hints need not know that it has gone.
+            // A program may hint at a tensor that has gone.
             device.pager.prefetch(&hints, &mut device.fx);
         }
         Ok(())
@@ -326,7 +328,7 @@ impl World<'_> {
         if let Some(contents) = &mut device.contents {
             contents.lose();
         }
-        // Whoever waits for pages hears of it from them.
+        // If the program waits for pages, their request fails and tells it.
         if device.caller.request.is_none() {
             self.fail_program(lost_device(at));
         }
@@ -367,7 +369,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// What the program hears when it has lost a device, and what went with it, once all has come to rest.
+    /// Returns the error that the program gets after it lost a device, with the lost pages, once all has come to rest.
     pub(super) fn told_of_loss(&self, cause: &Error) -> Error {
         let lost: Vec<usize> = (0..self.devices.len()).filter(|at| self.devices[*at].lost).collect();
         let mut runs: Vec<PageRun> = lost.iter().flat_map(|at| self.devices[*at].lost_runs()).collect();
@@ -387,5 +389,5 @@ impl World<'_> {
     }
 }
 
-/// Runs of lost pages that an error names.
+/// The most runs of lost pages that an error names.
 const NAMED: usize = 8;

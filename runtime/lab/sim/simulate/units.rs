@@ -1,4 +1,4 @@
-//! What is pinned at once: the steps of a pass, cut to what fits.
+//! Units: the steps of a pass, cut to sizes that fit.
 
 use std::collections::HashMap;
 
@@ -10,36 +10,36 @@ use crate::pager::{Backing, PageRun};
 use crate::random::Random;
 use crate::sim::workload::{Share, Span, Step};
 
-/// A step's size where not everything fits, as the example that runs models chooses it: so many bytes, but at most this part
-/// of the device budget.
+/// The size of a unit where not everything fits, as `generate` chooses it: 8 MiB, but at most a 32nd of the device
+/// budget.
 const STEP_BYTES: u64 = 8 << 20;
 const STEP_SHARE: u32 = 32;
 
-/// A step of a pass as it is pinned.
+/// The pages that are pinned at once.
 #[derive(Clone, Debug)]
 pub(super) struct Unit {
     pub(super) runs: Vec<PageRun>,
     pub(super) bytes: u64,
     pub(super) writes: bool,
     pub(super) planned: bool,
-    /// Whether it is of the first step, and not the same in every pass: known, and hinted, when the pass begins.
+    /// Whether it is part of the first step and differs between passes. It is known, and hinted, when the pass begins.
     pub(super) hinted: bool,
 }
 
-/// How spans are cut.
+/// How spans are cut into units.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cut<'a> {
     pub(super) settings: &'a Settings,
-    /// Devices, each of which has an equal part of every span.
+    /// The number of devices. Each has an equal part of every span.
     pub(super) devices: u64,
-    /// Frames of each.
+    /// The number of frames of each device.
     pub(super) frames: u32,
-    /// The workload's.
+    /// The workload's segments.
     pub(super) segments: &'a [(Backing, u64)],
 }
 
 impl Cut<'_> {
-    /// The units of a pass.
+    /// Returns the units of a pass.
     pub(super) fn units(&self, steps: &[Step], pass: u32) -> Result<Vec<Unit>> {
         let page = self.settings.page_size;
         let needed: u64 = self.segments.iter().map(|(_, len)| page.pages_for(len.div_ceil(self.devices))).sum();
@@ -55,7 +55,7 @@ impl Cut<'_> {
             draws
                 .entry((group, parts, used))
                 .or_insert_with(|| {
-                    // Of the seed, the pass and the group alone, so that steps of a group may come in any order.
+                    // Depends on the seed, the pass and the group alone, so steps of a group may come in any order.
                     let mut random = Random(self.settings.seed ^ (u64::from(pass) << 32 | u64::from(group)));
                     random.0 = random.next_u64();
                     let mut drawn = Vec::with_capacity(used as usize);
@@ -110,7 +110,7 @@ impl Cut<'_> {
                     continue;
                 };
                 let whole = u64::from(self.run_of(&span)?.count) <= most;
-                // A range of n bytes that begins anywhere touches at most n / P + 2 pages, less one if n is a multiple of P.
+                // A range of n bytes at any offset touches at most n / P + 2 pages; one less if n is a multiple of P.
                 let rows = (most - 1).saturating_mul(page.bytes()) / span.row;
                 let tile = if whole { span.len } else { rows.max(1).saturating_mul(span.row) };
                 let mut from = 0;
@@ -124,13 +124,13 @@ impl Cut<'_> {
         Ok(units)
     }
 
-    /// A device's part of a span.
+    /// Returns one device's part of a span.
     fn part_of(&self, span: Span) -> Span {
         let (offset, end) = (span.offset / self.devices, (span.offset + span.len).div_ceil(self.devices));
         Span { offset, len: end - offset, row: (span.row / self.devices).max(1), ..span }
     }
 
-    /// The pages of a device's parts of these spans, span by span.
+    /// Returns the pages of one device's parts of these spans, span by span.
     pub(super) fn runs(&self, spans: &[Span]) -> Result<Vec<PageRun>> {
         spans.iter().map(|span| self.run_of(&self.part_of(*span))).collect()
     }

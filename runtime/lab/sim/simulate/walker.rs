@@ -1,4 +1,4 @@
-//! Somebody who uses pages one by one, beside the program on a device.
+//! Walkers: clients that use pages one by one, beside the program on a device.
 
 use super::device::Device;
 use super::{Event, Nanos, World, internal};
@@ -6,20 +6,20 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageId, RequestId};
 use crate::pager::{PageRun, Purpose, Submitted};
 
-/// Uses each of its pages once, then rests.
+/// A walker uses each of its pages once, then rests.
 #[derive(Debug)]
 pub(super) struct Walker {
     pages: Vec<PageId>,
     writes: bool,
     hold: Nanos,
-    /// What it hints at when it begins.
+    /// Pages that it hints at when it begins.
     hints: Vec<PageRun>,
-    /// The page it will use next; all of them when it rests.
+    /// Index of the page that it uses next; the number of pages when it rests.
     next: usize,
-    /// Between asking for a page and the end of its time with it.
+    /// Whether it has asked for a page and has not unpinned it yet.
     busy: bool,
     pub(super) request: Option<RequestId>,
-    /// What it has pinned.
+    /// The page that it has pinned.
     held: Option<PageId>,
 }
 
@@ -34,7 +34,7 @@ impl Walker {
     }
 }
 
-/// A page by itself.
+/// Returns a run of one page.
 const fn alone(page: PageId) -> PageRun {
     PageRun { segment: page.segment, first: page.index, count: 1 }
 }
@@ -44,7 +44,7 @@ impl Device {
         self.let_go_of(&[alone(page)], writes)
     }
 
-    /// A walker is gone, whatever it was about to do. What it hinted at, if there was such a walker.
+    /// Removes a walker, whatever it is doing. Returns its hints, or `None` if there is no such walker.
     pub(super) fn stop_walker(&mut self, key: usize) -> Result<Option<Vec<PageRun>>, String> {
         let Some(mut walker) = self.walkers.remove(&key) else { return Ok(None) };
         if let Some(id) = walker.request.take() {
@@ -58,7 +58,7 @@ impl Device {
 }
 
 impl World<'_> {
-    /// A walker that rests begins anew.
+    /// Starts a walker again if it rests.
     pub(super) fn walk_again(&mut self, at: usize, key: usize) -> Result<()> {
         let device = &mut self.devices[at];
         let Some(walker) = device.walkers.get_mut(&key).filter(|walker| walker.rests()) else { return Ok(()) };
@@ -69,7 +69,7 @@ impl World<'_> {
         self.walk(at, key)
     }
 
-    /// A walker asks for its next page.
+    /// Asks for the walker's next page.
     fn walk(&mut self, at: usize, key: usize) -> Result<()> {
         let device = &mut self.devices[at];
         let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
@@ -88,7 +88,7 @@ impl World<'_> {
         }
     }
 
-    /// A walker has its page, or will not get it.
+    /// Handles the answer to a walker: it has its page, or an error.
     pub(super) fn walker_answered(&mut self, at: usize, key: usize, granted: Result<()>) -> Result<()> {
         let device = &mut self.devices[at];
         let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
@@ -108,19 +108,19 @@ impl World<'_> {
         Ok(())
     }
 
-    /// One page of a device may always be had, but for these reasons.
+    /// Checks that this error may happen: one page of a device can always be pinned, except for these reasons.
     fn is_expected(&self, at: usize, error: &Error) -> Result<()> {
         let expected = match error.kind() {
             ErrorKind::Io => self.settings.fail_one_in.is_some(),
             ErrorKind::Device => self.devices[at].lost,
-            // A write back that failed too often.
+            // A write back failed too often.
             ErrorKind::Poisoned => self.done.failures > 0,
             _ => false,
         };
         if expected { Ok(()) } else { Err(internal(format!("a page cannot be had, for no reason: {error}"))) }
     }
 
-    /// A walker's time with its page is over.
+    /// Unpins a walker's page and goes on to the next.
     pub(super) fn walked(&mut self, at: usize, key: usize) -> Result<()> {
         let device = &mut self.devices[at];
         let Some(walker) = device.walkers.get_mut(&key) else { return Ok(()) };
