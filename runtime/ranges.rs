@@ -95,7 +95,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         /// What is handed out never overlaps, and all of it together is one range again at the end.
         #[test]
-        fn what_is_handed_out_is_disjoint(steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..200)) {
+        fn what_is_handed_out_is_disjoint(
+            steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..200)
+        ) {
             let arena = 1000..2000;
             let mut free = FreeRanges::default();
             free.give(1000, 1000, &arena);
