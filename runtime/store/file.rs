@@ -32,6 +32,9 @@ pub struct FileIdentity {
 }
 
 impl FileIdentity {
+    /// The identity of an open file now.
+    ///
+    /// # Errors
     /// The error of `fstat`.
     pub fn of(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
