@@ -56,8 +56,8 @@ const FRAMES_LEAST: u64 = 12;
 pub const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
 /// The smallest page that is chosen: below it, moving pages costs more than reading them.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
-/// The disk transfers a page within this time, or within its latency if that is longer: a fault waits at least that
-/// long. The latency is the same for every size, so it makes no page smaller: small reads cost most where it is long.
+/// The disk transfers a page within this time, or within its latency if that is longer: a fault waits at least for one
+/// page. The latency is the same for every size, so it makes no page smaller: small reads cost most where it is long.
 const PAGE_TIME: Duration = Duration::from_millis(20);
 /// The largest depth that is chosen: the disk then has all it needs.
 const DEPTH_MOST: u64 = 32;
@@ -181,7 +181,7 @@ impl Wanted {
         let allowed = at_most_frames(wished, budget, self.frames);
         if allowed.bytes() > wished.bytes() {
             let reason = format!(
-                "the kernel allows {} frames (vm.max_map_count): fewer than pages of {} in the device budget of {budget}",
+                "the kernel allows {} frames (vm.max_map_count): too few for a budget of {budget} in pages of {}",
                 self.frames,
                 Bytes::new(wished.bytes())
             );

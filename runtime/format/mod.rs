@@ -71,8 +71,9 @@ impl TensorHeader {
         self.offset.saturating_add(self.len)
     }
 
-    /// The largest power of two that divides the offset of its first byte. GGUF promises the file's alignment (32 as a
-    /// rule). Safetensors promises nothing: writers pad the header to 8, old ones not even that.
+    /// The alignment of its first byte, in bytes: the largest power of two that divides its offset. GGUF promises the
+    /// file's alignment (32 as a rule). Safetensors promises nothing: writers pad the header to 8, old ones not even
+    /// that.
     pub fn alignment(&self) -> u64 {
         1 << self.offset.trailing_zeros().min(62)
     }

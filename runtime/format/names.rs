@@ -110,7 +110,7 @@ fn expert_within(name: &str) -> (Option<Expert>, Option<usize>) {
                 };
             }
             ("experts", None) => return (Some(Expert::All), None),
-            // A norm before the experts are chosen belongs to none of them.
+            // A norm that is applied before the experts are chosen belongs to none of them.
             _ if word.ends_with("_exps") && !word.contains("norm") => return (Some(Expert::All), None),
             _ => {}
         }

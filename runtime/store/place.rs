@@ -122,7 +122,7 @@ fn first_on_a_disk<T>(
     let found = found.or_else(|| remote.into_iter().find_map(|file| take(Ok(file))));
     found.unwrap_or_else(|| {
         let remedy =
-            "name a folder on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); scratch_dir takes one in memory";
+            "name a folder on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); scratch_dir takes one in memory too";
         let refusals = refusals.join("; ");
         Err(if let Some(advice) = full {
             let message = format!("no folder for the scratch file has room: {refusals}");

@@ -136,8 +136,8 @@ impl DiskProfile {
     }
 
     /// The folder where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else
-    /// `~/.cache`). The files are called `disk-*.json` and are removed when they are a day old. This process keeps
-    /// measurements too.
+    /// `~/.cache`). The files are called `disk-*.json`; a later measurement removes those that are a day old. This
+    /// process keeps measurements too.
     ///
     /// Other work makes a disk slower, not faster. So of a day's measurements the fastest is used with which another
     /// agrees, or the newest if that is faster. It counts for ten minutes from the newest measurement on, or for as

@@ -4,7 +4,7 @@
 //!
 //! 1. Operations start in priority order, oldest first within a priority.
 //! 2. The store's threads have at most `total` operations started at once. At most `background` of these are not
-//!    demand: at the default depth a demand operation always finds room.
+//!    demand: with [`Depth::Ahead`], a demand operation always finds room.
 //! 3. For [`DEMAND_WINDOW`] after a demand operation was submitted, at most `beside_demand` bytes of others (or one
 //!    operation) are started at once. What the disk has cannot be taken back, so it must be little while somebody
 //!    waits. To raise an operation to demand does not open this window: it belongs to a stream that the disk limits,

@@ -356,6 +356,8 @@ struct Ring {
     complained: bool,
 }
 
+/// The table of registered files.
+///
 /// The kernel may look a slot up long after a call that names it was queued: at submission, or when one of its workers
 /// takes the call up. So a slot changes only while no operation names it. If a file is forgotten, its slot is emptied
 /// when the last such operation has ended.
