@@ -3,8 +3,8 @@
 //! Sizes and ids come from the formats' own sources:
 //! - ggml: the ids are `enum ggml_type` in `ggml/include/ggml.h`; the blocks are the structs of
 //!   `ggml/src/ggml-common.h` with the sizes its `static_assert`s fix, repeated in `GGML_QUANT_SIZES` of
-//!   `gguf-py/gguf/constants.py` (whose older versions give `Q8_1` 40 bytes; the struct has been 36 since its two scales
-//!   became half precision, and ggml reads files by the struct).
+//!   `gguf-py/gguf/constants.py`. Older versions of that file give `Q8_1` 40 bytes; the struct has 36 since its two
+//!   scales became half precision, and ggml reads files by the struct.
 //! - safetensors: `enum Dtype` and `Dtype::bitsize` in `safetensors/src/tensor.rs`.
 
 use std::fmt;
@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// ggml ids that once named a type and were withdrawn: the number, what it was, what to do about it.
+/// ggml ids that once named a type and were withdrawn: the id, and the name of the type.
 const REMOVED_GGML: &[(u32, &str)] = &[
     (4, "Q4_2"),
     (5, "Q4_3"),

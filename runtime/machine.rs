@@ -1,5 +1,5 @@
-//! What the machine gives: memory limits, mapping limits, huge pages, the processor. Everything is read from `/proc`
-//! and `/sys`; the parsers are pure functions of the text.
+//! Reads what the machine has and allows: memory limits, mapping limits, huge pages, the processor. Everything is read
+//! from `/proc` and `/sys`; the parsers are pure functions of the text.
 
 use std::fs;
 use std::hint::black_box;
@@ -26,9 +26,9 @@ pub enum LimitSource {
 pub struct MemoryLimit {
     /// The smallest limit that applies.
     pub limit: Bytes,
-    /// What counts against it now. In a control group that includes the page cache.
+    /// The bytes that count against it now. In a control group that includes the page cache.
     pub usage: Bytes,
-    /// Who sets it.
+    /// Where the limit comes from.
     pub source: LimitSource,
 }
 
@@ -55,7 +55,7 @@ impl MemoryLimit {
         Ok(least)
     }
 
-    /// What this process may still take.
+    /// The bytes that this process may still take.
     pub fn free(&self) -> Bytes {
         self.limit.saturating_sub(self.usage)
     }
@@ -98,7 +98,7 @@ fn cgroup_folders(groups: &str, mounts: &str) -> Vec<CgroupFolder> {
             _ => continue,
         };
         if let Some((root, mount)) = mounts.lines().find_map(|line| cgroup_mount(line, version)) {
-            // Inside a container the path may be the host's: then the mount's root is all there is to see.
+            // Inside a container the path may be the host's. Then only the mount's root can be seen.
             let inside = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
             let mount = PathBuf::from(mount);
             found.push(CgroupFolder { version, folder: mount.join(inside), mount });
@@ -133,7 +133,7 @@ fn kib_field(text: &str, name: &str) -> Option<Bytes> {
     kib.checked_mul(1024).map(Bytes::new)
 }
 
-/// The soft limit of a row of `/proc/self/limits`: outside `None` if there is no such row, inside if it is unlimited.
+/// The soft limit in a row of `/proc/self/limits`. The outer `None`: there is no such row. The inner `None`: unlimited.
 fn soft_limit(text: &str, name: &str) -> Option<Option<Bytes>> {
     let soft = text.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?;
     if soft == "unlimited" { Some(None) } else { soft.parse().ok().map(|n| Some(Bytes::new(n))) }
@@ -168,23 +168,23 @@ fn cpu_features(cpuinfo: &str) -> Vec<String> {
     list.unwrap_or_default().split_whitespace().map(str::to_owned).collect()
 }
 
-/// What this process holds.
+/// How much memory this process holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// Resident now.
+    /// Bytes that are resident now.
     pub resident: Bytes,
-    /// The most that ever was resident.
+    /// The most bytes that were ever resident.
     pub peak: Bytes,
     /// Of the resident bytes, those of anonymous memory.
     pub anonymous: Bytes,
     /// Of the resident bytes, those of files.
     pub file: Bytes,
-    /// Locked in memory.
+    /// Bytes that are locked in memory.
     pub locked: Bytes,
 }
 
 impl ProcessMemory {
-    /// What this process holds now.
+    /// The memory that this process holds now.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] or [`ErrorKind::NotFound`] if `/proc/self/status` cannot be read.
@@ -204,16 +204,16 @@ impl ProcessMemory {
     }
 }
 
-/// The machine and what it lets this process do.
+/// The machine, and what it allows this process.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// `"6.18.44"`.
     pub kernel: String,
     /// Processors this process may run on.
     pub cpus: usize,
-    /// What they can do, as `/proc/cpuinfo` names it.
+    /// The features of these processors, as `/proc/cpuinfo` names them.
     pub cpu_features: Vec<String>,
-    /// Memory this process may use.
+    /// How much memory this process may use.
     pub memory: MemoryLimit,
     /// Bytes it may lock without CAP_IPC_LOCK; `None` if unlimited.
     pub lockable: Option<Bytes>,
@@ -244,7 +244,7 @@ impl Machine {
     }
 }
 
-/// How many mappings a kernel allows a process, unless it is told otherwise.
+/// How many mappings a kernel allows a process by default.
 pub const MAX_MAP_COUNT: u64 = 65_530;
 
 /// How many mappings a process may have.
@@ -259,7 +259,7 @@ pub fn max_map_count() -> Result<u64> {
 /// The node of the machine's memory that is nearest to a PCI device (`0000:3b:00.0`), if the kernel knows.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "asked of GPUs only"))]
 pub(crate) fn numa_node_of(pci: &str) -> Option<u32> {
-    // -1 where it does not.
+    // The file says -1 where the kernel does not know.
     fs::read_to_string(Path::new("/sys/bus/pci/devices").join(pci).join("numa_node")).ok()?.trim().parse().ok()
 }
 

@@ -1,10 +1,10 @@
-//! Free ranges, of addresses or of slots of a file: handed out where they fit best, and joined again. Any step takes time
-//! that grows with the logarithm of their number, and to ask how much is free takes none.
+//! Free ranges of addresses or of slots of a file: handed out where they fit best, and joined again. A step takes time
+//! that grows with the logarithm of the number of ranges. The sum of what is free is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Ranges that nobody has, no two of which touch within one arena.
+/// Free ranges. No two of them touch within one arena.
 #[derive(Debug, Default)]
 pub(crate) struct FreeRanges {
     by_start: BTreeMap<u64, u64>,
@@ -39,7 +39,7 @@ impl FreeRanges {
         }
     }
 
-    /// Takes out the range that starts there, if there is one.
+    /// Takes out the range that starts at `start`, if there is one, and returns its length.
     pub(crate) fn remove(&mut self, start: u64) -> Option<u64> {
         let len = self.by_start.remove(&start)?;
         self.by_len.remove(&(len, start));
@@ -47,7 +47,7 @@ impl FreeRanges {
         Some(len)
     }
 
-    /// The start of a range of `len`, which is then no longer free: of the smallest that hold it, the first.
+    /// Takes a range of `len` from the first of the smallest free ranges that hold it, and returns its start.
     pub(crate) fn take(&mut self, len: u64) -> Option<u64> {
         let &(found, start) = self.by_len.range((len, 0)..).next()?;
         self.remove(start);
@@ -55,7 +55,7 @@ impl FreeRanges {
         Some(start)
     }
 
-    /// A range of `arena` is free again, and one with what is free beside it there. Returns all of it.
+    /// Frees a range of `arena` and joins it with its free neighbours there. Returns the joined range.
     pub(crate) fn give(&mut self, start: u64, len: u64, arena: &Range<u64>) -> Range<u64> {
         let (mut first, mut end) = (start, start + len);
         let before = self.by_start.range(..first).next_back().map(|(start, len)| (*start, start + len));
@@ -93,9 +93,11 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
-        /// What is handed out never overlaps, and all of it together is one range again at the end.
+        /// Ranges that are handed out never overlap. In the end all of them are one free range again.
         #[test]
-        fn what_is_handed_out_is_disjoint(steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..200)) {
+        fn what_is_handed_out_is_disjoint(
+            steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..200)
+        ) {
             let arena = 1000..2000;
             let mut free = FreeRanges::default();
             free.give(1000, 1000, &arena);

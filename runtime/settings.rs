@@ -1,5 +1,5 @@
-//! The settings that nobody made: page size, lookahead, depth and step, from what the disk needs, what the model has, and
-//! what memory there is. Each comes with its reason.
+//! Chooses the settings that nobody made: page size, lookahead, depth and step. They follow from what the disk needs,
+//! what the model has, and what memory there is. Each comes with its reason.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::store::DiskProfile;
 pub struct Chosen<T> {
     /// The setting.
     pub value: T,
-    /// Why. Written once, and shared by all who are told.
+    /// Why it was chosen. Clones share the text.
     #[serde(serialize_with = "as_text")]
     pub reason: Arc<str>,
 }
@@ -31,8 +31,8 @@ impl<T: fmt::Display> fmt::Display for Chosen<T> {
     }
 }
 
-/// How a runtime is set, and why. What was asked for is taken as it is; the rest follows from the disk, the model and the
-/// device budget.
+/// A runtime's settings, and why. What was asked for is taken as it is; the rest follows from the disk, the model and
+/// the device budget.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Settings {
@@ -40,86 +40,89 @@ pub struct Settings {
     pub page_size: Chosen<PageSize>,
     /// How far ahead of use fills start.
     pub lookahead: Chosen<Bytes>,
-    /// Reads and writes that nobody waits for yet which the disk is given at once.
+    /// How many reads and writes that nobody waits for the disk is given at once.
     pub depth: Chosen<u32>,
-    /// How much is best pinned and computed with at a time, by a program that walks over tensors larger than that.
+    /// How many bytes are best pinned and computed with at a time, by a program that walks over tensors larger than
+    /// that.
     pub step: Chosen<Bytes>,
-    /// What the disk needs, if it was measured: the one of the [model](crate::RuntimeBuilder::for_model) that was named.
+    /// What the disk of the named [model](crate::RuntimeBuilder::for_model) needs, if it was measured.
     pub disk: Option<DiskProfile>,
 }
 
-/// Frames that a tier has at least, where pages can be chosen so: below that, one page less is a large part of the budget.
+/// Pages are chosen so that a tier has at least this many frames, where possible: with fewer, one page is a large part
+/// of the budget.
 const FRAMES_LEAST: u64 = 12;
-/// What holds as many pages of the usual size.
+/// The smallest budget that holds this many pages of the usual size.
 pub const HUGE_PAGES_LEAST: Bytes = Bytes::new(FRAMES_LEAST * PageSize::DEFAULT.bytes());
 /// The smallest page that is chosen: below it, moving pages costs more than reading them.
 const PAGE_LEAST: Bytes = Bytes::kib(64);
-/// A page's bytes take the disk no longer than this, or than it takes the disk to begin: so long does a fault wait at least. The
-/// beginning is the same for every size, so it makes no page smaller: small reads cost most where it takes long.
+/// The disk transfers a page within this time, or within its latency if that is longer: a fault waits at least for one
+/// page. The latency is the same for every size, so it makes no page smaller: small reads cost most where it is long.
 const PAGE_TIME: Duration = Duration::from_millis(20);
-/// Reads in flight with which the disk can have all it needs.
+/// The largest depth that is chosen: the disk then has all it needs.
 const DEPTH_MOST: u64 = 32;
-/// What is in flight at least in any case.
+/// The smallest depth that is chosen.
 const DEPTH_LEAST: u64 = 8;
-/// What is kept in flight, of a disk's rate, for so long: no disk and no system is so even that less would do. Twice what the
-/// disk needs at its best is in flight in any case, by measurement, and by its rate and what it takes to begin.
+/// At least what the disk reads in this time is kept in flight: no disk and no system is so steady that less would do.
+/// In any case twice what the disk needs at its best is in flight, both by measurement and by its rate and latency.
 const IN_FLIGHT_TIME: Duration = Duration::from_millis(8);
-/// More is never in flight: the most reads there can be, of huge pages.
+/// The most bytes that are kept in flight: the largest depth, of huge pages.
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
-/// The same of a disk of which nothing is known: a drive of 2 GB/s.
+/// The bytes kept in flight for an unknown disk: for a drive of 2 GB/s.
 pub(crate) const IN_FLIGHT: Bytes = Bytes::mib(16);
-/// What each missing page takes of the processor, whatever its size: measured, in 0022.
+/// Processor time that each missing page takes, whatever its size: measured
+/// (`docs/decisions/0022-settings-by-the-disk.md`).
 const FAULT_TIME: Duration = Duration::from_micros(40);
-/// A disk of which nothing is known.
+/// Assumed of an unknown disk.
 const USUAL: DiskProfile = DiskProfile::new(Bytes::new(2_000_000_000), IN_FLIGHT);
-/// A step's size: large enough that waking the threads that compute costs little beside it, small enough that the next step's
-/// bytes arrive while this one is computed.
+/// Bytes of a step: large enough that waking the threads that compute costs little beside it, small enough that the
+/// next step's bytes arrive while this one is computed.
 const STEP: Bytes = Bytes::mib(8);
 /// A step is at most this part of the device budget, so that there is room to stream.
 const STEP_SHARE: u64 = 32;
 
-/// What is chosen from.
+/// The inputs of the choice.
 #[derive(Clone, Debug)]
 pub(crate) struct Wanted {
-    /// What was asked for.
+    /// The page size that was asked for.
     pub page_size: Option<PageSize>,
     pub lookahead: Lookahead,
-    /// Where it was asked for.
+    /// The depth that was asked for.
     pub depth: Option<u32>,
-    /// Of a device in this machine's memory, its budget; else why it is not known.
+    /// The budget of a device in this machine's memory, or why it is not known.
     pub budget: std::result::Result<Bytes, &'static str>,
     /// Whether a model was named.
     pub model: bool,
-    /// Of a model with experts, the part of a tensor that one of them has.
+    /// For a model with experts: the bytes that one expert has of a tensor.
     pub piece: Option<Bytes>,
-    /// Frames that the kernel allows a device in this machine's memory.
+    /// How many frames the kernel allows a device in this machine's memory.
     pub frames: u64,
     pub disk: Option<DiskProfile>,
     /// Why the disk is not known, if it should be.
     pub unknown: Option<Arc<str>>,
 }
 
-/// What a disk reads in so long.
+/// The bytes that a disk reads in `time`.
 fn read_within(disk: &DiskProfile, time: Duration) -> u64 {
     let bytes = u128::from(disk.bytes_per_second.get()).saturating_mul(time.as_micros()) / 1_000_000;
     u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
-/// The power of two that is not above `bytes`.
+/// The largest power of two that is not above `bytes`; 1 for 0.
 fn power_below(bytes: u64) -> u64 {
     1 << bytes.max(1).ilog2()
 }
 
-/// Seconds that an expert's part of a tensor takes, which begins anywhere in a page: each page has its bytes, with
-/// [`DEPTH_MOST`] reads at once its share of what the disk takes to begin, and what it takes of the processor.
+/// Seconds to bring in an expert's part of a tensor, which begins anywhere in a page. Each page takes its bytes at the
+/// disk's rate, its share of the latency with [`DEPTH_MOST`] reads at once, and [`FAULT_TIME`].
 fn expert_time(piece: Bytes, page: u64, disk: &DiskProfile) -> f64 {
     let pages = 1.0 + piece.get() as f64 / page as f64;
     let bytes = page as f64 / disk.bytes_per_second.get().max(1) as f64;
     pages * (bytes + disk.latency.as_secs_f64() / DEPTH_MOST as f64 + FAULT_TIME.as_secs_f64())
 }
 
-/// The page with which an expert's part of a tensor takes least: larger ones bring in more that nobody asked for, smaller ones
-/// are more pages.
+/// The page with which an expert's part of a tensor takes least time: larger pages bring in more that nobody asked for,
+/// smaller ones are more pages.
 fn expert_page(piece: Bytes, disk: Option<DiskProfile>) -> u64 {
     let disk = disk.unwrap_or(USUAL);
     let sizes = (PAGE_LEAST.get().ilog2()..=PageSize::DEFAULT.bytes().ilog2()).map(|power| 1 << power);
@@ -127,17 +130,18 @@ fn expert_page(piece: Bytes, disk: Option<DiskProfile>) -> u64 {
     sizes.min_by(|one, other| time(one).total_cmp(&time(other))).unwrap_or(PageSize::DEFAULT.bytes())
 }
 
-/// The largest page of which a device budget in this machine's memory holds as many as there have to be: no larger than a huge
-/// page, nor than is best for `piece`, what is used by itself of a model with experts. Where that would come to more than
-/// `frames` frames, as many as the kernel allows, it is larger, whatever else it should be: smaller ones could not be had at all.
+/// The page for a device budget in this machine's memory: the largest of which the budget holds 12. It is no larger
+/// than a huge page, nor than is best for `piece`, the bytes that one expert has of a tensor. Where that would come to
+/// more than `frames` frames, the most that the kernel allows, the page is larger in spite of these limits: smaller
+/// ones could not be had at all.
 pub fn page_within(budget: Bytes, piece: Option<Bytes>, disk: Option<DiskProfile>, frames: u64) -> PageSize {
     let best = piece.map_or(u64::MAX, |piece| expert_page(piece, disk));
     let size = power_below(budget.get() / FRAMES_LEAST).min(best).clamp(PAGE_LEAST.get(), PageSize::DEFAULT.bytes());
     at_most_frames(PageSize::new(Bytes::new(size)).unwrap_or(PageSize::DEFAULT), budget, frames)
 }
 
-/// `page`, or the smallest above of which `budget` holds no more than `frames`. Where that would leave too few of them, `page`:
-/// the device then says what is wanting.
+/// `page`, or the smallest larger page of which `budget` holds no more than `frames`. If the budget would hold fewer
+/// than [`FRAMES_LEAST`] of that, `page`: the device then says what is missing.
 fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
     let larger = (0..).map_while(|doubled| PageSize::new(Bytes::new(page.bytes().checked_shl(doubled)?)).ok());
     let allowed = larger.into_iter().find(|page| budget.get() / page.bytes() <= frames);
@@ -145,7 +149,7 @@ fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
 }
 
 impl Wanted {
-    /// What is to be in flight for the disk's full rate.
+    /// The bytes to keep in flight for the disk's full rate.
     fn in_flight(&self) -> Bytes {
         self.disk.map_or(IN_FLIGHT, |disk| {
             let needed = disk.in_flight.get().max(read_within(&disk, disk.latency));
@@ -154,7 +158,7 @@ impl Wanted {
         })
     }
 
-    /// The size of pages.
+    /// Chooses the page size.
     pub fn page_size(&self) -> Chosen<PageSize> {
         let chosen = |value, reason: String| Chosen { value, reason: reason.into() };
         if let Some(asked) = self.page_size {
@@ -177,7 +181,7 @@ impl Wanted {
         let allowed = at_most_frames(wished, budget, self.frames);
         if allowed.bytes() > wished.bytes() {
             let reason = format!(
-                "the kernel allows {} frames (vm.max_map_count); of {} the device budget of {budget} has more",
+                "the kernel allows {} frames (vm.max_map_count): too few for a budget of {budget} in pages of {}",
                 self.frames,
                 Bytes::new(wished.bytes())
             );
@@ -189,16 +193,17 @@ impl Wanted {
         if let Some(piece) = self.piece
             && fits.bytes() < page_within(budget, None, None, u64::MAX).bytes()
         {
-            let part = "larger ones would bring in more of what lies beside it, and smaller ones be more pages";
+            let part = "larger pages bring in more of what lies beside it, and smaller ones are more pages to read";
             return chosen(fits, format!("one expert's part of a tensor is {piece}: {part}"));
         }
         if fits == usual {
             return chosen(usual, format!("a huge page, of which the device budget holds {FRAMES_LEAST}"));
         }
-        chosen(fits, format!("the device budget of {budget} holds {FRAMES_LEAST} of no larger ones"))
+        chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
     }
 
-    /// The rest, for a device tier of `frames` pages of this size; where they are not known, of as many as there have to be.
+    /// Chooses the other settings, for a device tier of `frames` pages of this size. If `frames` is not known, the tier
+    /// is taken to have enough.
     pub fn settings(&self, page_size: Chosen<PageSize>, frames: Option<u32>) -> Settings {
         let page = page_size.value;
         let tier = frames.map_or("the device budget, which is not known yet".to_owned(), |n| format!("{n} frames"));
@@ -230,7 +235,7 @@ impl Wanted {
         let share = (u64::from(frames) / STEP_SHARE).min(page.pages_for(STEP.get())).max(2.min(frames.into()));
         let step = Chosen {
             value: bytes(share as u32),
-            reason: format!("{STEP}, but no more than 1/{STEP_SHARE} of the device budget, or two pages of it").into(),
+            reason: format!("{STEP}, but at most 1/{STEP_SHARE} of the device budget, and at least two pages").into(),
         };
         Settings { page_size, lookahead, depth, step, disk: self.disk }
     }
@@ -285,7 +290,7 @@ mod tests {
         assert_eq!(page(Bytes::gib(1), Some(unheard_of)), Bytes::mib(2));
     }
 
-    /// Whatever a page should be otherwise: no smaller than the kernel lets frames be.
+    /// A page is never smaller than the kernel's limit on frames allows, whatever else it should be.
     #[test]
     fn regression_a_chosen_page_is_no_smaller_than_mappings_allow() {
         let frames = HostDevice::frames_allowed(MAX_MAP_COUNT);
@@ -303,7 +308,7 @@ mod tests {
         assert_eq!(above.value.bytes(), 512 << 10);
         assert!(above.reason.contains("vm.max_map_count") && above.reason.contains("256.0 KiB"), "{above:?}");
         assert_eq!(of(18_575_400_000, piece, Some(DISK)).value.bytes(), 1 << 20);
-        // What a slow disk would have smaller, and budgets above what huge pages come to.
+        // A slow disk, which would have smaller pages; and budgets above what huge pages come to.
         let slow = DiskProfile::new(Bytes::mib(25), Bytes::mib(1));
         for budget in [1 << 20, 8 << 30, 16 << 30, 32 << 30, 63 << 30, 64 << 30, 1 << 40, 5 << 40] {
             for piece in [1, 3_584, piece, 14 << 20, u64::MAX] {
@@ -314,14 +319,14 @@ mod tests {
             }
         }
         assert_eq!(of(64 << 30, u64::MAX, None).value.bytes(), 4 << 20);
-        // Where no size would do, the device has to say so.
+        // Where no size would do, the device says so.
         let crowded = Wanted { frames: 3, ..wanted(Bytes::gib(1), None) };
         assert_eq!(crowded.page_size().value, PageSize::DEFAULT);
         assert_eq!(page_within(Bytes::new(u64::MAX), None, None, 0), PageSize::DEFAULT);
     }
 
-    /// Parts of experts of 4.5 bits a weight, and disks, in MB/s and microseconds to begin. A part that begins anywhere takes
-    /// its bytes and a page's more.
+    /// Parts of experts of 4.5 bits a weight, and disks, in MB/s and microseconds to begin. Bringing in a part that
+    /// begins anywhere takes its bytes and one page more.
     #[test]
     fn regression_an_experts_part_brings_in_little_beside_it() {
         let quick = [(2_000, 150), (500, 200)];
@@ -346,8 +351,8 @@ mod tests {
         }
     }
 
-    /// Small parts of experts on a disk that takes long to begin: it has as much in flight as it needs, or the next larger
-    /// page would bring in more than it is quicker.
+    /// Small parts of experts on a disk that takes long to begin. Either the disk has as much in flight as it needs, or
+    /// the next larger page would bring in more than it gains.
     #[test]
     fn regression_pages_of_small_experts_keep_a_far_disk_busy() {
         let (rate, latency) = (1_000_000_000, 5_000);
@@ -368,7 +373,7 @@ mod tests {
         assert!(experts(page) > experts(page / 2) && experts(page) > experts(2 * page), "{page}");
     }
 
-    /// Whoever pins a step is not refused.
+    /// A step can be pinned.
     #[test]
     fn regression_a_step_is_within_the_budget() {
         let wanted = wanted(Bytes::mib(2), None);
@@ -377,14 +382,15 @@ mod tests {
             let step = wanted.settings(page(), Some(frames)).step.value;
             assert_eq!(step.get(), pages * PageSize::DEFAULT.bytes(), "{frames}");
         }
-        // Where nobody knows how many there will be.
+        // The number of frames is not known.
         let unknown = wanted.settings(page(), None);
         assert_eq!((unknown.step.value, unknown.lookahead.value), (STEP, Bytes::mib(32)));
         assert!(unknown.lookahead.reason.contains("not known"), "{unknown:?}");
     }
 
-    /// A disk that takes long to begin is not slow: a page's bytes count, not the way to them. Each line is a disk: MB/s,
-    /// microseconds to begin, MiB in flight by measurement; then the page, reads at once, and MiB ahead.
+    /// A disk that takes long to begin is not slow: the bytes of a page count, not the time to begin. Each line is a
+    /// disk: MB/s, microseconds to begin, MiB in flight by measurement; then the page in KiB, reads at once, and MiB
+    /// ahead.
     #[test]
     fn regression_pages_and_reads_of_disks_that_take_long_to_begin() {
         for (rate, latency, in_flight, page, depth, ahead) in [
@@ -416,7 +422,7 @@ mod tests {
             let found =
                 (settings.page_size.value.bytes() >> 10, settings.depth.value, settings.lookahead.value.get() >> 20);
             assert_eq!(found, (page, depth, ahead), "{disk:?}");
-            // What a page alone comes to is at least half of what a huge page would.
+            // A page read alone comes to at least half of a huge page's rate.
             let alone = |bytes: f64| bytes / (latency as f64 / 1e6 + bytes / (rate as f64 * 1e6));
             let share = alone(settings.page_size.value.bytes() as f64) / alone(PageSize::DEFAULT.bytes() as f64);
             assert!(share > 0.9 || rate <= 20 && share > 0.5, "{disk:?}: {share}");
@@ -441,7 +447,7 @@ mod tests {
         assert_eq!((settings.page_size.value, settings.depth.value), (asked, 3));
         assert_eq!(settings.lookahead.value, Bytes::ZERO);
         assert_eq!(&*settings.page_size.reason, "asked for");
-        // Without a model pages are as they always are.
+        // Without a model, pages have the usual size.
         let none = Wanted { page_size: None, model: false, ..wanted };
         assert_eq!(none.page_size().value, PageSize::DEFAULT);
     }

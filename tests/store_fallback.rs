@@ -130,7 +130,7 @@ fn io_uring_that_is_refused_is_replaced_by_threads() {
             // What was chosen by name is not replaced.
             let error = open(IoBackend::IoUring, file.dir.path()).unwrap_err();
             assert!(matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::OutOfMemory), "{error}");
-            assert!(error.advice().is_some_and(|advice| advice.contains("--io threads")), "{error}");
+            assert!(error.advice().is_some_and(|advice| advice.contains("I/O backend `threads`")), "{error}");
         });
     }
 }
@@ -199,7 +199,7 @@ fn without_o_direct_files_go_through_the_page_cache() {
             };
             let error = runtime.open_model(&file.path).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert!(error.advice().is_some_and(|advice| advice.contains("--io buffered")), "{error}");
+            assert!(error.advice().is_some_and(|advice| advice.contains("I/O backend `buffered`")), "{error}");
             runtime.close().unwrap();
         }
         let runtime = open(IoBackend::Buffered, file.dir.path()).unwrap();

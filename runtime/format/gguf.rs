@@ -3,16 +3,15 @@
 //! The format is specified in `docs/gguf.md` of the ggml repository and implemented in `ggml/src/gguf.cpp`. A file is
 //! magic, version, counts, key-values, tensor infos, padding to the alignment, data.
 //!
-//! What is held to be true of every header that parses:
+//! Invariants of every header that parses:
 //! 1. Keys are unique; so are tensor names. Keys, names and string values are UTF-8.
 //! 2. Every tensor lies wholly inside the file, starts at a multiple of the alignment, and takes exactly the bytes that
 //!    its type and shape say.
-//! 3. Two tensors either share no byte or are *tied*: they have exactly the same range. ggml's own writer never ties,
-//!    but nothing in the format forbids it, and a page is happy to serve both. A partial overlap is always damage.
+//! 3. Two tensors either share no byte or are *tied*: they have exactly the same range. ggml's own writer never ties
+//!    tensors, but the format allows it, and their pages serve both. A partial overlap is always damage.
 //!
-//! Nothing in the file is trusted: a count or a length never causes an allocation larger than the bytes that are there
-//! to back it, nesting is limited to [`MAX_ARRAY_DEPTH`], a header to [`MAX_HEADER_BYTES`], and all arithmetic is
-//! checked.
+//! Nothing in the file is trusted. No count or length causes an allocation larger than the bytes that are there to back
+//! it. Nesting is limited to [`MAX_ARRAY_DEPTH`], a header to [`MAX_HEADER_BYTES`], and all arithmetic is checked.
 
 use std::fmt;
 use std::ops::Range;
@@ -37,7 +36,7 @@ pub const MAX_ARRAY_DEPTH: u32 = 4;
 pub const MAX_DIMS: u32 = 4;
 /// Longest key or tensor name, in bytes; the specification's limit for keys.
 pub const MAX_NAME_BYTES: u64 = 65_535;
-/// What tensor data is aligned to unless `general.alignment` says otherwise, in bytes.
+/// The alignment of tensor data unless `general.alignment` says otherwise, in bytes.
 pub const DEFAULT_ALIGNMENT: u32 = 32;
 
 /// A parsed GGUF header.
@@ -46,7 +45,8 @@ pub const DEFAULT_ALIGNMENT: u32 = 32;
 pub struct Gguf {
     /// Format version: 2 or 3.
     pub version: u32,
-    /// What every tensor's offset is a multiple of, counted from [`data_offset`](Self::data_offset), in bytes.
+    /// The alignment in bytes: every tensor's offset, counted from [`data_offset`](Self::data_offset), is a multiple of
+    /// it.
     pub alignment: u32,
     /// Where tensor data starts, in bytes from the start of the file.
     pub data_offset: u64,
@@ -80,7 +80,7 @@ const TENSOR_INFO_BYTES: u64 = 24;
 
 /// Why a scan stopped early.
 enum Stop {
-    /// The bytes end before this offset, which the header reaches.
+    /// The header reaches this offset, and the bytes end before it.
     NeedMore(u64),
     Bad(Error),
 }
@@ -111,8 +111,8 @@ impl Stop {
     }
 }
 
-/// Scans a header whose bytes come in pieces, always from the start of the file. Where they end it stays in front of what
-/// they cut off, so that no byte is scanned twice.
+/// Scans a header from ever longer prefixes of the file. It stops in front of the part that a prefix cuts off, so no
+/// byte is scanned twice.
 #[derive(Default)]
 pub(super) struct Scanner {
     /// Everything before is scanned.
@@ -120,7 +120,7 @@ pub(super) struct Scanner {
     head: Option<Head>,
     open: Option<OpenKey>,
     entries: Vec<Entry>,
-    /// Once all keys are there.
+    /// Known once all keys are scanned.
     alignment: Option<u32>,
     values_end: usize,
     tensors: Vec<TensorHeader>,
@@ -139,13 +139,13 @@ struct OpenKey {
     at: usize,
     kind: ValueType,
     start: usize,
-    /// What is to come: values of one type in a row, those of the innermost array last.
+    /// What is still to be scanned: each entry is a type and how many values of it, the innermost array last.
     rest: Vec<(ValueType, u64)>,
 }
 
 impl Scanner {
-    /// Goes on with `prefix`, the first bytes of the file and at least as many as before. `None` if the whole header is
-    /// there, else how many bytes it has at least.
+    /// Goes on with `prefix`, the first bytes of the file and at least as many as before. `None` if it holds the whole
+    /// header, else the fewest bytes that the header can have.
     pub(super) fn scan(&mut self, prefix: &[u8], file_len: u64) -> Result<Option<u64>> {
         match self.resume(prefix, file_len) {
             Ok(()) => Ok(None),
@@ -154,7 +154,7 @@ impl Scanner {
         }
     }
 
-    /// The header, of which `buffer` has at least the key-values. Its strings are not copied.
+    /// Makes the header. `buffer` holds at least the key-values; its strings are not copied.
     pub(super) fn finish(mut self, mut buffer: Vec<u8>, file_len: u64) -> Result<Gguf> {
         let (Some(head), Some(alignment)) = (self.head, self.alignment) else {
             return Err(Error::new(crate::ErrorKind::Internal, "a GGUF header that was not scanned to its end"));
@@ -189,23 +189,24 @@ impl Scanner {
         }
     }
 
-    /// Fewest bytes of what comes behind the value, the key or the tensor info that is cut off.
+    /// Fewest bytes behind the value, the key or the tensor info that is cut off.
     fn to_come(&self) -> u64 {
         let Some(head) = self.head else { return 0 };
-        // What is cut off is one of each count.
+        // The count includes the one that is cut off.
         let behind = |count: u64, bytes: u64| count.saturating_sub(1).saturating_mul(bytes);
         let tensors_left = head.tensor_count - self.tensors.len() as u64;
         if self.alignment.is_some() {
             return behind(tensors_left, TENSOR_INFO_BYTES);
         }
-        // Of values of fixed size all are taken at once.
+        // Values of fixed size are scanned all at once: none of them is left behind.
         let values = self.open.iter().flat_map(|open| &open.rest).filter(|(kind, _)| kind.fixed_bytes().is_none());
         let values = values.fold(0u64, |sum, (kind, count)| sum.saturating_add(behind(*count, kind.least_bytes())));
         let keys = behind(head.kv_count - self.entries.len() as u64, KEY_VALUE_BYTES);
         values.saturating_add(keys).saturating_add(tensors_left.saturating_mul(TENSOR_INFO_BYTES))
     }
 
-    /// Scans the next part; `false` if there is none. Where the bytes do not suffice nothing has changed but `r`.
+    /// Scans the next part; `false` if there is none. Where the bytes do not suffice, only the part of a value that was
+    /// scanned is kept.
     fn step(&mut self, r: &mut Reader<'_>) -> Result<bool, Stop> {
         let Some(head) = self.head else {
             self.head = Some(scan_head(r)?);
@@ -220,7 +221,7 @@ impl Scanner {
                 Stop::Bad(e) => Stop::Bad(named(open, e)),
                 more => more,
             });
-            // What was scanned of a value is done, also where the rest is missing.
+            // The scanned part of a value is kept, also where the rest is missing.
             r.pos = value.pos;
             self.pos = value.pos;
             more?;
@@ -242,7 +243,7 @@ impl Scanner {
             sort_entries(r.bytes, &mut self.entries)?;
             self.alignment = Some(find_alignment(r.bytes, &self.entries)?);
             self.values_end = r.pos;
-            // The count is not trusted: room is made for as many as there can be.
+            // The count is not trusted: memory is reserved for no more tensors than the bytes can hold.
             let fit = r.remaining() / TENSOR_INFO_BYTES as usize + 1;
             self.tensors.reserve(usize::try_from(head.tensor_count).unwrap_or(fit).min(fit));
             return Ok(true);
@@ -283,7 +284,7 @@ fn scan_head(r: &mut Reader<'_>) -> Result<Head, Stop> {
     Ok(Head { version, tensor_count, kv_count })
 }
 
-/// Checks values at the cursor, which moves behind each, until there are no more to come.
+/// Checks the values of `rest` at the cursor, and moves the cursor behind each.
 fn scan_values(r: &mut Reader<'_>, rest: &mut Vec<(ValueType, u64)>) -> Result<(), Stop> {
     loop {
         let depth = rest.len().saturating_sub(1) as u32;
@@ -456,7 +457,7 @@ impl Metadata {
         self.entries.is_empty()
     }
 
-    /// Every key with its value, by key.
+    /// Every key with its value, sorted by key.
     pub fn iter(&self) -> impl Iterator<Item = (&str, Value<'_>)> {
         self.entries.iter().map(|e| (text(slice(&self.buffer, &e.key)), value_at(&self.buffer, e)))
     }
@@ -615,7 +616,7 @@ impl ValueType {
         Self::BY_ID.get(id as usize).copied()
     }
 
-    /// Bytes a value takes; `None` for strings and arrays, which say it themselves.
+    /// Bytes a value takes; `None` for strings and arrays, which store their own length.
     const fn fixed_bytes(self) -> Option<u64> {
         match self {
             Self::U8 | Self::I8 | Self::Bool => Some(1),
@@ -714,7 +715,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// It as an integer, if it is one and fits.
+    /// The value as an integer, if it is one and fits.
     pub fn as_u64(self) -> Option<u64> {
         match self {
             Self::U64(n) => Some(n),
@@ -722,7 +723,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// It as an integer, if it is one and fits.
+    /// The value as an integer, if it is one and fits.
     pub fn as_i64(self) -> Option<i64> {
         Some(match self {
             Self::U8(n) => n.into(),
@@ -737,7 +738,7 @@ impl<'a> Value<'a> {
         })
     }
 
-    /// It as a float, if it is one.
+    /// The value as a float, if it is one.
     pub fn as_f64(self) -> Option<f64> {
         match self {
             Self::F32(x) => Some(x.into()),
@@ -746,7 +747,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// It as a string, if it is one.
+    /// The value as a string, if it is one.
     pub fn as_str(self) -> Option<&'a str> {
         match self {
             Self::Str(s) => Some(s),
@@ -826,7 +827,7 @@ fn lookup<'a>(bytes: &'a [u8], entries: &[Entry], key: &str) -> Option<Value<'a>
     entries.get(at).map(|e| value_at(bytes, e))
 }
 
-/// The value of an entry, which was checked when the header was parsed; a long array is not walked again.
+/// The value of an entry. It was checked when the header was parsed, so a long array is not walked again.
 fn value_at<'a>(bytes: &'a [u8], entry: &Entry) -> Value<'a> {
     let mut r = Reader { bytes: slice(bytes, &entry.value), pos: 0 };
     let value = if entry.kind == ValueType::Array {
@@ -921,7 +922,7 @@ impl<'a> Reader<'a> {
         Ok((element, self.u64()?))
     }
 
-    /// The value at the cursor, which moves behind it.
+    /// Reads the value at the cursor, and moves behind it.
     fn value(&mut self, kind: ValueType) -> Result<Value<'a>, Stop> {
         Ok(match kind {
             ValueType::U8 => Value::U8(u8::from_le_bytes(self.array()?)),
@@ -1003,7 +1004,7 @@ mod tests {
         out
     }
 
-    /// Bytes come one at a time; what is asked for is never beyond the header, and always more than there is.
+    /// Wherever a prefix ends, the scanner asks for more bytes than it has, and never for more than the header has.
     #[test]
     fn a_header_in_pieces_is_the_header_and_never_more_is_wanted() {
         let header = header();

@@ -1,12 +1,12 @@
-//! Model files: headers only, in place.
+//! Reads the headers of model files. The data stays in place.
 //!
-//! [`open`] reads the headers of a model and says where each tensor's bytes are; nobody copies or rewrites a model. The
-//! bytes themselves are read by the store, page by page. The parsers behind it, [`gguf::parse`], [`safetensors::parse`]
-//! and [`safetensors::parse_index`], take `&[u8]`, trust nothing, and never panic.
+//! [`open`] reads the headers of a model and says where each tensor's bytes are. No model is copied or rewritten: the
+//! store reads the bytes themselves, page by page. The parsers behind it, [`gguf::parse`], [`safetensors::parse`] and
+//! [`safetensors::parse_index`], take `&[u8]`, trust nothing, and never panic.
 //!
-//! What is held to be true of every [`ModelHeader`] that [`open`] returns:
-//! 1. Every tensor lies wholly inside its file, as long as the file was when the header was read.
-//! 2. [`TensorHeader::len`] is what [`TensorHeader::dtype`] and [`TensorHeader::shape`] say.
+//! Invariants of every [`ModelHeader`] that [`open`] returns:
+//! 1. Every tensor lies wholly inside its file, by the length that the file had when the header was read.
+//! 2. [`TensorHeader::len`] is the bytes that [`TensorHeader::dtype`] and [`TensorHeader::shape`] take.
 //! 3. Names are unique within the model.
 //! 4. Two tensors of a file share no byte, or (GGUF only) exactly the same bytes: tied tensors. Safetensors forbids
 //!    sharing, so there it is an error.
@@ -37,7 +37,8 @@ pub struct TensorHeader {
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Extents, outermost first (row-major: the last is contiguous). GGUF stores them innermost first; they are turned.
+    /// Extents, outermost first (row-major: the last is contiguous). GGUF stores them innermost first; here they are
+    /// reversed.
     pub shape: Vec<u64>,
     /// Index into [`ModelHeader::files`].
     pub file: u32,
@@ -53,10 +54,11 @@ impl TensorHeader {
         self.shape.iter().fold(1, |product, &n| product.saturating_mul(n))
     }
 
-    /// Of a tensor of experts of which a pass uses only those that its tokens draw, the bytes that one of them has. GGUF keeps a
-    /// layer's experts in one tensor (`blk.0.ffn_up_exps.weight`), safetensors each in its own (`mlp.experts.3.up_proj.weight`).
+    /// The bytes that one expert has of this tensor, if it belongs to experts of which a pass uses only those that its
+    /// tokens draw. GGUF keeps a layer's experts in one tensor (`blk.0.ffn_up_exps.weight`), safetensors each in its
+    /// own (`mlp.experts.3.up_proj.weight`).
     ///
-    /// None of what an expert has only numbers of, such as a bias, nor of what all tokens use.
+    /// `None` for what all tokens use, and for less than a matrix of each expert, such as a bias.
     pub fn expert_piece(&self) -> Option<u64> {
         let piece = match names::expert(&self.name)? {
             Expert::All => self.shape.first().filter(|_| self.shape.len() >= 3).and_then(|n| self.len.checked_div(*n)),
@@ -65,13 +67,14 @@ impl TensorHeader {
         piece.filter(|bytes| *bytes > 0)
     }
 
-    /// The byte behind its last one, from the start of the file.
+    /// The offset behind its last byte, from the start of the file.
     pub fn end(&self) -> u64 {
         self.offset.saturating_add(self.len)
     }
 
-    /// The largest power of two that its first byte's offset is a multiple of, in bytes. GGUF promises the file's
-    /// alignment (32 as a rule); safetensors promises nothing: writers pad the header to 8, old ones not even that.
+    /// The alignment of its first byte, in bytes: the largest power of two that divides its offset. GGUF promises the
+    /// file's alignment (32 as a rule). Safetensors promises nothing: writers pad the header to 8, old ones not even
+    /// that.
     pub fn alignment(&self) -> u64 {
         1 << self.offset.trailing_zeros().min(62)
     }
@@ -87,7 +90,7 @@ pub struct ModelFile {
     pub(crate) state: FileState,
 }
 
-/// What tells one state of a file from another, so that data is not read by the header of what was there before.
+/// Identifies one state of a file, so that a header is not used to read data of another state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileState {
     device: u64,
@@ -117,32 +120,32 @@ impl FileState {
     }
 }
 
-/// What a model says about itself besides its tensors; which format it has.
+/// What a model's headers say besides tensors, by format.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Metadata {
     /// A GGUF model's key-values; those of the first file if it is split.
     Gguf(gguf::Metadata),
-    /// A safetensors model's `__metadata__`: free text, such as `format: pt`. Of a key that several shards have, the
-    /// first shard's value.
+    /// A safetensors model's `__metadata__`: free text, such as `format: pt`. If several shards have a key, the first
+    /// shard's value counts.
     Safetensors(BTreeMap<String, String>),
 }
 
-/// What a model's headers say.
+/// The headers of a model's files, as one.
 #[derive(Clone, Debug)]
 pub struct ModelHeader {
     /// The files, in shard order; a shard may hold no tensor.
     pub files: Vec<ModelFile>,
     /// Every tensor of every file, in file order, then by offset.
     pub tensors: Vec<TensorHeader>,
-    /// What else the headers say.
+    /// Everything else in the headers.
     pub metadata: Metadata,
     /// Finds `tensors` by name.
     by_name: NameIndex,
 }
 
 impl ModelHeader {
-    /// A header of these parts; sorts the tensors by file, then by offset.
+    /// Makes a header of these parts. Sorts the tensors by file, then by offset.
     ///
     /// # Errors
     /// [`ErrorKind::Format`] if two tensors have the same name, a tensor names a file that is not there or does not lie
@@ -157,8 +160,9 @@ impl ModelHeader {
         Ok(Self { files, tensors, metadata, by_name })
     }
 
-    /// Of a model with experts, what one of them has of a tensor: no less than a quarter of their bytes is in pieces of this size
-    /// or less, so that it is a matrix's, and not that of what belongs to a matrix, such as its scales.
+    /// For a model with experts: the bytes that one expert has of a tensor. At least a quarter of the experts' bytes
+    /// are in pieces of this size or less. So it is a matrix's size, and not that of something small beside a matrix,
+    /// such as its scales.
     pub fn expert_piece(&self) -> Option<Bytes> {
         let mut pieces: Vec<(u64, u64)> =
             self.tensors.iter().filter_map(|tensor| Some((tensor.expert_piece()?, tensor.len))).collect();
@@ -172,7 +176,7 @@ impl ModelHeader {
         piece.map(|(piece, _)| Bytes::new(piece))
     }
 
-    /// Whether what [`open`] promised still holds, as far as memory depends on it.
+    /// Checks what [`open`] promised, as far as access to memory depends on it.
     pub(crate) fn check(&self) -> Result<()> {
         let changed = |what: String| {
             Error::new(ErrorKind::InvalidArgument, what).remedy("leave a header's files and tensors as open gave them")
@@ -193,7 +197,7 @@ impl ModelHeader {
     /// The tensor called `name`.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none; the message offers the closest name there is.
+    /// [`ErrorKind::NotFound`] if there is none; the remedy gives the closest name there is.
     pub fn tensor(&self, name: &str) -> Result<&TensorHeader> {
         let found = self.by_name.find(name, |at| self.tensors.get(at).map_or("", |t| t.name.as_str()));
         if let Some(t) = found.and_then(|at| self.tensors.get(at)) {
@@ -209,7 +213,7 @@ impl ModelHeader {
 
     /// The tensors that have bytes in `[start, end)` of a file.
     pub(crate) fn tensors_in(&self, file: u32, start: u64, end: u64) -> impl Iterator<Item = &TensorHeader> {
-        // By file and offset, and nothing overlaps but tied tensors: ends are in order too.
+        // Tensors are sorted by file and offset, and only tied ones overlap: so their ends are sorted too.
         let first = self.tensors.partition_point(|t| (t.file, t.end()) <= (file, start));
         self.tensors.iter().skip(first).take_while(move |t| t.file == file && t.offset < end)
     }
@@ -236,7 +240,7 @@ fn inside(t: &TensorHeader, files: &[ModelFile]) -> bool {
     files.get(t.file as usize).is_some_and(|file| end.is_some_and(|end| end <= file.len))
 }
 
-/// What is wrong with a file; decides what to advise.
+/// What is wrong with a file. It decides what the error advises.
 #[derive(Clone, Copy)]
 enum Damage {
     /// Bytes are missing at the end.
@@ -271,10 +275,10 @@ fn quoted(name: &str) -> impl fmt::Display + '_ {
     Quoted(name)
 }
 
-/// Finds names in a list that somebody else keeps: their positions, sorted by hash.
+/// Finds names in a list that the caller keeps: holds their positions, sorted by hash.
 ///
-/// Model names share long prefixes, so that comparing hashes is several times cheaper than comparing names. Names that
-/// are made to collide are told apart by themselves and cost what sorting by name would.
+/// Model names share long prefixes, so comparing hashes is several times cheaper than comparing names. Names with the
+/// same hash are compared themselves; where many are made to collide, that costs what sorting by name would.
 #[derive(Clone, Debug)]
 struct NameIndex(Vec<(u64, u32)>);
 
@@ -369,7 +373,7 @@ mod tests {
         }
     }
 
-    /// A model's experts by name, shape and bytes of an element.
+    /// The expert piece of a model with these tensors: name, shape and bytes of an element.
     fn experts(tensors: &[(&str, &[u64], u64)]) -> Option<Bytes> {
         let (mut at, mut all) = (0, Vec::new());
         for (name, shape, element) in tensors {
@@ -412,11 +416,11 @@ mod tests {
             ("mlp.experts.gate_up_proj_scales", &[32, 5760, 90], 1),
         ];
         assert_eq!(experts(&mxfp4), Some(Bytes::new(5760 * 90 * 16)));
-        // Of matrices of several sizes, the smallest third.
+        // With matrices of two sizes, the smaller ones: they have a third of the bytes.
         let mixed: [(&str, &[u64], u64); 2] =
             [("mlp.experts.0.w1.weight", &[512, 1024], 1), ("mlp.experts.0.w2.weight", &[1024, 1024], 1)];
         assert_eq!(experts(&mixed), Some(Bytes::new(512 * 1024)));
-        // Whatever is called an expert's: a byte, or nothing at all.
+        // Anything may be called an expert's: a byte, or nothing at all.
         let hostile: [(&str, &[u64], u64); 4] = [
             ("x.experts.0.y", &[1, 1], 1),
             ("x.experts.1.y", &[0, 7], 1),

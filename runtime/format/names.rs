@@ -1,12 +1,13 @@
-//! What the names of tensors say, by the conventions of GGUF and of the Llama family on the Hugging Face hub: which part of a
-//! model a tensor is, and whether it is of experts. Names are the files', so they may be anything.
+//! Reads the names of tensors, by the conventions of GGUF and of the Llama family on the Hugging Face hub: which part
+//! of a model a tensor is, and whether it belongs to experts. Names come from files, so they may be anything.
 
 /// The part a tensor plays in a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     Embedding,
     Other,
-    /// Of a layer. `part` numbers what is in a layer, or in an expert of its own, in the order of its use.
+    /// A tensor of a layer. `part` is its place in the order of use: within the layer, or within an expert that has
+    /// tensors of its own.
     Layer {
         layer: u32,
         part: u32,
@@ -16,19 +17,20 @@ pub enum Role {
     Output,
 }
 
-/// Experts that are routed to: a pass uses only those that its tokens draw. One that all tokens share is none.
+/// The experts that a tensor belongs to. A pass uses only those that its tokens draw; an expert that all tokens share
+/// does not count as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expert {
     /// The tensor holds all of a layer's experts.
     All,
-    /// It belongs to one.
+    /// The tensor belongs to one expert.
     One(u32),
 }
 
-/// More experts than any layer has; a number from here on is not an expert's.
+/// No layer has this many experts: a number from here on is not an expert's.
 const EXPERTS_MAX: u32 = 0x00FF_FFFF;
 
-/// Parts of a layer in the order of their use, by what their names begin with behind the layer's number.
+/// Parts of a layer in the order of their use: how their names begin behind the layer's number.
 const PARTS: [&[&str]; 12] = [
     &["attn_norm", "input_layernorm"],
     &["attn_qkv", "attn_q.", "self_attn.q_proj", "attn_q_a", "self_attn.q_a_proj"],
@@ -47,10 +49,10 @@ const PARTS: [&[&str]; 12] = [
 /// Parts of an expert that has tensors of its own, in the order of their use: gate, up, down; or w1, w3, w2.
 const PROJECTIONS: [&[&str]; 3] = [&["gate", "ffn_gate", "w1"], &["up", "ffn_up", "w3"], &["down", "ffn_down", "w2"]];
 
-/// What a model's own names begin with, where it is a part of a larger one.
+/// How a model's own names begin, where it is a part of a larger one.
 const WITHIN: [&str; 4] = ["model.language_model.", "language_model.model.", "language_model.", "model."];
 
-/// A word that is a number, and nothing else that would be read as one.
+/// The number that a word of digits is. Other forms that parse as a number, such as `+1`, are none.
 fn number(word: &str) -> Option<u32> {
     word.parse().ok().filter(|_| word.bytes().all(|byte| byte.is_ascii_digit()))
 }
@@ -81,13 +83,13 @@ pub fn role(name: &str) -> Role {
     Role::Layer { layer, part, expert }
 }
 
-/// Of which experts a tensor of this name is, if of any. Whatever the rest of the name is: the words about experts are the same
-/// in families that call their layers otherwise.
+/// The experts that a tensor of this name belongs to, if any. The rest of the name does not matter: families that call
+/// their layers otherwise use the same words for experts.
 pub fn expert(name: &str) -> Option<Expert> {
     expert_within(name).0
 }
 
-/// And, of one expert's own tensor, which part of it.
+/// As [`expert`], and which part of its expert a tensor of one expert is.
 fn expert_within(name: &str) -> (Option<Expert>, Option<usize>) {
     let part = |word: &str| {
         let known = PROJECTIONS.iter().position(|names| names.iter().any(|start| word.starts_with(start)));
@@ -97,7 +99,7 @@ fn expert_within(name: &str) -> (Option<Expert>, Option<usize>) {
     while let Some(word) = words.next() {
         let next = words.peek().copied().and_then(number).filter(|number| *number < EXPERTS_MAX);
         match (word, next) {
-            // As the first files of mixtures had it: `blk.0.ffn_gate.7.weight`.
+            // The form in the first files of mixtures: `blk.0.ffn_gate.7.weight`.
             ("ffn_gate" | "ffn_up" | "ffn_down", Some(one)) => return (Some(Expert::One(one)), part(word)),
             ("experts", Some(one)) => {
                 words.next();
@@ -108,7 +110,7 @@ fn expert_within(name: &str) -> (Option<Expert>, Option<usize>) {
                 };
             }
             ("experts", None) => return (Some(Expert::All), None),
-            // What is applied to all of them before they are chosen is none of theirs.
+            // A norm that is applied before the experts are chosen belongs to none of them.
             _ if word.ends_with("_exps") && !word.contains("norm") => return (Some(Expert::All), None),
             _ => {}
         }
@@ -169,7 +171,7 @@ mod tests {
         ] {
             assert_eq!((layer(name).2, expert(name)), (wanted, wanted), "{name}");
         }
-        // Where layers are called otherwise, experts are not.
+        // Families that call layers otherwise do not call experts otherwise.
         assert_eq!(expert("backbone.layers.3.mixer.experts.11.up_proj.weight"), one(11));
         assert_eq!(role("backbone.layers.3.mixer.experts.11.up_proj.weight"), Role::Other);
     }
@@ -208,7 +210,7 @@ mod tests {
         assert_eq!(role("embed_tokens.weight"), Role::Other);
     }
 
-    /// Whatever a file has for a name is read as something, in time that follows its length.
+    /// Any name is read as something, in time that follows its length.
     #[test]
     fn hostile_names() {
         let long = format!("model.layers.1.{}", "experts.".repeat(1 << 17));

@@ -1,8 +1,8 @@
 //! Finds a model's files and reads their headers.
 //!
-//! Formats are told apart by their first bytes, never by the file's name; names matter only where the format itself
-//! uses them, to find the other files of a model. Reads are bounded: a header is read up to the limit its parser sets, and
-//! of tensor data no more than a GGUF header's last read takes along.
+//! Formats are told apart by their first bytes, never by the file's name. Names matter only where the format itself
+//! uses them, to find the other files of a model. Reads are bounded: a header is read up to the limit its parser sets,
+//! and tensor data only as far as the last read of a GGUF header reaches.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,10 +20,10 @@ use super::{Damage, FileState, Metadata, ModelFile, ModelHeader, damaged, quoted
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::PageSource;
 
-/// What is read of a GGUF file beyond what its header is known to have, in bytes. A GGUF header does not say how long it
-/// is: that much, at most, is read of what lies behind it. Most headers take one to ten reads.
+/// Fewest bytes that each read of a GGUF header adds. A GGUF header does not say how long it is, so at most this much
+/// of what lies behind it is read too. Most headers take one to ten reads.
 const READ: u64 = 128 << 10;
-/// What is looked at to tell formats apart, in bytes.
+/// Bytes that are looked at to tell formats apart.
 const SNIFF: u64 = 64;
 /// Most threads that share the shards of a model.
 const MAX_THREADS: usize = 8;
@@ -214,7 +214,7 @@ impl HeaderFile {
         sniff(&self.prefix(SNIFF)?).map_err(in_file(&self.path))
     }
 
-    /// As [`sniff`](Self::sniff), for a file that another file of the model says is `wanted`.
+    /// Fails if the file's format is not `wanted`, which is that of the model's other files.
     fn expect_kind(&self, wanted: Kind) -> Result<()> {
         if self.sniff()? == wanted {
             return Ok(());
@@ -250,8 +250,8 @@ fn sniff(first: &[u8]) -> Result<Kind> {
     if first.starts_with(&gguf::MAGIC) {
         return Ok(Kind::Gguf);
     }
-    // A safetensors file starts with the length of its header, which never needs more than four of its eight bytes. JSON
-    // has no zero bytes at all.
+    // A safetensors file starts with the length of its header, which never needs more than four of its eight bytes.
+    // JSON has no zero bytes at all.
     let opens_object = first.get(8) == Some(&b'{');
     if opens_object && first.get(4..8) == Some(&[0; 4]) {
         return Ok(Kind::Safetensors);
@@ -446,8 +446,9 @@ fn open_index(opened: &HeaderFile) -> Result<ModelHeader> {
     )
 }
 
-/// Opens safetensors shards as one model. `keep` decides by shard and name which tensors belong to it; `check` sees what
-/// was kept of each shard. Headers of large models take tens of milliseconds to parse, so threads share the shards.
+/// Opens safetensors shards as one model. `keep` decides by shard and name which tensors belong to the model; `check`
+/// sees the tensors that were kept of each shard. Headers of large models take tens of milliseconds to parse, so
+/// threads share the shards.
 fn open_shards(
     path: &Path,
     shards: &[PathBuf],
@@ -472,7 +473,7 @@ fn open_shards(
     let own = shares.next().unwrap_or_default();
     // The error of the first shard that has one is reported, as if they had been read in order.
     let headers = thread::scope(|scope| {
-        // Where no thread is to be had, this one reads the share.
+        // Where no thread can be started, this one reads the share.
         let start = |share| thread::Builder::new().spawn_scoped(scope, move || read_all(share)).ok();
         let others: Vec<_> = shares.map(|share| (share, start(share))).collect();
         let mut headers = read_all(own)?;
@@ -503,7 +504,7 @@ fn find_in_folder(folder: &Path) -> Result<PathBuf> {
         if name.ends_with(INDEX_SUFFIX.as_bytes()) {
             indices.push(path);
         } else if name.ends_with(b".safetensors") || name.ends_with(b".gguf") {
-            // A split model counts once, by whichever of its files is there: opening that names a missing one.
+            // A split model counts once, whichever of its files are there. Opening it names a missing file.
             let shard = ShardName::of(&path, "gguf").or_else(|| ShardName::of(&path, "safetensors"));
             let model = shard.map_or_else(|| path.clone(), |name| name.sibling(&path, 1));
             whole.insert(model, path);
@@ -512,7 +513,7 @@ fn find_in_folder(folder: &Path) -> Result<PathBuf> {
     let mut whole: Vec<_> = whole.into_values().collect();
     indices.sort();
     whole.sort();
-    // Folders of models often hold the same weights twice, under a name that tools agree on and another one.
+    // Folders of models often hold the same weights twice: under a name that tools agree on, and under another one.
     let agreed = |paths: &[PathBuf], name: &str| paths.iter().find(|p| p.ends_with(name)).cloned();
     if let Some(path) = agreed(&indices, "model.safetensors.index.json").or_else(|| agreed(&whole, "model.safetensors"))
     {

@@ -4,7 +4,7 @@
 //! there: the header's length (8 bytes, little-endian), a JSON object, data. The `safetensors` crate keeps the last of
 //! two entries with one name and does not say where it stopped, so the header is read here.
 //!
-//! What is held to be true of every header that parses:
+//! Invariants of every header that parses:
 //! 1. Tensor names are unique.
 //! 2. The tensors cover the data exactly: no byte is shared, none is unused, none is missing.
 //! 3. Every tensor takes exactly the bytes that its type and shape say.
@@ -178,7 +178,7 @@ pub fn parse_index(bytes: &[u8]) -> Result<Index> {
     for shard in shards.keys() {
         check_shard_name(shard)?;
     }
-    // Numbers were given in order of appearance; give them in order of name instead, so that shard 1 comes first.
+    // Shards were numbered in order of appearance. Number them by name instead, so that shard 1 comes first.
     let mut renumbered = vec![0u32; shards.len()];
     for (new, old) in (0u32..).zip(shards.values_mut()) {
         if let Some(slot) = renumbered.get_mut(*old as usize) {
@@ -195,8 +195,8 @@ pub fn parse_index(bytes: &[u8]) -> Result<Index> {
     Ok(Index { shards: shards.into_keys().collect(), tensors, by_name })
 }
 
-/// A shard is opened by a name that somebody else wrote, so it must not lead out of the model's folder. Symbolic links
-/// are the owner's business and are followed: model caches are made of them.
+/// Refuses a shard's name that leads out of the model's folder, because somebody else wrote that name. Symbolic links
+/// are followed: model caches are made of them.
 fn check_shard_name(name: &str) -> Result<()> {
     let mut parts = Path::new(name).components().peekable();
     let inside = parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)));
@@ -246,7 +246,7 @@ impl<'de> Deserialize<'de> for Shape {
 }
 
 struct RawHeader {
-    /// In file order, and with both of two entries that have one name.
+    /// In file order. Of two entries with one name, both are here.
     entries: Vec<(String, RawTensor)>,
     metadata: BTreeMap<String, String>,
 }
@@ -315,7 +315,7 @@ struct RawIndex {
 }
 
 struct RawWeightMap {
-    /// In file order, and with both of two entries that have one name.
+    /// In file order. Of two entries with one name, both are here.
     tensors: Vec<(String, u32)>,
     /// Each file with its number, in order of appearance.
     shards: BTreeMap<String, u32>,

@@ -1,23 +1,23 @@
-//! Which blocks of a file are read to see how fast that is.
+//! Chooses the blocks of a file that are read to measure its speed.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::ids::Bytes;
 
-/// Offsets of blocks that lie in pieces of a file as a whole, each once, spread over all of it.
+/// Offsets of the blocks that lie wholly inside given pieces of a file: each once, spread over all of the file.
 pub(super) struct Blocks {
     /// First offset of each piece, and how many blocks are before it.
     pieces: Vec<(u64, u64)>,
     block: u64,
     count: u64,
     stride: u64,
-    /// Where the first one is: at another place each time, because drives and hosts remember.
+    /// Index of the first block. It differs each time, because drives and hosts remember what was read.
     first: u64,
     given: u64,
 }
 
 impl Blocks {
-    /// Of the parts of a file that begin and end so.
+    /// The blocks of the parts of a file, each given by its start and end in bytes.
     pub fn of(written: &[(u64, u64)], block: Bytes) -> Self {
         let block = block.get().max(1);
         let (mut pieces, mut count) = (Vec::new(), 0);
@@ -29,7 +29,7 @@ impl Blocks {
                 count += here;
             }
         }
-        // The golden section: wherever it stops, what was visited lies evenly.
+        // The golden section: wherever the iteration stops, the blocks so far are spread evenly.
         let near = (count as f64 * 0.618) as u64;
         let stride = (near.max(1)..).find(|&stride| gcd(stride, count.max(1)) == 1).unwrap_or(1);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

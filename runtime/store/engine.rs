@@ -7,14 +7,15 @@
 //!
 //! # Ownership
 //!
-//! The backend's threads own an `Arc<Shared>`, not the store: a store that is dropped leaves nothing behind that they
-//! use. An operation belongs to the queue, then to the thread that has started it, until its completion is reported. That
-//! thread may be the caller's: see [`OwnRead`].
+//! The backend's threads own an `Arc<Shared>`, not the store: dropping the store frees nothing that they use. An
+//! operation belongs to the queue, then to the thread that started it, until its completion is reported. That thread
+//! may be the caller's: see [`OwnRead`].
 //!
 //! # The end
 //!
-//! `close` waits until the threads have left. If no operation ends for as long as the limit says, it gives up: the threads
-//! keep what they have, for ever if need be, because the kernel may still write to it. What nobody has started ends then.
+//! `close` waits until the threads have left. If no operation ends within the limit, it gives up: the threads keep
+//! their operations, for ever if need be, because the kernel may still write to their memory. Operations that were
+//! never started complete with `Closed`.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -41,35 +42,35 @@ use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
-/// How to open a store, for callers that want more than [`open_store`](super::open_store) decides.
+/// How to open a store, with more choices than [`open_store`](super::open_store) has.
 #[derive(Clone)]
 pub struct StoreOptions {
     backend: IoBackend,
-    /// As it was asked for.
+    /// The depth that was asked for; `None` is the default.
     depth: Option<Depth>,
     pub(crate) hook: Option<Arc<dyn CallHook>>,
     pub(crate) close_limit: Duration,
 }
 
 impl StoreOptions {
-    /// How long [`close`](Store::close) waits for a disk that does not answer, unless another limit is given.
+    /// The default limit of [`close`](Store::close): how long it waits for a disk that does not answer.
     pub const CLOSE_LIMIT: Duration = Duration::from_secs(60);
 
-    /// Options with everything but the backend at its default.
+    /// Options for `backend`, with defaults for everything else.
     pub fn new(backend: IoBackend) -> Self {
         Self { backend, depth: None, hook: None, close_limit: Self::CLOSE_LIMIT }
     }
 
-    /// How many operations the kernel may have at once. At the default, operations that nobody waits for are held to a part of
-    /// it; any other depth may be filled by any kind.
+    /// Sets how many operations the kernel may have at once. At the default depth, operations that nobody waits for may
+    /// use only half of it. At any other depth, operations of any kind may use all of it.
     #[must_use]
     pub fn depth(mut self, depth: QueueDepth) -> Self {
         self.depth = Some(Depth::of(depth));
         self
     }
 
-    /// How many operations the kernel may have at once that nobody waits for; those that somebody waits for find room
-    /// beside them. 8 unless it is set, here or by [`depth`](Self::depth).
+    /// Sets how many operations that nobody waits for the kernel may have at once. The default is 8. Operations that
+    /// somebody waits for have further places beside them.
     #[must_use]
     pub fn depth_ahead(mut self, depth: QueueDepth) -> Self {
         self.depth = Some(Depth::Ahead(depth));
@@ -92,7 +93,7 @@ impl StoreOptions {
         self
     }
 
-    /// How long [`close`](Store::close) waits without any operation ending before it gives up.
+    /// Sets how long [`close`](Store::close) waits without any operation ending before it gives up.
     #[must_use]
     pub fn close_within(mut self, limit: Duration) -> Self {
         self.close_limit = limit;
@@ -103,7 +104,7 @@ impl StoreOptions {
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] or [`ErrorKind::OutOfMemory`] if a backend asked for by name does not work here;
-    /// [`ErrorKind::Internal`] if the kernel reports EFAULT, after which nothing should go on.
+    /// [`ErrorKind::Internal`] if the kernel reports EFAULT: the process should not go on.
     pub fn open(&self, sink: Arc<dyn Completions>) -> Result<Arc<dyn Store>> {
         let direct = if self.backend == IoBackend::Auto { DirectIo::Preferred } else { DirectIo::Required };
         let candidates = match &self.backend {
@@ -182,11 +183,11 @@ impl fmt::Debug for StoreOptions {
 
 /// What a backend adds to the engine: threads that serve [`Shared`], and a way to reach them.
 pub(super) trait Driver: Send + Sync + fmt::Debug {
-    /// There is something new in the queue, or the store is closing.
+    /// Wakes the backend: the queue has something new, or the store is closing.
     fn wake(&self);
-    /// A file was taken in.
+    /// A file was added.
     fn file_added(&self, _id: FileId, _file: &Arc<OpenFile>) {}
-    /// A file was forgotten; operations that hold it may still come.
+    /// A file was forgotten. Operations that hold it may still come.
     fn file_removed(&self, _id: FileId) {}
 }
 
@@ -201,9 +202,9 @@ pub(super) struct Shared {
     pub sink: Arc<dyn Completions>,
     pub hook: Option<Arc<dyn CallHook>>,
     pub state: Mutex<State>,
-    /// A backend thread has left, or a caller has carried out a read.
+    /// Signalled when a backend thread has left, or a caller has carried out a read.
     pub left: Condvar,
-    /// For reads that callers carry out, where they can be left.
+    /// Rings for reads that callers carry out. `None` where callers cannot leave a read.
     pub own_rings: Option<OwnRings>,
     retries: AtomicU64,
 }
@@ -214,18 +215,18 @@ pub(super) struct State {
     /// Completions of operations that were never accepted, to be reported by a backend thread.
     pub refused: Vec<Completion>,
     pub closing: bool,
-    /// A backend thread has left, or is about to: nothing new will be reported by one.
+    /// A backend thread has left or is about to: the backend reports nothing new.
     pub stopped: bool,
-    /// A close has not waited for the end.
+    /// `close` gave up before every operation had ended.
     given_up: bool,
     /// Backend threads that were started and have not left.
     threads: usize,
-    /// Threads that report completions now, or may: the backend's, and callers that carry out a read.
+    /// Threads that may report completions: the backend's, and callers that carry out a read.
     pub serving: Vec<ThreadId>,
 }
 
 impl State {
-    /// The next operation that may start; it has then begun.
+    /// Takes the next operation that may start, and records that it has begun.
     pub fn begin_next(&mut self, now: Instant) -> Option<(Active, Lane)> {
         let (active, lane) = self.queue.pop(now)?;
         self.begun.begin(active.op.token, now);
@@ -233,7 +234,7 @@ impl State {
     }
 }
 
-/// When operations were begun that have not been reported.
+/// When each operation was begun, until it is reported.
 #[derive(Debug, Default)]
 struct Begun {
     at: HashMap<Token, Instant>,
@@ -246,8 +247,8 @@ impl Begun {
         self.last = Some(now);
     }
 
-    /// Whether nothing is heard of an operation: for so long it has been under way, or has waited while none was begun. Behind
-    /// others that get on it is only slow.
+    /// Whether an operation is stuck: it has been under way for `limit`, or it `waits` and no operation was begun for
+    /// `limit`. An operation behind others that make progress is only slow.
     fn is_late(&self, token: Token, waits: bool, limit: Duration, now: Instant) -> bool {
         let since = |at: &Instant| now.saturating_duration_since(*at) >= limit;
         match self.at.get(&token) {
@@ -264,8 +265,8 @@ pub(super) struct Ended {
 }
 
 impl Shared {
-    /// Reports completions and empties `done`. A sink that panics loses its own news and nothing else: the threads of a
-    /// store must survive, because only they know what memory the kernel still uses.
+    /// Reports completions and empties `done`. A sink that panics loses only these completions: the store's threads
+    /// must survive, because only they know which memory the kernel still uses.
     pub fn deliver(&self, done: &mut Vec<Completion>) {
         if !done.is_empty() {
             let begun = &mut self.state.lock().begun;
@@ -276,15 +277,15 @@ impl Shared {
         deliver(&*self.sink, done);
     }
 
-    /// Whether to report this operation keeps a thread for long.
+    /// Whether reporting this operation may occupy a thread for long.
     pub fn takes_long(&self, active: &Active) -> bool {
         active.file.is_remote()
             || panic::catch_unwind(AssertUnwindSafe(|| self.sink.takes_long(active.op.token))).unwrap_or(false)
     }
 
-    /// Turns ended operations into completions. The identity of each file is compared once, after the last of these reads
-    /// of it has ended: whatever changed before any of them ended is seen. A changed file is more important news than what
-    /// the transfer came to.
+    /// Turns ended operations into completions. Each file's identity is compared once, after the last of these reads of
+    /// it has ended, so that a change before any of them ended is seen. A changed file outranks the result of the
+    /// transfer.
     pub fn conclude(&self, ended: &mut Vec<Ended>, done: &mut Vec<Completion>) {
         let mut checked: Vec<(*const OpenFile, Result<()>)> = Vec::new();
         let mut retries = 0;
@@ -317,14 +318,14 @@ impl Shared {
         self.state.lock().threads += 1;
         let leaving = Leaving(Arc::clone(self));
         thread::Builder::new().name(name).spawn(move || {
-            // Leaves also where it panics, and where the system starts no thread.
+            // Dropped also if `serve` panics or the system starts no thread.
             let leaving = leaving;
             leaving.0.state.lock().serving.push(thread::current().id());
             serve();
         })
     }
 
-    /// Waits until nothing is under way and nobody is left. False if for `limit` no operation has ended.
+    /// Waits until all threads and callers have left. False if no operation has ended for `limit`.
     fn await_end(&self, limit: Duration) -> bool {
         let mut state = self.state.lock();
         loop {
@@ -339,7 +340,7 @@ impl Shared {
         }
     }
 
-    /// Ends what nobody has started, now that nobody will. Returns how many operations never came back.
+    /// Ends the operations that were never started. Returns how many others are outstanding.
     fn give_up(&self) -> u64 {
         let mut state = self.state.lock();
         (state.stopped, state.given_up) = (true, true);
@@ -360,7 +361,7 @@ impl Shared {
     }
 }
 
-/// A backend thread until it has left.
+/// Counts a backend thread until it has left.
 struct Leaving(Arc<Shared>);
 
 impl Drop for Leaving {
@@ -420,7 +421,7 @@ impl Engine {
         Ok(id)
     }
 
-    /// Closes without waiting. False if the caller is one of those to wait for.
+    /// Starts to close, without waiting. False if the caller is one of the threads to wait for.
     fn begin_close(&self) -> bool {
         let mut state = self.shared.state.lock();
         state.closing = true;
@@ -484,7 +485,7 @@ impl Store for Engine {
 
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
         if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
-            // What is wrong with it, `submit` reports.
+            // An operation that fails these checks is refused by `submit` below.
             let file = self.files.lock().open.get(&op.file).map(Arc::clone);
             if let Some(file) =
                 file.filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
@@ -598,7 +599,8 @@ pub(super) fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the store is closed").remedy("submit before closing")
 }
 
-/// Reports for a store whose threads are gone. Not on the caller's stack: the caller may hold locks the sink takes.
+/// Reports for a store whose threads are gone, on a new thread. Not on the caller's stack: the caller may hold locks
+/// the sink takes.
 pub(super) fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>) {
     let sink = Arc::clone(sink);
     let count = done.len();
@@ -612,7 +614,7 @@ pub(super) fn report_late(sink: &Arc<dyn Completions>, mut done: Vec<Completion>
 mod tests {
     use super::*;
 
-    /// A read that stood behind others for long was taken for one that a drive does not answer.
+    /// A read that waits long behind others is not one that the drive does not answer.
     #[test]
     fn regression_a_queue_that_gets_on_is_not_late() {
         let start = Instant::now();
@@ -622,12 +624,12 @@ mod tests {
         begun.begin(Token(1), at(0));
         begun.begin(Token(2), at(100));
         let late = |begun: &Begun, token, waits, now| begun.is_late(Token(token), waits, limit, at(now));
-        // The first hangs. What waits has waited since the start, and others were begun meanwhile.
+        // The first hangs. The third has waited since the start, while others were begun.
         assert!(!late(&begun, 1, false, 119) && late(&begun, 1, false, 120));
         assert!(!late(&begun, 2, false, 219) && late(&begun, 2, false, 220));
         assert!(!late(&begun, 3, true, 219), "it is slow");
         assert!(late(&begun, 3, true, 220), "nothing has been begun for as long");
-        // What was reported is not late, nor what is not known.
+        // A reported operation is not late.
         begun.at.remove(&Token(1));
         assert!(!late(&begun, 1, false, 1000));
         assert!(late(&Begun::default(), 3, true, 0), "nothing was ever begun");

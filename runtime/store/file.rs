@@ -17,7 +17,7 @@ pub(super) fn effective_user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
-/// What tells one state of a file from another.
+/// Identifies one state of a file: if a field changes, the file has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileIdentity {
     /// The device the file is on.
@@ -36,7 +36,7 @@ impl FileIdentity {
     /// The identity of an open file now.
     ///
     /// # Errors
-    /// What `fstat` reports.
+    /// The error of `fstat`.
     pub fn of(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
         Ok(Self {
@@ -166,7 +166,7 @@ impl OpenFile {
     pub fn is_writable(&self) -> bool {
         self.writable
     }
-    /// Whether another machine or program is asked for it, so that even a question about it may stay without an answer.
+    /// Whether another machine or a program serves the file, so that even a question about it may stay unanswered.
     pub fn is_remote(&self) -> bool {
         self.remote
     }
@@ -182,7 +182,7 @@ impl OpenFile {
         self.identity.is_some()
     }
 
-    /// An error if the file is no longer what it was when it was taken in. Always fine for a file without identity.
+    /// Fails if the file has changed since it was opened. Never fails for a file without identity.
     pub fn check_identity(&self) -> Result<()> {
         let difference = match (&self.identity, &self.bytes) {
             (Some(Identity::File(then)), Bytes::Kernel(file)) => {
@@ -206,8 +206,8 @@ impl OpenFile {
         }
     }
 
-    /// Gives up what the page cache holds of a range, so that buffered I/O does not take memory outside the budgets.
-    /// Dirty pages are sent on their way and dropped by a later call.
+    /// Drops a range from the page cache, so that buffered I/O takes no memory outside the budgets. Dirty pages start
+    /// to be written out; a later call drops them.
     pub fn drop_cache(&self, offset: u64, len: u32) {
         if let Bytes::Kernel(file) = &self.bytes
             && !self.direct
@@ -229,7 +229,7 @@ fn advise(file: &File, offset: u64, len: u64, advice: libc::c_int) {
     unsafe { libc::posix_fadvise(file.as_raw_fd(), offset as libc::off_t, len as libc::off_t, advice) };
 }
 
-/// Opens the same file again with O_DIRECT, and reads once to see that the file system means it.
+/// Opens the same file again with O_DIRECT, and reads once to see that it works.
 pub(super) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
     // Through /proc, because the path may name another file by now, or none.
     let reopened = OpenOptions::new()
@@ -261,7 +261,7 @@ pub(super) fn open_direct(file: &File, writable: bool) -> io::Result<File> {
     }
 }
 
-/// Opens a file to be read, and nothing else: a path to a pipe is not waited for.
+/// Opens a file for reading, without waiting where the path is a pipe.
 pub(super) fn open_to_read(path: &Path) -> Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     file.map_err(|cause| Error::io(format!("open {}", path.display()), cause))
@@ -272,7 +272,7 @@ pub(super) fn not_a_file(path: &Path) -> Error {
         .remedy("give the path of a file, not of a directory, pipe or socket")
 }
 
-/// What the file system of `file` says of itself.
+/// The `statvfs` of the file system of `file`.
 pub(super) fn file_system(file: &File) -> Option<libc::statvfs> {
     // SAFETY: statvfs is plain data, for which all zero bytes is a value.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
@@ -281,8 +281,8 @@ pub(super) fn file_system(file: &File) -> Option<libc::statvfs> {
     (answer == 0).then_some(stat)
 }
 
-/// The most bytes that this process may let a file have (RLIMIT_FSIZE). Whatever would make one longer ends the process, by a
-/// signal: it must not be tried.
+/// The largest size in bytes that this process may give a file (RLIMIT_FSIZE). A call that would exceed it ends the
+/// process by a signal, so it must not be tried.
 pub(super) fn longest_file() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
@@ -314,19 +314,19 @@ fn direct_refused(file: &File, path: &Path, cause: io::Error) -> Error {
         ErrorKind::Unsupported,
         format!("the file system of {} ({}) does not support O_DIRECT", path.display(), filesystem_name(file)),
     )
-    .remedy("use --io buffered, or move the file to a file system such as ext4 or xfs")
+    .remedy("use the I/O backend `buffered` (RuntimeBuilder::io), or a file system such as ext4 or xfs")
     .caused_by(cause)
 }
 
-/// An overlay whose files are kept in memory.
+/// The name of an overlay file system that keeps its files in memory.
 const OVERLAY_IN_MEMORY: &str = "overlayfs in memory";
 
-/// Whether what is on a file system of this [name](filesystem_name) is in memory.
+/// Whether a file system of this [name](filesystem_name) keeps its files in memory.
 pub(super) fn is_memory(filesystem: &str) -> bool {
     matches!(filesystem, "tmpfs" | "ramfs" | OVERLAY_IN_MEMORY)
 }
 
-/// Whether a file's file system says where on a disk its bytes are.
+/// Whether the file system of `file` says where on a disk its bytes are.
 fn has_extents(file: &File) -> bool {
     /// `struct fiemap` with room for no extent: then the kernel only counts them.
     #[repr(C)]
@@ -349,7 +349,8 @@ pub(super) fn is_remote(filesystem: &str) -> bool {
     matches!(filesystem, "nfs" | "fuse" | "9p" | "lustre" | "smb" | "ceph" | "gpfs" | "afs" | "orangefs")
 }
 
-/// `"ext4"`; [`OVERLAY_IN_MEMORY`]; or the magic number of a file system we have no name for.
+/// The name of a file's file system, such as `"ext4"`; [`OVERLAY_IN_MEMORY`]; or the magic number of one without a name
+/// here.
 pub(super) fn filesystem_name(file: &File) -> String {
     // SAFETY: statfs is plain data, for which all zero bytes is a value.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
@@ -363,8 +364,8 @@ pub(super) fn filesystem_name(file: &File) -> String {
         0x9123_683E => "btrfs",
         0x0102_1994 => "tmpfs",
         0x8584_58F6 => "ramfs",
-        // It has its files in another file system, of which it does not say the name. Of those that can be in that place, the
-        // ones on a disk have extents; ZFS alone has none, and is taken for memory.
+        // An overlay keeps its files in another file system and does not say in which. Of the file systems it can use,
+        // those on a disk have extents, except ZFS, which is taken for memory.
         0x794C_7630 if file.metadata().is_ok_and(|meta| meta.is_file()) && !has_extents(file) => OVERLAY_IN_MEMORY,
         0x794C_7630 => "overlayfs",
         0x6969 => "nfs",
@@ -423,7 +424,8 @@ mod tests {
         let error = open(DirectIo::Required).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         let text = error.to_string();
-        assert!(text.contains("/proc/version") && text.contains("proc)") && text.contains("--io buffered"), "{text}");
+        let named = text.contains("/proc/version") && text.contains("proc)");
+        assert!(named && text.contains("I/O backend `buffered`"), "{text}");
         assert!(!open(DirectIo::Preferred).unwrap().is_direct());
         assert!(!open(DirectIo::Never).unwrap().is_direct());
     }

@@ -2,32 +2,31 @@
 //!
 //! # Contract (every store passes `tests/store_suite.rs`)
 //!
-//! 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may leave a demand read
-//!    to the caller instead: [`OwnRead::run`] does both.
+//! 1. `submit` never blocks on the disk and never runs the completion on the caller's stack. `begin` may hand a demand
+//!    read back to its caller instead: [`OwnRead::run`] does both.
 //! 2. Every submitted operation completes exactly once, through [`Completions`], with success only if all `valid`
 //!    bytes were transferred. A short transfer is continued from where it stopped; end of file before `valid` bytes is
 //!    an [`Io`](crate::ErrorKind::Io) error that says how many came.
-//! 3. The buffer is borrowed from `submit` until completion. There is no cancel that gives it back earlier.
-//! 4. Operations waiting in the store start in priority order, oldest first within a priority; those the kernel has
-//!    are not taken back. `raise` moves a waiting operation up.
-//! 5. After a read of a file opened with an identity has ended, and before its completion is reported, the file's identity
-//!    (device, inode, size, mtime) is compared with the one at open; a difference is
-//!    [`ModelChanged`](crate::ErrorKind::ModelChanged), whatever was read. Reads of one file that end together are compared
-//!    together, after the last.
-//! 6. EINTR and EAGAIN are repeated, and a read that failed with EIO is tried again twice; both count as
-//!    [`retries`](Store::retries), but for EINTR and for writes. EFAULT is reported as
+//! 3. The buffer is borrowed from `submit` until completion. No cancel gives it back earlier.
+//! 4. Operations waiting in the store start in priority order, oldest first within a priority. An operation that the
+//!    kernel has is not taken back. `raise` moves a waiting operation up.
+//! 5. A model file's identity (device, inode, size, mtime) is compared with the one at open after a read of it has
+//!    ended and before its completion is reported. A difference is [`ModelChanged`](crate::ErrorKind::ModelChanged),
+//!    whatever was read. Reads of one file that end together share one comparison, after the last of them.
+//! 6. EINTR and EAGAIN are repeated. A read that failed with EIO is tried again twice. [`retries`](Store::retries)
+//!    counts these tries of reads, except those after EINTR. EFAULT is reported as
 //!    [`Internal`](crate::ErrorKind::Internal).
 //! 7. `close` completes everything submitted, then joins its threads. Later submissions complete with
-//!    [`Closed`](crate::ErrorKind::Closed). If no operation ends for as long as the limit says, `close` fails, and says how
-//!    many never came back: those may never complete, and their memory must stay. What was not started completes with
-//!    `Closed`.
+//!    [`Closed`](crate::ErrorKind::Closed). If no operation ends within the limit, `close` fails and says how many
+//!    operations are outstanding. Those may never complete, and their memory must stay. Operations that were never
+//!    started complete with `Closed`.
 //!
 //! # Inside
 //!
-//! `engine.rs` is the one [`Store`]: files, checks, the queue, reads of callers, the end of an operation. A backend is only
-//! the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`). `queue.rs` decides
-//! what may start, `operation.rs` what a result from the kernel means, `file.rs` how a file is opened and whether it
-//! changed.
+//! `engine.rs` is the one [`Store`]: files, checks, the queue, callers' reads, the end of an operation. A backend is
+//! only the loop that takes operations off the queue and gives them to the kernel (`uring.rs`, `threads.rs`).
+//! `queue.rs` decides which operation may start. `operation.rs` says what a result from the kernel means. `file.rs`
+//! opens files and sees whether they changed.
 
 mod blocks;
 mod engine;
@@ -82,7 +81,7 @@ pub const IO_ALIGNMENT: u64 = 4096;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum IoBackend {
-    /// The first of the others that works here, in the order below.
+    /// The first backend below that works here.
     Auto,
     /// io_uring with O_DIRECT.
     IoUring,
@@ -93,7 +92,7 @@ pub enum IoBackend {
 }
 
 impl IoBackend {
-    /// The backends there are, in the order in which `Auto` tries them.
+    /// All backends but `Auto`, in the order in which `Auto` tries them.
     pub const CHOICES: [Self; 3] = [Self::IoUring, Self::Threads, Self::Buffered];
 }
 
@@ -166,7 +165,7 @@ pub struct IoOp {
 pub trait Store: Send + Sync + fmt::Debug {
     /// The backend in use (never `Auto`).
     fn backend(&self) -> IoBackend;
-    /// Takes a file into the store. `path` is for messages and for opening with other flags.
+    /// Adds a file to the store. `path` is for messages.
     fn add_file(&self, file: File, path: PathBuf, usage: FileUse) -> Result<FileId>;
     /// Takes a source of pages into the store, to be read like a model's file.
     ///
@@ -176,42 +175,42 @@ pub trait Store: Send + Sync + fmt::Debug {
         Err(Error::new(ErrorKind::Unsupported, format!("this store reads no sources such as {}", source.name()))
             .remedy("open it with StoreOptions"))
     }
-    /// The files it holds that go through the page cache though direct I/O was preferred, in the order they were added.
+    /// The files that go through the page cache although direct I/O was preferred, in the order they were added.
     fn buffered_files(&self) -> Vec<PathBuf> {
         Vec::new()
     }
-    /// Forgets a file; its operations in flight complete first.
+    /// Forgets a file. Operations submitted before still complete: they keep the file open.
     fn remove_file(&self, file: FileId);
     /// Queues an operation.
     fn submit(&self, op: IoOp);
-    /// Starts an operation for which the caller is going to wait on this thread. Where it is a demand read, the caller may
-    /// get it back, to be carried out by the caller itself; otherwise it is queued.
+    /// Starts an operation that the caller will wait for on this thread. A demand read may be returned, for the caller
+    /// to carry out; any other operation is queued.
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
         self.submit(op);
         None
     }
     /// Makes a waiting operation at least this urgent.
     fn raise(&self, token: Token, priority: Priority);
-    /// Those of these operations that nothing is heard of: the system has had them for `limit`, or they wait and it has been
-    /// given nothing for as long. One behind others that get on is slow, and not late.
+    /// Which of these operations are stuck: the system has had them for `limit`, or they wait and the system was given
+    /// nothing for `limit`. An operation that waits behind others that make progress is slow, not late.
     fn late(&self, tokens: &[Token], limit: Duration) -> Vec<Token>;
-    /// How often reads were tried again because the disk failed for a moment.
+    /// How often reads were tried again (contract rule 6).
     fn retries(&self) -> u64;
-    /// Operations that have ended, whatever came of them.
+    /// How many operations have ended, with or without success.
     fn ended(&self) -> u64;
-    /// Operations that were submitted and have not ended.
+    /// How many operations were submitted and have not ended.
     fn outstanding(&self) -> u64;
     /// The limit of [`close`](Self::close).
     fn close_limit(&self) -> Duration;
-    /// Contract rule 7, with the limit the store was opened with. Dropping a store waits as long, and only logs what it would
-    /// say: whoever frees memory of operations must have seen them complete, or `close` succeed.
+    /// Closes the store (contract rule 7) with the limit it was opened with. Dropping a store waits as long, but only
+    /// logs a failure: before freeing memory of operations, see them complete or `close` succeed.
     fn close(&self) -> Result<()> {
         self.close_within(self.close_limit())
     }
-    /// Contract rule 7.
+    /// Closes the store (contract rule 7).
     ///
     /// # Errors
-    /// [`Io`](ErrorKind::Io) if no operation ended for `limit`; [`InvalidArgument`](ErrorKind::InvalidArgument) on a thread
-    /// that reports completions.
+    /// [`Io`](ErrorKind::Io) if no operation ended for `limit`; [`InvalidArgument`](ErrorKind::InvalidArgument) on a
+    /// thread that reports completions.
     fn close_within(&self, limit: Duration) -> Result<()>;
 }

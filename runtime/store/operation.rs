@@ -9,11 +9,11 @@ use super::{IO_ALIGNMENT, IoKind, IoOp};
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
 
-/// EINTR and EAGAIN in a row after which an operation fails: a kernel that has answered "not now" this often will
-/// not change its mind, and a loop without an end would look like a hang.
+/// An operation fails after this many EINTR and EAGAIN answers without progress. A loop without an end would look like
+/// a hang.
 const MAX_REPEATS: u32 = 10_000;
 
-/// Times that a read is tried again after EIO: a drive that was reset answers the next one, one that dies does not.
+/// How often a read is tried again after EIO. A drive that was reset answers the next try; a drive that dies does not.
 const MAX_RETRIES: u32 = 2;
 
 /// One call into the kernel on behalf of an operation.
@@ -29,7 +29,7 @@ pub struct IoCall {
     pub len: u32,
 }
 
-/// Which way room of the scratch file goes.
+/// Whether room of the scratch file is taken or given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoomKind {
     /// From the file system to the file.
@@ -38,10 +38,10 @@ pub enum RoomKind {
     GiveBack,
 }
 
-/// One call into the kernel about room of the scratch file: a slice of what a tensor takes or gives back.
+/// One call into the kernel that takes or gives back room of the scratch file: a slice of one tensor's room.
 #[derive(Clone, Copy, Debug)]
 pub struct RoomCall {
-    /// Which way.
+    /// Taken or given back.
     pub kind: RoomKind,
     /// First byte in the file.
     pub offset: u64,
@@ -49,33 +49,34 @@ pub struct RoomCall {
     pub len: u64,
 }
 
-/// What a [`CallHook`] makes of a call.
+/// A [`CallHook`]'s answer to a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Injected {
     /// The call goes to the kernel.
     Nothing,
     /// The call fails with this `errno` and never reaches the kernel.
     Errno(i32),
-    /// The call goes to the kernel, and at most this many bytes of what it transfers are reported.
+    /// The call goes to the kernel; at most this many of the bytes it transfers are reported.
     Short(u32),
 }
 
-/// Sees every call before the kernel does, and can make it fail: for tests of what is above and below it. The hook runs
-/// on the store's own threads, and, unless it [may block](Self::may_block), on those of callers that carry out their reads;
-/// while it blocks, that thread serves nothing else.
+/// Sees every call before the kernel does, and can make it fail. For tests. The hook runs on the store's own threads
+/// and, unless it [may block](Self::may_block), on those of callers that carry out their reads. While it blocks, its
+/// thread serves nothing else.
 pub trait CallHook: Send + Sync {
     /// Called just before `call`.
     fn before(&self, call: &IoCall) -> Injected;
 
-    /// Called just before a slice of the scratch file's room is taken or given back, on the thread that allocates a tensor
-    /// or lets the last handle of one go. What waits here holds up other allocations, and no read and no write.
-    /// [`Injected::Short`] means nothing here.
+    /// Called just before a slice of the scratch file's room is taken or given back, on the thread that allocates a
+    /// tensor or drops its last handle. A hook that waits here may hold up other allocations, but no read and no write.
+    /// [`Injected::Short`] has no effect here.
     fn before_room(&self, _call: &RoomCall) -> Injected {
         Injected::Nothing
     }
 
-    /// Whether it may block for long, as it will to play a drive that does not answer. Then it runs on the store's threads
-    /// alone: callers that wait for pages do not carry out reads themselves, for they could not leave them.
+    /// Whether the hook may block for long, as it does to play a drive that does not answer. If so, it runs on the
+    /// store's threads alone: callers that wait for pages do not carry out reads themselves, because they could not
+    /// leave them.
     fn may_block(&self) -> bool {
         true
     }
@@ -87,11 +88,11 @@ pub(super) struct Active {
     pub file: Arc<OpenFile>,
     /// Bytes transferred so far, counted from `op.offset`.
     done: u32,
-    /// EINTR and EAGAIN since bytes came last.
+    /// EINTR and EAGAIN answers since the last progress.
     repeats: u32,
     /// How often it was tried again after EIO.
     failed: u32,
-    /// How often it was tried again after EIO or EAGAIN.
+    /// How often a read was tried again after EIO or EAGAIN.
     pub retries: u32,
     /// Most bytes to believe of the next answer, from an injected short transfer.
     believe: u32,
@@ -154,8 +155,8 @@ impl Active {
         }
     }
 
-    /// The next call. It starts where the last one stopped, rounded down to what direct I/O can start at: a few bytes
-    /// come twice, and are the same.
+    /// The next call. It starts where the last one stopped, rounded down to the alignment of direct I/O: a few bytes
+    /// are transferred twice.
     pub fn remainder(&self) -> Remainder {
         let skip = self.restart();
         // SAFETY: `skip` is at most `op.len`, and whoever submitted the operation vouched for that many bytes.

@@ -1,11 +1,12 @@
-//! Reads that callers carry out themselves, because they would wait for them anyway: that spares two hand-overs from
-//! thread to thread.
+//! Reads that callers carry out themselves. A caller that would wait anyway saves two hand-overs between threads.
 //!
-//! Each goes through a ring of its own, and not through `pread`: a caller can leave a ring, and cannot leave a system call
-//! that a dying drive does not answer. What is left behind goes on with a thread that is started for it, which keeps the
-//! operation, and with it the buffer, for as long as the kernel may write there. Only files that are read directly are read
-//! so: through the page cache the submission itself may wait. On file systems whose reads the kernel gives to workers (NFS,
-//! FUSE) a thread that has left goes on, but the kernel lets it end only after its read.
+//! Each read goes through a ring of its own, not through `pread`: a caller can leave a ring, but not a system call that
+//! a dying drive does not answer. A thread is then started to go on with the read. It keeps the operation, and so the
+//! buffer, for as long as the kernel may write there.
+//!
+//! Only files read with direct I/O are read this way, because through the page cache the submission itself may wait.
+//! Files on remote file systems (NFS, FUSE) are not: the kernel gives their reads to workers, and lets a thread that
+//! has left a read end only after that read.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use super::operation::Active;
 use super::queue::Lane;
 use crate::error::Result;
 
-/// How long a caller stays with its read. Then it waits as others do, and hears of a timeout as they do.
+/// How long a caller stays with its read. After that it waits and is told of a timeout as other callers are.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Pause before trying again after the kernel has refused a submission.
@@ -30,7 +31,7 @@ const BACK_OFF: Duration = Duration::from_millis(1);
 /// A ring with at most one operation. Any thread may enter it, one at a time.
 struct OwnRing(Box<IoUring>);
 
-/// What came of waiting.
+/// The result of waiting.
 enum Answer {
     /// A byte count, or a negated `errno`.
     Came(i32),
@@ -39,9 +40,10 @@ enum Answer {
 }
 
 impl OwnRing {
-    /// `None` if the kernel gives none that can be left: it is too old, or has no memory, or the process no descriptor.
+    /// `None` if the kernel gives no ring that can be left: it is too old, or it has no memory, or the process has no
+    /// descriptor.
     fn new() -> Option<Self> {
-        // Who waits in the ring is who its completions are for: no interrupt has to tell it.
+        // The thread that waits in the ring is the one its completions are for: no interrupt has to tell it.
         let ring = IoUring::builder().setup_coop_taskrun().build(2).or_else(|_| IoUring::new(2)).ok()?;
         ring.params().is_feature_ext_arg().then(|| Self(Box::new(ring)))
     }
@@ -51,13 +53,14 @@ impl OwnRing {
         let rest = active.remainder();
         let fd = types::Fd(active.file.fd());
         let entry = opcode::Read::new(fd, rest.buffer.as_ptr(), rest.len).offset(rest.offset).build();
-        // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the store
-        // contract). `Running` keeps operation and ring together until the answer has come, also when its caller leaves.
+        // SAFETY: the entry names memory that the operation's submitter keeps valid until completion (rule 3 of the
+        // store contract). `Running` keeps operation and ring together until the answer has come, also when its caller
+        // leaves.
         let pushed = unsafe { self.0.submission().push(&entry) };
         invariant!(pushed.is_ok(), "a ring with room for two has more than one operation");
     }
 
-    /// Waits for the answer, until then or without an end.
+    /// Waits for the answer until `until`, or without a limit.
     fn wait(&mut self, until: Option<Instant>) -> Answer {
         loop {
             if let Some(answer) = self.0.completion().next() {
@@ -73,9 +76,9 @@ impl OwnRing {
             };
             match entered.map_err(|cause| cause.raw_os_error()) {
                 Ok(_) | Err(Some(libc::EINTR | libc::ETIME)) => {}
-                // It takes nothing just now. What was not taken is still queued.
+                // The kernel takes nothing just now. The submission is still queued.
                 Err(errno) => {
-                    tracing::debug!(errno, "io_uring takes no read of a caller; trying on");
+                    tracing::debug!(errno, "io_uring takes no read of a caller just now; trying again");
                     thread::sleep(BACK_OFF);
                 }
             }
@@ -83,7 +86,7 @@ impl OwnRing {
     }
 }
 
-/// Rings that no caller uses now: as many as callers have read at once.
+/// Rings that no caller uses now. There are as many rings as callers have read at once.
 #[derive(Default)]
 pub(super) struct OwnRings(Mutex<Vec<OwnRing>>);
 
@@ -91,12 +94,12 @@ pub(super) struct OwnRings(Mutex<Vec<OwnRing>>);
 struct Running {
     active: Active,
     ring: OwnRing,
-    /// The kernel has a call of it.
+    /// Whether the kernel has a call of this read.
     issued: bool,
 }
 
 impl Running {
-    /// Goes on until the read has ended, or until then.
+    /// Goes on until the read has ended, or until `until`: then `None`.
     fn go_on(&mut self, shared: &Shared, until: Option<Instant>) -> Option<Result<()>> {
         loop {
             let answer = if self.issued {
@@ -120,8 +123,8 @@ impl Running {
     }
 }
 
-/// A demand read that its submitter carries out. Its completion is reported as any other, on the stack of
-/// [`run`](Self::run). Where it is dropped instead, the store's threads carry it out.
+/// A demand read that its submitter carries out. [`run`](Self::run) reports its completion on the caller's stack. If it
+/// is dropped instead, the store's threads carry it out.
 #[must_use = "the read is handed to the store's threads when this is dropped"]
 pub struct OwnRead {
     /// `None` once it has ended, or has been left.
@@ -131,7 +134,7 @@ pub struct OwnRead {
 }
 
 impl OwnRead {
-    /// A read that the queue has let start. Without a ring for it the store's threads have it.
+    /// A read that the queue has let start. `None` if there is no ring for it: then the store's threads have it.
     pub(super) fn new(active: Active, shared: Arc<Shared>, driver: Arc<dyn Driver>) -> Option<Self> {
         let idle = shared.own_rings.as_ref().map(|rings| rings.0.lock().pop());
         let Some(ring) = idle.and_then(|idle| idle.or_else(OwnRing::new)) else {
@@ -141,7 +144,7 @@ impl OwnRead {
         Some(Self { running: Some(Running { active, ring, issued: false }), shared, driver })
     }
 
-    /// Reads, and reports. If the disk takes long, leaves the rest to another thread.
+    /// Carries out the read and reports it. If the disk takes long, leaves the rest to another thread.
     pub fn run(mut self) {
         let Some(mut running) = self.running.take() else { return };
         match running.go_on(&self.shared, Some(Instant::now() + PATIENCE)) {
@@ -177,10 +180,10 @@ impl OwnRead {
         }
     }
 
-    /// Has a thread of its own wait for the kernel.
+    /// Starts a thread that waits for the kernel instead of the caller.
     #[cold]
     fn leave(&self, running: Running) {
-        // Where no thread can be started it is still here: nobody may forget what the kernel has.
+        // Kept here too, in case no thread can be started: the kernel may still write to the buffer.
         let left = Arc::new(Mutex::new(Some(running)));
         let taken = Arc::clone(&left);
         let late = Self { running: None, shared: Arc::clone(&self.shared), driver: Arc::clone(&self.driver) };
@@ -192,7 +195,7 @@ impl OwnRead {
             }
         };
         let Err(cause) = self.shared.spawn("outcore-io-late".into(), serve) else { return };
-        tracing::warn!(%cause, "no thread for a read that takes long: its caller waits for it, however long");
+        tracing::warn!(%cause, "no thread for a read that takes long: its caller waits until it ends");
         if let Some(mut running) = left.lock().take()
             && let Some(outcome) = running.go_on(&self.shared, None)
         {
@@ -211,7 +214,7 @@ impl Drop for OwnRead {
     }
 }
 
-/// Gives a read that a caller was let start to the store's threads. If they have gone it has ended.
+/// Gives a read that a caller was allowed to start to the store's threads. If they have gone, it ends with `Closed`.
 fn hand_over(active: Active, shared: &Shared, driver: &dyn Driver) {
     let (token, bytes) = (active.op.token, active.op.len);
     let mut state = shared.state.lock();

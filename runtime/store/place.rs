@@ -1,6 +1,7 @@
-//! Where the scratch file is made unless the user says where: on a disk, never in memory.
+//! Chooses the scratch file's folder where the user names none: on a disk, never in memory.
 //!
-//! A folder for temporary files is memory on many systems. Read-write tensors larger than memory would then be kept in memory.
+//! On many systems the folder for temporary files is in memory. Read-write tensors larger than memory would then be
+//! kept in memory.
 
 use std::env;
 use std::fs;
@@ -13,9 +14,9 @@ use super::scratch::{ScratchFile, ScratchOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::PageSize;
 
-/// Folders to try, the best first: `TMPDIR` if it is set, the user's cache folder
-/// ([XDG Base Directory Specification](https://specifications.freedesktop.org/basedir-spec/latest/)), `/var/tmp`, which
-/// outlives a restart and so is on a disk, the folder of a model, and the system's folder for temporary files.
+/// Folders to try, the best first: `TMPDIR` if it is set; the user's cache folder ([XDG Base Directory
+/// Specification](https://specifications.freedesktop.org/basedir-spec/latest/)); `/var/tmp`, which outlives a restart
+/// and so is on a disk; the folder of a model; and the system's folder for temporary files.
 fn folders(variable: impl Fn(&str) -> Option<PathBuf>, model: Option<&Path>) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     folders.extend(variable("TMPDIR").filter(|path| path.is_absolute()));
@@ -34,31 +35,31 @@ fn cache(variable: &impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     cache.map(|cache| cache.join("outcore"))
 }
 
-/// The folder for what can be measured again. It need not be there.
+/// The folder for data that can be measured again. It may not exist yet.
 pub(super) fn cache_folder() -> Option<PathBuf> {
     cache(&|name: &str| env::var_os(name).map(PathBuf::from))
 }
 
-/// Makes the user's cache folder if it is not there. What root would make in another user's folder, as with `sudo`, that user could
-/// not write to: that is refused.
+/// Makes the user's cache folder if it does not exist. Root, as with `sudo`, is refused inside another user's folder:
+/// that user could not write to the new folder.
 pub(super) fn make_cache_folder(folder: &Path) -> io::Result<()> {
     let root = effective_user() == 0;
     let whose = folder.ancestors().find_map(|there| fs::metadata(there).ok()).map(|there| there.uid());
     match whose {
         Some(user) if root && user != 0 => {
-            let what = format!("{} is in the folder of user {user}, and not of root's", folder.display());
+            let what = format!("{} is in a folder of user {user}, not of root", folder.display());
             Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
         }
         _ => fs::create_dir_all(folder),
     }
 }
 
-/// Makes a scratch file in the first folder that is on a disk and has the room that `reserve` takes. What other machines
-/// serve comes after what is local. `model` is a folder that holds one.
+/// Makes a scratch file in the first folder that is on a disk and has the room that `reserve` takes. Folders that other
+/// machines serve come last. `model` is the folder of a model.
 ///
 /// # Errors
-/// [`ErrorKind::DiskFull`] if folders take a file, and none has room; [`ErrorKind::Unsupported`] if none takes one; the error
-/// names all of them, and why not. What else `reserve` says.
+/// [`ErrorKind::DiskFull`] if some folder takes a file, but none has room; [`ErrorKind::Unsupported`] if no folder
+/// takes a file. Both name every folder and why it was refused. Any other error of `reserve`.
 pub(crate) fn scratch_on_a_disk<T>(
     page_size: PageSize,
     model: Option<&Path>,
@@ -69,7 +70,7 @@ pub(crate) fn scratch_on_a_disk<T>(
     first_on_a_disk(folders(variable, model), cache_folder().as_deref(), page_size, options, reserve)
 }
 
-/// Of these folders, `cache` need not be there yet.
+/// As [`scratch_on_a_disk`], with these folders. Of them, `cache` need not exist yet.
 fn first_on_a_disk<T>(
     folders: Vec<PathBuf>,
     cache: Option<&Path>,
@@ -121,7 +122,7 @@ fn first_on_a_disk<T>(
     let found = found.or_else(|| remote.into_iter().find_map(|file| take(Ok(file))));
     found.unwrap_or_else(|| {
         let remedy =
-            "name one on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); one in memory is taken if it is named";
+            "name a folder on a disk (RuntimeBuilder::scratch_dir, or TMPDIR); scratch_dir takes one in memory too";
         let refusals = refusals.join("; ");
         Err(if let Some(advice) = full {
             let message = format!("no folder for the scratch file has room: {refusals}");
@@ -150,7 +151,7 @@ mod tests {
         let found = folders(set, Some(Path::new("/models")));
         let named = ["/scratch", "/people/a/.cache/outcore", "/var/tmp", "/models"].map(PathBuf::from);
         assert_eq!(found[..4], named);
-        // A relative one would be another in each working folder; the specification has it ignored.
+        // A relative path would mean another folder in each working folder; the specification says to ignore it.
         let cache = folders(|name| (name == "XDG_CACHE_HOME").then(|| "cache".into()), None);
         assert_eq!(cache[0], Path::new("/var/tmp"));
     }
@@ -176,7 +177,7 @@ mod tests {
         assert!(text.contains("/dev/shm is in memory") && text.contains("/proc/none"), "{text}");
     }
 
-    /// Only the cache folder is ours to make: what others name is there, or is passed over.
+    /// Only the cache folder is made; another folder that does not exist is passed over.
     #[test]
     fn regression_a_folder_that_is_not_there_is_not_made() {
         let there = tempfile::tempdir().unwrap();
@@ -189,7 +190,7 @@ mod tests {
         let first = |cache| first_on_a_disk(folders.clone(), cache, page, &ScratchOptions::default(), |_| Ok(()));
         let (file, ()) = first(None).unwrap();
         assert!(file.directory() == there.path() && !there.path().join("not").exists());
-        // Nor is it where another user's folder would get what that user cannot write to.
+        // Nor is it made where another user could not write to it.
         if effective_user() == 0 {
             std::os::unix::fs::chown(there.path(), Some(65_534), None).unwrap();
             assert_eq!(make_cache_folder(&missing).unwrap_err().kind(), io::ErrorKind::PermissionDenied);

@@ -1,4 +1,4 @@
-//! What works here, and how fast: opening a store by probing, and measuring a file through the store that will serve it.
+//! Opens a store by probing which backend works, and measures a file through the store that will serve it.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
@@ -50,8 +50,7 @@ impl fmt::Display for BackendProbe {
     }
 }
 
-/// Tries a backend without opening a file. `Auto` is answered by the first that works, or else by the last that does
-/// not.
+/// Tries a backend without opening a file. `Auto` gives the first that works, or else the last that does not.
 pub fn probe_backend(backend: IoBackend) -> BackendProbe {
     match backend {
         IoBackend::Auto => {
@@ -69,7 +68,7 @@ fn try_threads(backend: IoBackend) -> BackendProbe {
     BackendProbe { backend, usable: opened.and_then(|store| store.close()) }
 }
 
-/// What a file's file system and disk do with it.
+/// What a file's file system supports, and how fast the file is read.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct FileProbe {
@@ -81,7 +80,7 @@ pub struct FileProbe {
     pub filesystem: String,
     /// Whether it can be opened with O_DIRECT; if not, why.
     pub direct: Result<()>,
-    /// What memory and file offsets must be aligned to for O_DIRECT, where the kernel tells (Linux 6.1 on).
+    /// The alignment that O_DIRECT needs, where the kernel tells (Linux 6.1 on).
     pub alignment: Option<DirectAlignment>,
     /// The backend that measured.
     pub backend: IoBackend,
@@ -98,7 +97,7 @@ impl FileProbe {
     }
 }
 
-/// What O_DIRECT asks of a file's reads and writes.
+/// The alignment that O_DIRECT needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectAlignment {
     /// Memory addresses are multiples of this.
@@ -107,7 +106,7 @@ pub struct DirectAlignment {
     pub offset: Bytes,
 }
 
-/// A distribution of times, by the two numbers that matter.
+/// The median and the 99th percentile of some times.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
     /// Half took at most this long.
@@ -119,7 +118,7 @@ pub struct Latency {
 }
 
 impl Latency {
-    /// The distribution of `times`, which is sorted by it; `None` if there are none.
+    /// The distribution of `times`, which this sorts. `None` if there are no times.
     pub fn of(times: &mut [Duration]) -> Option<Self> {
         times.sort_unstable();
         let at = |percent: usize| times.get((times.len() * percent / 100).min(times.len().saturating_sub(1))).copied();
@@ -158,10 +157,11 @@ impl fmt::Display for ReadPoint {
     }
 }
 
-/// The most a point reads.
+/// The most bytes that a point reads.
 const MOST_PER_POINT: u64 = 512 << 20;
-/// Reads timed for the latency of a page, and how long that may take: a disk that turns needs 8 ms for one.
+/// How many reads are timed for the latency of a page.
 const LATENCY_SAMPLES: usize = 200;
+/// Time after which no more of them begin. A disk that turns needs 8 ms for one.
 const LATENCY_TIME: Duration = Duration::from_millis(300);
 
 /// Measures how a file is read: what O_DIRECT needs, the latency of a page, and bandwidth at each of `blocks` with each
@@ -169,7 +169,7 @@ const LATENCY_TIME: Duration = Duration::from_millis(300);
 /// rounded up to 4 KiB. A file too small for a block is not measured with it.
 ///
 /// # Errors
-/// What opening the file or the store reports, and the first failed read.
+/// Any error of opening the file or the store, and the first failed read.
 pub fn probe_file(
     path: &Path,
     backend: IoBackend,
@@ -224,7 +224,7 @@ pub fn probe_file(
         let bytes = Bytes::new(count * block);
         let block = Bytes::new(block);
         for &depth in depths {
-            // No block comes again before all were read.
+            // No block is read again before all others were read.
             if left.left() < count {
                 left = all();
             }
@@ -262,7 +262,7 @@ fn process_cpu() -> Duration {
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec.clamp(0, 999_999_999) as u32)
 }
 
-/// Reports into a channel. A receiver that is gone does not want to know.
+/// Reports into a channel. Completions are dropped once the receiver is gone.
 struct ToChannel(mpsc::Sender<Completion>);
 
 impl Completions for ToChannel {
@@ -273,31 +273,31 @@ impl Completions for ToChannel {
     }
 }
 
-/// Reads blocks of a file into one buffer. Nobody looks at what is in there, so reads may be into the same part of it.
+/// Reads blocks of a file into one buffer. The bytes are not used, so reads may overlap in the buffer.
 pub(super) struct Reader {
     store: Arc<dyn Store>,
-    /// Freed only once the store has closed: until then the kernel may write to it.
+    /// Freed only once the store has closed: before that, the kernel may write to it.
     buffer: ManuallyDrop<Buffer>,
     file: FileId,
     ended: mpsc::Receiver<Completion>,
 }
 
-/// How a number of reads is made.
+/// How [`Reader::read`] reads.
 pub(super) struct Reads {
     pub block: Bytes,
-    /// In flight at once, and begun in any case.
+    /// Reads in flight at once. This many begin even after `until`.
     pub depth: QueueDepth,
-    /// Nothing more begins after that.
+    /// No more reads begin after this time.
     pub until: Option<Instant>,
-    /// Nobody waits longer than that: [`ErrorKind::TimedOut`].
+    /// The wait for reads ends at this time, with [`ErrorKind::TimedOut`].
     pub end: Option<Instant>,
 }
 
 impl Reader {
-    /// With a buffer of `room` bytes.
+    /// A reader of `file` with a buffer of `room` bytes.
     ///
     /// # Errors
-    /// What opening the store reports; [`ErrorKind::OutOfMemory`] if there is none for the buffer.
+    /// Any error of opening the store; [`ErrorKind::OutOfMemory`] if there is no memory for the buffer.
     pub(super) fn open(path: &Path, file: File, options: &StoreOptions, room: Bytes) -> Result<Self> {
         let (sink, ended) = mpsc::channel();
         let buffer = Buffer::new(room.get() as usize)?;
@@ -306,8 +306,8 @@ impl Reader {
         Ok(Self { store, buffer: ManuallyDrop::new(buffer), file, ended })
     }
 
-    /// Reads the block at each of `offsets`, and returns how many it has read. After an error reads may be in flight; then
-    /// nothing more may be read.
+    /// Reads the block at each of `offsets`, and returns how many were read. After an error, reads may still be in
+    /// flight: do not read again.
     pub(super) fn read(&mut self, offsets: &mut dyn Iterator<Item = u64>, reads: &Reads) -> Result<u64> {
         let Reads { block, depth, until, end } = *reads;
         let block = block.get() as usize;
@@ -362,7 +362,7 @@ impl Drop for Reader {
         match self.store.close() {
             // SAFETY: nothing is in flight, and the reader is not used again.
             Ok(()) => unsafe { ManuallyDrop::drop(&mut self.buffer) },
-            Err(error) => tracing::error!(%error, "the buffer of a measurement stays"),
+            Err(error) => tracing::error!(%error, "a measurement keeps its buffer: reads are in flight"),
         }
     }
 }
@@ -377,8 +377,8 @@ struct Buffer {
 
 impl Buffer {
     fn new(len: usize) -> Result<Self> {
-        // As the runtime's frames are: where a buffer lies in small pages, requests are split, and the disk looks slower
-        // than it is.
+        // Aligned as the runtime's frames are. The kernel splits requests to memory in small pages, and the disk would
+        // look slower than it is.
         let align = if len < HUGE_PAGE { IO_ALIGNMENT as usize } else { HUGE_PAGE };
         let layout = Layout::from_size_align(len, align).ok().filter(|layout| layout.size() > 0).ok_or_else(|| {
             Error::new(ErrorKind::InvalidArgument, format!("a buffer of {len} bytes is not possible"))
@@ -392,10 +392,11 @@ impl Buffer {
                 .remedy("raise the limit on this process's memory (ulimit -v, or its control group)")
         })?;
         if len >= HUGE_PAGE {
-            // SAFETY: the range is this allocation's own; the advice changes no byte of it, and refusal changes nothing.
+            // SAFETY: the range is this allocation's own; the advice changes no byte of it, and refusal changes
+            // nothing.
             unsafe { libc::madvise(memory.as_ptr().cast(), len & !(HUGE_PAGE - 1), libc::MADV_HUGEPAGE) };
         }
-        // Memory is not there until it is touched, and touching it must not be part of a measurement.
+        // The kernel provides memory when it is first touched. That must not be part of a measurement.
         for page in (0..len).step_by(IO_ALIGNMENT as usize) {
             // SAFETY: `page` is inside the allocation, which nobody else has yet.
             unsafe { memory.add(page).write_volatile(0) };
@@ -405,14 +406,15 @@ impl Buffer {
 
     fn at(&self, offset: usize) -> HostPointer {
         invariant!(offset < self.layout.size(), "a part lies at {offset}, behind a buffer of {}", self.layout.size());
-        // SAFETY: `offset` is inside the allocation: it is that of a part, and parts are as many as fit.
+        // SAFETY: `offset` is inside the allocation: it is the offset of a part, and only as many parts are used as
+        // fit.
         HostPointer(unsafe { self.memory.add(offset) })
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout. Whoever drops it knows that no operation uses it.
+        // SAFETY: allocated with this layout. The owner drops it only when no operation uses it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) };
     }
 }
@@ -441,7 +443,7 @@ mod tests {
         assert!("mmap".parse::<IoBackend>().is_err());
     }
 
-    /// More than any machine has is an error, and no end of the process.
+    /// To ask for more memory than any machine has is an error, and does not end the process.
     #[test]
     fn regression_a_buffer_that_cannot_be_had_is_an_error() {
         for (len, kind) in [(1 << 46, ErrorKind::OutOfMemory), (usize::MAX, ErrorKind::InvalidArgument)] {
@@ -467,7 +469,7 @@ mod tests {
         }
     }
 
-    /// More reads at once than there are to be made take no more memory than these.
+    /// A depth above the number of reads takes no more memory than these reads.
     #[test]
     fn regression_a_probe_takes_no_more_memory_than_it_reads() {
         scene::alone("store::probe::tests::regression_a_probe_takes_no_more_memory_than_it_reads", || {

@@ -1,7 +1,9 @@
-//! What a disk needs to be read at its full rate: measured in a quarter of a second, and [remembered](super::remembered).
+//! Measures, in a quarter of a second, what a disk needs to be read at its full rate; the result is
+//! [remembered](super::remembered).
 //!
-//! Everything that asks a file system runs on a thread of its own, which is waited for until a time and no longer: a network file
-//! system that hangs costs a second, and not the program. The thread keeps its buffer until the last read has ended.
+//! Every question to a file system is asked on a thread of its own, and the caller waits for it only until a deadline:
+//! a network file system that hangs costs a second, and does not hang the program. The thread keeps its buffer until
+//! the last read has ended.
 
 use std::fs::File;
 use std::io;
@@ -23,39 +25,43 @@ use super::{IO_ALIGNMENT, IoBackend, QueueDepth, StoreOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
-/// A large read of the measurement, and a small one.
+/// Bytes of a large read of the measurement.
 pub(super) const BLOCK: Bytes = Bytes::mib(1);
+/// Bytes of a small one.
 const SMALL: Bytes = Bytes::new(IO_ALIGNMENT);
-/// Where all are read to.
+/// Bytes of the buffer that all reads share.
 const ROOM: Bytes = Bytes::mib(4);
-/// Reads of each of the two are timed one at a time, so many and for so long.
+/// Most reads of each size that are timed one at a time.
 const ALONE_READS: usize = 8;
+/// Time after which no more of them begin.
 const ALONE_TIME: Duration = Duration::from_millis(40);
-/// Reads in flight at once: of a disk that takes no longer than [`SLOW`] for a read, and of one that does.
+/// The depths that are measured, in reads in flight: of a disk that reads a large block in less than [`SLOW`].
 const DEPTHS: [u32; 5] = [2, 4, 8, 16, MOST];
+/// The same of a slower disk.
 const DEPTHS_SLOW: [u32; 3] = [4, 16, MOST];
 const SLOW: Duration = Duration::from_millis(10);
+/// Most reads in flight.
 pub(super) const MOST: u32 = 32;
-/// What is read at most with each: twice what is in flight, and no less than this.
+/// At each depth, at most twice the depth is read, or this many blocks if that is more.
 const LEVEL_BLOCKS: u32 = 8;
-/// For all of these. One begins only if it is likely to end in time.
+/// Time for all depths together. One begins only if it is likely to end in time.
 const LEVELS_TIME: Duration = Duration::from_millis(150);
-/// The caller waits no longer, whatever the disk and the file system do.
+/// The longest that a caller waits, whatever the disk and the file system do.
 pub(super) const WAIT: Duration = Duration::from_secs(1);
-/// Blocks that a file has at least, of which none is a hole and none is read twice.
+/// A file with fewer written blocks is not measured. No block is read twice.
 const BLOCKS_LEAST: u64 = 32;
-/// Pieces of a file between its holes that are looked for.
+/// Most pieces between holes that are looked for in a file.
 const PIECES_MOST: usize = 4096;
-/// Of the best rate, what counts as all of it: a measurement of milliseconds is no better than that.
+/// This share of the best rate counts as all of it: a measurement of milliseconds is no more exact.
 const NEARLY_ALL: f64 = 0.9;
-/// A disk that is no faster than so many times one read after the other does one after the other.
+/// A disk does one read after the other if several at once raise its rate by less than this factor.
 const SIDE_BY_SIDE: f64 = 1.5;
-/// Of a large read, the part at least that is taken to be the transfer and not the beginning.
+/// At least this share of a large read's time is taken to be the transfer; the rest is the time to begin.
 const TRANSFER_LEAST: f64 = 0.25;
-/// Threads that have not ended. More are not begun.
+/// Most threads that may be under way at once.
 const UNDER_WAY_MOST: u32 = 64;
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
-/// Disks that are being measured.
+/// Disks that are being measured now.
 static MEASURED_NOW: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static TURN_ENDED: Condvar = Condvar::new();
 
@@ -63,12 +69,12 @@ static TURN_ENDED: Condvar = Condvar::new();
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DiskProfile {
-    /// Bytes a second, at best; of a disk that does one read after the other, once the read has begun.
+    /// The best rate, in bytes a second. For a disk that does one read after the other: the rate once a read has begun.
     pub bytes_per_second: Bytes,
-    /// What a small read takes with nothing else in flight: to position a head, or the way to another machine and back.
+    /// The time of a small read with nothing else in flight: to position a head, or for the way to another machine.
     #[serde(rename = "latency_s", serialize_with = "as_seconds")]
     pub latency: Duration,
-    /// The least that has to be in flight for nearly the rate that reads of 1 MiB come to.
+    /// The fewest bytes in flight that give nearly the best rate of reads of 1 MiB.
     pub in_flight: Bytes,
 }
 
@@ -77,20 +83,20 @@ fn as_seconds<S: Serializer>(time: &Duration, to: S) -> std::result::Result<S::O
 }
 
 impl DiskProfile {
-    /// A disk of this rate, which needs so much in flight for it, and takes no time to begin.
+    /// A disk with this rate that needs `in_flight` bytes in flight for it, with a latency of zero.
     pub const fn new(bytes_per_second: Bytes, in_flight: Bytes) -> Self {
         Self { bytes_per_second, latency: Duration::ZERO, in_flight }
     }
 
-    /// The same with another latency.
+    /// The same profile with this latency.
     #[must_use]
     pub const fn latency(mut self, latency: Duration) -> Self {
         self.latency = latency;
         self
     }
 
-    /// What the disk needs that has the file `path`: as it is [remembered](Self::remembered_in), or else as it is
-    /// [measured](Self::measure) now. `None` where that would say nothing.
+    /// The profile of the disk that has the file `path`: as [remembered](Self::remembered_in), or else as
+    /// [measured](Self::measure) now. `None` where a measurement would say nothing.
     ///
     /// # Errors
     /// As for [`measure`](Self::measure).
@@ -98,13 +104,15 @@ impl DiskProfile {
         said(Self::of_disk(path, IoBackend::Auto))
     }
 
-    /// What the disk needs that has the file `path`, by reading up to 150 MiB of the file, no byte twice and no hole, within a
-    /// quarter of a second as a rule, and a second in any case. It takes 4 MiB of memory meanwhile. `None` where that would say
-    /// nothing: the file is in memory, is read through the page cache, or has less than 32 MiB that were written. Nothing of it
-    /// is remembered.
+    /// Measures the disk that has the file `path`, without remembering the result. Reads up to 150 MiB of the file, no
+    /// byte twice and no hole, within a quarter of a second as a rule, and within a second in any case. Takes 4 MiB of
+    /// memory meanwhile.
+    ///
+    /// `None` where a measurement would say nothing: the file is in memory, is read through the page cache, is not a
+    /// regular file, or has less than 32 MiB that were written.
     ///
     /// # Errors
-    /// What opening the file or reading it reports; [`TimedOut`](ErrorKind::TimedOut) after a second;
+    /// Any error of opening or reading the file; [`TimedOut`](ErrorKind::TimedOut) after a second;
     /// [`OutOfMemory`](ErrorKind::OutOfMemory).
     pub fn measure(path: &Path) -> Result<Option<Self>> {
         let path = path.to_owned();
@@ -118,7 +126,7 @@ impl DiskProfile {
     /// Forgets what is remembered of the disk that has the file or folder `path`: the next runtime measures it.
     ///
     /// # Errors
-    /// What opening `path` reports; [`TimedOut`](ErrorKind::TimedOut) after a second.
+    /// Any error of opening `path`; [`TimedOut`](ErrorKind::TimedOut) after a second.
     pub fn forget(path: &Path) -> Result<()> {
         let path = path.to_owned();
         within(WAIT, format!("ask which disk has {}", path.display()), move |_| {
@@ -127,20 +135,23 @@ impl DiskProfile {
         })
     }
 
-    /// Where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`), in files
-    /// `disk-*.json`, which go when they are a day old, and in this process. A measurement counts for ten minutes. Where a later
-    /// one comes to about as much, they count for as long again as they lie apart; of those of a day the fastest is taken, and a
-    /// single faster one until the next: other work makes a disk slower, and not faster.
+    /// The folder where measurements are kept: `outcore` in the user's cache folder (`XDG_CACHE_HOME`, else
+    /// `~/.cache`). The files are called `disk-*.json`; a later measurement removes those that are a day old. This
+    /// process keeps measurements too.
+    ///
+    /// Other work makes a disk slower, not faster. So of a day's measurements the fastest is used with which another
+    /// agrees, or the newest if that is faster. It counts for ten minutes from the newest measurement on, or for as
+    /// long as those that agree with it lie apart, if that is longer.
     pub fn remembered_in() -> Option<PathBuf> {
         super::place::cache_folder()
     }
 
-    /// As [`of`](Self::of), through `backend`; [`Unsupported`](ErrorKind::Unsupported) where that would say nothing.
+    /// As [`of`](Self::of), through `backend`, but [`Unsupported`](ErrorKind::Unsupported) in place of `None`.
     fn of_disk(path: &Path, backend: IoBackend) -> Result<Self> {
         Self::asked(path, backend)?.answer()
     }
 
-    /// The same of several files, side by side: those that do not answer cost a second together.
+    /// As [`of_disk`](Self::of_disk) for several files, side by side: those that do not answer cost a second together.
     pub(crate) fn of_disks(paths: &[PathBuf], backend: IoBackend) -> Vec<Result<Self>> {
         let asked: Vec<_> = paths.iter().map(|path| Self::asked(path, backend)).collect();
         asked.into_iter().map(|asked| asked?.answer()).collect()
@@ -160,7 +171,7 @@ impl DiskProfile {
                 return Ok(profile);
             }
             let _turn = Turn::await_until(&disk, end)?;
-            // Whoever had the turn before has measured it.
+            // The thread that had the turn before may have measured the disk.
             if let Some(profile) = believed() {
                 return Ok(profile);
             }
@@ -174,8 +185,8 @@ impl DiskProfile {
         })
     }
 
-    /// Of the time of a small and a large read alone, and of rates in bytes a second by depth from two on, the depths in
-    /// ascending order.
+    /// Makes a profile of the times of a small and a large read alone, and of `points`: each a depth, from two on and
+    /// ascending, and its rate in bytes a second.
     fn from_times(small: Duration, large: Duration, points: &[(u32, f64)]) -> Self {
         let (small_s, large_s) = (small.as_secs_f64(), large.as_secs_f64().max(1e-9));
         let block = BLOCK.get() as f64;
@@ -184,7 +195,7 @@ impl DiskProfile {
         let found = points.iter().find(|point| point.1 >= NEARLY_ALL * best);
         let enough = if alone >= NEARLY_ALL * best { 1 } else { found.map_or(1, |point| point.0) };
         let transfer = block / (large_s - small_s).max(TRANSFER_LEAST * large_s);
-        // Of a quick disk the difference of the two times is noise, and pages have their largest size in any case.
+        // For a quick disk the difference of the two times is noise, and pages have their largest size in any case.
         let one_by_one = large >= SLOW && best < SIDE_BY_SIDE * alone;
         let rate = if one_by_one { best.max(transfer) } else { best };
         Self {
@@ -195,7 +206,7 @@ impl DiskProfile {
     }
 }
 
-/// Where a measurement would say nothing, there is none, and no error.
+/// Turns [`ErrorKind::Unsupported`], which says that a measurement would say nothing, into `None`.
 fn said(found: Result<DiskProfile>) -> Result<Option<DiskProfile>> {
     match found {
         Ok(profile) => Ok(Some(profile)),
@@ -206,10 +217,10 @@ fn said(found: Result<DiskProfile>) -> Result<Option<DiskProfile>> {
 
 fn nothing(path: &Path, why: &str) -> Error {
     Error::new(ErrorKind::Unsupported, format!("the disk of {} cannot be measured: {why}", path.display()))
-        .remedy("nothing is wrong with that: settings have their defaults")
+        .remedy("this is not a fault: settings have their defaults")
 }
 
-/// Threads that have not ended are counted.
+/// Counts a thread until it has ended.
 struct UnderWay;
 
 impl UnderWay {
@@ -218,7 +229,7 @@ impl UnderWay {
         if UNDER_WAY.fetch_add(1, Ordering::Relaxed) < UNDER_WAY_MOST {
             return Ok(one);
         }
-        Err(Error::new(ErrorKind::TimedOut, format!("{UNDER_WAY_MOST} threads that ask for disks have not ended"))
+        Err(Error::new(ErrorKind::TimedOut, format!("{UNDER_WAY_MOST} threads that measure disks have not ended"))
             .remedy("check their disks or network file systems; the kernel log says more"))
     }
 }
@@ -229,7 +240,7 @@ impl Drop for UnderWay {
     }
 }
 
-/// A disk is measured by one at a time: two would be in each other's way.
+/// The turn to measure a disk. Two measurements at once would slow each other down.
 struct Turn(String);
 
 impl Turn {
@@ -256,7 +267,7 @@ impl Drop for Turn {
     }
 }
 
-/// What a thread of its own was asked, which is told when its end is.
+/// Work on a thread of its own, which is told its deadline.
 struct Asked<T> {
     what: String,
     limit: Duration,
@@ -279,7 +290,8 @@ impl<T: Send + 'static> Asked<T> {
         Ok(Self { what, limit, end, told })
     }
 
-    /// Waits until its end at most. What has not ended by then goes on, for nothing that it uses can be taken from it.
+    /// Waits for the answer, at most until the deadline. Work that has not ended by then goes on: nothing that it uses
+    /// can be taken from it.
     fn answer(self) -> Result<T> {
         let Self { what, limit, end, told } = self;
         told.recv_timeout(end.saturating_duration_since(Instant::now())).unwrap_or_else(|error| {
@@ -334,7 +346,7 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
         }
         Ok(Latency::of(&mut times).map_or(Duration::ZERO, |found| found.median))
     };
-    // The first are slower: the store's threads have just begun.
+    // The first reads are slower: the store's threads have just begun.
     let large = alone(&mut blocks, BLOCK)?;
     let small = alone(&mut blocks, SMALL)?;
 
@@ -342,7 +354,7 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
     let depths = if large < SLOW { &DEPTHS[..] } else { &DEPTHS_SLOW };
     let levels_end = Instant::now() + LEVELS_TIME;
     let mut best = BLOCK.get() as f64 / large.as_secs_f64().max(1e-9);
-    // How long one after the other takes.
+    // The time of as many reads one after the other.
     let mut expected = large.as_secs_f64() * f64::from(depths.first().copied().unwrap_or(1));
     for (at, &depth) in depths.iter().enumerate() {
         let begin = Instant::now();
@@ -358,15 +370,15 @@ fn measured(path: &Path, file: File, options: &StoreOptions, end: Instant) -> Re
         points.push((depth, rate));
         let once = took * f64::from(depth) / count as f64;
         let next = depths.get(at + 1).map_or(1.0, |next| f64::from(*next) / f64::from(depth));
-        // Where more is done side by side, more takes no longer.
+        // A disk that does more side by side takes no longer for more.
         expected = if rate > SIDE_BY_SIDE * best { once } else { once * next };
         best = best.max(rate);
     }
     Ok(DiskProfile::from_times(small, large, &points))
 }
 
-/// Where the parts of a file begin and end that are not holes, nor room that was never written: to read those is to read no
-/// disk. All of it where the file system does not say.
+/// The start and end of each written part of a file, in bytes: all but holes and room that was never written, because
+/// reading those reads no disk. The whole file where the file system does not say.
 fn written(file: &File, len: u64) -> Vec<(u64, u64)> {
     let seek = |at: u64, whence| {
         // SAFETY: the descriptor is open for as long as `file` is borrowed; the call touches no memory of ours.
@@ -417,27 +429,27 @@ mod tests {
         assert_eq!(DiskProfile::from_times(Duration::ZERO, Duration::ZERO, &[]).in_flight, BLOCK);
     }
 
-    /// A large read is a small one and a transfer; a disk that does one after the other is as fast as its transfer, and one that
-    /// is far away as what it does side by side.
+    /// A large read takes the time of a small one and of a transfer. A disk that does one read after the other is as
+    /// fast as its transfer; a disk that is far away is as fast as its reads side by side.
     #[test]
     fn regression_a_disk_that_takes_long_to_begin_is_not_slow() {
         // 150 MB/s: 7 ms for 1 MiB, behind 5, 9 and 13 ms.
         for (small, large) in [(5_000, 11_990), (9_000, 15_990), (13_000, 19_990)] {
             let alone = MIB as f64 / large as f64 * 1e6;
             assert_eq!(profile(small, large, &[(4, alone)]), (150, small / 1000, 1));
-            // It sorts what it is given, which helps a little.
+            // The disk sorts its reads, which helps a little.
             let (rate, _, in_flight) = profile(small, large, &[(4, 1.2 * alone), (16, 1.3 * alone)]);
             assert_eq!((rate, in_flight), (150, 4));
         }
-        // A quick one whose small reads were slower than its large ones, beside other work.
+        // A quick disk whose small reads were slower than its large ones, beside other work.
         assert_eq!(profile(1_144, 480, &[(2, 2.2e9), (4, 2.3e9)]), (2300, 1, 1));
         // 25 ms away, and 1 GB/s.
         assert_eq!(profile(25_000, 26_000, &[(4, 1.45e8), (16, 4.1e8), (32, 5.9e8)]), (590, 25, 32));
-        // So far that nothing more could be measured: what differs between the two reads says little.
+        // So far away that no depth could be measured: the difference of the two reads says little.
         assert_eq!(profile(100_000, 101_000, &[]), (41, 100, 1));
     }
 
-    /// A file that was made long and hardly written, and one whose room was taken: to read them is to read no disk.
+    /// A file that is mostly a hole, and one whose room was taken in advance: reading them reads no disk.
     #[test]
     fn regression_holes_and_room_that_was_never_written_are_not_measured() {
         let test = "store::profile::tests::regression_holes_and_room_that_was_never_written_are_not_measured";
@@ -520,7 +532,7 @@ mod tests {
         });
         let error = error.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
-        // The thread waits for its reads to end, so that it can free what they are made to.
+        // The thread waits for its reads to end before it frees their buffer.
         assert!(matches!(end.try_recv(), Err(mpsc::TryRecvError::Empty)));
         assert!(begin.elapsed() >= limit);
         drop(release);
@@ -545,7 +557,8 @@ mod tests {
         });
     }
 
-    /// Whoever holds a turn for ever holds up its disk only, and not for ever; several that are asked wait side by side.
+    /// A turn that does not end holds up its own disk only, and only until the deadline. Several files wait side by
+    /// side.
     #[test]
     fn regression_disks_that_do_not_answer_cost_a_second_together() {
         const ASKED: usize = 8;

@@ -1,17 +1,17 @@
-//! Which waiting operation may start next.
+//! Decides which waiting operation may start next.
 //!
 //! # Invariants
 //!
 //! 1. Operations start in priority order, oldest first within a priority.
-//! 2. At most `total` operations are started at once. Of those at most `background` are not demand, so that a demand
-//!    operation always finds room.
+//! 2. The store's threads have at most `total` operations started at once. At most `background` of these are not
+//!    demand: with [`Depth::Ahead`], a demand operation always finds room.
 //! 3. For [`DEMAND_WINDOW`] after a demand operation was submitted, at most `beside_demand` bytes of others (or one
-//!    operation) are started at once: what the disk already has cannot be taken back, so it must be little while
-//!    somebody waits. An operation that is raised to demand is not such a sign: it belongs to a stream that is limited
-//!    by the disk, and throttling the stream would make it later still.
-//! 4. Reads that callers carry out themselves bring their own threads. At most `all` operations are started at once, with
-//!    them; they do not use up what the store's threads may start.
-//! 5. A limit is never zero, so whenever operations wait, at least one is started, and its end is the occasion to look
+//!    operation) are started at once. What the disk has cannot be taken back, so it must be little while somebody
+//!    waits. To raise an operation to demand does not open this window: it belongs to a stream that the disk limits,
+//!    and throttling the stream would make it later still.
+//! 4. Reads that callers carry out bring their own threads, and do not count in `total`. With them, at most `all`
+//!    operations are started at once.
+//! 5. No limit is zero. So whenever operations wait, at least one is started, and its end is the occasion to look
 //!    again: no timer is needed when the window has passed.
 //!
 //! The queue is pure: no lock, no clock, no I/O.
@@ -24,17 +24,18 @@ use super::Priority;
 use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Started operations that are not demand, unless it is said how many the disk needs.
+/// Most started operations that are not demand, at the default depth.
 const AHEAD: u32 = 8;
-/// Beside those, what only demand may use.
+/// Further operations that may be started beside those if they are demand.
 const DEMAND_RESERVE: u32 = 8;
-/// Started bytes of operations that are not demand, while demand is recent. One operation of 2 MiB keeps a disk as busy
-/// as sixteen do, and a demand read then waits for that one at most (`benches/store_latency.rs`). Smaller operations
-/// need as many bytes in flight to keep the disk busy.
+/// Most started bytes of operations that are not demand, while demand is recent. One operation of 2 MiB keeps a disk as
+/// busy as sixteen do, and a demand read then waits for at most that one (`benches/store_latency.rs`). Smaller
+/// operations need as many bytes in flight to keep the disk busy.
 const BYTES_BESIDE_DEMAND: u64 = 2 << 20;
-/// How long after the last demand operation others are held back.
+/// How long after the last demand operation the others are held back.
 const DEMAND_WINDOW: Duration = Duration::from_millis(250);
-/// Started operations at the default depth, with the reads that callers carry out: so many threads wait on a disk at most.
+/// Most started operations at the default depth, with the reads that callers carry out: this limits the threads that
+/// wait for a disk.
 const ALL_DEPTH: u32 = 64;
 const PRIORITIES: usize = 5;
 
@@ -43,7 +44,7 @@ const PRIORITIES: usize = 5;
 pub struct QueueDepth(u32);
 
 impl QueueDepth {
-    /// The depth used unless another is asked for: half of it only for operations that somebody waits for.
+    /// The default depth. Only operations that somebody waits for may use more than half of it.
     pub const DEFAULT: Self = Self(AHEAD + DEMAND_RESERVE);
 
     /// One at a time.
@@ -85,9 +86,9 @@ pub struct Limits {
 /// How many operations the kernel may have at once, and of which kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// So many that are not demand, and some of demand beside them.
+    /// This many that are not demand, and [`DEMAND_RESERVE`] more of demand.
     Ahead(QueueDepth),
-    /// So many of any kind.
+    /// This many of any kind.
     Any(QueueDepth),
 }
 
@@ -98,7 +99,7 @@ impl Default for Depth {
 }
 
 impl Depth {
-    /// The depth of this number: the default one, or so many of any kind.
+    /// The default for [`QueueDepth::DEFAULT`], else [`Any`](Self::Any).
     pub fn of(depth: QueueDepth) -> Self {
         if depth == QueueDepth::DEFAULT { Self::default() } else { Self::Any(depth) }
     }
@@ -117,11 +118,11 @@ impl Depth {
     }
 }
 
-/// What a started operation counts against.
+/// The limit that a started operation counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
     Demand,
-    /// Not demand, and its bytes.
+    /// Not demand, with its bytes.
     Other(u32),
     /// A demand read that a caller carries out.
     Callers,
@@ -175,7 +176,7 @@ impl<T> Queue<T> {
         self.places.insert(token, (priority, place));
     }
 
-    /// Starts a demand read that never waits here: the caller carries it out. False if too many are started.
+    /// Starts a demand read that its caller carries out. It never waits here: false if too many operations are started.
     pub fn start_callers(&mut self, now: Instant) -> bool {
         self.last_demand = Some(now);
         let room = self.started() < self.limits.all;
@@ -183,7 +184,7 @@ impl<T> Queue<T> {
         room
     }
 
-    /// A read that a caller was to carry out waits here after all.
+    /// Queues a read that a caller was to carry out.
     pub fn give_back(&mut self, token: Token, bytes: u32, item: T, now: Instant) {
         self.finished(Lane::Callers);
         self.ended -= 1;
@@ -202,7 +203,7 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Whether it waits.
+    /// Whether the operation waits.
     pub fn waits(&self, token: Token) -> bool {
         self.places.contains_key(&token)
     }
@@ -243,7 +244,7 @@ impl<T> Queue<T> {
         self.ended += 1;
     }
 
-    /// Takes out everything that waits; it has ended then.
+    /// Takes out all operations that wait, and counts them as ended.
     pub fn take_waiting(&mut self) -> Vec<T> {
         self.places.clear();
         let waiting: Vec<T> = self
@@ -256,17 +257,17 @@ impl<T> Queue<T> {
         waiting
     }
 
-    /// Operations that have ended.
+    /// How many operations have ended.
     pub fn ended(&self) -> u64 {
         self.ended
     }
 
-    /// Operations that wait or are started.
+    /// How many operations wait or are started.
     pub fn outstanding(&self) -> u64 {
         self.waiting.iter().map(BTreeMap::len).sum::<usize>() as u64 + u64::from(self.started())
     }
 
-    /// Reads that callers carry out now.
+    /// How many reads callers carry out now.
     pub fn callers(&self) -> u32 {
         self.started_callers
     }
@@ -398,7 +399,7 @@ mod tests {
         queue.finished(Lane::Demand);
         assert!(queue.start_callers(now));
         assert_eq!(queue.pop(now), None, "six are started again");
-        // Where another was submitted meanwhile, both are kept.
+        // An operation of another caller was submitted meanwhile; both are kept.
         queue.push(Token(8), Priority::Demand, BYTES, 8, now);
         queue.give_back(Token(9), BYTES, 9, now);
         assert_eq!(queue.pop(now).map(|(n, _)| n), Some(5));

@@ -1,6 +1,6 @@
-//! Measurements of disks, as they are kept in the user's cache folder and in this process.
+//! Keeps measurements of disks in the user's cache folder and in this process.
 //!
-//! What is read there is not trusted: the folder may be shared, and the file may be anything.
+//! The files are not trusted: the folder may be shared, and a file may hold anything.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -20,39 +20,39 @@ use super::profile::{BLOCK, DiskProfile, MOST, WAIT};
 use crate::error::{Error, Result};
 use crate::ids::Bytes;
 
-/// A measurement that no other agrees with counts for so long; and those that are made within it count as one.
+/// How long a measurement counts that no other agrees with. Measurements made within this time count as one.
 const UNSURE: Duration = Duration::from_secs(600);
-/// None counts any more.
+/// The age from which on no measurement counts.
 const SURE: Duration = Duration::from_secs(24 * 60 * 60);
 /// Rates that differ by no more than this factor agree.
 const AGREE: f64 = 1.5;
-/// Measurements that are kept.
+/// Most measurements of a disk that are kept.
 const KEPT: usize = 16;
-/// More bytes than any note of ours has.
+/// More bytes than any note of ours has. A larger file is not read.
 const NOTE_MOST: u64 = 16 << 10;
-/// Bytes a second that a disk can have: of a slower one no measurement comes to an end.
+/// The rates that a disk can have, in bytes a second. Measuring a slower one would not come to an end.
 const RATES: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
-/// What was measured here lately, the newest last: all there is where nothing can be written.
+/// The notes of this process, the newest last. They are all there is where nothing can be written.
 static HERE: Mutex<Vec<Note>> = Mutex::new(Vec::new());
-/// Disks it is kept of.
+/// Most notes of this process.
 const HERE_MOST: usize = 64;
-/// It is held for microseconds, but in a child by `fork` perhaps for ever.
+/// How long to wait for [`HERE`]. It is locked for microseconds, but in a child by `fork` perhaps for ever.
 const HERE_WAIT: Duration = Duration::from_millis(10);
-/// That measurements are not written down was said.
+/// Whether it was logged that measurements are not written down.
 static TOLD: AtomicBool = AtomicBool::new(false);
-/// What files of ours in the folder begin with.
+/// The beginning of the names of our files in the folder.
 const PREFIX: &str = "disk-";
 
-/// Which disk it is, and where its note is.
+/// A disk, and the path of its note.
 pub(super) struct Disk {
-    /// All that tells it from others: a number alone is given to another disk after a restart, a remount or on another
-    /// machine that shares the folder.
+    /// Everything that tells the disk from others. Its number is not enough: after a restart, a remount, or on another
+    /// machine that shares the folder, another disk has it.
     identity: String,
     note: Option<PathBuf>,
 }
 
-/// As it is written.
+/// A disk's measurements, as they are written down.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Note {
     disk: String,
@@ -92,7 +92,7 @@ impl Measured {
 }
 
 impl Note {
-    /// Those that may count, the oldest first.
+    /// The measurements that may count, the oldest first.
     fn sound(&self, now: Duration) -> Vec<Measured> {
         let mut sound: Vec<Measured> = self.measured.iter().filter(|one| one.is_sound(now)).copied().collect();
         sound.sort_by_key(|one| one.at);
@@ -105,12 +105,13 @@ impl Note {
         agreed.chain([newest]).max_by_key(|one| one.bytes_per_second).copied()
     }
 
-    /// The fastest with which another agrees, or the newest if that is faster.
+    /// The fastest measurement with which another agrees, or the newest if that is faster.
     pub fn best(&self, now: Duration) -> Option<DiskProfile> {
         Self::chosen(&self.sound(now)).map(|one| one.profile())
     }
 
-    /// The same as long as it counts: for as long again as those that agree with it lie apart.
+    /// The [best](Self::best) measurement, while it counts: from the newest measurement on, for as long as the
+    /// measurements that agree with it lie apart, and at least for [`UNSURE`].
     pub fn believed(&self, now: Duration) -> Option<DiskProfile> {
         let sound = self.sound(now);
         let chosen = Self::chosen(&sound)?;
@@ -120,8 +121,8 @@ impl Note {
         (age < apart.clamp(UNSURE.as_secs(), SURE.as_secs())).then(|| chosen.profile())
     }
 
-    /// Of those made within a short time the fastest counts: two that are made at once are in each other's way, and do not
-    /// confirm each other.
+    /// Adds a measurement. Of those made within [`UNSURE`] only the fastest is kept: two made at once slow each other
+    /// down, and do not confirm each other.
     pub fn add(&mut self, profile: DiskProfile, now: Duration) {
         let new = Measured {
             bytes_per_second: profile.bytes_per_second.get().clamp(*RATES.start(), *RATES.end()),
@@ -150,7 +151,7 @@ impl Disk {
         let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
         let (major, minor) = (libc::major(device), libc::minor(device));
         let of_block = format!("/sys/dev/block/{major}:{minor}");
-        // A partition has its disk's.
+        // A partition has the number of its disk.
         let number = [format!("{of_block}/diskseq"), format!("{of_block}/../diskseq")];
         let number = number.iter().map(|path| read(path)).find(|number| !number.is_empty()).unwrap_or_default();
         let source = mount_source(&read("/proc/self/mountinfo"), major, minor).unwrap_or_default();
@@ -160,7 +161,7 @@ impl Disk {
             filesystem_name(file),
             file_system(file).map_or(0, |stat| stat.f_fsid),
         );
-        // One file for each disk of a machine, whichever way it was started.
+        // One file for each disk of a machine, the same after every restart.
         let name = format!("{} {device:x}", read("/etc/machine-id"));
         let name = format!("{PREFIX}{:016x}.json", XxHash3_64::oneshot(name.as_bytes()));
         Ok(Self { identity, note: cache_folder().map(|folder| folder.join(name)) })
@@ -170,7 +171,7 @@ impl Disk {
         &self.identity
     }
 
-    /// What is known of it: what was written down, or what this process has measured since and could not write.
+    /// What is known of the disk: the note that was written, or this process's if that is newer.
     pub fn note(&self, now: Duration) -> Note {
         let written = self.note.as_deref().and_then(|note| read_note(note).ok());
         let here = HERE.try_lock_for(HERE_WAIT).and_then(|here| self.found_in(&here));
@@ -183,7 +184,7 @@ impl Disk {
         notes.iter().find(|note| note.disk == self.identity).cloned()
     }
 
-    /// Keeps it, where that can be.
+    /// Keeps a note of the disk, in this process and in the folder, as far as possible.
     pub fn remember(&self, note: &Note) {
         if let Some(mut here) = HERE.try_lock_for(HERE_WAIT) {
             here.retain(|other| other.disk != self.identity);
@@ -195,14 +196,18 @@ impl Disk {
         if let Err(cause) = write_note(path, note) {
             let note = path.display();
             if cause.kind() == io::ErrorKind::PermissionDenied && !TOLD.swap(true, Ordering::Relaxed) {
-                tracing::warn!(%cause, %note, "measurements of disks are not written down: every process makes its own");
+                tracing::warn!(
+                    %cause,
+                    %note,
+                    "measurements of disks are not written down: every process makes its own"
+                );
             } else {
                 tracing::debug!(%cause, %note, "a measurement is not written down");
             }
         }
     }
 
-    /// Forgets it.
+    /// Forgets the disk's note.
     pub fn forget(&self) {
         if let Some(mut here) = HERE.try_lock_for(HERE_WAIT) {
             here.retain(|other| other.disk != self.identity);
@@ -216,14 +221,14 @@ impl Disk {
     }
 }
 
-/// What is mounted: where the device is one in name only, this is what tells a network file system from the next.
+/// The type and source of a device's mount. They tell network file systems apart, which have no real device.
 fn mount_source(mounts: &str, major: u32, minor: u32) -> Option<String> {
     let device = format!("{major}:{minor}");
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&device))?;
     Some(line.split_once(" - ")?.1.split(' ').take(2).collect::<Vec<_>>().join(" "))
 }
 
-/// Reads a small regular file of this user's, and nothing else: no link, no pipe, no device.
+/// Reads a note. Only a small regular file of this user's is read: no link, no pipe, no device.
 fn read_note(path: &Path) -> io::Result<Note> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     let metadata = file.metadata()?;
@@ -236,7 +241,7 @@ fn read_note(path: &Path) -> io::Result<Note> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Whole or not at all: another process may be reading it.
+/// Writes a note whole or not at all, because another process may be reading it.
 fn write_note(path: &Path, note: &Note) -> io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     make_cache_folder(folder)?;
@@ -251,8 +256,8 @@ fn write_note(path: &Path, note: &Note) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes notes of which nothing counts any more, and what was not written to its end: each mount of a network file system
-/// and each start of a container is another disk.
+/// Removes notes of which no measurement counts, and files that were not written to their end. Without this their
+/// number would grow: each mount of a network file system and each start of a container is another disk.
 fn forget_old(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let age = || entry.metadata().and_then(|note| note.modified()).ok()?.elapsed().ok();
@@ -284,7 +289,7 @@ mod tests {
         Duration::from_secs(START + minute * MINUTE)
     }
 
-    /// Of measurements in MB/s by the minute, what is believed at another minute.
+    /// The rate that is believed at a minute, in MB/s, after measurements of (minute, MB/s).
     fn believed(measured: &[(u64, u64)], minute: u64) -> Option<u64> {
         let mut note = Note::default();
         measured.iter().for_each(|(minute, rate)| note.add(profile(*rate), at(*minute)));
@@ -295,7 +300,7 @@ mod tests {
     fn regression_a_measurement_of_a_busy_disk_is_soon_made_again() {
         assert_eq!(believed(&[(0, 40)], 9), Some(40));
         assert_eq!(believed(&[(0, 40)], 10), None);
-        // A faster one replaces it, and what agrees with that counts for as long again.
+        // A faster one replaces it. With one that agrees, it counts for as long again as the two lie apart.
         assert_eq!(believed(&[(0, 40), (10, 2000)], 11), Some(2000));
         assert_eq!(believed(&[(0, 40), (10, 2000)], 20), None);
         assert_eq!(believed(&[(0, 40), (10, 2000), (40, 1900)], 69), Some(2000));
@@ -304,11 +309,11 @@ mod tests {
         assert_eq!(believed(&[(0, 2000), (30, 1900), (60, 300)], 89), Some(2000));
         // Slow ones that agree give way to a fast one.
         assert_eq!(believed(&[(0, 200), (30, 210), (60, 2000)], 61), Some(2000));
-        // One that was too fast, of a cache say, is gone with the next ones.
+        // One that was too fast, say of a cache, loses to the next ones.
         assert_eq!(believed(&[(0, 10_000)], 10), None);
         assert_eq!(believed(&[(0, 10_000), (10, 2000)], 11), Some(2000));
         assert_eq!(believed(&[(0, 10_000), (10, 2000), (20, 2100)], 21), Some(2100));
-        // Those of the last day.
+        // Only those of the last day count.
         let long: Vec<(u64, u64)> = (0..8).map(|n| (n * 200, 2000)).collect();
         assert_eq!((believed(&long, 1900), believed(&long, 2050)), (Some(2000), None));
         assert_eq!(believed(&[(0, 2000)], 24 * 60), None);
@@ -353,7 +358,7 @@ mod tests {
         one.remember(&note);
         assert_eq!(read_note(&path).unwrap(), note);
         assert_eq!(one.note(at(1)).believed(at(1)), Some(profile(2000)));
-        // The same number, of another disk: after a restart, or on another machine that shares the folder.
+        // Another disk with the same number: after a restart, or on another machine that shares the folder.
         let other = disk(Some(path.clone()), "boot 2 8:1 ext4");
         assert_eq!(other.note(at(1)).believed(at(1)), None);
         one.forget();
@@ -394,7 +399,7 @@ mod tests {
         theirs.add(profile(3000), at(40));
         write_note(&folder.path().join("disk-1.json"), &theirs).unwrap();
         assert_eq!(writable.note(at(41)).believed(at(41)), Some(profile(3000)));
-        // A time that has not come is no newer one.
+        // A note from the future is not newer.
         write_note(&folder.path().join("disk-1.json"), &{
             let mut note = Note { disk: "written once".into(), ..Note::default() };
             note.add(profile(4000), at(1000));
@@ -412,7 +417,8 @@ mod tests {
             let file = File::create_new(folder.path().join(name)).unwrap();
             file.set_modified(SystemTime::now() - Duration::from_secs(hours * 60 * MINUTE)).unwrap();
         };
-        // Of a disk that is gone, of one that may be there, what was not written to its end, and what others keep here.
+        // A note of a disk that is gone, one of a disk that may be there, a file not written to its end, and somebody
+        // else's file.
         for (name, hours) in [("disk-a.json", 25), ("disk-b.json", 23), ("disk-XyZ", 25), ("theirs.json", 2500)] {
             made(name, hours);
         }
@@ -442,7 +448,7 @@ mod tests {
         fs::create_dir(&path).unwrap();
         none();
         fs::remove_dir(&path).unwrap();
-        // More than a note has, of which nothing is read.
+        // A file larger than any note is not read.
         File::create_new(&path).unwrap().set_len(1 << 40).unwrap();
         none();
         let one = |text: &str| format!(r#"{{"disk":"here","measured":[{text}]}}"#);

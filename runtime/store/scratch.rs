@@ -1,22 +1,22 @@
-//! The scratch file: where dirty pages go that no frame has room for.
+//! The scratch file: dirty pages that have no frame are written there.
 //!
 //! # Invariants
 //!
-//! 1. A slot belongs to one [`SlotRun`] or is free. Runs are contiguous, so that a tensor's pages are one range of the
-//!    file. Free neighbours are one free range.
-//! 2. Every slot of a run has its blocks from [`reserve`](ScratchFile::reserve) on, so that a write back does not find the
-//!    disk full; but not where [`ScratchAllocation::AtWriteBack`] was chosen or the file system does not preallocate.
+//! 1. A slot belongs to one [`SlotRun`] or is free. Runs are contiguous, so a tensor's pages are one range of the file.
+//!    Free neighbours are one free range.
+//! 2. Every slot of a run has its blocks from [`reserve`](ScratchFile::reserve) on, so a write back does not find the
+//!    disk full. Exceptions: [`ScratchAllocation::AtWriteBack`] was chosen, or the file system does not preallocate.
 //! 3. A free slot has no blocks, where the file system can punch holes: a run's room is given back before its slots are
-//!    free. So no run finds bytes of an earlier one. Where holes cannot be punched the bytes stay in the file, and nobody
-//!    sees them: the pager reads no slot that was not written as a whole since its segment was made.
-//! 4. A slot's checksum is its run's, and is that of the bytes last recorded for it.
+//!    free. So no run finds bytes of an earlier one. Where holes cannot be punched the bytes stay in the file, but
+//!    nobody sees them: the pager reads no slot that was not written as a whole since its segment was made.
+//! 4. A slot's checksum belongs to its run, and is that of the bytes last recorded for the slot.
 //!
 //! # Locks
 //!
-//! `growing` is the turn to take room: a run is chosen, and its room taken, by one thread at a time, so that one who finds
-//! the disk full gives back what it took before another one looks. The calls that take room are made under it, in slices.
-//! `slots` guards which slots are free, and is never held during a call of the kernel. To read or write a page, to record a
-//! checksum and to compare with one takes neither.
+//! `growing` is the turn to take room: one thread at a time chooses a run and takes its room. So a thread that finds
+//! the disk full gives back what it took before another one looks. The system calls that take room are made under this
+//! lock, in slices. `slots` guards which slots are free, and is never held during a system call. Reading or writing a
+//! page, recording a checksum and comparing with one take neither lock.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -38,8 +38,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::ranges::FreeRanges;
 
-/// Room is taken and given back by this much at a time. The kernel holds up reads and writes of a file while it changes the
-/// file's room; they go on between two slices.
+/// Room is taken and given back in slices of this many bytes. The kernel holds up reads and writes of a file while it
+/// changes the file's room; they go on between two slices.
 const SLICE: u64 = 64 << 20;
 /// Names tried before giving up on finding one that is free.
 const NAMES: u32 = 16;
@@ -48,17 +48,19 @@ const NAMES: u32 = 16;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ScratchAllocation {
-    /// All of it when the tensor is allocated. A disk without the room refuses the allocation; what was allocated can
-    /// always be written back.
+    /// All of it when the tensor is allocated. The allocation fails if the disk has no room. Once allocated, the tensor
+    /// can always be written back.
     #[default]
     AtAlloc,
-    /// Page by page, when a page is written back for the first time: a tensor that never leaves memory takes no room, and
-    /// tensors may be allocated that have more than the disk. The price is that a full disk is found late, by a write back,
-    /// when whoever wrote the bytes has long gone on. The page then stays in memory, dirty, other pages go in its place, and
-    /// the write is tried again, later every time: room that is freed in time costs no bytes. After eight tries, or three for
-    /// somebody who waits for that very frame, the page is given up, and no other. Its bytes are lost; every later pin of it
-    /// ends with [`Poisoned`](ErrorKind::Poisoned), and [`Runtime::health`](crate::Runtime::health) and
-    /// [`Runtime::close`](crate::Runtime::close) say which page it was and that the disk was full
+    /// Page by page, when a page is written back for the first time. A tensor that never leaves memory takes no room,
+    /// and tensors may be larger than the disk.
+    ///
+    /// The price is that a full disk is found late, by a write back, long after the bytes were written. The page then
+    /// stays in memory, dirty, and other pages go in its place. The write is tried again, later every time, so room
+    /// that is freed in time costs no bytes. After eight tries, or three for somebody who waits for that very frame,
+    /// this page alone is given up. Its bytes are lost, and every later pin of it ends with
+    /// [`Poisoned`](ErrorKind::Poisoned). [`Runtime::health`](crate::Runtime::health) and
+    /// [`Runtime::close`](crate::Runtime::close) name the page and say that the disk was full
     /// ([`DiskFull`](ErrorKind::DiskFull)).
     AtWriteBack,
 }
@@ -106,32 +108,32 @@ struct Inner {
     page_size: PageSize,
     in_memory: bool,
     options: ScratchOptions,
-    /// The process that made it. A child by `fork` has copies of the runs, and the file is not the child's.
+    /// The process that made the file. A child by `fork` has copies of the runs, but the file is not the child's.
     owner: u32,
     /// The file system does not preallocate.
     sparse: AtomicBool,
-    /// It does not punch holes: what is free keeps its room.
+    /// The file system does not punch holes: free slots keep their room.
     keeps: AtomicBool,
     /// The turn to take room.
     growing: Mutex<()>,
     slots: Mutex<Slots>,
     leaving: Mutex<Leaving>,
-    /// Signalled when room has been given back that others knew to be on its way.
+    /// Signalled when room that `leaving` counted has been given back.
     left: Condvar,
 }
 
-/// Room that is on its way back: nobody has its tensors any more, but moves of their pages have not ended, or it is being given
-/// back.
+/// Room that is on its way back: its tensors are gone, but moves of their pages have not ended, or it is being given
+/// back now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Leaving {
     pub(crate) bytes: Bytes,
-    /// How often some of it has come back.
+    /// How often such room has come back.
     times: u64,
 }
 
 #[derive(Debug, Default)]
 struct Slots {
-    /// How many exist.
+    /// How many slots exist.
     count: u64,
     free: FreeRanges,
 }
@@ -142,15 +144,15 @@ struct Slots {
 pub struct ScratchRoom {
     /// Its length.
     pub size: Bytes,
-    /// What its file system has allocated to it, as that counts.
+    /// Bytes that its file system has allocated to it, by the file system's own count.
     pub allocated: Bytes,
-    /// What of its length no run holds.
+    /// Bytes of its length that no run holds.
     pub free: Bytes,
 }
 
 impl ScratchFile {
-    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. It has no name,
-    /// and its space is free as soon as the process ends, however it ends.
+    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. It has
+    /// no name, and its space is free as soon as the process ends, however it ends.
     ///
     /// # Errors
     /// As [`create_with`](Self::create_with).
@@ -158,11 +160,11 @@ impl ScratchFile {
         Self::create_with(directory, page_size, ScratchOptions::default())
     }
 
-    /// The same, with options.
+    /// As [`create`](Self::create), with options.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] or [`ErrorKind::PermissionDenied`] if the directory does not take files;
-    /// [`ErrorKind::Io`] for what else the operating system reports.
+    /// [`ErrorKind::Io`] for any other error of the operating system.
     pub fn create_with(directory: &Path, page_size: PageSize, options: ScratchOptions) -> Result<Self> {
         let failed = |cause| {
             Error::io(format!("create the scratch file in {}", directory.display()), cause)
@@ -202,20 +204,19 @@ impl ScratchFile {
         &self.0.directory
     }
 
-    /// Reserves contiguous slots for `bytes` bytes. Their room is taken as the [options](ScratchOptions::allocation) say.
-    /// Threads that reserve at once take their turns; reads and writes of the file's other pages go on meanwhile.
+    /// Reserves contiguous slots for `bytes` bytes. Their room is taken as the [options](ScratchOptions::allocation)
+    /// say. Threads that reserve at once take turns; reads and writes of the file's other pages go on meanwhile.
     ///
     /// # Errors
-    /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long; nothing is then reserved, and what
-    /// was taken is given back.
-    /// [`ErrorKind::InvalidArgument`] for no bytes, or more than a file can have; [`ErrorKind::OutOfMemory`] if there is no
-    /// memory for the checksums.
+    /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long. Then nothing is
+    /// reserved, and room that was taken is given back. [`ErrorKind::InvalidArgument`] for no bytes, or more than a
+    /// file can have; [`ErrorKind::OutOfMemory`] if there is no memory for the checksums.
     pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
         self.reserve_if(bytes, |_, _| Ok(()))
     }
 
-    /// The same if `allows` agrees, which is told what the file holds already and what more it would hold. No two threads are
-    /// told the same.
+    /// As [`reserve`](Self::reserve), if `allows` agrees. It is told the bytes that the file holds and the bytes that
+    /// it would hold more. One thread at a time asks and takes room, so no two are told the same.
     pub(crate) fn reserve_if(&self, bytes: Bytes, allows: impl FnOnce(Bytes, Bytes) -> Result<()>) -> Result<SlotRun> {
         let inner = &*self.0;
         let wanted = inner.page_size.pages_for(bytes.get());
@@ -235,7 +236,7 @@ impl ScratchFile {
             let before = slots.count;
             (slots.take(wanted, i64::MAX as u64 / page).ok_or_else(too_large)?, before)
         };
-        // From here on its drop gives everything back.
+        // From here on, dropping the run gives everything back.
         let leaves = AtomicBool::new(false);
         let mut run = SlotRun { scratch: self.clone(), first, count: wanted, checksums: Box::default(), leaves };
         let most = longest_file();
@@ -254,8 +255,8 @@ impl ScratchFile {
         Ok(run)
     }
 
-    /// Asks `allows` what it says of all that the file holds, when nobody is taking more: who is [asked](Self::reserve_if) next
-    /// is told of what has come of it.
+    /// Asks `allows` about the bytes that the file holds, while nobody takes more. The next call of
+    /// [`reserve_if`](Self::reserve_if) sees what has come of it.
     pub(crate) fn ask(&self, allows: impl FnOnce(Bytes) -> Result<()>) -> Result<()> {
         let _turn = self.0.growing.lock();
         allows(self.held())
@@ -266,12 +267,12 @@ impl ScratchFile {
         slot.0 * self.0.page_size.bytes()
     }
 
-    /// Whether its file system is memory: then what is written back to it leaves no memory.
+    /// Whether its file system is in memory. Then writing back to it frees no memory.
     pub fn is_in_memory(&self) -> bool {
         self.0.in_memory
     }
 
-    /// How large it is now, also while it grows.
+    /// The size of the file now, also while it grows.
     pub fn room(&self) -> ScratchRoom {
         let page = self.0.page_size.bytes();
         let (count, free) = {
@@ -283,8 +284,8 @@ impl ScratchFile {
         ScratchRoom { size: Bytes::new(count * page), allocated: Bytes::new(allocated), free: Bytes::new(free * page) }
     }
 
-    /// What of its length counts in a budget: all that runs hold, whether it was written or not; and what is free, where that
-    /// keeps its room.
+    /// The bytes that count in the scratch budget: all that runs hold, whether written or not; and free slots, where
+    /// they keep their room.
     pub fn held(&self) -> Bytes {
         let slots = self.0.slots.lock();
         let free = if self.0.keeps.load(Ordering::Relaxed) { 0 } else { slots.free.total() };
@@ -296,12 +297,12 @@ impl ScratchFile {
         is_remote(&filesystem_name(&self.0.file))
     }
 
-    /// What is on its way back.
+    /// The room that is on its way back.
     pub(crate) fn leaving(&self) -> Leaving {
         *self.0.leaving.lock()
     }
 
-    /// Waits until some of it has come back since `seen`, or until `deadline`. Whether it has.
+    /// Waits until room has come back since `seen`, or until `deadline`. True if room has come back.
     pub(crate) fn await_room(&self, seen: Leaving, deadline: Option<Instant>) -> bool {
         let mut leaving = self.0.leaving.lock();
         while leaving.times == seen.times {
@@ -322,7 +323,7 @@ impl ScratchFile {
         self.room().size
     }
 
-    /// What of the file no run holds.
+    /// Bytes of the file that no run holds.
     pub fn free(&self) -> Bytes {
         self.room().free
     }
@@ -333,8 +334,8 @@ impl ScratchFile {
     }
 }
 
-/// A place for each slot's checksum; 0 is "not recorded". It takes memory where it is used: there may be room for them all
-/// neither in memory nor on the disk.
+/// A place for each slot's checksum; 0 is "not recorded". Memory is taken where it is used: with room taken late, there
+/// may be more pages than there is memory for their checksums.
 fn checksums(count: u64) -> Result<Box<[AtomicU64]>> {
     bytemuck::try_zeroed_slice_box(count as usize).map_err(|()| {
         Error::new(ErrorKind::OutOfMemory, format!("no memory for the checksums of {count} pages"))
@@ -348,7 +349,8 @@ fn slices(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
 }
 
 impl Inner {
-    /// Takes the room of a range, as the options say, and makes the file as long as that. Whoever calls has the turn.
+    /// Takes the room of a range, as the options say, and makes the file at least as long as that. The caller has the
+    /// turn.
     fn take_room(&self, offset: u64, len: u64) -> io::Result<()> {
         let end = offset + len;
         if self.options.allocation == ScratchAllocation::AtAlloc && !self.sparse.load(Ordering::Relaxed) {
@@ -364,7 +366,7 @@ impl Inner {
                 taken => return taken,
             }
         }
-        // Nobody else changes the length: it only grows, but for a turn that fails, and this is the only turn.
+        // Nobody else changes the length: only the thread that has the turn does.
         if self.file.metadata()?.len() < end { self.file.set_len(end) } else { Ok(()) }
     }
 
@@ -377,20 +379,21 @@ impl Inner {
         Ok(())
     }
 
-    /// Refuses at once what the file system cannot have: slice by slice, it would take all there is from everybody first.
+    /// Refuses at once a request that the file system cannot meet. Slice by slice, it would first take all the room
+    /// there is from everybody.
     fn check_room(&self, len: u64) -> io::Result<()> {
         let root = effective_user() == 0;
         let fits = || file_system(&self.file).is_none_or(|stat| stat.f_blocks == 0 || len <= obtainable(&stat, root));
         if fits() {
             return Ok(());
         }
-        // Some give back what was freed only when it is on the disk that it was.
+        // Some file systems give freed room back only once the change is on the disk.
         // SAFETY: the descriptor is open; the call touches no memory of ours. If it fails, so does what follows.
         unsafe { libc::syncfs(self.file.as_raw_fd()) };
         if fits() { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
     }
 
-    /// Gives the room of a range back, where the file system can. The range is nobody's, and not yet free.
+    /// Gives the room of a range back, where the file system can. Nobody uses the range, and it is not yet free.
     fn give_room_back(&self, offset: u64, len: u64) {
         if self.keeps.load(Ordering::Relaxed) {
             return;
@@ -405,8 +408,8 @@ impl Inner {
                     if !self.keeps.swap(true, Ordering::Relaxed) {
                         tracing::info!(
                             directory = %self.directory.display(),
-                            "the file system punches no holes: the scratch file keeps the room of tensors that are gone \
-                             for later ones"
+                            "the file system punches no holes: the scratch file keeps the room of tensors that are \
+                             gone for later ones"
                         );
                     }
                     return;
@@ -426,12 +429,12 @@ impl Inner {
         }
     }
 
-    /// Undoes growth that failed: there are as many slots as before, and the file is as long. Whoever calls has the turn, so
-    /// nobody has slots beyond.
+    /// Undoes growth that failed: makes the slots `count` again, and the file as long as these. The caller has the
+    /// turn, so nobody has slots beyond.
     fn shorten(&self, count: u64) {
         self.slots.lock().shorten(count);
         let end = count * self.page_size.bytes();
-        // A file that is too long holds nothing there.
+        // If this fails, the file is too long and holds nothing there.
         if self.file.metadata().is_ok_and(|meta| meta.len() > end)
             && let Err(cause) = self.file.set_len(end)
         {
@@ -465,8 +468,8 @@ fn is_unsupported(cause: &io::Error) -> bool {
 }
 
 impl Slots {
-    /// A run of `wanted` slots, which are then not free: of the shortest free ranges that are long enough the first, or one
-    /// at the end, which moves. `None` if there would be more than `most` slots.
+    /// Takes `wanted` contiguous slots: the first of the shortest free ranges that are long enough, or a range at the
+    /// end of the file, which then grows. `None` if there would be more than `most` slots.
     fn take(&mut self, wanted: u64, most: u64) -> Option<u64> {
         if let Some(first) = self.free.take(wanted) {
             return Some(first);
@@ -500,8 +503,8 @@ impl Slots {
     }
 }
 
-/// Contiguous slots of a scratch file. When it is dropped their room is given back, slice by slice, and then they are free.
-/// No operation may still be using them then.
+/// Contiguous slots of a scratch file. Dropping the run gives their room back, slice by slice, and then frees the
+/// slots. No operation may still be using them then.
 #[derive(Debug)]
 #[must_use = "the slots are free again when the run is dropped"]
 pub struct SlotRun {
@@ -510,12 +513,12 @@ pub struct SlotRun {
     count: u64,
     /// Of each slot; 0 is "not recorded".
     checksums: Box<[AtomicU64]>,
-    /// Its room is on its way back.
+    /// Whether `Inner::leaving` counts its room.
     leaves: AtomicBool,
 }
 
 impl SlotRun {
-    /// Nobody has its tensor any more: its room will come back.
+    /// Notes that the tensor is gone, and that the room will come back.
     pub(crate) fn leave(&self) {
         if !self.leaves.swap(true, Ordering::Relaxed) {
             let mut leaving = self.scratch.0.leaving.lock();
@@ -546,15 +549,15 @@ impl SlotRun {
         self.checksums.get(usize::try_from(slot.0.checked_sub(self.first)?).ok()?)
     }
 
-    /// Notes what one of its slots holds from now on.
+    /// Records the checksum of what one of its slots holds from now on.
     pub fn record(&self, slot: SlotIndex, checksum: u64) {
         if let Some(place) = self.place(slot) {
             place.store(noted(checksum), Ordering::Release);
         }
     }
 
-    /// Compares bytes that were read from one of its slots with what was recorded for it. A slot nothing was recorded for
-    /// holds nothing to compare with.
+    /// Compares the checksum of bytes that were read from one of its slots with the recorded one. A slot without a
+    /// record always passes.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] if they differ.
@@ -566,7 +569,8 @@ impl SlotRun {
         Err(Error::new(
             ErrorKind::Corrupt,
             format!(
-                "slot {slot} of the scratch file in {} came back changed: checksum {read:016x}, written as {written:016x}",
+                "slot {slot} of the scratch file in {} came back changed: checksum {read:016x}, \
+                 written as {written:016x}",
                 self.scratch.0.directory.display()
             ),
         )
@@ -574,7 +578,7 @@ impl SlotRun {
     }
 }
 
-/// A checksum as it is kept: 0 is 1.
+/// A checksum as it is kept: 1 in place of 0, which is "not recorded".
 fn noted(checksum: u64) -> u64 {
     checksum.max(1)
 }
@@ -649,7 +653,7 @@ fn fallocate(file: &File, mode: libc::c_int, offset: u64, len: u64) -> io::Resul
     }
 }
 
-/// What a file can still have. File systems keep some for root.
+/// Bytes that a file can still have. File systems keep some for root.
 fn obtainable(stat: &libc::statvfs, root: bool) -> u64 {
     in_bytes(if root { stat.f_bfree } else { stat.f_bavail }, stat)
 }
@@ -681,12 +685,12 @@ mod tests {
         let unnamed = scratch(directory.path());
         let meta = unnamed.handle().unwrap().metadata().unwrap();
         assert_eq!((entries(), meta.nlink(), meta.mode() & 0o777), (0, 0, 0o600));
-        // What it is made of where file systems know no files without names.
+        // The file that is made where file systems have no unnamed files.
         let (_file, path) = create_named(directory.path()).unwrap();
         assert_eq!((entries(), fs::metadata(path).unwrap().mode() & 0o777), (1, 0o600));
     }
 
-    /// Room that is taken late is more than there is memory for its checksums.
+    /// With room taken late, there may be more pages than there is memory for their checksums.
     #[test]
     fn regression_checksums_take_no_memory_until_they_are_used() {
         const PAGES: u64 = 1 << 26;
@@ -708,12 +712,12 @@ mod tests {
         });
     }
 
-    /// Bytes that the file system has allocated. It counts what it needs to keep track of them, too.
+    /// Bytes that the file system has allocated, with what it needs to keep track of them.
     fn allocated(scratch: &ScratchFile) -> u64 {
         scratch.room().allocated.get()
     }
 
-    /// Whether free room goes back here. Where not, the test says so.
+    /// Whether free room goes back here. Where it does not, the test says so.
     fn punches(scratch: &ScratchFile, test: &str) -> bool {
         let keeps = scratch.0.keeps.load(Ordering::Relaxed) || scratch.0.sparse.load(Ordering::Relaxed);
         if keeps {
@@ -742,7 +746,8 @@ mod tests {
         assert!(!punches(&scratch, "room") || allocated(&scratch) >= size.get(), "what was given back is taken again");
     }
 
-    /// Only root may have what file systems keep for it: whoever else asked for some of that took all there was first.
+    /// Only root may have the room that file systems keep for it. Others must not take all the rest before they are
+    /// refused.
     #[test]
     fn regression_what_is_kept_for_root_is_refused_to_others_at_once() {
         let directory = tempfile::tempdir().unwrap();
@@ -779,7 +784,7 @@ mod tests {
         }
     }
 
-    /// What the hook of these tests does with calls for room.
+    /// How the hook of these tests answers calls for room.
     type Answer = dyn Fn(&RoomCall) -> Injected + Send + Sync;
 
     struct Room(Box<Answer>);
@@ -831,7 +836,7 @@ mod tests {
         }
     }
 
-    /// The second finds its turn when the first has given back what it took.
+    /// The second gets its turn when the first has given back what it took.
     #[test]
     fn one_that_fails_fails_no_other_and_no_two_get_the_same_slots() {
         let directory = tempfile::tempdir().unwrap();
@@ -872,7 +877,7 @@ mod tests {
         assert_eq!(scratch.free(), scratch.size());
     }
 
-    /// What faults take is not what allocations hold: else this would never end.
+    /// Faults take no lock that allocations hold: else this would never end.
     #[test]
     fn pages_are_checked_and_recorded_between_the_slices_of_an_allocation() {
         let directory = tempfile::tempdir().unwrap();
@@ -887,7 +892,7 @@ mod tests {
                     let slot = run.slot(1).unwrap();
                     run.verify(slot, ScratchFile::checksum(b"page")).unwrap();
                     run.record(slot, ScratchFile::checksum(b"page"));
-                    // Nor does who looks have to wait.
+                    // Nor does a look at the room have to wait.
                     assert!(run.scratch.room().size >= Bytes::kib(128));
                     count.fetch_add(1, Ordering::SeqCst);
                 });
@@ -943,7 +948,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let scratch = scratch(directory.path());
         let kept = scratch.reserve(Bytes::mib(2)).unwrap();
-        // What the disk cannot have is refused before anything is taken from others.
+        // A request larger than the disk is refused before anything is taken from others.
         let error = scratch.reserve(Bytes::new(1 << 50)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DiskFull, "{error}");
         let text = error.to_string();
@@ -973,8 +978,8 @@ mod tests {
         next.verify(slot, ScratchFile::checksum(b"anything")).unwrap();
     }
 
-    /// What is free was added up, and a free range looked for, by a look at each of them: with those of some hundred thousand
-    /// tensors each allocation took milliseconds.
+    /// The cost of an allocation must not grow with the number of free ranges: with a look at each of them, some
+    /// hundred thousand tensors cost milliseconds.
     #[test]
     fn regression_many_free_ranges_cost_an_allocation_nothing() {
         const RANGES: u64 = 1 << 19;
@@ -1001,7 +1006,9 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         /// Runs never overlap, never leave the file, and free space is what they do not hold.
         #[test]
-        fn runs_are_disjoint(steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..60)) {
+        fn runs_are_disjoint(
+            steps in prop::collection::vec((any::<bool>(), 1u64..40, any::<prop::sample::Index>()), 1..60)
+        ) {
             let directory = tempfile::tempdir().unwrap();
             let scratch = scratch(directory.path());
             let mut runs: Vec<SlotRun> = Vec::new();
@@ -1017,7 +1024,8 @@ mod tests {
                 let slots = scratch.0.slots.lock();
                 let held: u64 = runs.iter().map(|r| r.count).sum();
                 prop_assert_eq!(held + slots.free.total(), slots.count);
-                let joined = slots.free.ranges().zip(slots.free.ranges().skip(1)).all(|(one, next)| one.end < next.start);
+                let joined =
+                    slots.free.ranges().zip(slots.free.ranges().skip(1)).all(|(one, next)| one.end < next.start);
                 prop_assert!(joined);
             }
         }

@@ -1,7 +1,7 @@
-//! A pool of threads that call `pread` and `pwrite`: where io_uring is not to be had.
+//! A pool of threads that call `pread` and `pwrite`, for where io_uring does not work.
 //!
-//! A thread takes an operation off the queue and stays with it until it has ended. Whoever finds more to start than it
-//! can serve wakes one other; so a submission wakes one thread and a burst as many as may work.
+//! A thread takes an operation off the queue and stays with it until it has ended. A thread that leaves a startable
+//! operation in the queue wakes one other. So a submission wakes one thread, and a burst wakes as many as may work.
 
 use std::io;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ impl Driver for Threads {
     }
 }
 
-/// Starts as many threads as operations may be started at once.
+/// Starts `depth` threads: one for each operation that may be started at once.
 pub(super) fn start(shared: Arc<Shared>, depth: u32) -> Result<Started> {
     let work = Arc::new(Condvar::new());
     let mut handles = Vec::new();

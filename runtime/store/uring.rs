@@ -1,24 +1,24 @@
 //! io_uring: one ring, one thread that owns it.
 //!
-//! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in the
-//! ring, so that the thread has one place to wait. Everything the ring is told comes from that thread, which is what
-//! SINGLE_ISSUER and DEFER_TASKRUN ask for. It asks for no file's identity, hashes nothing and runs nobody's code: what has
-//! ended it hands to a second thread, and what takes long to report to a third. Reads that callers carry out themselves do not
-//! come here.
+//! Submitters put operations into the shared queue. If the thread sleeps, they write an eventfd whose read is armed in
+//! the ring, so that the thread waits in one place. Only that thread talks to the ring, as SINGLE_ISSUER and
+//! DEFER_TASKRUN ask. It asks for no file's identity and hashes nothing. It hands operations that have ended to a
+//! second thread, which reports them, and those that take long to report to a third. Reads that callers carry out
+//! themselves do not come here.
 //!
 //! # Invariants
 //!
 //! 1. Memory the kernel may touch is named by `Ring::in_flight` (operations) or is `Ring::wake_word`. Nothing leaves
 //!    the table before its completion was reaped.
 //! 2. The thread leaves only when the table is empty and no read of the eventfd is armed; only then is the ring closed.
-//!    A thread that is given up on by a close keeps all of it, for ever if need be.
-//! 3. Registered files are an advantage, never a need: every refusal leaves plain operations. Memory is not registered
-//!    (`docs/decisions/0018-no-registered-memory.md`).
+//!    A thread that `close` gives up on keeps all of it, for ever if need be.
+//! 3. Registered files are an advantage, never a need: without them operations use plain descriptors. Memory is not
+//!    registered (`docs/decisions/0018-no-registered-memory.md`).
 //!
 //! # Failure
 //!
-//! If the kernel refuses to take submissions for good, the thread keeps trying: operations in flight still own their
-//! memory, and nobody may be told otherwise.
+//! If the kernel refuses submissions for good, the thread keeps trying: operations in flight still own their memory,
+//! and must not be reported as ended.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -42,7 +42,7 @@ use super::{Completion, Depth, IoKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
-/// Room in the table of registered files; more files than this use plain descriptors.
+/// Slots in the table of registered files. Further files use plain descriptors.
 const FIXED_FILES: u32 = 1024;
 /// `user_data` of the eventfd's read.
 const WAKE: u64 = u64::MAX;
@@ -61,7 +61,7 @@ pub(super) fn start(shared: Arc<Shared>, depth: u32) -> Result<Started> {
             // The ring must be made by the thread that will own it.
             Ok(ring) => {
                 let mut ring = Ring::new(ring, served, bell, requests);
-                // Here, and not while somebody waits for the first page.
+                // Started now, and not while somebody waits for the first page.
                 ring.reporter.start();
                 let listened = report.send(Ok(())).is_ok();
                 drop(report);
@@ -91,7 +91,7 @@ pub(super) fn try_set_up() -> Result<()> {
     set_up(Depth::default().limits().total).map(drop)
 }
 
-/// A ring on which every operation we need has been seen to work.
+/// Sets up a ring that supports every operation we need, and runs a NOP on it.
 fn set_up(depth: u32) -> Result<IoUring> {
     // Operations, the eventfd's read, and room for what is submitted again within a batch.
     let entries = (depth + 8).next_power_of_two();
@@ -105,7 +105,7 @@ fn set_up(depth: u32) -> Result<IoUring> {
     let needed = [("READ", opcode::Read::CODE), ("WRITE", opcode::Write::CODE)];
     if let Some((name, _)) = needed.iter().find(|(_, code)| !probe.is_supported(*code)) {
         return Err(Error::new(ErrorKind::Unsupported, format!("this kernel's io_uring has no {name}"))
-            .remedy("use --io threads, or a kernel from 5.6 on"));
+            .remedy("use the I/O backend `threads` (RuntimeBuilder::io), or a kernel from 5.6 on"));
     }
     let nop = opcode::Nop::new().build();
     // SAFETY: a NOP names no memory.
@@ -131,26 +131,30 @@ fn refused(what: &str, cause: io::Error) -> Error {
         // The kernel could not read memory we own: nothing here can be relied upon.
         Some(libc::EFAULT) => Error::new(ErrorKind::Internal, format!("io_uring could not {what}"))
             .remedy("memory may be corrupt: do not go on"),
-        Some(libc::ENOMEM) => Error::new(ErrorKind::OutOfMemory, format!("io_uring could not {what}"))
-            .remedy("raise the limit on locked memory (ulimit -l), or use --io threads"),
+        Some(libc::ENOMEM) => Error::new(ErrorKind::OutOfMemory, format!("io_uring could not {what}")).remedy(
+            "raise the limit on locked memory (ulimit -l), or use the I/O backend `threads` (RuntimeBuilder::io)",
+        ),
         Some(libc::EPERM | libc::EACCES) => Error::new(ErrorKind::Unsupported, format!("io_uring could not {what}"))
-            .remedy("allow it (sysctl kernel.io_uring_disabled=0, seccomp profile), or use --io threads"),
+            .remedy(
+                "allow it (sysctl kernel.io_uring_disabled=0, seccomp profile), \
+                 or use the I/O backend `threads` (RuntimeBuilder::io)",
+            ),
         _ => Error::new(ErrorKind::Unsupported, format!("io_uring could not {what}"))
-            .remedy("use --io threads, or a kernel with io_uring"),
+            .remedy("use the I/O backend `threads` (RuntimeBuilder::io), or a kernel with io_uring"),
     };
     error.caused_by(cause)
 }
 
-/// An eventfd that wakes the ring's thread. It is written only while the thread sleeps, and once.
+/// An eventfd that wakes the ring's thread. Submitters write it only while the thread sleeps, and once.
 #[derive(Debug)]
 struct Bell {
     eventfd: File,
     state: AtomicU8,
 }
 
-/// The thread looks for what is new before it sleeps.
+/// The thread is awake, and will look for what is new before it sleeps.
 const AWAKE: u8 = 0;
-/// There is something new since the thread looked.
+/// Something is new since the thread last looked.
 const RUNG: u8 = 1;
 /// The thread waits in the kernel, or is about to.
 const ASLEEP: u8 = 2;
@@ -168,7 +172,8 @@ impl Bell {
     }
 
     fn ring(&self) {
-        // AcqRel pairs with `look` and `sleep`: what was queued before the bell was rung is seen by whoever finds it rung.
+        // AcqRel pairs with `look` and `sleep`: a thread that finds the bell rung sees what was queued before it was
+        // rung.
         if self.state.swap(RUNG, Ordering::AcqRel) == ASLEEP {
             self.write();
         }
@@ -180,12 +185,12 @@ impl Bell {
         }
     }
 
-    /// Before looking for what is new.
+    /// Called before looking for what is new.
     fn look(&self) {
         self.state.swap(AWAKE, Ordering::AcqRel);
     }
 
-    /// Before waiting. False if the bell was rung since the last look.
+    /// Called before waiting. False if the bell was rung since the last look.
     fn sleep(&self) -> bool {
         self.state.compare_exchange(AWAKE, ASLEEP, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -235,10 +240,11 @@ struct InFlight {
     slot: Option<u32>,
 }
 
-/// A thread that reports what has ended, so that the ring's thread serves the kernel meanwhile.
+/// A thread that reports ended operations, so that the ring's thread serves the kernel meanwhile.
 struct Reporter {
     name: &'static str,
-    /// Whether its reports keep it for long. Who waits for the first then need not wait for the last.
+    /// Whether each completion is delivered by itself. Where reports take long, a waiter for the first then does not
+    /// wait for the last.
     one_by_one: bool,
     shared: Arc<Shared>,
     queue: Arc<ReportQueue>,
@@ -265,19 +271,19 @@ impl Reporter {
         Self { name, one_by_one, shared: Arc::clone(shared), queue: Arc::default(), started: false }
     }
 
-    /// Starts the thread unless it has been. False if the system starts none.
+    /// Starts the thread unless it runs. False if the system starts none.
     fn start(&mut self) -> bool {
         if !self.started {
             let (shared, queue, one_by_one) = (Arc::clone(&self.shared), Arc::clone(&self.queue), self.one_by_one);
             match self.shared.spawn(self.name.into(), move || queue.serve(&shared, one_by_one)) {
                 Ok(_) => self.started = true,
-                Err(cause) => tracing::info!(%cause, "no thread for completions: the ring's reports them"),
+                Err(cause) => tracing::info!(%cause, "no thread for completions: the ring's thread reports them"),
             }
         }
         self.started
     }
 
-    /// Takes what has ended or was refused. Without a thread it is reported here.
+    /// Takes operations that have ended or were refused. Without a thread they are reported here.
     fn take(&mut self, ended: &mut Vec<Ended>, refused: &mut Vec<Completion>) {
         if ended.is_empty() && refused.is_empty() {
             return;
@@ -353,8 +359,8 @@ struct Ring {
 /// The table of registered files.
 ///
 /// The kernel may look a slot up long after a call that names it was queued: at submission, or when one of its workers
-/// takes the call up. So a slot changes only while no operation names it; one whose file was forgotten is emptied when
-/// the last such operation has ended.
+/// takes the call up. So a slot changes only while no operation names it. If a file is forgotten, its slot is emptied
+/// when the last such operation has ended.
 #[derive(Default)]
 struct FixedFiles {
     slots: HashMap<FileId, u32>,
@@ -367,14 +373,14 @@ struct FixedFiles {
 }
 
 impl FixedFiles {
-    /// The slot of a file, named by one more operation.
+    /// The slot of a file, which one more operation now names.
     fn name(&mut self, file: FileId) -> Option<u32> {
         let slot = self.slots.get(&file).copied()?;
         self.named[slot as usize] += 1;
         Some(slot)
     }
 
-    /// An operation that named the slot has ended, or goes on without it. The slot is given back if it is to be emptied
+    /// One operation less names the slot: it has ended, or goes on without it. Returns the slot if it is to be emptied
     /// now.
     fn unname(&mut self, slot: u32) -> Option<u32> {
         let named = &mut self.named[slot as usize];
@@ -387,7 +393,7 @@ impl FixedFiles {
         Some(self.leaving.swap_remove(at))
     }
 
-    /// Forgets a file. Its slot is given back if it is to be emptied now.
+    /// Forgets a file. Returns its slot if it is to be emptied now.
     fn forget(&mut self, file: FileId) -> Option<u32> {
         let slot = self.slots.remove(&file)?;
         if self.named[slot as usize] == 0 {
@@ -403,7 +409,7 @@ impl Ring {
         let submitter = ring.submitter();
         let fixed_files = submitter.register_files_sparse(FIXED_FILES).is_ok().then(FixedFiles::default);
         if fixed_files.is_none() {
-            tracing::info!("this kernel registers no files: some CPU more, nothing else");
+            tracing::info!("this kernel registers no files: that costs some CPU time, nothing else");
         }
         let reporter = Reporter::new("outcore-io-report", false, &shared);
         let slow_reporter = Reporter::new("outcore-io-slow", true, &shared);
@@ -448,7 +454,7 @@ impl Ring {
         }
     }
 
-    /// Has others report what has ended or was refused.
+    /// Hands what has ended or was refused to the reporters.
     fn hand_over(&mut self) {
         let shared = &self.shared;
         self.slow.extend(self.ended.extract_if(.., |ended| shared.takes_long(&ended.active)));
@@ -486,7 +492,7 @@ impl Ring {
                 return false;
             }
             if idle {
-                // So that the read that is armed ends.
+                // This ends the armed read of the eventfd.
                 drop(state);
                 self.bell.write();
             }
@@ -528,11 +534,11 @@ impl Ring {
             Some(slot) => entry!(types::Fixed(slot)),
             None => entry!(types::Fd(active.file.fd())),
         };
-        // Through the page cache an operation copies or even waits within the submission; the kernel's workers can do
-        // that beside this thread.
+        // Through the page cache an operation copies or even waits within the submission: the kernel's workers do that
+        // instead of this thread.
         let flags = if active.file.is_direct() { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
         self.push(&entry.flags(flags).user_data(key as u64));
-        // After the next call has its own name for the file: the slot stays through a continued operation.
+        // Only after the next call has named the file: so a continued operation keeps the slot.
         self.unname(before);
     }
 
@@ -557,7 +563,7 @@ impl Ring {
                 Some(libc::EINTR | libc::EAGAIN | libc::EBUSY) => {}
                 _ => {
                     if !mem::replace(&mut self.complained, true) {
-                        tracing::error!(%cause, "io_uring takes no submissions; trying on");
+                        tracing::error!(%cause, "io_uring takes no submissions; trying again");
                     }
                     thread::sleep(BACK_OFF);
                 }
@@ -579,7 +585,7 @@ impl Ring {
         }
     }
 
-    /// Works off the answers, until each is a completion or a new call.
+    /// Turns each answer into a completion or a new call.
     fn settle(&mut self) {
         while let Some((key, answer)) = self.answers.pop() {
             let key = key as usize;
@@ -616,7 +622,7 @@ impl Ring {
         }
     }
 
-    /// Operations that hold the file and come later use its descriptor.
+    /// Forgets a file. Its later operations use its descriptor.
     fn remove_file(&mut self, id: FileId) {
         let slot = self.fixed_files.as_mut().and_then(|files| files.forget(id));
         self.empty(slot);
