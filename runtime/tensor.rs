@@ -74,7 +74,7 @@ impl Tensor {
     pub fn reshape(&self, shape: &[u64]) -> Result<Self> {
         let count = |shape: &[u64]| shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
         if count(shape) != count(&self.shape) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} cannot be seen as {shape:?}"))
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} cannot be reshaped to {shape:?}"))
                 .remedy("choose extents with the same product"));
         }
         Ok(Self { shape: shape.into(), ..self.clone() })
