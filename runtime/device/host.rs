@@ -430,7 +430,7 @@ impl Core {
     fn settle_at_home(&self, layout: &mut Layout, run: Range<usize>, from: u64) {
         let (home, len) = (layout.frames[run.start].home, self.page_bytes() * run.len() as u64);
         let homes = (home..).step_by(self.page_bytes() as usize);
-        // SAFETY: `from` is the caller's; homes are the core's, and none of these frames has memory, so nothing is there.
+        // SAFETY: `from` is the caller's. Homes are the core's, and these frames have no memory, so nothing is there.
         if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
             let error = self.refused("move memory to frames".to_owned(), cause);
             tracing::debug!(%error, "frames get their memory one by one");
