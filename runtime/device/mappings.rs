@@ -130,8 +130,8 @@ impl Count {
         let Self { limit, others, ours } = self;
         let claimed = CLAIMED.load(Ordering::Relaxed);
         let message = format!(
-            "{what}: needs up to {wanted} more mappings, and the kernel allows this process {limit} (vm.max_map_count). \
-             It has {} now, and the {ours} of them that are outcore's may become {claimed}",
+            "{what}: needs up to {wanted} more mappings, and the kernel allows this process {limit} \
+             (vm.max_map_count). It has {} now, and the {ours} of them that are outcore's may become {claimed}",
             others + ours
         );
         let enough = (wanted + claimed + others + LEFT).max(2 * limit).next_power_of_two();
