@@ -209,7 +209,7 @@ pub(super) unsafe fn set_readable(address: u64, len: u64) -> io::Result<()> {
 /// still the caller's.
 ///
 /// # Safety
-/// Both ranges lie in [`Region`]s of the caller's, and nobody uses either. `from` lies within one mapping (invariant 2).
+/// Both ranges lie in [`Region`]s of the caller's, and nobody uses them. `from` is within one mapping (invariant 2).
 pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     let len_size = size(len)?;
     // MREMAP_DONTUNMAP keeps the source range mapped: otherwise another thread's mmap could land in the hole before

@@ -2,11 +2,10 @@
 //!
 //! # Threads
 //!
-//! The engine has two threads of its own, and neither carries out moves: the keeper, and one that gives back room of
-//! the scratch file while there is some to give. Effects of a change are carried out by the thread that changed the
-//! pager, after it has released the latch: a caller whose page is missing, the store's thread with a completed read, or
-//! a thread of the device with a completed copy. Nothing here blocks: the store and the streams only queue.
-//!
+//! The engine has two threads of its own: the keeper, and one that gives back room of the scratch file while there is
+//! some to give. The thread that changed the pager carries out the effects, after it has released the latch: a caller
+//! whose page is missing, the store's thread with a completed read, a thread of the device with a completed copy, or
+//! the keeper. Nothing here blocks: the store and the streams only queue.
 //! # Invariants
 //!
 //! 1. A move has at most one operation in flight; the move's id is the operation's token. Tokens from [`CALLER_TOKENS`]
