@@ -2,7 +2,8 @@
 //!
 //! The kernel frees the table of a slot (2 MiB, with pages of 4 KiB) only when mappings that cover the whole slot go. A
 //! smaller frame that leaves would leave its table behind, so a walk over many slots would leave a table in each. So
-//! whoever takes the last frame out of a slot replaces the mappings of the whole slot, and of the empty GiB above it.
+//! whoever takes the last frame out of a slot replaces the mappings of the whole slot, or of the GiB it is in if that
+//! is empty too.
 
 use std::ops::Range;
 

@@ -6,6 +6,7 @@
 //! some to give. The thread that changed the pager carries out the effects, after it has released the latch: a caller
 //! whose page is missing, the store's thread with a completed read, a thread of the device with a completed copy, or
 //! the keeper. Nothing here blocks: the store and the streams only queue.
+//!
 //! # Invariants
 //!
 //! 1. A move has at most one operation in flight; the move's id is the operation's token. Tokens from [`CALLER_TOKENS`]
