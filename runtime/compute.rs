@@ -1,4 +1,4 @@
-//! Compute streams: where the caller's work on the device is in order.
+//! Compute streams: queues for the caller's work on the device.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ struct Inner {
     shared: Arc<Shared>,
     id: StreamId,
     adopted: bool,
-    /// Of a closure on it.
+    /// The first failure of a closure on the stream.
     failure: Arc<OnceLock<Error>>,
 }
 
@@ -31,7 +31,7 @@ impl Drop for Inner {
 }
 
 /// A stream for work of the caller's: a queue whose entries run in order, beside the streams on which outcore copies.
-/// Kernels go there by its [handle](Self::raw), closures by [`call`](Self::call); guards of what they use end
+/// Kernels go on it by its [handle](Self::raw), closures by [`call`](Self::call). Guards of the tensors they use end
 /// [behind them](crate::DevicePin::unpin_after). Cheap to clone; all clones are one stream.
 ///
 /// ```
@@ -53,30 +53,30 @@ impl Drop for Inner {
 pub struct ComputeStream(Arc<Inner>);
 
 impl Runtime {
-    /// A stream for work of the caller's, of normal priority, which waits for nothing of other streams. One that the
+    /// A stream for work of the caller's. It has normal priority and does not wait for other streams. A stream that its
     /// last owner has dropped is used again.
     ///
     /// # Errors
-    /// What the device says; [`Closed`](crate::ErrorKind::Closed).
+    /// Errors of the device; [`Closed`](crate::ErrorKind::Closed).
     pub fn compute_stream(&self) -> Result<ComputeStream> {
         let id = self.shared.engine.take_stream()?;
         Ok(ComputeStream::new(self.shared.clone(), id, false))
     }
 
-    /// Takes in a stream that the caller owns and goes on to own: outcore records events on it, makes it wait for fills of
-    /// what is [pinned for it](Self::pin_device_on), and puts nothing else there that it is not told to.
+    /// Adopts a stream, which stays the caller's. outcore records events on it, makes it wait for fills of tensors that
+    /// are [pinned for it](Self::pin_device_on), and puts nothing else on it unasked.
     ///
     /// # Safety
-    /// The handle is that of a stream, and stays so until the last clone of what is returned has been dropped, or
+    /// The handle is that of a stream, and stays valid until the last clone of the returned stream has been dropped, or
     /// [`close`](Runtime::close) has returned.
     ///
     /// # Errors
     /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles;
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a stream that is not in the primary context of the
-    /// runtime's GPU, and for the per-thread default stream; what the device says.
+    /// runtime's GPU, and for the per-thread default stream; errors of the device.
     pub unsafe fn adopt_stream(&self, raw: RawStream) -> Result<ComputeStream> {
         self.shared.engine.usable()?;
-        // SAFETY: the caller's promise, which covers the life of the value returned; it forgets the stream when it goes.
+        // SAFETY: the caller's promise, which covers the life of the returned value; its drop forgets the stream.
         let id = unsafe { self.shared.engine.device.adopt_stream(raw) }?;
         Ok(ComputeStream::new(self.shared.clone(), id, true))
     }
@@ -100,19 +100,19 @@ impl ComputeStream {
         self.engine().device.can_mark(self.0.id)
     }
 
-    /// Runs `then` when everything that is on the stream has ended, on a thread of the device. It is given an
-    /// `InvalidArgument` if the stream was being captured by then: what uses it has no end that can be seen. With any other
-    /// error, nothing runs there any more.
+    /// Runs `then`, on a thread of the device, when everything that is on the stream has ended. `then` gets an
+    /// `InvalidArgument` if the stream was being captured by then: nothing can tell when work on it ends. With any
+    /// other error, nothing runs on the stream any more.
     pub(crate) fn mark(&self, then: impl FnOnce(Result<()>) + Send + 'static) {
         self.engine().run(self.0.id, StreamOp::Mark, Box::new(then));
     }
 
-    /// Makes what is put on the stream from now on wait for an event of the device.
+    /// Makes work that is put on the stream from now on wait for an event of the device.
     ///
     /// # Errors
-    /// As for [`can_mark`](Self::can_mark); what the device says.
+    /// As for [`can_mark`](Self::can_mark); errors of the device.
     pub(crate) fn wait_for(&self, event: EventId) -> Result<()> {
-        // A wait for what is not captured would spoil a capture.
+        // In a capture, a wait for an event that is not captured would spoil the capture.
         self.can_mark()?;
         self.engine().device.wait(self.0.id, event)
     }
@@ -120,18 +120,19 @@ impl ComputeStream {
     /// Puts an operation on the stream, and waits for its end.
     ///
     /// # Errors
-    /// What the device says; `InvalidArgument` in a waker or a closure on a stream, and while the stream is being captured.
+    /// Errors of the device; `InvalidArgument` in a waker or a closure on a stream, and while the stream is being
+    /// captured.
     pub(crate) fn run_and_wait(&self, op: StreamOp, what: &str) -> Result<()> {
         self.can_mark()?;
         self.engine().run_and_wait(self.0.id, op, what)
     }
 
-    /// Whether nothing runs on the device any more: it is lost.
+    /// Whether the device is lost, so that nothing runs on it any more.
     pub(crate) fn is_lost(&self) -> bool {
         self.engine().usable().is_err() || self.engine().device.lost().is_some()
     }
 
-    /// The driver's handle, for whoever launches kernels. It may be used for as long as a clone of this lives.
+    /// The driver's handle, for launching kernels. It may be used as long as a clone of this stream lives.
     ///
     /// # Errors
     /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles.
@@ -140,32 +141,35 @@ impl ComputeStream {
         self.engine().device.raw_stream(self.0.id)
     }
 
-    /// Puts a closure on the stream. It must not wait for work of another stream (calls of outcore that would block there
-    /// are refused), and on a CUDA device must not call the CUDA driver: what of outcore is dropped or used there makes no such call, and what cannot do without one is refused.
-    /// If it panics, [`synchronize`](Self::synchronize) says so; also if it is not run because the stream is
-    /// being captured into a graph, of which closures cannot be a part.
+    /// Puts a closure on the stream. It must not wait for work of another stream: calls of outcore that would block in
+    /// it are refused. On a CUDA device it must not call the CUDA driver: dropping or using outcore's values there
+    /// makes no such call, and calls that need one are refused. If the closure panics, or does not run because the
+    /// stream is being captured into a graph, which cannot contain closures, [`synchronize`](Self::synchronize) returns
+    /// the error.
     pub fn call(&self, closure: impl FnOnce() + Send + 'static) {
         let (failure, shared) = (Arc::clone(&self.0.failure), Arc::clone(&self.0.shared));
         let at_end = move |result: Result<()>| {
             if let Err(error) = result {
                 let _ = failure.set(error);
             }
-            // So the closure, which may not wait and may not call the driver, is never the runtime's last owner.
+            // Dropped here, so that the closure, which must not wait or call the driver, is never the runtime's last
+            // owner.
             drop(shared);
         };
         self.engine().run(self.0.id, StreamOp::Call(Box::new(move || run_closure(closure))), Box::new(at_end));
     }
 
-    /// Waits until everything that is on the stream has ended. Only after it has succeeded do results count of work that
-    /// uses tensors [pinned for the stream](Runtime::pin_device_on): a fill that it waited for may have failed with the
-    /// device.
+    /// Waits until everything that is on the stream has ended. Results of work with tensors [pinned for the
+    /// stream](Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may have
+    /// failed, and the device with it.
     ///
     /// # Errors
-    /// The first failure of a closure; of the device; what [`DevicePin::unpin_after`](crate::DevicePin::unpin_after)
-    /// refuses; [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker and in a closure on a stream.
+    /// The first failure of a closure; the loss of the device; errors that
+    /// [`DevicePin::unpin_after`](crate::DevicePin::unpin_after) returns too;
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) in a waker and in a closure on a stream.
     pub fn synchronize(&self) -> Result<()> {
         self.run_and_wait(StreamOp::Mark, "a stream")?;
-        // Reported before the mark was.
+        // A closure's failure is reported before the mark behind it.
         self.0.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 }

@@ -1,4 +1,4 @@
-//! Pinned tensors for other libraries, by the DLPack exchange format: a C structure that says where a tensor is, and a
+//! Pinned tensors for other libraries, by the DLPack exchange format: a C structure that says where a tensor is, with a
 //! function that gives it back.
 
 use std::ffi::c_void;
@@ -19,7 +19,7 @@ pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManag
 trait Guard: Send + Sized + 'static {
     const READ_ONLY: bool;
     fn tensor(&self, index: usize) -> Result<&Tensor>;
-    /// Where that is refused the pages stay for good, unless nothing can use them any more.
+    /// Unpins behind `stream`. If that is refused the pages stay for good, unless nothing can use them any more.
     fn unpin_after(self, stream: &ComputeStream) -> Result<()>;
 }
 
@@ -43,7 +43,7 @@ impl Guard for DevicePinMut {
     }
 }
 
-/// What the C structure points to. The structure is its first field, and its deleter takes the whole.
+/// The allocation that the C structure is part of. The structure is its first field, and its deleter frees the whole.
 #[repr(C)]
 struct View<G> {
     managed: ffi::DLManagedTensorVersioned,
@@ -53,10 +53,11 @@ struct View<G> {
     stream: Option<ComputeStream>,
 }
 
-/// A view of a pinned tensor as a DLPack structure, version 1: row-major, with explicit strides, in the memory of the
-/// CPU on the host device and of the GPU on a CUDA device, read-only if the guard is. The guard is in it: when the
-/// consumer calls the deleter the pages are unpinned, behind the work on the stream that was named. Dropped unconsumed, it
-/// calls the deleter itself.
+/// A view of a pinned tensor as a DLPack structure, version 1: row-major, with explicit strides, read-only if the guard
+/// is. Its memory is the CPU's on the host device and the GPU's on a CUDA device.
+///
+/// The view holds the guard. When the consumer calls the deleter the pages are unpinned, behind the work on the named
+/// stream if there is one. A view that is dropped unconsumed calls the deleter itself.
 ///
 /// ```
 /// use outcore::dlpack::DLDeviceType;
@@ -76,7 +77,7 @@ struct View<G> {
 /// ```
 pub struct DlpackView(NonNull<ffi::DLManagedTensorVersioned>);
 
-// SAFETY: what is behind the pointer is a `View`, whose guard and stream are Send; the view alone owns it.
+// SAFETY: the pointer is to a `View`, whose guard and stream are Send, and this value alone owns it.
 unsafe impl Send for DlpackView {}
 
 /// The deleter of a view with guard `G`.
@@ -84,7 +85,8 @@ unsafe extern "C" fn delete<G: Guard>(managed: *mut ffi::DLManagedTensorVersione
     if managed.is_null() {
         return;
     }
-    // SAFETY: `view_of` made it from a box of this type, whose first field it is, and a consumer deletes once.
+    // SAFETY: `view_of` made it from a box of this type, whose first field it is, and a consumer calls the deleter
+    // once.
     let view = unsafe { Box::from_raw(managed.cast::<View<G>>()) };
     let View { guard, stream, .. } = *view;
     let Some(stream) = stream else { return };
@@ -93,7 +95,7 @@ unsafe extern "C" fn delete<G: Guard>(managed: *mut ffi::DLManagedTensorVersione
     }
 }
 
-/// The type as DLPack has it.
+/// The element type in DLPack's terms.
 fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
     use ffi::DLDataTypeCode as C;
     let (code, bits) = match tensor.dtype() {
@@ -125,7 +127,7 @@ fn dtype(tensor: &Tensor) -> Result<ffi::DLDataType> {
     Ok(ffi::DLDataType { code: code.0 as u8, bits, lanes: 1 })
 }
 
-/// Extents, and how many elements apart neighbours are in each.
+/// The extents, and for each the distance of neighbours in elements.
 fn layout(tensor: &Tensor) -> Result<(Vec<i64>, Vec<i64>)> {
     let extents = tensor.shape().iter().map(|extent| i64::try_from(*extent));
     let shape: Vec<i64> = extents.collect::<std::result::Result<_, _>>().map_err(|_| {
@@ -134,7 +136,7 @@ fn layout(tensor: &Tensor) -> Result<(Vec<i64>, Vec<i64>)> {
     })?;
     let mut strides = vec![1_i64; shape.len()];
     for at in (1..shape.len()).rev() {
-        // The product of all extents is the number of elements, which fits, unless one of them is 0.
+        // The product of all extents is the number of elements, which fits, unless an extent is 0.
         strides[at - 1] = strides[at].saturating_mul(shape[at].max(1));
     }
     Ok((shape, strides))
@@ -187,13 +189,13 @@ fn view_of<G: Guard>(guard: G, index: usize, stream: Option<&ComputeStream>) -> 
 }
 
 impl DlpackView {
-    /// What it says of the tensor.
+    /// The view's description of the tensor.
     pub fn tensor(&self) -> &ffi::DLTensor {
         // SAFETY: the view owns the structure until it is dropped or becomes a pointer.
         unsafe { &self.0.as_ref().dl_tensor }
     }
 
-    /// The structure, for a consumer, which calls its deleter once.
+    /// The structure, for a consumer, which must call its deleter once.
     #[must_use = "the pages stay pinned until the deleter is called"]
     pub fn into_raw(self) -> NonNull<ffi::DLManagedTensorVersioned> {
         let pointer = self.0;
@@ -201,7 +203,7 @@ impl DlpackView {
         pointer
     }
 
-    /// Takes back what no consumer has taken.
+    /// Takes back a structure that no consumer has taken.
     ///
     /// # Safety
     /// The pointer is from [`into_raw`](Self::into_raw), and its deleter has not been called and will not be.
@@ -228,14 +230,14 @@ impl fmt::Debug for DlpackView {
 }
 
 impl DevicePin {
-    /// A read-only DLPack view of the `index`th tensor; the guard, with all its tensors, goes into it. When the consumer
-    /// is done with it the pages are unpinned at once, or behind the work that is on `stream` by then; it must not be done
-    /// while that stream is being captured into a graph.
+    /// A read-only DLPack view of the `index`th tensor. The view takes the guard with all its tensors. When the
+    /// consumer gives it back the pages are unpinned at once, or behind the work that is on `stream` by then. It must
+    /// not be given back while that stream is being captured into a graph.
     ///
     /// # Errors
-    /// [`Unsupported`](ErrorKind::Unsupported) for types that are stored in blocks, which DLPack cannot say;
+    /// [`Unsupported`](ErrorKind::Unsupported) for types that are stored in blocks, which DLPack cannot describe;
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if there is no such tensor, and for a stream of another runtime.
-    /// The pages are unpinned.
+    /// On an error the pages are unpinned.
     pub fn into_dlpack(self, index: usize, stream: Option<&ComputeStream>) -> Result<DlpackView> {
         view_of(self, index, stream)
     }

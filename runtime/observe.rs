@@ -1,4 +1,4 @@
-//! What happened: counters that are always on, and a timeline of spans that is kept on request.
+//! Observation: counters that are always on, and a timeline of spans that is kept on request.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 use crate::ids::{Bytes, PageId, PageIndex, Tier};
 use crate::pager::WaitCause;
 
-/// Spans kept at most: 40 MiB of them, hours of a run; later ones are counted, not kept.
+/// The most spans that are kept: 80 bytes each, 80 MiB in all, beside their texts. Later ones are only counted.
 const TIMELINE_MAX: usize = 1 << 20;
 
 /// One row of the timeline.
@@ -34,9 +34,9 @@ pub struct Span {
     pub lane: Lane,
     /// What it was: "read", "write", "fill", "write back", a stall's cause, or the caller's own word.
     pub what: &'static str,
-    /// The page, as text, or the caller's detail. Empty if there is none.
+    /// The page or the caller's detail, as text. Empty if there is none.
     pub detail: String,
-    /// Since the runtime was opened.
+    /// When it began, since the runtime was opened.
     pub start: Duration,
     /// How long it took.
     pub duration: Duration,
@@ -136,7 +136,7 @@ impl Observer {
         now
     }
 
-    /// An operation has ended; `bytes` were moved if it went well.
+    /// Records the end of an operation. `bytes` is what it moved, 0 if it failed.
     pub(crate) fn end(&self, resource: Resource, since: Instant, bytes: u64, detail: impl FnOnce() -> String) {
         let now = Instant::now();
         self.busy(resource).end(now);
@@ -150,7 +150,7 @@ impl Observer {
         self.span(lane, what, since, now, detail);
     }
 
-    /// Somebody waited since then, for bytes that were in `tier`. Returns how long.
+    /// Records that somebody waited since `since` for bytes that were in `tier`. Returns how long.
     pub(crate) fn stall(
         &self,
         cause: WaitCause,
@@ -234,7 +234,7 @@ impl Observer {
     }
 }
 
-/// Durations are serialized as seconds, with a fraction.
+/// Serializes a duration as seconds, with a fraction.
 pub(crate) fn seconds<S: Serializer>(time: &Duration, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64(time.as_secs_f64())
 }
@@ -257,9 +257,9 @@ pub struct Traffic {
     /// Time in which at least one copy was under way.
     #[serde(serialize_with = "seconds")]
     pub link_busy: Duration,
-    /// Most device memory in frames at one time.
+    /// The most device memory in frames at one time.
     pub peak_device: Bytes,
-    /// Most host-tier memory in frames at one time.
+    /// The most host-tier memory in frames at one time.
     pub peak_host: Bytes,
 }
 
@@ -276,12 +276,12 @@ pub struct StallStats {
     /// How long in all.
     #[serde(serialize_with = "seconds")]
     pub time: Duration,
-    /// The same by the tier that had the bytes of the page that was waited for, fastest first.
+    /// The same by the tier that had the bytes of the awaited page, fastest first.
     pub tiers: [TierStalls; Tier::ALL.len()],
 }
 
 impl StallStats {
-    /// Of one cause: how often and how long in all, for each of [`Tier::ALL`].
+    /// The stalls of one cause: how often and how long in all, for each of [`Tier::ALL`].
     #[doc(hidden)]
     pub fn new(cause: WaitCause, tiers: [(u64, Duration); Tier::ALL.len()]) -> Self {
         let tiers = Tier::ALL.map(|tier| {
@@ -298,7 +298,7 @@ impl StallStats {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierStalls {
-    /// The tier; [`Device`](Tier::Device) if the page was there, but pinned or in motion, or had yet to be made.
+    /// The tier; [`Device`](Tier::Device) if the page was there but pinned or in motion, or had yet to be made.
     pub tier: Tier,
     /// How often.
     pub count: u64,
@@ -307,34 +307,34 @@ pub struct TierStalls {
     pub time: Duration,
 }
 
-/// Time callers waited for one page. A request for several pages counts for the first of them that was not there.
+/// Time callers waited for one page. A request for several pages counts for the first of them that was missing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PageStalls {
     /// The page.
     pub page: PageId,
-    /// The tensors whose bytes it holds, as text: the first by name, the others as a number; of a tensor that was
-    /// allocated, its type and shape.
+    /// The tensors whose bytes the page holds, as text: the first by name, the others as a number. For an allocated
+    /// tensor, its type and shape.
     pub tensor: String,
     /// How often.
     pub count: u64,
     /// How long in all.
     #[serde(serialize_with = "seconds")]
     pub time: Duration,
-    /// The cause of the last time.
+    /// The cause of the last wait.
     pub cause: WaitCause,
     /// That cause in words.
     pub name: &'static str,
-    /// The tier that had its bytes, the last time.
+    /// The tier that had its bytes at the last wait.
     pub tier: Tier,
 }
 
-/// Waiting for each page of a segment: 8 bytes a page, from the first wait on.
+/// The waits for each page of a segment: 8 bytes a page, allocated at the first wait.
 #[derive(Debug, Default)]
 pub(crate) struct PageWaits(OnceLock<Box<[PageWait]>>);
 
-/// From the highest bit: waiting in units of 1024 ns (32 bits, 73 minutes), how often (24), cause and tier of the last
-/// wait (8). The first two stay at their largest value.
+/// From the highest bit: time waited in units of 1024 ns (32 bits, 73 minutes), number of waits (24), cause and tier of
+/// the last wait (8). Time and number stop at their largest value.
 #[derive(Debug, Default)]
 struct PageWait(AtomicU64);
 
@@ -365,7 +365,7 @@ impl PageWaits {
         wait.add(time, cause * Tier::ALL.len() + tier as usize);
     }
 
-    /// Every page that was waited for.
+    /// The pages that were waited for.
     pub(crate) fn waited(&self) -> impl Iterator<Item = Waited> {
         let all = self.0.get().map(|all| &**all).unwrap_or_default();
         all.iter().enumerate().filter_map(|(index, wait)| {

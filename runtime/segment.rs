@@ -1,4 +1,4 @@
-//! Segments: a contiguous address range per model file and per read-write tensor, and the way from bytes to pages.
+//! Segments: a contiguous address range per model file and per read-write tensor, and the mapping from bytes to pages.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use crate::ids::{PageIndex, PageSize, SegmentId};
 use crate::pager::{Backing, PageRun, PageWord, PageWords};
 use crate::runtime::Shared;
 
-/// A segment as its users hold it. When the last user lets go, its pages are given up. On cache lines of its own, because
-/// every pin counts as a user.
+/// A segment as its users hold it. When the last user drops it, its pages are given up. It has cache lines of its own,
+/// because every pin changes its count of users.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Segment {

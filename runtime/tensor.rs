@@ -12,7 +12,7 @@ use crate::segment::Segment;
 use crate::transfer::Engine;
 
 /// A handle to a tensor, or to some of its rows. It holds no bytes: [pin](crate::Runtime::pin) it to use them. Its
-/// address is the same for as long as any handle lives.
+/// address stays the same as long as any handle lives.
 #[derive(Clone)]
 pub struct Tensor {
     pub(crate) segment: Arc<Segment>,
@@ -49,7 +49,7 @@ impl Tensor {
     pub fn is_writable(&self) -> bool {
         self.segment.backing == Backing::ReadWrite
     }
-    /// Its address for life. Only what a guard pins may be accessed there.
+    /// Its address for life. Only pinned bytes may be accessed there.
     pub fn address(&self) -> u64 {
         self.segment.base.offset(self.offset).get()
     }
@@ -58,7 +58,7 @@ impl Tensor {
         u64::from(self.run().count)
     }
 
-    /// The engine it belongs to, whichever runtime it is shown to.
+    /// The engine of the runtime it belongs to.
     pub(crate) fn engine(&self) -> &Engine {
         &self.segment.shared.engine
     }
@@ -74,7 +74,7 @@ impl Tensor {
     pub fn reshape(&self, shape: &[u64]) -> Result<Self> {
         let count = |shape: &[u64]| shape.iter().try_fold(1u64, |product, extent| product.checked_mul(*extent));
         if count(shape) != count(&self.shape) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} cannot be seen as {shape:?}"))
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("{self:?} cannot be reshaped to {shape:?}"))
                 .remedy("choose extents with the same product"));
         }
         Ok(Self { shape: shape.into(), ..self.clone() })
@@ -88,7 +88,7 @@ impl Tensor {
         }
     }
 
-    /// Rows `range` of the outermost extent, as a tensor: pinning it brings in only the pages it covers.
+    /// Rows `range` of the outermost extent, as a tensor. Pinning it fills only the pages it covers.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the range is not within the outermost extent.
@@ -118,7 +118,7 @@ impl Tensor {
     pub fn rows_within(&self, pages: u32) -> Result<u64> {
         let row = self.row_bytes()?;
         let page = self.segment.page_size.bytes();
-        // A range of n bytes that begins anywhere touches at most n / P + 2 pages, less one if n is a multiple of P.
+        // A range of n bytes touches at most n / P + 2 pages wherever it begins; one less if n is a multiple of P.
         let bytes = u64::from(pages).saturating_sub(1) * page;
         Ok((bytes / row.max(1)).clamp(1, self.shape[0]))
     }

@@ -1,4 +1,4 @@
-//! A device whose every call is shown to a hook first, which may refuse it: for tests of what stands above a device.
+//! A device that shows every call to a hook first, which may refuse it. For tests of the layers above a device.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,7 +34,7 @@ pub enum DeviceCall {
     Discard,
     /// [`Device::lock_host`].
     LockHost,
-    /// [`Device::unlock_host`], which is carried out all the same: nobody would try it again.
+    /// [`Device::unlock_host`], which is carried out even so: nobody would try it again.
     UnlockHost,
     /// [`Device::create_stream`].
     CreateStream,
@@ -44,7 +44,7 @@ pub enum DeviceCall {
     RawStream,
     /// [`Device::can_mark`].
     CanMark,
-    /// [`Device::submit`] of an operation with a token, to which a refusal is reported in the operation's turn.
+    /// [`Device::submit`] of an operation with a token. A refusal is reported to the token in the operation's turn.
     Submit,
     /// [`Device::record`].
     Record,
@@ -52,28 +52,27 @@ pub enum DeviceCall {
     Wait,
     /// [`Device::poll`].
     Poll,
-    /// [`Device::close`], which is carried out all the same.
+    /// [`Device::close`], which is carried out even so.
     Close,
 }
 
-/// Sees the calls of a device before they are made, and can refuse them: for tests of what is above. It runs on the thread
-/// that makes the call, which may hold locks of the runtime's, so it must not call the runtime or wait for it.
+/// Sees the calls of a device before they are made, and can refuse them, for tests of the layers above. It runs on the
+/// thread that makes the call, which may hold locks of the runtime's, so it must not call the runtime or wait for it.
 pub trait DeviceHook: Send + Sync {
-    /// Called just before `call`. An error takes the call's place: the device does nothing, unless [`DeviceCall`] says
-    /// otherwise.
+    /// Called just before `call`. On an error the device does nothing, unless [`DeviceCall`] says otherwise.
     ///
     /// # Errors
-    /// What the device is to say.
+    /// The error that the device is to return.
     fn before(&self, call: DeviceCall) -> Result<()>;
 
-    /// Whether the device panics in this call, which was not refused. By default it does not. Where
-    /// [`before`](Self::before) panics, the call is refused.
+    /// Whether the device panics in this call, which was not refused. The default is no. If [`before`](Self::before)
+    /// panics, the call is refused.
     fn device_panics(&self, _call: DeviceCall) -> bool {
         false
     }
 }
 
-/// Reports refused operations as failed, in the order of their streams: [`Hooked`] has the device pass them by.
+/// Reports refused operations as failed, in the order of their streams. [`Hooked`] submits a mark in place of each.
 pub(crate) struct HookedSink {
     sink: Arc<dyn Completions>,
     refused: Mutex<HashMap<Token, Error>>,
@@ -99,23 +98,23 @@ impl Completions for HookedSink {
     }
 
     fn taken_up(&self, token: Token, end: EventId) {
-        // What was refused is never done, whatever stands in its place.
+        // A refused operation is never done, although a mark in its place may be taken up.
         if !self.refused.lock().contains_key(&token) {
             self.sink.taken_up(token, end);
         }
     }
 }
 
-/// See the module's first line.
+/// A device with a hook: see the module documentation.
 pub(crate) struct Hooked {
     pub device: Arc<dyn Device>,
     pub hook: Arc<dyn DeviceHook>,
-    /// Where the device reports.
+    /// The sink to which the device reports.
     pub sink: Arc<HookedSink>,
 }
 
 impl Hooked {
-    /// Asks the hook. If it panics, the call is refused: what the caller has begun is ended as after any refusal.
+    /// Asks the hook. If it panics, the call is refused, and the caller handles that like any refusal.
     fn ask(&self, call: DeviceCall) -> Result<()> {
         caught(|| self.hook.before(call)).unwrap_or_else(|panic| {
             Err(Error::new(ErrorKind::Internal, format!("the device's hook panicked before {call:?}: {panic}")))

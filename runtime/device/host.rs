@@ -1,35 +1,38 @@
 //! The host device: a device without a GPU, in ordinary memory.
 //!
-//! A frame is a mapping of its own. `map` moves it with `mremap` to the address of the page it is to hold, which
-//! costs page-table edits instead of the zeroing and refaulting that giving memory back and taking it again costs.
-//! The streams' threads copy.
+//! A frame is a mapping of its own. `map` moves it with `mremap` to the address of the page it is to hold. That edits
+//! page tables, which is cheaper than giving memory back and taking zeroed memory by new faults. Copies run on the
+//! streams' threads.
 //!
 //! # Invariants
 //!
-//! 1. A frame is in one place: nowhere (it has no memory), at its home in the pool, or behind one page of an arena; the
-//!    arena's `occupants` say the same thing from the other side.
-//! 2. Every address of the pools and arenas that no frame is behind is inaccessible. Where the kernel refused to make it so,
-//!    it is among the *strays*, which are tried again.
-//! 3. Frames and the gaps between them are at most two mappings a frame, which are [claimed](super::mappings) when frames
-//!    are made. Segments share arenas, so their number costs no mappings.
-//! 4. Page tables are left only for slots in which a frame is ([`super::tables`]).
-//! 5. Where a refused call has left a *hole*, nothing is mapped or unmapped: anybody's memory may be there.
+//! 1. A frame is in one place: nowhere (it has no memory), at its home in the pool, or behind one page of an arena. The
+//!    arena's `occupants` say the same from the other side.
+//! 2. Every address of the pools and arenas without a frame is inaccessible. A place that the kernel refused to make
+//!    inaccessible is among the *strays*, which are tried again.
+//! 3. Frames and the gaps between them are at most two mappings a frame, which are [claimed](super::mappings) when
+//!    frames are made. Segments share arenas, so their number costs no mappings.
+//! 4. Page tables are left only for slots with a frame in them ([`super::tables`]).
+//! 5. Nothing is mapped or unmapped in a *hole*, which a refused call has left: memory that is not the device's may be
+//!    there.
 //!
 //! # Pages smaller than a huge page
 //!
-//! Their frames get memory together with the others whose homes share a huge page with theirs, a *block*, in one piece. So
-//! the kernel hands the disk one range for each frame, where frames of scattered small pages take one for every 4 KiB: the
-//! disk then reads at half its rate, and less. The frames at the end that fill no huge page do without.
+//! Such frames get memory in *blocks*: all frames whose homes share a huge page, in one piece. So the kernel hands the
+//! disk one range for each frame. Frames of scattered small pages take one range for every 4 KiB, and the disk then
+//! reads at half its rate or less. The last frames, where they fill no huge page, are in no block.
 //!
-//! A huge page that is in use in part stays whole, with all its memory, and what is being read into cannot be split. So
-//! it is split as soon as it is there, before anybody has it: its pages stay side by side, and each goes back to the system by
-//! itself. Where the kernel does not split, which is found out once, there are no blocks. The frame that is used first gets
-//! memory of its own, so that the first page need not wait for a block; the others of its block get theirs at the next use.
+//! A huge page of which a part is in use stays whole, with all its memory, and it cannot be split while the disk reads
+//! into it. So it is split as soon as it is there, before anybody has it: its pages stay side by side, and each can go
+//! back to the system by itself. If the kernel does not split, which is found out once, there are no blocks. The frame
+//! that is used first gets memory of its own, so that the first page need not wait for a block; the others of its block
+//! get theirs at the next use.
 //!
 //! # Locking
 //!
-//! One lock guards all places: the kernel serialises changes of one address space anyway. Memory is brought in without the
-//! lock, a slice of a frame or a block at a time; whoever wants one of these frames waits for the slice, all others go ahead.
+//! One lock guards all places: the kernel serialises changes of one address space anyway. Memory is brought in without
+//! the lock, a slice of a frame or a block at a time. A thread that wants one of these frames waits for the slice; all
+//! others go ahead.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -53,31 +56,30 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::ranges::FreeRanges;
 
-/// The warmer touches this many bytes at a time: 5 ms on a machine that brings memory in at 0.4 GB/s, and one huge
-/// page. It is the longest a `map` waits for the warmer.
+/// The warmer touches this many bytes at a time: one huge page, or 5 ms on a machine that brings memory in at 0.4 GB/s.
+/// It is the longest that a `map` waits for the warmer.
 const WARM_SLICE_BYTES: u64 = 2 << 20;
-/// Mappings that are not for frames when [`HostDevice::frames_allowed`] counts: the rest of the process's, those held back,
-/// and those of the regions of a runtime.
+/// Mappings that [`HostDevice::frames_allowed`] leaves to other uses than frames: to the rest of the process, to the
+/// ballast, and to the regions of a runtime.
 const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + MAPPINGS_OF_OURS;
-/// Of those, outcore's.
+/// The part of these that outcore uses.
 const MAPPINGS_OF_OURS: u64 = mappings::BALLAST + 16 * mappings::A_REGION;
-/// The first arena has as many bytes, and every later one as many as there are by then, up to the most.
+/// Bytes of the first arena. Every later one has as many as all before it together, up to `ARENA_MOST`.
 const ARENA_LEAST: u64 = 1 << 30;
 const ARENA_MOST: u64 = 64 << 30;
 /// A modelled copy spins for the last moment before its end, because a sleep ends up to this much late.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// What a host device is made of.
+/// Settings of a host device.
 #[derive(Clone, Debug)]
 pub struct HostDeviceConfig {
     /// Bytes of a page and of a frame.
     pub page_size: PageSize,
     /// How many frames exist at first.
     pub frames: u32,
-    /// Makes copies take as long as over this link. The store then has to pass through host memory, as it would with
-    /// a GPU.
+    /// Makes copies take as long as over this link. The store then passes through host memory, as it would with a GPU.
     pub link: Option<LinkModel>,
-    /// Brings the frames' memory in from a background thread, so that the first use of a frame finds it there.
+    /// Brings the frames' memory in from a background thread before their first use.
     pub warm: bool,
 }
 
@@ -90,14 +92,14 @@ impl Default for HostDeviceConfig {
 
 #[derive(Debug)]
 struct Frame {
-    /// Where the frame waits when no page has it; its own for life.
+    /// Where the frame is when it has memory but no page; its own for life.
     home: u64,
     /// Where its memory is; `None` while it has none.
     at: Option<u64>,
     accessible: bool,
-    /// Memory is being brought in for it, or for a slice of it.
+    /// Memory is being brought in for the frame, or for a slice of it.
     warming: bool,
-    /// It has been mapped once; the warmer leaves it alone.
+    /// The frame has been mapped or discarded once; the warmer leaves it alone.
     used: bool,
 }
 
@@ -106,8 +108,8 @@ struct Frame {
 struct Space {
     region: Region,
     tables: Tables,
-    /// The frame behind each page of an arena: its number and one; 0 where there is none, so that what is never used takes
-    /// no memory. Of a pool, nothing.
+    /// The frame behind each page of an arena, as its number plus one. 0 means none, so that unused entries take no
+    /// memory. Empty for a pool.
     occupants: Vec<u32>,
 }
 
@@ -135,9 +137,9 @@ struct Layout {
     spaces: BTreeMap<u64, Space>,
     /// The arenas' bytes.
     arena_bytes: u64,
-    /// Of the arenas, what nobody has.
+    /// Parts of the arenas that are not handed out.
     free: FreeRanges,
-    /// Of the arenas, what was handed out: how many pages from where.
+    /// Parts of the arenas that are handed out: the number of pages by first address.
     handed: BTreeMap<u64, u32>,
     /// The frame that was used first.
     first: Option<FrameId>,
@@ -145,7 +147,7 @@ struct Layout {
     claims: Vec<Claim>,
     /// Places that frames have left and that could not be made inaccessible.
     strays: Vec<u64>,
-    /// Invariant 5.
+    /// Addresses that refused calls have lost: invariant 5.
     holes: Vec<u64>,
 }
 
@@ -188,7 +190,7 @@ impl Layout {
         }
     }
 
-    /// Notes that `frame` is now at `to`, and that nothing is where it was.
+    /// Notes that `frame` is now at `to`, and that its earlier place is empty.
     fn placed(&mut self, frame: FrameId, to: Option<u64>, accessible: bool, page: PageSize, tables: &AtomicU64) {
         let Some(state) = self.frames.get_mut(frame.index()) else { return };
         let from = std::mem::replace(&mut state.at, to);
@@ -206,7 +208,7 @@ impl Layout {
         }
     }
 
-    /// What can be made inaccessible together with a place that a frame has left: as much as brings page tables back.
+    /// The range to make inaccessible after a frame has left `[at, at + len)`: as large as frees page tables.
     fn around(&mut self, at: u64, len: u64) -> Range<u64> {
         let around = self.space(at).map_or(at..at + len, |space| space.tables.around(at, len));
         if self.holes.iter().any(|hole| around.contains(hole)) { at..at + len } else { around }
@@ -217,7 +219,7 @@ impl Drop for Layout {
     fn drop(&mut self) {
         for hole in std::mem::take(&mut self.holes) {
             let Some(base) = self.space(hole).map(|space| space.region.base()) else { continue };
-            // It stays for good, because to unmap it would unmap the hole (invariant 5).
+            // The region stays for good, because unmapping it would unmap the hole too (invariant 5).
             std::mem::forget(self.spaces.remove(&base));
         }
     }
@@ -227,14 +229,14 @@ impl Drop for Layout {
 struct Core {
     page_size: PageSize,
     huge: bool,
-    /// Frames smaller than a huge page get their memory in blocks.
+    /// Whether frames smaller than a huge page get their memory in blocks.
     blocks: bool,
     layout: Mutex<Layout>,
-    /// Page tables, of the frames where they are.
+    /// How many page tables the frames have where they are.
     tables: AtomicU64,
-    /// Taken with `layout`, or alone.
+    /// Locked while `layout` is held, or alone.
     ballast: Mutex<Ballast>,
-    /// Signalled when frames have been let go of for which memory was brought in.
+    /// Signalled when memory has been brought in for frames, which can then be mapped.
     warmed: Condvar,
     /// Tells the warmer to stop.
     stopping: AtomicBool,
@@ -247,7 +249,7 @@ impl Core {
         self.page_size.bytes()
     }
 
-    /// What the kernel's refusal means. Where mappings have run out, others get those that were held back.
+    /// The error for a call that the kernel refused. If mappings have run out, the ballast is given up for others.
     fn refused(&self, what: String, cause: std::io::Error) -> Error {
         if let Some(error) = mappings::shortage(&what, &cause) {
             self.ballast.lock().give_up();
@@ -260,17 +262,17 @@ impl Core {
         error.remedy("give the device fewer pages, or free memory")
     }
 
-    /// Moves a frame's memory. On failure it is where it was.
+    /// Moves a frame's memory to `to`. On failure it stays where it was.
     fn carry(&self, layout: &mut Layout, frame: FrameId, to: u64, what: impl Fn() -> String) -> Result<()> {
         let len = self.page_bytes();
         let state = layout.frame(frame)?;
         let (Some(from), accessible) = (state.at, state.accessible) else { return Ok(()) };
         self.take_hole_back(layout, to)?;
-        // SAFETY: the core owns both ranges (invariant 1); callers keep operations away from what is behind a page, and
-        // nobody knows a home. `to` holds nothing.
+        // SAFETY: the core owns both ranges (invariant 1). Callers keep operations away from memory behind a page, and
+        // nobody else knows a home. `to` holds nothing.
         if let Err(cause) = unsafe { sys::relocate(from, to, len) } {
             let error = self.refused(what(), cause);
-            // Now that mappings have been given up there is one for it.
+            // The ballast is gone, so there is a mapping for reserving the range again.
             self.has_lost(layout, to..to + len);
             return Err(error);
         }
@@ -284,17 +286,17 @@ impl Core {
         let len = self.page_bytes();
         let around = layout.around(at, len);
         // A fresh mapping rather than mprotect: the mapping left behind carries the moved one's offset and could never
-        // merge with its neighbours; and page tables go with their mappings only.
+        // merge with its neighbours; and the kernel frees page tables only with their mappings.
         // SAFETY: the core owns the range, and no frame is in it.
         if unsafe { sys::vacate(around.start, around.end - around.start) }.is_ok() {
             return;
         }
-        // Most likely the last mappings are gone: before anybody else in the process misses them.
+        // Most likely the last mappings are gone: give up the ballast before anybody else in the process needs one.
         self.ballast.lock().give_up();
         if self.has_lost(layout, around) {
             return;
         }
-        // To protect the whole of a mapping takes none more.
+        // Protecting the whole of a mapping needs no further mapping.
         // SAFETY: as above.
         if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
             tracing::warn!(%cause, "a page that holds nothing stays accessible for now");
@@ -302,7 +304,7 @@ impl Core {
         layout.strays.push(at);
     }
 
-    /// Tries again what could not be made inaccessible.
+    /// Tries again to make one of the strays inaccessible.
     fn close_stray(&self, layout: &mut Layout) {
         let Some(at) = layout.strays.pop() else { return };
         let page = self.page_size;
@@ -316,13 +318,14 @@ impl Core {
         }
     }
 
-    /// Takes a frame that nobody uses from behind a page. It keeps its memory, unless that is refused.
+    /// Takes an unused frame from behind a page. It keeps its memory, unless the move is refused.
     fn send_home(&self, layout: &mut Layout, frame: FrameId) -> Result<()> {
         let home = layout.frame(frame)?.home;
         self.carry(layout, frame, home, || format!("move {frame:?} out of the way"))
     }
 
-    /// The frames of the block that `frame` is in, if there are so many: the first, how many, and the first one's home.
+    /// The block that `frame` is in: its first frame, the number of its frames, and the first one's home. None if the
+    /// frame is in no block.
     fn block(&self, layout: &Layout, frame: FrameId) -> Option<(usize, usize, u64)> {
         if self.huge || !self.blocks {
             return None;
@@ -335,8 +338,8 @@ impl Core {
         (last.home == start + HUGE_PAGE_BYTES - self.page_bytes()).then_some((first, count, start))
     }
 
-    /// Gives memory to the whole block that `frame` is in, where this is the first use of any of its frames. A frame that
-    /// was given back stays without memory until it is mapped itself: it may have left the budget.
+    /// Gives memory to the whole block that `frame` is in, if this is the first use of any of its frames. A frame whose
+    /// memory was given back stays without until it is mapped itself: it may have left the budget.
     fn make_block(&self, layout: &mut MutexGuard<'_, Layout>, frame: FrameId) -> Result<()> {
         let Some((first, count, start)) = self.block(layout, frame) else { return Ok(()) };
         let block = first..first + count;
@@ -388,7 +391,7 @@ impl Core {
         Ok(())
     }
 
-    /// Gives memory to all of a block but one, which may be anywhere.
+    /// Gives memory to all frames of a block except `but`, which may be anywhere.
     fn make_rest(&self, layout: &mut MutexGuard<'_, Layout>, block: Range<usize>, but: usize) {
         let region = match Region::reserve(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, "frames that get their memory") {
             Ok(region) => region,
@@ -423,11 +426,11 @@ impl Core {
         self.warmed.notify_all();
     }
 
-    /// Moves memory at `from` to the homes of frames, which follow each other and have none.
+    /// Moves memory from `from` to the homes of consecutive frames without memory.
     fn settle_at_home(&self, layout: &mut Layout, run: Range<usize>, from: u64) {
         let (home, len) = (layout.frames[run.start].home, self.page_bytes() * run.len() as u64);
         let homes = (home..).step_by(self.page_bytes() as usize);
-        // SAFETY: `from` is the caller's; homes are the core's, and none of these frames has memory, so nothing is there.
+        // SAFETY: `from` is the caller's. Homes are the core's, and these frames have no memory, so nothing is there.
         if let Err(cause) = unsafe { sys::relocate(from, home, len) } {
             let error = self.refused("move memory to frames".to_owned(), cause);
             tracing::debug!(%error, "frames get their memory one by one");
@@ -439,13 +442,14 @@ impl Core {
         }
     }
 
-    /// Gives a frame's memory back. Nobody uses it.
+    /// Gives back the memory of a frame that nobody uses.
     fn empty(&self, layout: &mut Layout, frame: FrameId) -> Result<()> {
         let state = layout.frame(frame)?;
         let (Some(at), accessible) = (state.at, state.accessible) else { return Ok(()) };
         layout.placed(frame, None, false, self.page_size, &self.tables);
         let around = layout.around(at, self.page_bytes());
-        // SAFETY: the frame is at `at`, and nothing else about it; the caller says that nobody uses it any more.
+        // SAFETY: the frame is at `at`, and no frame is in the rest of the range; the caller says that nobody uses it
+        // any more.
         let Err(cause) = (unsafe { sys::vacate(around.start, around.end - around.start) }) else { return Ok(()) };
         let error = self.refused(format!("give the memory of {frame:?} back"), cause);
         if self.has_lost(layout, around) {
@@ -456,21 +460,21 @@ impl Core {
         Err(error)
     }
 
-    /// Whether a refused call has left nothing at all in a range, as where the kernel is short of memory for its own. Then the
-    /// range is reserved again, or is a hole. A range is lost as a whole. What another thread puts there before this is asked
-    /// cannot be told from the core's own.
+    /// Whether a refused call has left nothing mapped in a range, as happens when the kernel is short of memory for
+    /// itself. Then the range is reserved again or becomes a hole. A range is lost as a whole. Memory that another
+    /// thread maps there before this check cannot be told from the core's own.
     fn has_lost(&self, layout: &mut Layout, range: Range<u64>) -> bool {
         if sys::is_mapped(range.start) {
             return false;
         }
         if let Err(cause) = sys::refill(range.start, range.end - range.start) {
-            tracing::error!(%cause, "a refused call has cost a page's address");
+            tracing::error!(%cause, "a refused call has lost a page's address");
             layout.holes.extend(range.step_by(self.page_bytes() as usize));
         }
         true
     }
 
-    /// Contract rule 1; `frame` is not being warmed.
+    /// Carries out contract rule 1. `frame` is not being warmed.
     fn map(&self, layout: &mut Layout, frame: FrameId, address: u64, slot: Slot) -> Result<()> {
         let state = layout.frame(frame)?;
         state.used = true;
@@ -509,17 +513,17 @@ impl Core {
         Ok(())
     }
 
-    /// Invariant 5.
+    /// Takes a hole at `address` back before the address is used (invariant 5).
     fn take_hole_back(&self, layout: &mut Layout, address: u64) -> Result<()> {
         let Some(at) = layout.holes.iter().position(|hole| *hole == address) else { return Ok(()) };
-        // Whatever is there now is not the core's.
+        // If something is there now, it is not the core's, and the call fails.
         sys::refill(address, self.page_bytes())
-            .map_err(|e| self.refused("take a page's address back that an earlier failure has cost".to_owned(), e))?;
+            .map_err(|e| self.refused("take back a page's address that an earlier failure has lost".to_owned(), e))?;
         layout.holes.swap_remove(at);
         Ok(())
     }
 
-    /// A range of `len` bytes of an arena, a new one if need be.
+    /// A range of `len` bytes of an arena; makes a new arena if needed.
     fn hand_out(&self, layout: &mut Layout, len: u64) -> Result<u64> {
         if let Some(base) = layout.free.take(len) {
             return Ok(base);
@@ -527,7 +531,7 @@ impl Core {
         let align = self.page_bytes().max(HUGE_PAGE_BYTES);
         let usual = layout.arena_bytes.clamp(ARENA_LEAST, ARENA_MOST).next_multiple_of(align);
         let region = match Region::reserve(usual.max(len), align, "segments") {
-            // Addresses may be short as well.
+            // Addresses may be short too: then try a smaller region.
             Err(error) if error.kind() == ErrorKind::OutOfMemory && usual > len => {
                 Region::reserve(len, align, "a segment")?
             }
@@ -541,8 +545,8 @@ impl Core {
         Ok(arena.start)
     }
 
-    /// Takes back what was handed out; no frame is behind it. An arena that is all free goes, unless it is one of the usual
-    /// size and the only one that is empty.
+    /// Takes back a range that was handed out; no frame is behind it. An arena that is all free is dropped, unless it
+    /// has the least size and nothing is handed out.
     fn take_back(layout: &mut Layout, base: u64, len: u64) {
         let Some(arena) = layout.space(base).map(|space| space.range()) else { return };
         let free = layout.free.give(base, len, &arena);
@@ -560,7 +564,7 @@ impl Core {
         layout.spaces.remove(&arena.start);
     }
 
-    /// Refuses a range that is not wholly mapped: better an error than a fault in somebody else's process.
+    /// Refuses a range that is not wholly mapped: an error is better than a fault in the caller's process.
     fn check_mapped(&self, address: DeviceAddress, len: u64) -> Result<()> {
         let layout = self.layout.lock();
         let refuse = || {
@@ -583,7 +587,7 @@ impl Core {
         Ok(())
     }
 
-    /// When a copy that starts now ends on the modelled link.
+    /// The time at which a copy that starts now ends on the modelled link.
     fn deadline(&self, direction: Direction, len: u64) -> Option<Instant> {
         let (schedule, epoch) = self.link.as_ref()?;
         let end = schedule.lock().admit(epoch.elapsed(), direction, len);
@@ -602,7 +606,7 @@ impl Core {
                 tracing::warn!(frame = next, %cause, "cannot warm frames up; first uses will be slower");
                 return;
             }
-            // A block is warm as soon as it is made, and without the lock the frame may have been taken.
+            // A block is warm once it is made; and while the lock was free the frame may have been used.
             let Some(frame) = layout.frames.get_mut(next).filter(|frame| !frame.used && frame.at.is_none()) else {
                 next += 1;
                 continue;
@@ -662,7 +666,7 @@ impl Copier for Core {
                 unsafe { ptr::write_bytes(pointer(device), 0, len as usize) };
             }
             StreamOp::Call(_) | StreamOp::Mark => {
-                return Err(Error::new(ErrorKind::Internal, "what is no copy reached the copier"));
+                return Err(Error::new(ErrorKind::Internal, "an operation that is no copy reached the copier"));
             }
         }
         if let Some(deadline) = deadline.filter(|deadline| *deadline > Instant::now()) {
@@ -729,18 +733,19 @@ impl fmt::Debug for HostDevice {
 }
 
 impl HostDevice {
-    /// How many frames a kernel that allows a process `max_map_count` mappings lets a host device have.
+    /// How many frames a host device can have if the kernel allows a process `max_map_count` mappings.
     pub const fn frames_allowed(max_map_count: u64) -> u64 {
         max_map_count.saturating_sub(MAPPINGS_FOR_OTHERS) / 2
     }
 
-    /// Bytes of the page tables that one frame can have for itself, wherever it is: of a page of 4 KiB as many as it has, of 2 MiB
-    /// one in 512.
+    /// The most bytes of page tables that one frame needs for itself, wherever it is: 4 KiB for a page of up to 2 MiB,
+    /// and 4 KiB for each 2 MiB of a larger one.
     pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
         Tables::of_a_frame(page_size)
     }
 
-    /// How many frames one more host device can have beside all that this process has now; `None` where the kernel does not say.
+    /// How many frames one more host device can have beside all mappings of this process; `None` if the kernel does not
+    /// say.
     pub(crate) fn frames_left() -> Option<u64> {
         Some(mappings::claimable()?.saturating_sub(MAPPINGS_OF_OURS) / 2)
     }
@@ -749,7 +754,8 @@ impl HostDevice {
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`] if a page is smaller than the kernel's.
-    /// - [`ErrorKind::TooManyMappings`] if the frames can come to more mappings than `vm.max_map_count` leaves this process.
+    /// - [`ErrorKind::TooManyMappings`] if the frames may need more mappings than `vm.max_map_count` leaves this
+    ///   process.
     /// - [`ErrorKind::Unsupported`] if the kernel cannot move mappings (before Linux 5.7).
     /// - [`ErrorKind::OutOfMemory`] if the kernel gives no address space.
     pub fn new(config: HostDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
@@ -779,7 +785,7 @@ impl HostDevice {
         Ok(device)
     }
 
-    /// Starts the warmer over, for new frames.
+    /// Starts the warmer, or starts it over for new frames.
     fn start_warmer(&self) {
         let mut warmer = self.warmer.lock();
         if self.streams.read().closed {
@@ -819,7 +825,7 @@ impl Streams {
     }
 }
 
-/// Claims the mappings that so many frames more can come to, of `all` there will be.
+/// Claims the most mappings that `more` further frames may need; there will be `all` frames then.
 fn claim_mappings(more: u64, all: u32, page: PageSize) -> Result<Claim> {
     let what = format!("{all} frames of {}", Bytes::new(page.bytes()));
     Claim::of(2 * more, &what, |limit| {
@@ -877,7 +883,7 @@ impl Device for HostDevice {
             pages.unwrap_or_default().iter().filter_map(|id| id.checked_sub(1)).map(FrameId::new).collect()
         });
         for frame in occupants {
-            // Where there is no room for it at home its memory goes. If even that is refused it stays, until it is mapped
+            // If it cannot go home its memory is given back. If even that is refused it stays here until it is mapped
             // elsewhere.
             if core.send_home(&mut layout, frame).is_err()
                 && let Err(error) = core.empty(&mut layout, frame)
@@ -956,7 +962,7 @@ impl Device for HostDevice {
     }
 
     fn makes_bare_frames(&self) -> bool {
-        // Where frames are warmed, they get memory at any time; and those of a block get it with their neighbours.
+        // Frames that are warmed get memory at any time, and frames of a block get it together.
         !self.warm && self.core.page_bytes() >= HUGE_PAGE_BYTES
     }
 
@@ -1038,12 +1044,12 @@ impl Device for HostDevice {
     fn close(&self) -> Result<()> {
         self.streams.write().closed = true;
         self.stop_warmer();
-        // Not under the lock: what the streams still run may call the device.
+        // Not under the lock: closures that still run on the streams may call the device.
         let streams = self.streams.read().all.clone();
         for stream in &streams {
             stream.begin_close();
         }
-        // All are joined before the first failure is returned.
+        // Joins all of them before returning the first failure.
         streams.iter().map(|stream| stream.join()).fold(Ok(()), Result::and)
     }
 }
@@ -1077,7 +1083,7 @@ mod tests {
         HostDevice::new(config, Arc::new(Ignore)).unwrap()
     }
 
-    /// Permissions of the mapping about an address, as the kernel says.
+    /// Permissions of the mapping around an address, as the kernel reports them.
     fn access(address: u64) -> Option<String> {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         maps.lines().find_map(|line| {
@@ -1088,7 +1094,8 @@ mod tests {
         })
     }
 
-    /// A move that ends half way, with the frame at its new page and the old one still accessible, is finished by the next.
+    /// A move that ended half way, with the frame at its new page and the old place accessible, is completed by the
+    /// next.
     #[test]
     fn a_place_that_stayed_accessible_is_closed_by_the_next_move() {
         let device = device(2);
@@ -1105,14 +1112,14 @@ mod tests {
         assert_eq!(access(at(0).get()).as_deref(), Some("rw-"));
         device.map(FrameId::new(1), at(3)).unwrap();
         assert_eq!(access(at(0).get()).as_deref(), Some("---"));
-        // One that is in use again is left alone.
+        // A place that is in use again is left alone.
         device.core.layout.lock().strays.push(at(3).get());
         device.map(FrameId::new(0), at(2)).unwrap();
         assert_eq!(access(at(3).get()).as_deref(), Some("rw-"));
         device.release(base, 4).unwrap();
     }
 
-    /// A failed move can cost a page's address: what somebody else has there is neither replaced nor unmapped.
+    /// A failed move can lose a page's address: memory that somebody else has there is neither replaced nor unmapped.
     #[test]
     fn a_page_whose_address_was_lost_is_refused_until_it_is_back() {
         let device = device(2);
@@ -1140,17 +1147,17 @@ mod tests {
         unsafe { libc::munmap(theirs, PAGE as usize) };
     }
 
-    /// A call that gives memory back and is refused may have taken it all the same, and left a hole: that is no frame's, and
-    /// nobody else's memory may come to lie in it.
+    /// A refused call that gives memory back may have taken it all the same, and left a hole. No frame owns the hole,
+    /// and nobody else's memory may be put in it.
     #[test]
     fn regression_memory_that_a_refused_call_took_is_no_frames() {
         let device = device(2);
         let base = device.reserve(4).unwrap();
         device.map(FrameId::new(0), base).unwrap();
-        // In the same slot, so that the page alone is given back.
+        // In the same slot, so that only the page is given back.
         device.map(FrameId::new(1), base.offset(2 * PAGE)).unwrap();
         let at = base.get();
-        // Where nothing was lost, the frame has its memory.
+        // Nothing was lost here: the frame has its memory.
         assert!(sys::refusing(Refusal::Call, || device.discard(FrameId::new(0))).is_err());
         assert_eq!(access(at).as_deref(), Some("rw-"));
         // SAFETY: the page is this test's, and nobody uses it.
@@ -1164,7 +1171,7 @@ mod tests {
         device.release(base, 4).unwrap();
     }
 
-    /// Puts a page of somebody else's at an address.
+    /// Maps memory that is not the device's at an address.
     fn put_theirs(at: u64) {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         let theirs = ptr::with_exposed_provenance_mut(at as usize);
@@ -1172,23 +1179,23 @@ mod tests {
         assert_eq!(unsafe { libc::mmap(theirs, PAGE as usize, libc::PROT_READ, flags, -1, 0) }, theirs);
     }
 
-    /// A place that a frame leaves, a page that gets memory, a home that is warmed: where that was refused and has left a hole,
-    /// what others put there was replaced by the next call.
+    /// A place that a frame leaves, a page that gets memory, a home that is warmed: each may be refused and leave a
+    /// hole. The next call used to replace memory that others had put there.
     #[test]
     fn regression_what_others_have_in_a_hole_stays_whoever_made_it() {
         let device = device(3);
         let base = device.reserve(8).unwrap();
         let at = |page: u64| base.offset(page * PAGE);
         device.map(FrameId::new(0), at(0)).unwrap();
-        // In the same slot, so that pages alone are given back.
+        // In the same slot, so that only pages are given back.
         device.map(FrameId::new(1), at(7)).unwrap();
-        // A page that is left. What is there now is the device's own, and stands for what another thread puts there.
+        // A page that a frame leaves. The device's own mapping that is there now stands for another thread's.
         sys::refusing(Refusal::CallAndRange, || device.map(FrameId::new(0), at(1))).unwrap();
         put_theirs(at(0).get());
         // A page that gets memory.
         put_theirs(at(2).get());
         assert!(sys::refusing(Refusal::CallAndRange, || device.map(FrameId::new(2), at(2))).is_err());
-        // A home, of which it is known already.
+        // A home that is known to be a hole already.
         let home = {
             let mut layout = device.core.layout.lock();
             layout.frames[2].used = false;
@@ -1265,7 +1272,7 @@ mod tests {
             assert_eq!(read(BLOCK - 1 - n), vec![n as u8; PAGE as usize], "frame {n}");
         }
         assert_eq!(count(memory()), left.clone().count() as u64);
-        // One that comes back to a block of which others have memory gets its own only.
+        // A frame that comes back to a block whose others have memory gets only its own.
         device.map(FrameId::new(0), at(BLOCK)).unwrap();
         assert_eq!(read(BLOCK), vec![0; PAGE as usize]);
         for n in 0..BLOCK {
@@ -1275,8 +1282,8 @@ mod tests {
         device.release(base, 2 * BLOCK).unwrap();
     }
 
-    /// Whether the memory behind an address is a part of a huge page, which the kernel keeps whole as long as any part of it is in
-    /// use. `None` where this may not be asked.
+    /// Whether the memory behind an address is part of a huge page, which the kernel keeps whole as long as any part of
+    /// it is in use. `None` without permission to ask.
     fn is_in_a_huge_page(at: DeviceAddress) -> Option<bool> {
         use std::os::unix::fs::FileExt;
         // Bits of pagemap(5) and kpageflags.
@@ -1293,8 +1300,8 @@ mod tests {
         Some(entry("/proc/kpageflags", Some(page & NUMBER).filter(|number| *number != 0)?)? & COMPOUND != 0)
     }
 
-    /// While the disk reads into a frame the kernel holds its memory, and then splits no huge page that it is in: what
-    /// others of its block gave back would have stayed.
+    /// While the disk reads into a frame the kernel holds its memory, and then splits no huge page that it is in.
+    /// Memory that others of its block gave back would have stayed.
     #[test]
     fn regression_frames_leave_a_block_while_the_kernel_holds_another_of_it() {
         const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
@@ -1308,7 +1315,7 @@ mod tests {
         let held = libc::iovec { iov_base: pointer(at(7)).cast(), iov_len: sys::system_page_bytes() as usize };
         // SAFETY: the frame is behind the page, and outlives the pipe.
         assert_eq!(unsafe { libc::vmsplice(pipe[1], &raw const held, 1, 0) }, held.iov_len as isize);
-        // Frame 0 is the one by which older kernels tell whether a huge page is shared.
+        // Older kernels tell by frame 0 whether a huge page is shared.
         (0..BLOCK).filter(|n| n % 5 != 2).for_each(|n| device.discard(FrameId::new(n)).unwrap());
         let whole = (0..BLOCK).filter(|n| n % 5 == 2).map(|n| is_in_a_huge_page(at(n))).collect::<Vec<_>>();
         if whole.contains(&None) {
@@ -1322,7 +1329,7 @@ mod tests {
         device.release(base, BLOCK).unwrap();
     }
 
-    /// A block is split, and in one piece nevertheless.
+    /// A block is split, but still one piece.
     #[test]
     fn the_pages_of_a_block_lie_side_by_side() {
         use std::os::unix::fs::FileExt;
@@ -1366,7 +1373,7 @@ mod tests {
         device.release(base, 2).unwrap();
     }
 
-    /// Frames that a smaller budget took away, and their neighbours: the first use of one brings in no memory of others that
+    /// Frames that a smaller budget took, and their neighbours: the first use of one brings in no memory of others that
     /// were given back, however they are spread.
     #[test]
     fn regression_frames_that_were_given_back_get_no_memory_with_a_neighbour() {
@@ -1380,11 +1387,11 @@ mod tests {
             unsafe { ptr::write_bytes(pointer(at(n)), 7, PAGE as usize) };
         };
         let memory = || (0..2 * BLOCK).map(|n| device.frame_memory(FrameId::new(n)).unwrap().get()).sum::<u64>();
-        // Never used before they went.
+        // Never used before they were discarded.
         (2..BLOCK).for_each(|n| device.discard(FrameId::new(n)).unwrap());
         (0..2).for_each(use_frame);
         assert_eq!(memory(), 2 * PAGE);
-        // Used, and given back with all the rest of their block.
+        // Used, and given back with all others of their block.
         (BLOCK..2 * BLOCK).for_each(use_frame);
         (BLOCK..2 * BLOCK).for_each(|n| device.discard(FrameId::new(n)).unwrap());
         use_frame(BLOCK + 9);
@@ -1413,7 +1420,7 @@ mod tests {
         }
     }
 
-    /// Memory is brought in without the lock: whoever wants frames of the same block waits, and all get theirs.
+    /// Memory is brought in without the lock: threads that want frames of the same block wait, and all get theirs.
     #[test]
     fn many_threads_want_the_frames_of_one_block() {
         const BLOCK: u32 = (HUGE_PAGE_BYTES / PAGE) as u32;
@@ -1446,8 +1453,8 @@ mod tests {
         device.release(base, 8 * BLOCK).unwrap();
     }
 
-    /// After any cycle the tables that are counted are those of the slots in which frames are, and what is handed out is
-    /// disjoint.
+    /// After any cycle the tables that are counted are those of the slots with frames in them, and the ranges that are
+    /// handed out are disjoint.
     #[test]
     fn tables_are_counted_as_frames_come_and_go() {
         // Two blocks, and some frames that fill none.
@@ -1514,7 +1521,7 @@ mod tests {
             layout.handed.is_empty() && layout.frames.iter().all(|frame| frame.at.is_none_or(|at| at == frame.home))
         );
         drop(layout);
-        // What the pool has: a table for its only slot, and one above it.
+        // The pool's: a table for its only slot, and one above it.
         assert_eq!(device.page_tables().get(), 2 * Tables::table_bytes());
     }
 }

@@ -1,7 +1,7 @@
-//! A modelled link between host and device memory, so that a machine without a GPU can show what one would do.
+//! A modelled link between host and device memory, to show on a machine without a GPU how long copies would take.
 //!
-//! The model says only when an operation ends; the bytes really move. It is a pure function of the time an operation
-//! starts and of what the link was given before: the device waits until the time it says.
+//! The model only says when an operation ends, and the device waits until then; the bytes really move. The result
+//! depends only on when an operation starts and on the operations that the link was given before.
 
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ impl LinkModel {
         self.bandwidth
     }
 
-    /// What every operation takes beside its bytes.
+    /// The time that every operation takes beside that of its bytes.
     pub const fn latency(&self) -> Duration {
         self.latency
     }
@@ -74,8 +74,8 @@ impl LinkSchedule {
         Self { model, free: [Duration::ZERO; 2] }
     }
 
-    /// Gives the link an operation of `len` bytes at time `now` and returns when it ends: operations of one direction
-    /// follow each other.
+    /// Gives the link an operation of `len` bytes at time `now` and returns when it ends. Operations of one direction
+    /// run one after the other.
     pub fn admit(&mut self, now: Duration, direction: Direction, len: u64) -> Duration {
         self.occupy(now, direction, self.model.time_of(len))
     }

@@ -1,11 +1,11 @@
-//! Mappings: how many this process has, how many the kernel allows it, and how many outcore's can come to.
+//! Mappings: how many this process has, how many the kernel allows it, and how many outcore may need.
 //!
-//! A process that has all its mappings cannot start threads, nor get memory in larger pieces, and is as good as lost. So
-//! outcore counts what it can come to before it begins ([`Claim`]), leaves [`LEFT`] to the rest of the process, and
-//! holds some of its own for nothing ([`Ballast`]) that it gives up when others have taken the rest.
+//! A process that has all its mappings cannot start threads, nor get memory in larger pieces, and is as good as lost.
+//! So outcore counts the most that it may need before it begins ([`Claim`]), leaves [`LEFT`] to the rest of the
+//! process, and holds some mappings for nothing ([`Ballast`]), which it gives up when others have taken the rest.
 //!
-//! No lock is taken here, nor by what a host device finds out about the kernel: a child by `fork` may open a runtime while a
-//! thread of its parent, which it does not have, was in here.
+//! No lock is taken here, nor where a host device finds out about the kernel. A child by `fork` may open a runtime
+//! although a thread of its parent, which the child does not have, was in here.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,35 +17,35 @@ use super::sys::{self, Region};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
 
-/// Mappings left to the rest of the process, and for what it starts later.
+/// Mappings left to the rest of the process, including those that it makes later.
 pub(super) const LEFT: u64 = 1024;
-/// Of those, left beside what the process has already.
+/// The least that is left free beside the mappings that the process has already.
 const LEFT_AT_LEAST: u64 = 512;
 /// Mappings that a ballast holds.
 pub(super) const BALLAST: u64 = 256;
-/// Mappings that must be there beside a ballast before it is taken up again.
+/// Mappings that must be free beside a ballast before it is taken up again.
 const SPARE: u64 = LEFT_AT_LEAST / 2;
-/// Mappings that a region can take, whatever is in it: itself, its two ends, and the table about it.
+/// The most mappings that a region needs, whatever is in it: itself, its two ends, and the table of its pages.
 pub(super) const A_REGION: u64 = 4;
 
-/// For so long at least refusals give the same count.
+/// A count is used for later refusals for at least this long ...
 const RECENT: Duration = Duration::from_millis(250);
-/// And for so many times as long as it took to count: where the processors are busy that is more, and refusals that each count
-/// anew get nowhere.
+/// ... and for at least this many times as long as counting took. Busy processors slow counting down, and refusals that
+/// each count anew would get nowhere.
 const RECENT_TIMES: u32 = 4;
 
-/// What all claims of this process add up to.
+/// The sum of all claims of this process.
 static CLAIMED: AtomicU64 = AtomicU64::new(0);
 
-/// That the limit cannot be checked was said.
+/// Whether it was logged that the limit cannot be checked.
 static UNCHECKED: AtomicBool = AtomicBool::new(false);
 
-/// Ranges of outcore's, which are told from others' in `/proc/self/maps`. One that finds no room here counts as others',
-/// which errs on the safe side.
+/// Ranges of outcore's, to tell them from others in `/proc/self/maps`. A range that finds no room here counts as
+/// others', which errs on the safe side.
 static REGIONS: [Known; 256] = [const { Known::NONE }; 256];
 
 struct Known {
-    /// 0 where the place is free.
+    /// 0 if the entry is free.
     base: AtomicU64,
     end: AtomicU64,
 }
@@ -55,18 +55,18 @@ impl Known {
     const NONE: Self = Self { base: AtomicU64::new(0), end: AtomicU64::new(0) };
 }
 
-/// A range is outcore's from now on.
+/// Notes that a range is outcore's.
 pub(super) fn register(base: u64, len: u64) {
     for known in &REGIONS {
         if known.base.compare_exchange(0, base, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            // Until then it counts as empty.
+            // Until then the entry counts as empty.
             known.end.store(base + len, Ordering::Release);
             return;
         }
     }
 }
 
-/// A range is not outcore's any more.
+/// Notes that a range is not outcore's any more.
 pub(super) fn unregister(base: u64) {
     if let Some(known) = REGIONS.iter().find(|known| known.base.load(Ordering::Relaxed) == base) {
         known.end.store(0, Ordering::Relaxed);
@@ -74,17 +74,17 @@ pub(super) fn unregister(base: u64) {
     }
 }
 
-/// What there is, at one moment.
+/// The mappings of this process at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Count {
     limit: u64,
-    /// Of this process, as far as they are not outcore's.
+    /// Mappings of this process that are not outcore's.
     others: u64,
     ours: u64,
 }
 
 impl Count {
-    /// Reads `/proc`. As long as the process has few mappings it takes microseconds, with 65,000 of them some 50 ms.
+    /// Reads `/proc`. This takes microseconds if the process has few mappings, and some 50 ms if it has 65,000.
     ///
     /// # Errors
     /// If `/proc` cannot be read.
@@ -107,17 +107,17 @@ impl Count {
         Ok(Self { limit, others, ours })
     }
 
-    /// Whether there is room for so many beside what others have.
+    /// Whether there is room for `claimed` mappings beside others' and those left to them.
     fn holds(self, claimed: u64) -> bool {
         claimed.saturating_add(self.kept_back()) <= self.limit
     }
 
-    /// What is not to be claimed.
+    /// How many of the allowed mappings cannot be claimed.
     fn kept_back(self) -> u64 {
         (self.others + LEFT_AT_LEAST).max(LEFT)
     }
 
-    /// What can still be claimed beside `claimed`: so many more it [holds](Self::holds).
+    /// How many mappings can still be claimed beside `claimed`: the most that it [`holds`](Self::holds).
     fn claimable(self, claimed: u64) -> u64 {
         self.limit.saturating_sub(self.kept_back()).saturating_sub(claimed)
     }
@@ -130,8 +130,8 @@ impl Count {
         let Self { limit, others, ours } = self;
         let claimed = CLAIMED.load(Ordering::Relaxed);
         let message = format!(
-            "{what}: needs up to {wanted} more mappings, and the kernel allows this process {limit} (vm.max_map_count): it has \
-             {}, and outcore's {ours} of them can become {claimed}",
+            "{what}: needs up to {wanted} more mappings, and the kernel allows this process {limit} \
+             (vm.max_map_count). It has {} now, and the {ours} of them that are outcore's may become {claimed}",
             others + ours
         );
         let enough = (wanted + claimed + others + LEFT).max(2 * limit).next_power_of_two();
@@ -142,7 +142,7 @@ impl Count {
 
 const MAPS: &str = "/proc/self/maps";
 
-/// Calls `each` with the first address of every line. In small pieces: where mappings are short, so is memory.
+/// Calls `each` with the first address of every line. Reads in small pieces: where mappings are short, memory is too.
 fn each_start(mut file: impl Read, mut each: impl FnMut(u64)) -> io::Result<()> {
     let mut bytes = [0; 8192];
     let (mut start, mut at_start) = (0_u64, true);
@@ -167,21 +167,21 @@ fn each_start(mut file: impl Read, mut each: impl FnMut(u64)) -> io::Result<()> 
     }
 }
 
-/// How many mappings this process can still claim; `None` where the kernel does not say.
+/// How many mappings this process can still claim; `None` if the kernel does not say.
 pub(super) fn claimable() -> Option<u64> {
     Some(Count::now().ok()?.claimable(CLAIMED.load(Ordering::Relaxed)))
 }
 
-/// A number of mappings that something of outcore's can come to; given back on drop.
+/// The most mappings that some part of outcore may need; given back on drop.
 #[derive(Debug)]
 pub(super) struct Claim(u64);
 
 impl Claim {
-    /// Claims `count` mappings for `what`; `larger` says what else would do than a higher limit.
+    /// Claims `count` mappings for `what`; `larger` names another remedy than a higher limit.
     ///
     /// # Errors
-    /// [`ErrorKind::TooManyMappings`] if the process could then come to more than it may have. Where the kernel does not
-    /// say how many it has, none.
+    /// [`ErrorKind::TooManyMappings`] if the process could then have more than it may. No error if the kernel does not
+    /// say how many it has.
     pub(super) fn of(count: u64, what: &str, larger: impl FnOnce(u64) -> String) -> Result<Self> {
         let claimed = CLAIMED.fetch_add(count, Ordering::Relaxed).saturating_add(count);
         let claim = Self(count);
@@ -200,7 +200,7 @@ impl Claim {
         }
     }
 
-    /// What a region can come to, but for frames.
+    /// Claims the most mappings that a region needs, without those for frames.
     pub(super) fn of_region(what: &str) -> Result<Self> {
         Self::of(A_REGION, what, |_| ", or close other runtimes and models".to_owned())
     }
@@ -212,7 +212,7 @@ impl Drop for Claim {
     }
 }
 
-/// Why a call that makes or splits a mapping was refused: for want of mappings, which then is the answer, or of memory.
+/// The error for a refused call that makes or splits a mapping, if mappings are short. None if memory is.
 pub(super) fn shortage(what: &str, cause: &io::Error) -> Option<Error> {
     if cause.raw_os_error() != Some(libc::ENOMEM) {
         return None;
@@ -221,20 +221,21 @@ pub(super) fn shortage(what: &str, cause: &io::Error) -> Option<Error> {
     (now.left() < LEFT_AT_LEAST).then(|| now.told(what, 2, ", use larger pages, or keep fewer mappings elsewhere"))
 }
 
-/// Mappings held for nothing. Whoever is refused one gives them up: then the rest of the process has them, and not the
-/// next frame.
+/// Mappings held for nothing. When the kernel refuses a mapping they are given up to the rest of the process, and not
+/// to the next frame.
 #[derive(Debug)]
 pub(super) struct Ballast {
-    /// Each second page can be read where mappings are held, so that each page is one; no page can where they are not.
+    /// While the ballast is held every second page is readable, so that each page is a mapping. When it is given up
+    /// none is.
     region: Region,
     #[allow(dead_code, reason = "held")]
     claim: Claim,
     held: bool,
-    /// What was counted for a refusal. To count takes long where there are many.
+    /// The count for the last refusal, kept because counting takes long with many mappings.
     counted: Option<Counted>,
 }
 
-/// A count that is given for some time.
+/// A count, and how long it is used.
 #[derive(Clone, Copy, Debug)]
 struct Counted {
     count: Count,
@@ -266,17 +267,17 @@ impl Ballast {
         Ok(ballast)
     }
 
-    /// Makes a mapping of each of these pages.
+    /// Makes each of these pages a mapping.
     fn take(&self, pages: Range<u64>) -> io::Result<()> {
         let page = sys::system_page_bytes();
         pages.step_by(2).try_for_each(|at| {
-            // SAFETY: the region is ours, nothing is in it, and nobody knows its addresses. What can be read there are zeros
-            // that take no memory.
+            // SAFETY: the region is ours, nothing is in it, and nobody knows its addresses. Its readable pages are
+            // zeros that take no memory.
             unsafe { sys::set_readable(self.region.base() + at * page, page) }
         })
     }
 
-    /// Makes one mapping of all of these.
+    /// Makes all of these pages one mapping.
     fn leave(&self, pages: Range<u64>) {
         let page = sys::system_page_bytes();
         let (at, len) = (self.region.base() + pages.start * page, (pages.end - pages.start) * page);
@@ -286,16 +287,16 @@ impl Ballast {
         }
     }
 
-    /// Whether it is still held; taken up again if it had been given up and there is room for it now.
+    /// Checks that the ballast is held. If it had been given up and there is room now, takes it up again.
     ///
     /// # Errors
-    /// [`ErrorKind::TooManyMappings`] as long as there is not.
+    /// [`ErrorKind::TooManyMappings`] while there is no room.
     #[inline]
     pub(super) fn hold(&mut self, what: impl FnOnce() -> String) -> Result<()> {
         if self.held { Ok(()) } else { self.take_up(&what()) }
     }
 
-    /// The kernel is asked, and not the last count: room that has come back is there at once.
+    /// Asks the kernel rather than the last count, so that room that has come back is used at once.
     fn take_up(&mut self, what: &str) -> Result<()> {
         const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
         if self.take(0..BALLAST + SPARE).is_ok() {
@@ -316,7 +317,7 @@ impl Ballast {
         })
     }
 
-    /// Gives the mappings to whoever needs them.
+    /// Gives the ballast's mappings to others that need them.
     pub(super) fn give_up(&mut self) {
         if std::mem::take(&mut self.held) {
             self.leave(0..BALLAST);
@@ -350,7 +351,8 @@ mod tests {
         drop(region);
     }
 
-    /// The time in which a count is given began before it was made, and had passed when it was there: each refusal counted anew.
+    /// The time for which a count is used began before counting and had passed when it ended, so each refusal counted
+    /// anew.
     #[test]
     fn regression_refusals_give_the_same_count_however_long_it_takes() {
         let (count, began) = (Count { limit: 65_530, others: 30, ours: 0 }, Instant::now());

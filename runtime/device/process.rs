@@ -1,5 +1,5 @@
-//! Which process this is: the one that opened a runtime, or a child of it by `fork`, which has a copy of its memory and
-//! none of its threads.
+//! Tells the process that opened a runtime from a child of it by `fork`, which has a copy of its memory and none of its
+//! threads.
 
 use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
@@ -7,18 +7,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// A page that a child finds zeroed (`MADV_WIPEONFORK`), whatever it was forked by: looking at it is one load, where asking
-/// for the process's id is a system call. `None` where the kernel has no such pages.
+/// A page that is zeroed in a child (`MADV_WIPEONFORK`), whichever call forked it. Looking at it is one load; asking
+/// for the process's id is a system call. `None` if the kernel has no such pages.
 static PAGE: OnceLock<Option<&'static AtomicU64>> = OnceLock::new();
 
-/// Greater than the mark of every process this one descends from, whose memory it has.
+/// The mark of the next process: greater than the marks of all ancestors whose memory this process has.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// The runtimes of this process. A child has what its parent had.
+/// The open runtimes of this process. A child inherits its parent's value.
 static OPEN: Openings = Openings(AtomicU64::new(0));
 
-/// How many runtimes are open, and in which process: one word, so that no thread sees one without the other. The upper half
-/// says which process, the lower half how many.
+/// How many runtimes are open (lower half), and in which process (upper half). It is one word, so that no thread sees
+/// one without the other.
 #[derive(Debug)]
 struct Openings(AtomicU64);
 
@@ -31,7 +31,7 @@ impl Openings {
         u64::from(process) << 32 | u64::from(open)
     }
 
-    /// One more. False if some are open in another process: this one has a copy of their memory.
+    /// Counts one more. False if runtimes are open in another process: this one has a copy of their memory.
     fn open(&self, process: u32) -> bool {
         let more = |word| match Self::of(word) {
             (by, open) if by == process => Some(Self::word(process, open.saturating_add(1))),
@@ -41,13 +41,13 @@ impl Openings {
         self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
-    /// One fewer of this process.
+    /// Counts one fewer of this process.
     fn close(&self, process: u32) {
         let fewer = |word| match Self::of(word) {
             (by, open) if by == process => Some(Self::word(process, open.saturating_sub(1))),
             _ => None,
         };
-        // Of another process's, none ends here.
+        // Runtimes of another process do not end here.
         let _ = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fewer);
     }
 }
@@ -61,8 +61,9 @@ pub(crate) struct Opened {
 
 impl Opened {
     /// # Errors
-    /// `Unsupported` in a child by `fork` of a process that had runtimes open. Threads of the parent stood in this
-    /// process's lists of waiting threads; the child has the lists and not the threads, so what waits in it may wait for ever.
+    /// `Unsupported` in a child by `fork` of a process that had runtimes open. Lists of waiting threads in this
+    /// process's memory hold threads of the parent, which the child does not have. So whatever waits in these lists may
+    /// wait for ever.
     pub(crate) fn here() -> Result<Self> {
         let mark = ProcessMark::here();
         if !OPEN.open(mark.short()) {
@@ -74,7 +75,7 @@ impl Opened {
         Ok(Self { mark, counted: AtomicBool::new(true) })
     }
 
-    /// Its threads have ended.
+    /// Notes that the runtime's threads have ended.
     pub(crate) fn closed(&self) {
         if self.is_here() && self.counted.swap(false, Ordering::Relaxed) {
             OPEN.close(self.mark.short());
@@ -96,7 +97,7 @@ impl Drop for Opened {
     }
 }
 
-/// The process in which it was made.
+/// Names the process in which it was made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProcessMark {
     page: Option<&'static AtomicU64>,
@@ -105,18 +106,18 @@ pub(crate) struct ProcessMark {
 }
 
 impl ProcessMark {
-    /// Of this process.
+    /// The mark of this process.
     fn here() -> Self {
         let page = *PAGE.get_or_init(wiped_on_fork);
         let mark = page.map_or(0, |page| {
-            // Zero: the first call in this process.
+            // Zero means that this is the first call in this process.
             let new = NEXT.fetch_add(1, Ordering::Relaxed);
             page.compare_exchange(0, new, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|known| known, |_| new)
         });
         Self { page, mark, id: std::process::id() }
     }
 
-    /// Whether this is that process.
+    /// Whether this is the process in which the mark was made.
     #[inline]
     pub(crate) fn is_here(&self) -> bool {
         match self.page {
@@ -125,12 +126,12 @@ impl ProcessMark {
         }
     }
 
-    /// Another number for each process that has a copy of the same memory.
+    /// A number that differs between processes with copies of the same memory.
     fn short(&self) -> u32 {
         if self.page.is_some() { self.mark as u32 } else { self.id }
     }
 
-    /// The id of that process.
+    /// The id of the marked process.
     pub(crate) const fn id(&self) -> u32 {
         self.id
     }
@@ -139,7 +140,7 @@ impl ProcessMark {
 fn wiped_on_fork() -> Option<&'static AtomicU64> {
     let len = usize::try_from(super::sys::system_page_bytes()).ok()?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: new memory, of which nobody else knows.
+    // SAFETY: new memory, which nobody else knows.
     let page = unsafe { libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if page == libc::MAP_FAILED {
         return None;
@@ -161,12 +162,12 @@ mod tests {
 
     use super::*;
 
-    /// Two that opened a process's first runtimes at once: one saw the other's count before it saw whose count it was.
+    /// Threads opened a process's first runtimes at once: one saw another's count before it saw whose count it was.
     #[test]
     fn regression_the_first_runtimes_of_a_process_may_open_at_once() {
         const THREADS: u32 = 4;
         for process in 1..2000 {
-            // Left by a parent that had closed all of its own.
+            // Left by a parent that had closed all its runtimes.
             let open = Openings(AtomicU64::new(Openings::word(process - 1, 0)));
             let at_once = Barrier::new(THREADS as usize);
             thread::scope(|scope| {

@@ -1,23 +1,25 @@
 //! The simulated device: real bytes, streams on a virtual clock.
 //!
-//! Frames are memory of the process that no pointer leads to; device addresses are numbers. What the kernel checks on the
-//! host device, and a GPU by faulting, is checked here in words: every access, and that nothing is mapped elsewhere while
-//! an operation uses it (rule 1 of the contract), which no other device can see.
+//! Frames are memory of the process that no pointer leads to; device addresses are numbers. On the host device the
+//! kernel catches wrong accesses, and a GPU faults. Here every access is checked, and errors say in words what was
+//! wrong. So is rule 1 of the contract, which no other device can check: nothing is mapped elsewhere while an operation
+//! uses it.
 //!
-//! An operation takes the time a link model says, or none, on a clock that only moves from event to event. Which of
-//! several streams goes on first, where nothing orders them, is chosen by a seed. With an [owned](SimClock::Owned) clock
+//! An operation takes the time that a link model says, or none, on a clock that only moves from event to event. A seed
+//! chooses which of several streams goes on first where nothing orders them. With an [owned](SimClock::Owned) clock
 //! there is no thread: the same calls give the same completions in the same order at the same times, bit for bit, and a
-//! simulator can have the device among its other sources of events. With a [free](SimClock::Free) one a thread moves the
-//! clock whenever there is work, for code that waits; then the order also depends on when work arrives.
+//! simulator can use the device as one of its sources of events. With a [free](SimClock::Free) clock a thread moves the
+//! clock whenever there is work, for code that waits; the order then also depends on when work arrives.
 //!
 //! # Invariants
 //!
-//! 1. A frame has memory or none, and is behind one page of a reservation or none; the reservation's `occupants` say the
-//!    same from the other side. Addresses are never used twice, so what was released is never valid again.
-//! 2. A copy is resolved to frames when it is submitted and counts as a user of each until it has ended; a frame that has
-//!    users stays where it is. Bytes move at the copy's end, so who touches them too early is seen.
-//! 3. The first item of a busy stream is running: it is in `running`, or is a closure that somebody has taken. Nobody but
-//!    `step` takes items out.
+//! 1. A frame has memory or none, and is behind one page of a reservation or none; the reservation's `occupants` say
+//!    the same from the other side. Addresses are never used twice, so an address that was released is never valid
+//!    again.
+//! 2. A copy is resolved to frames when it is submitted, and counts as a user of each until it has ended; a frame with
+//!    users stays where it is. Bytes move at the copy's end, so code that uses them too early is found out.
+//! 3. The first item of a busy stream is running: it is in `running`, or is a closure that has been taken to be run.
+//!    Only `step` takes items out.
 //! 4. Closures and the sink are called with no lock held.
 
 use std::cell::Cell;
@@ -41,11 +43,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 use crate::random::Random;
 
-/// Marks a page of a reservation that no frame is behind.
+/// Marks a page of a reservation without a frame.
 const NO_FRAME: u32 = u32::MAX;
-/// The first device address, a multiple of every page size: no pointer of this process, and no small number.
+/// The first device address: a multiple of every page size, no pointer of this process, and no small number.
 const FIRST_ADDRESS: u64 = 1 << 56;
-/// What memory holds that nobody wrote: not zero, which some might rely on.
+/// The content of memory that nobody has written: not zero, because code might rely on zeros.
 const UNWRITTEN: u8 = 0xD7;
 const NAME: &str = "sim";
 
@@ -59,14 +61,14 @@ pub enum SimClock {
     Owned,
 }
 
-/// What a simulated device is made of.
+/// Settings of a simulated device.
 #[derive(Clone, Debug)]
 pub struct SimDeviceConfig {
     /// Bytes of a page and of a frame.
     pub page_size: PageSize,
     /// How many frames exist at first.
     pub frames: u32,
-    /// How long copies take. Without one, no time.
+    /// How long copies take; without a link, no time.
     pub link: Option<LinkModel>,
     /// Chooses among streams that nothing orders.
     pub seed: u64,
@@ -85,7 +87,7 @@ impl Default for SimDeviceConfig {
 struct Frame {
     bytes: Option<Box<[u8]>>,
     at: Option<u64>,
-    /// Operations that have not ended.
+    /// How many operations that have not ended use the frame.
     users: u32,
     protected: bool,
 }
@@ -102,7 +104,7 @@ struct Piece {
 struct Layout {
     page: u64,
     frames: Vec<Frame>,
-    /// By address: the frame behind each page.
+    /// The frames behind the pages of each reservation, by its base address.
     reservations: BTreeMap<u64, Vec<u32>>,
     next: u64,
 }
@@ -120,11 +122,11 @@ impl Layout {
         }
     }
 
-    /// A frame that no operation uses.
+    /// A frame, if no operation uses it.
     fn idle(&mut self, frame: FrameId, what: &str) -> Result<&mut Frame> {
         let state = self.frame(frame)?;
         if state.users > 0 {
-            let message = format!("{what} of {frame:?}, which {} operations that have not ended use", state.users);
+            let message = format!("{what} of {frame:?}: {} operations that have not ended use it", state.users);
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("wait for their completions first"));
         }
         Ok(state)
@@ -139,7 +141,7 @@ impl Layout {
         if pages == 0 {
             return refuse("cannot reserve a segment of 0 pages");
         }
-        // A page stays free between ranges: what runs over the end of one is not in the next.
+        // One page stays free between ranges, so that an access beyond the end of one is not in the next.
         let end = (u64::from(pages) + 1).checked_mul(self.page).and_then(|len| self.next.checked_add(len));
         let end = end.ok_or_else(|| {
             Error::new(ErrorKind::OutOfMemory, format!("no addresses are left for {pages} pages"))
@@ -160,7 +162,7 @@ impl Layout {
         }
         let behind: Vec<u32> = occupants.iter().copied().filter(|frame| *frame != NO_FRAME).collect();
         for frame in &behind {
-            self.idle(FrameId::new(*frame), "the address range is released")?;
+            self.idle(FrameId::new(*frame), "the release of the address")?;
         }
         for frame in behind {
             self.frame(FrameId::new(frame))?.at = None;
@@ -208,7 +210,7 @@ impl Layout {
         Ok(())
     }
 
-    /// The frames behind a range, each of which has a user more.
+    /// The frames behind a range; counts one more user of each.
     fn take(&mut self, address: DeviceAddress, len: u64) -> Result<Vec<Piece>> {
         let unmapped = || {
             let message = format!("a copy of {} names device memory that is not mapped", Bytes::new(len));
@@ -235,7 +237,7 @@ impl Layout {
         Ok(pieces)
     }
 
-    /// Hands `work` each piece's bytes and their offset in the whole, and lets go of the frames.
+    /// Calls `work` with each piece's bytes and their offset in the whole, and ends the use of the frames.
     fn give(&mut self, pieces: &[Piece], mut work: impl FnMut(&mut [u8], usize)) -> Result<()> {
         let mut at = 0;
         for piece in pieces {
@@ -255,7 +257,7 @@ impl Layout {
 
 type Call = Box<dyn FnOnce() + Send>;
 
-/// What is in a stream's queue.
+/// An entry of a stream's queue.
 enum Item {
     Copy {
         direction: Direction,
@@ -268,9 +270,9 @@ enum Item {
     },
     Call(Call),
     Mark,
-    /// Of another stream, this many items.
+    /// Waits for this many items of another stream.
     Wait(u32, u64),
-    /// Was wrong when it was submitted, and says so in its turn.
+    /// An operation that was wrong when it was submitted; it fails in its turn.
     Wrong(Error),
 }
 
@@ -280,13 +282,13 @@ struct Queue {
     queued: u64,
     ended: u64,
     busy: bool,
-    /// The first failure nobody was told of by token, and the count of items it was.
+    /// The first failure that was not reported by token, and the number of its item.
     failure: Option<(u64, Error)>,
 }
 
-/// What one step of the clock came to.
+/// The outcome of one step of the clock.
 enum Step {
-    /// The end of an operation, which somebody may want to know.
+    /// An operation ended, with its completion if it has a token.
     Ended(Option<Completion>),
     /// A closure is to be run.
     Call(u32, Call),
@@ -298,11 +300,11 @@ struct State {
     link: Option<LinkSchedule>,
     layout: Layout,
     streams: Vec<Queue>,
-    /// When the first items of busy streams end; among equals by chance.
+    /// When the first items of busy streams end. Equal times are ordered at random.
     running: BinaryHeap<Reverse<(Duration, u64, u32)>>,
-    /// Closures that have run.
+    /// Closures that have returned, by stream, with their results.
     returned: VecDeque<(u32, Result<()>)>,
-    /// Of operations that no stream took.
+    /// Completions of operations that no stream took.
     refused: VecDeque<Completion>,
     closing: bool,
 }
@@ -316,7 +318,8 @@ impl State {
         }
     }
 
-    /// Starts whatever can start now. Who is first is chance: it decides who gets the link.
+    /// Starts every item that can start now. The streams are tried in random order, which decides the order on the
+    /// link.
     fn start(&mut self) {
         loop {
             let waiting =
@@ -327,14 +330,14 @@ impl State {
             for index in waiting {
                 passed |= self.start_first(index);
             }
-            // Who has passed a wait has more to start, and may let others pass theirs.
+            // A stream that has passed a wait has more to start, and may let others pass theirs.
             if !passed {
                 return;
             }
         }
     }
 
-    /// Starts the first item of a stream that is not busy; says whether it was a wait that is over.
+    /// Starts the first item of a stream that is not busy. Returns whether it was a wait that is over.
     fn start_first(&mut self, index: u32) -> bool {
         let crossing = match self.streams[index as usize].items.front() {
             None => return false,
@@ -359,7 +362,7 @@ impl State {
         false
     }
 
-    /// When the next operation ends.
+    /// The time at which the next operation ends.
     fn next(&mut self) -> Option<Duration> {
         if !(self.refused.is_empty() && self.returned.is_empty()) {
             return Some(self.now);
@@ -384,7 +387,7 @@ impl State {
         if let Some((item @ Item::Call(_), _)) = stream.items.front_mut()
             && let Item::Call(call) = std::mem::replace(item, Item::Mark)
         {
-            // Its place is kept until it has returned.
+            // The item keeps its place until the closure has returned.
             return Some(Step::Call(index, call));
         }
         let (item, token) = stream.items.pop_front()?;
@@ -400,15 +403,15 @@ impl State {
                     Direction::In => (host.cast_const(), device),
                     Direction::Out => (device.cast_const(), host),
                 };
-                // SAFETY: contract rule 5 keeps the operation's host memory valid, and unused by others, until it is
-                // reported, which is not yet; a frame's memory belongs to the device alone.
+                // SAFETY: contract rule 5 keeps the operation's host memory valid, and unused by others, until the
+                // operation is reported, which comes later; a frame's memory belongs to the device alone.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, bytes.len()) };
             }),
             Item::Zero { pieces } => self.layout.give(&pieces, |bytes, _| bytes.fill(0)),
             Item::Mark => Ok(()),
             Item::Wrong(error) => Err(error),
             Item::Call(_) | Item::Wait(..) => {
-                Err(Error::new(ErrorKind::Internal, "what a simulated stream runs is neither a copy nor a fill"))
+                Err(Error::new(ErrorKind::Internal, "a simulated stream was to run neither a copy nor a fill"))
             }
         }
     }
@@ -442,7 +445,7 @@ struct Core {
     page_size: PageSize,
     clock: SimClock,
     state: Mutex<State>,
-    /// There is work, or the device closes.
+    /// Signalled when there is work, and when the device closes.
     changed: Condvar,
     calls: Mutex<VecDeque<(u32, Call)>>,
     called: Condvar,
@@ -450,7 +453,7 @@ struct Core {
 }
 
 thread_local! {
-    /// A closure of a stream is running on this thread.
+    /// Whether a closure of a stream is running on this thread.
     static IN_CLOSURE: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -490,12 +493,13 @@ impl Core {
             }
             self.changed.wait(&mut state);
         }
-        // Who has looked and is about to wait has this lock.
+        // A thread that has looked at the queue and is about to wait holds this lock.
         drop(self.calls.lock());
         self.called.notify_all();
     }
 
-    /// The thread of a free clock's closures: one that waits holds up others, as it may on a GPU, and no copies.
+    /// The thread that runs closures with a free clock. A closure that waits delays other closures, as it may on a GPU,
+    /// but no copies.
     fn run_calls(&self) {
         loop {
             let next = {
@@ -621,18 +625,19 @@ impl SimDevice {
         self.core.state.lock().now
     }
 
-    /// When the next operation ends, if any is running; `now` where a completion is due.
+    /// The time at which the next operation ends, if any is running; `now` if a completion is due.
     pub fn next_event(&self) -> Option<Duration> {
         self.core.state.lock().next()
     }
 
-    /// Moves the clock to the end of the next operation, and ends it: its bytes move, and its completion is reported before
-    /// this returns the time. `None`, and nothing happens, if no operation is running.
+    /// Moves the clock to the end of the next operation, and ends it: its bytes move, and its completion is reported
+    /// before this returns the time. Does nothing and returns `None` if no operation is running.
     pub fn advance(&self) -> Option<Duration> {
         self.core.step().map(|()| self.now())
     }
 
-    /// Ends, one after the other, everything that ends by `time`, which is then the time, unless it was later before.
+    /// Ends, one after the other, all operations that end by `time`. Then sets the clock to `time`, unless it was later
+    /// before.
     pub fn advance_to(&self, time: Duration) {
         while self.next_event().is_some_and(|next| next <= time) {
             self.advance();
@@ -641,7 +646,7 @@ impl SimDevice {
         state.now = state.now.max(time);
     }
 
-    /// Takes no more, and lets what is there end.
+    /// Accepts no more operations, and lets the queued ones end.
     fn begin_close(&self) {
         self.core.state.lock().closing = true;
         self.core.changed.notify_all();
@@ -712,7 +717,7 @@ impl Device for SimDevice {
         layout.vacate(frame)
     }
 
-    /// Nothing here is copied faster for being locked.
+    /// Locked memory is not copied faster here.
     fn lock_host(&self, _: SlabRegion) -> Result<()> {
         Ok(())
     }

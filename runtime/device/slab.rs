@@ -5,8 +5,9 @@
 //! 1. Frames and staging buffers are two ranges, so that cache pressure can never take a staging buffer.
 //! 2. Addresses, and the memory there, stay for the slab's life.
 //! 3. The locker works on one slice at a time, under the lock that [`HostSlab::give_back`] takes.
-//! 4. Before a slice is locked its memory is touched, by the locker while it is nobody's ([`Firsts`]), or by whoever was given
-//!    a frame in it. Nobody gets an address but through [`HostSlab::pointer`] and [`HostSlab::staging`], which claim it.
+//! 4. Before a slice is locked its memory is touched: by the locker while nobody has been given it ([`Firsts`]), or by
+//!    the caller that was given a frame in it. Callers get addresses only through [`HostSlab::pointer`] and
+//!    [`HostSlab::staging`], which claim the memory.
 
 use std::io;
 use std::ptr::NonNull;
@@ -22,20 +23,20 @@ use super::{Device, HostPointer};
 use crate::error::{Error, Result};
 use crate::ids::{Bytes, HostFrameId, PageSize, StagingId};
 
-/// The locker touches and locks this much at a time, a huge page. [`HostSlab::give_back`] and drop wait for at most this: memory
-/// that is touched for the first time may come at some hundred MB/s.
+/// The locker touches and locks this much at a time: a huge page. [`HostSlab::give_back`] and drop wait for at most
+/// this. Memory that is touched for the first time may come at only some hundred MB/s.
 const SLICE_BYTES: u64 = HUGE_PAGE_BYTES;
-/// The same where a device locks, which keeps a record of each slice.
+/// The same where a device locks the memory: it keeps a record of each slice.
 const DEVICE_SLICE_BYTES: u64 = 8 << 20;
 
-/// What a slab is made of.
+/// Settings of a slab.
 #[derive(Clone, Copy, Debug)]
 pub struct HostSlabConfig {
     /// Bytes of a frame and of a staging buffer.
     pub page_size: PageSize,
-    /// Host frames.
+    /// How many host frames.
     pub frames: u32,
-    /// Staging buffers.
+    /// How many staging buffers.
     pub staging: u32,
     /// Locks the memory in the background, staging buffers first.
     pub lock: bool,
@@ -50,13 +51,13 @@ pub struct SlabRegion {
     pub len: Bytes,
 }
 
-/// How a slice is locked: as the device does, but for tests.
+/// Locks a slice. It is the device's function, except in tests.
 type Lock = fn(&dyn Device, SlabRegion) -> Result<()>;
 
-/// Who touches memory first, by slice: the locker, or whoever was given it.
+/// Decides for each slice who touches its memory first: the locker, or the caller that was given it.
 ///
-/// The kernel would bring the memory in as it locks it, and hold the process's address space meanwhile; each fault that moves a
-/// frame would wait for that. A store to memory that is not there holds nothing.
+/// If the kernel had to bring the memory in as it locks it, it would hold the process's address space meanwhile, and
+/// each fault that moves a frame would wait. A store to memory that is not there holds nothing.
 #[derive(Debug)]
 struct Firsts {
     slices: Box<[AtomicU8]>,
@@ -64,11 +65,11 @@ struct Firsts {
     touching: Mutex<()>,
 }
 
-/// Nobody has been given any of it.
+/// Nobody has been given any of the slice.
 const NOBODYS: u8 = 0;
-/// The locker writes to it.
+/// The locker is writing to the slice.
 const TOUCHED_NOW: u8 = 1;
-/// It may be somebody's.
+/// The slice may belong to a caller.
 const GIVEN: u8 = 2;
 
 impl Firsts {
@@ -82,10 +83,10 @@ impl Firsts {
         self.slices.get(first as usize..end as usize).unwrap_or_default()
     }
 
-    /// These bytes are the caller's now. Waits if the locker is touching them.
+    /// Gives these bytes to the caller. Waits if the locker is touching them.
     fn give(&self, offset: u64, len: u64) {
         for slice in self.of(offset, len) {
-            // Acquire: what the locker wrote comes before what the caller writes.
+            // Acquire: the locker's writes come before the caller's.
             let seen = slice.compare_exchange(NOBODYS, GIVEN, Ordering::Acquire, Ordering::Acquire);
             if seen == Err(TOUCHED_NOW) {
                 drop(self.touching.lock());
@@ -93,7 +94,7 @@ impl Firsts {
         }
     }
 
-    /// Touches what is nobody's of a range at `base + offset`.
+    /// Touches the slices of a range at `base + offset` that nobody has been given.
     fn touch(&self, base: u64, offset: u64, len: u64) {
         let starts = (offset - offset % SLICE_BYTES..offset + len).step_by(SLICE_BYTES as usize);
         for (slice, start) in self.of(offset, len).iter().zip(starts) {
@@ -104,8 +105,8 @@ impl Firsts {
             let (from, end) = (start.max(offset), (start + SLICE_BYTES).min(offset + len));
             for at in (from..end).step_by(sys::system_page_bytes() as usize) {
                 let byte = std::ptr::with_exposed_provenance_mut::<u8>((base + at) as usize);
-                // SAFETY: the slab has committed the range, and keeps it while the locker works on it (invariant 3). It is
-                // nobody's (invariant 4), and who asks for it now waits.
+                // SAFETY: the slab has committed the range, and keeps it while the locker works on it (invariant 3).
+                // Nobody has been given it (invariant 4), and a caller that asks for it now waits.
                 unsafe { byte.write_volatile(0) };
             }
             slice.store(GIVEN, Ordering::Release);
@@ -113,12 +114,12 @@ impl Firsts {
     }
 }
 
-/// What is locked at a time.
+/// A part of a region that is locked in one piece.
 #[derive(Debug)]
 struct Slice<'a> {
     region: &'a Region,
     firsts: &'a Firsts,
-    /// From the region's start.
+    /// Bytes from the region's start.
     offset: u64,
     len: u64,
 }
@@ -129,7 +130,7 @@ struct Progress {
     staging: u64,
     frames: u64,
     refused: bool,
-    /// Memory was given back: what is not locked yet is not brought in for it.
+    /// Memory was given back: slices that are not yet locked are then locked without bringing memory in.
     when_touched: bool,
 }
 
@@ -146,7 +147,7 @@ struct Slab {
     /// Bytes locked; written under `progress`.
     locked: AtomicU64,
     stopping: AtomicBool,
-    /// Copies from and to the memory. What it has locked it unlocks before the memory goes.
+    /// Copies from and to the memory. Slices that it has locked it unlocks before the memory goes.
     device: Arc<dyn Device>,
     lock: Lock,
     /// Slices that are locked, by address and length.
@@ -165,7 +166,7 @@ impl Slab {
         u64::from(pages) * self.page_size.bytes()
     }
 
-    /// A page of memory at this place in a region, which is the caller's from now on.
+    /// The page of memory at this place in a region, which belongs to the caller from now on.
     fn given(&self, region: &Region, firsts: &Firsts, offset: u64) -> HostPointer {
         firsts.give(offset, self.page_size.bytes());
         at(region, offset)
@@ -181,7 +182,7 @@ impl Slab {
         let most = if self.device.host_addressable() {
             SLICE_BYTES
         } else {
-            // Whole pages: it may refuse a copy across two slices.
+            // Whole pages: the device may refuse a copy across two slices.
             DEVICE_SLICE_BYTES.max(self.page_size.bytes())
         };
         let (offset, len) = (*done, most.min(total.saturating_sub(*done)));
@@ -201,7 +202,7 @@ impl Slab {
         Ok(())
     }
 
-    /// Asks for memory near the device whose copies it serves. Without it copies may cross from one processor to another.
+    /// Asks for memory near the device. Far memory would make its copies cross from one processor to another.
     fn prefer_near(&self, address: u64, len: u64) {
         let Some(node) = self.device.numa_node() else { return };
         if let Err(cause) = sys::prefer_node(address, len, node) {
@@ -218,7 +219,7 @@ impl Slab {
     }
 
     fn lock_in_slices(&self) {
-        // Faults come first.
+        // Faults have priority.
         sys::stand_back();
         loop {
             let mut progress = self.progress.lock();
@@ -239,27 +240,28 @@ impl Slab {
                         tracing::warn!(
                             %cause,
                             locked_bytes,
-                            "the host tier and its staging buffers go on unlocked: each copy to or from the device costs \
-                             one more copy in memory, on a thread of the driver"
+                            "the host tier and its staging buffers go on unlocked: each copy to or from the device \
+                             costs one more copy in memory, on a thread of the driver"
                         );
                     } else {
                         tracing::warn!(%cause, locked_bytes, "the host tier goes on unlocked");
                     }
                 }
             }
-            // Whoever gives memory back goes between two slices.
+            // A thread that gives memory back gets its turn between two slices.
             MutexGuard::unlock_fair(progress);
         }
     }
 }
 
 impl HostSlab {
-    /// Bytes of the page tables that each frame adds: a 512th of it.
+    /// Bytes of the page tables that each frame adds: a 512th of the frame.
     pub fn tables_of_a_frame(page_size: PageSize) -> Bytes {
         Tables::of_a_frame_among_others(page_size)
     }
 
-    /// Maps a slab, which the device locks whose copies it serves. Memory is committed as it is locked or first used.
+    /// Maps a slab. The device that copies from and to it locks its memory. Memory is committed as it is locked or
+    /// first used.
     ///
     /// # Errors
     /// [`OutOfMemory`](crate::ErrorKind::OutOfMemory) if the kernel gives no address space.
@@ -324,8 +326,8 @@ impl HostSlab {
         self.slab.staging_count
     }
 
-    /// The memory of a host frame, or `None` if there is no such frame. Waits while the locker touches that memory for the first
-    /// time, as long as the caller would take to.
+    /// The memory of a host frame, or `None` if there is no such frame. Waits while the locker touches that memory for
+    /// the first time, which takes as long as it would take the caller.
     pub fn pointer(&self, frame: HostFrameId) -> Option<HostPointer> {
         let slab = &self.slab;
         (frame.get() < self.frame_count())
@@ -352,23 +354,25 @@ impl HostSlab {
         }
     }
 
-    /// Gives the memory of these frames back to the system, and returns how much that was. They get memory again when they
-    /// are touched, and it is locked then if it was before. A driver that has locked the memory keeps it: nothing is given.
+    /// Gives the memory of these frames back to the system, and returns how much. They get memory again when they are
+    /// touched; it is then locked if it was before. A driver that has locked the memory keeps it, and nothing is given
+    /// back.
     ///
-    /// Only for frames that the pager has set apart for it: it gives them to no move until it is told that this has ended.
+    /// Only for frames that the pager has set apart for this: it gives them to no move until it is told that this has
+    /// ended.
     pub(crate) fn give_back(&self, frames: &[HostFrameId]) -> Bytes {
         let slab = &self.slab;
         if !slab.device.host_addressable() {
             return Bytes::ZERO;
         }
-        // The locker must not bring back what goes.
+        // The locker must not bring back memory that is given back here.
         let mut progress = slab.progress.lock();
         progress.when_touched = true;
         let mut given = 0;
         for frame in frames.iter().filter(|frame| frame.get() < slab.frame_count) {
             let (address, len) = (slab.frames.base() + slab.bytes(frame.get()), slab.page_size.bytes());
             let had = sys::resident(address, len).unwrap_or(0);
-            // SAFETY: the frame is committed, in our region, and in the hands of nobody but the caller (above).
+            // SAFETY: the frame is committed, in our region, and used by nobody but the caller (above).
             match unsafe { sys::empty(address, len) } {
                 Ok(()) => given += had,
                 Err(cause) => tracing::warn!(%cause, ?frame, "give memory of the host tier back"),
@@ -395,7 +399,7 @@ impl Drop for HostSlab {
 
 fn range(address: u64, len: u64) -> SlabRegion {
     let pointer = std::ptr::with_exposed_provenance_mut(address as usize);
-    // SAFETY: the slab keeps the memory until it has unlocked it, which `Drop` sees to.
+    // SAFETY: the slab keeps the memory until it has unlocked it, which `Drop` ensures.
     let base = unsafe { HostPointer::new(NonNull::new(pointer).unwrap_or(NonNull::dangling())) };
     SlabRegion { base, len: Bytes::new(len) }
 }
@@ -429,7 +433,7 @@ mod tests {
         assert!(slab.slab.progress.lock().refused);
     }
 
-    /// Whether the kernel of this test may lock.
+    /// Whether locking may go on in this test.
     static MAY_LOCK: (Mutex<bool>, parking_lot::Condvar) = (Mutex::new(false), parking_lot::Condvar::new());
 
     fn lock_when_allowed(_: &dyn Device, _: SlabRegion) -> Result<()> {
@@ -452,7 +456,7 @@ mod tests {
         assert_eq!(slab.locked_bytes(), Bytes::kib(6 * 64));
     }
 
-    /// Whose a slice is, while threads take frames of it and the locker touches it: nothing that was written is lost.
+    /// Threads take frames while the locker touches their slices: nothing that was written is lost.
     #[test]
     fn the_locker_touches_nothing_that_was_given() {
         for round in 0..50 {
@@ -479,7 +483,8 @@ mod tests {
         }
     }
 
-    /// Memory is there before the kernel is told to lock it: it would hold the address space while it brought it in.
+    /// Memory is brought in before the kernel is told to lock it: otherwise the kernel would hold the address space
+    /// meanwhile.
     #[test]
     fn regression_memory_is_touched_before_it_is_locked() {
         fn resident(_: &dyn Device, memory: SlabRegion) -> Result<()> {

@@ -7,7 +7,7 @@
 //! 2. An event only names items that were queued before it, so streams that wait for each other cannot deadlock.
 //! 3. The sink is called with no lock held.
 //!
-//! The queue has no limit of its own: each copy in it holds a frame or a staging buffer that was reserved before, so
+//! The queue has no limit of its own. Each copy in it holds a frame or a staging buffer that was reserved before, so
 //! their number bounds it.
 
 use std::collections::VecDeque;
@@ -22,12 +22,12 @@ use parking_lot::{Condvar, Mutex};
 use super::{Completion, Completions, EventId, StreamId, StreamOp, Token, sys};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Completions are reported at the latest after this many operations ...
+/// Completions are reported after at most this many operations ...
 pub(super) const BATCH_OPERATIONS_MAX: usize = 64;
-/// ... or this many bytes: about what is copied in the time a waiter takes to wake up.
+/// ... or this many bytes: about as many as are copied in the time a waiter takes to wake up.
 const BATCH_BYTES_MAX: u64 = 256 << 10;
 
-/// Bits of an event that count items; the rest is the stream.
+/// Bits of an event that count items; the other bits are the stream.
 const EVENT_COUNT_BITS: u32 = 44;
 pub(super) const STREAMS_MAX: usize = 1 << (64 - EVENT_COUNT_BITS);
 
@@ -41,7 +41,7 @@ pub(super) fn event_parts(event: EventId) -> (u32, u64) {
     ((event.0 >> EVENT_COUNT_BITS) as u32, event.0 & ((1 << EVENT_COUNT_BITS) - 1))
 }
 
-/// Runs what a stream's queue holds. Calls are run by the stream itself.
+/// Runs the copies in a stream's queue. The stream runs closures itself.
 pub(super) trait Copier: Send + Sync + 'static {
     /// Runs a copy. Calls `before_wait` before it blocks for longer than the copy takes.
     fn run(&self, op: StreamOp, before_wait: &mut dyn FnMut()) -> Result<()>;
@@ -68,12 +68,12 @@ struct State {
     queue: VecDeque<Item>,
     queued: u64,
     completed: u64,
-    /// The first failure nobody was told of by token, and the count of items it was.
+    /// The first failure that was not reported by token, and the number of its item.
     failure: Option<(u64, Error)>,
     closing: bool,
 }
 
-/// The order of one stream, shared by its thread, its submitters and the streams that wait for it.
+/// The order of one stream; shared by its thread, its submitters and the streams that wait for it.
 #[derive(Default)]
 struct Timeline {
     state: Mutex<State>,
@@ -187,12 +187,12 @@ impl Stream {
     }
 }
 
-/// What a submission to a closed device completes with.
+/// The error with which a submission to a closed device completes.
 pub(super) fn closed(device: &str) -> Error {
     Error::new(ErrorKind::Closed, format!("the device {device} is closed"))
 }
 
-/// Reports `error` from a thread of its own: the caller of `submit` may hold locks the sink takes.
+/// Reports `error` from a new thread: the caller of `submit` may hold locks that the sink takes.
 pub(super) fn report_apart(sink: &Arc<dyn Completions>, token: Option<Token>, error: Error) {
     let Some(token) = token else {
         tracing::warn!(%error, "a stream operation was not run");
@@ -222,12 +222,12 @@ impl Batch {
     }
 }
 
-/// Reports and forgets what is done.
+/// Reports the completions and clears the list.
 pub(super) fn report(sink: &Arc<dyn Completions>, done: &mut Vec<Completion>) {
     if done.is_empty() {
         return;
     }
-    // A panic here is the caller's bug; it must not take the stream, and with it every waiter, down.
+    // A panic here is the caller's bug. It must not end the stream, because every waiter would be lost with it.
     if catch_unwind(AssertUnwindSafe(|| sink.completed(done))).is_err() {
         tracing::error!("the receiver of completions panicked");
     }

@@ -1,12 +1,12 @@
-//! Address space: the handful of memory calls the host device and the host tier are made of.
+//! Address space: the few memory calls that the host device and the host tier need.
 //!
 //! # Invariants
 //!
 //! 1. A [`Region`] owns its range for life: nothing else in the process is placed there, because every change inside it
-//!    replaces a mapping in one call. A call that fails may leave a hole nevertheless, if the kernel is short of memory for its
-//!    own: whoever made it [refills](refill) the range, or never touches it again.
-//! 2. What is [moved](relocate) lies within one mapping, as `mremap` wants: committed in one call, or moved there in one, and
-//!    since then changed in none of its parts but as a whole.
+//!    replaces a mapping in one call. Only a call that fails because the kernel is short of memory for itself may leave
+//!    a hole. The caller then [refills](refill) the range, or never touches it again.
+//! 2. A range that is [moved](relocate) lies within one mapping, as `mremap` requires: it was committed in one call, or
+//!    moved there in one, and since then was changed only as a whole.
 
 use std::ffi::c_void;
 use std::io;
@@ -79,7 +79,7 @@ impl Region {
             return Err(refuse(io::Error::last_os_error()));
         }
         let start = start.expose_provenance() as u64;
-        // It is not near the end of what there is: the kernel has given all of it.
+        // This cannot overflow: the kernel has given the whole padded range.
         let base = start.checked_next_multiple_of(align).unwrap_or(start);
         // SAFETY: the two ends are of the mapping just made.
         unsafe { unmap(start, base - start) };
@@ -136,7 +136,7 @@ pub(super) unsafe fn commit(address: u64, len: u64, huge: bool) -> io::Result<()
         return Err(io::Error::last_os_error());
     }
     let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-    // A kernel without huge pages refuses the advice, which then changes nothing.
+    // A kernel without huge pages refuses the advice, which has no effect then.
     // SAFETY: advice about a range the caller owns; it changes no content.
     let _ = unsafe { libc::madvise(pointer(address), size(len)?, advice) };
     Ok(())
@@ -156,13 +156,13 @@ pub(super) unsafe fn vacate(address: u64, len: u64) -> io::Result<()> {
     if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What tests have the calling thread refused.
+/// A refusal that a test sets for the calling thread.
 #[cfg(test)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refusal {
     /// Every [`commit`] and every [`vacate`].
     Call,
-    /// The same, and nothing of the range [is mapped](is_mapped) at that moment.
+    /// The same, and [`is_mapped`] finds nothing mapped in the range at that moment.
     CallAndRange,
 }
 
@@ -171,7 +171,7 @@ thread_local! {
     static REFUSED: std::cell::Cell<Option<Refusal>> = const { std::cell::Cell::new(None) };
 }
 
-/// Makes a call that is refused this meanwhile.
+/// Runs `call` with this refusal in force.
 #[cfg(test)]
 pub(super) fn refusing<T>(refusal: Refusal, call: impl FnOnce() -> T) -> T {
     REFUSED.set(Some(refusal));
@@ -195,7 +195,7 @@ pub(super) unsafe fn set_access(address: u64, len: u64, accessible: bool) -> io:
     check(unsafe { libc::mprotect(pointer(address), size(len)?, prot) })
 }
 
-/// Makes a range that was never committed readable: zeros, which take no memory.
+/// Makes a range that was never committed readable: it holds zeros, which take no memory.
 ///
 /// # Safety
 /// The range lies in a [`Region`] of the caller's.
@@ -204,12 +204,12 @@ pub(super) unsafe fn set_readable(address: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::mprotect(pointer(address), size(len)?, libc::PROT_READ) })
 }
 
-/// Moves the memory behind `from` to `to`, replacing what was there. On success `from` holds nothing any more and is still
-/// accessible: the caller [vacates](vacate) it. On failure nothing has moved; whether `to` is still the caller's says
-/// [`is_mapped`].
+/// Moves the memory behind `from` to `to`, replacing what was there. On success `from` holds nothing any more and is
+/// still accessible: the caller [vacates](vacate) it. On failure nothing has moved; [`is_mapped`] tells whether `to` is
+/// still the caller's.
 ///
 /// # Safety
-/// Both ranges lie in [`Region`]s of the caller's, `from` lies within one mapping (invariant 2), and nobody uses either.
+/// Both ranges lie in [`Region`]s of the caller's, and nobody uses them. `from` is within one mapping (invariant 2).
 pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     let len_size = size(len)?;
     // MREMAP_DONTUNMAP keeps the source range mapped: otherwise another thread's mmap could land in the hole before
@@ -220,12 +220,12 @@ pub(super) unsafe fn relocate(from: u64, to: u64, len: u64) -> io::Result<()> {
     if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// After a [move](relocate) that failed, the kernel may have unmapped the target before: reserves a range again of which
-/// nothing is mapped.
+/// Reserves a range again in which nothing is mapped. A [move](relocate) that failed may have unmapped its target
+/// before.
 ///
 /// # Errors
-/// EEXIST if something is: the caller's own reservation, if there was no hole, or else anybody's memory. What else the kernel
-/// says.
+/// EEXIST if something is mapped there: the caller's own reservation if there was no hole, or else anybody's memory.
+/// Other errors are the kernel's.
 pub(super) fn refill(address: u64, len: u64) -> io::Result<()> {
     let reserve = RESERVE_FLAGS | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: NOREPLACE changes nothing that is mapped.
@@ -248,8 +248,8 @@ pub(super) fn probe_relocate() -> Result<()> {
     })
 }
 
-/// Brings the memory of a committed range in, without changing its content. On kernels without `MADV_POPULATE_WRITE`
-/// (before 5.14) it writes zeros, and so needs a range that holds nothing yet.
+/// Brings in the memory of a committed range, without changing its content. On kernels without `MADV_POPULATE_WRITE`
+/// (before 5.14) it writes zeros, so the range must not hold anything yet.
 ///
 /// # Safety
 /// The range is committed, stays where it is during the call, and is used by nobody else.
@@ -268,12 +268,12 @@ pub(super) unsafe fn populate(address: u64, len: u64) -> io::Result<()> {
     }
 }
 
-/// Brings the memory of a committed range in, a huge page at a time, and makes small pages of it that lie side by side. From then
-/// on each part of it goes back to the system by itself: the kernel keeps a huge page whole for as long as anything of it is
-/// in use.
+/// Brings in the memory of a committed range, a huge page at a time, and splits it into small pages that lie side by
+/// side. Each part can then go back to the system by itself; a huge page stays whole as long as any part of it is in
+/// use.
 ///
 /// # Errors
-/// What the kernel says. Then the range may be in huge pages still.
+/// The kernel's. The range may still be in huge pages then.
 ///
 /// # Safety
 /// As for [`populate`], and nothing has been written to the range.
@@ -286,15 +286,15 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result
             unsafe { pointer(address + offset).cast::<u8>().write_volatile(byte) };
         }
     };
-    // Since Linux 6.12 a split leaves nothing of pages that hold only zeros.
+    // Since Linux 6.12 a split drops pages that hold only zeros.
     mark(1);
-    // Nor are they to be made one again.
+    // Keeps the kernel from joining the pages again.
     // SAFETY: advice about a range the caller owns; it changes no content.
     let _ = unsafe { libc::madvise(pointer(address), size(len)?, libc::MADV_NOHUGEPAGE) };
     let page = system_page_bytes();
     for start in (address..address + len).step_by(HUGE_PAGE_BYTES as usize) {
-        // The kernel splits a huge page of which a part is to be cold. It passes over one that somebody else, such as its own
-        // migration, holds at that moment; of small pages it only notes that they are.
+        // The kernel splits a huge page when a part of it is advised to be cold. It skips a page that something else,
+        // such as its own migration, holds at that moment. For small pages it only notes the advice.
         for part in [start, start + HUGE_PAGE_BYTES / 2] {
             // SAFETY: advice, which changes no content.
             check(unsafe { libc::madvise(pointer(part), size(page)?, libc::MADV_COLD) })?;
@@ -304,8 +304,9 @@ pub(super) unsafe fn populate_side_by_side(address: u64, len: u64) -> io::Result
     Ok(())
 }
 
-/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. Found out once in a process, or
-/// by several threads at once: a child by `fork` would wait for ever for a thread of its parent that was finding out.
+/// Whether this kernel has huge pages and splits them when [`populate_side_by_side`] asks for it. A process finds this
+/// out once, or in several threads at once. There is no lock: a child by `fork` would wait for ever for a thread of its
+/// parent that was finding out.
 pub(super) fn splits_huge_pages() -> bool {
     const UNKNOWN: u8 = 0;
     const NO: u8 = 1;
@@ -321,7 +322,8 @@ pub(super) fn splits_huge_pages() -> bool {
                 .and_then(|()| unsafe { populate_side_by_side(region.base(), region.len()) });
             made.map_err(|cause| Error::io("try how huge pages are split", cause))
         });
-        // Others may split some meanwhile, which is rare and no harm: then what is made in huge pages may stay whole.
+        // Others may split some at the same time. That is rare and harmless: blocks that are made as huge pages may
+        // stay whole.
         let splits = tried.is_ok() && before.zip(huge_pages_split()).is_some_and(|(was, is)| is >= was + TRIED);
         if !splits {
             tracing::debug!(
@@ -344,11 +346,12 @@ fn huge_pages_split() -> Option<u64> {
     counters.lines().find_map(|line| line.strip_prefix("thp_split_page ")?.trim().parse().ok())
 }
 
-/// How many bytes of a range of memory of its own the system has given.
+/// How many bytes of a range of private memory the system has provided.
 pub(super) fn resident(address: u64, len: u64) -> io::Result<u64> {
     let page = system_page_bytes();
     let mut pages = vec![0_u8; size(len.div_ceil(page))?];
-    // SAFETY: the kernel writes a byte for each page of the range, for which there is room, and changes nothing behind it.
+    // SAFETY: the kernel writes a byte for each page of the range, for which there is room, and does not change the
+    // range.
     check(unsafe { libc::mincore(pointer(address), size(len)?, pages.as_mut_ptr()) })?;
     Ok(pages.iter().filter(|page| **page & 1 != 0).count() as u64 * page)
 }
@@ -360,13 +363,13 @@ pub(super) fn is_mapped(address: u64) -> bool {
         return false;
     }
     let mut page = 0_u8;
-    // SAFETY: the kernel writes one byte for a range of one page, and changes nothing behind it.
+    // SAFETY: the kernel writes one byte for a range of one page, and does not change the range.
     let answer = check(unsafe { libc::mincore(pointer(address), system_page_bytes() as usize, &raw mut page) });
     answer.err().and_then(|cause| cause.raw_os_error()) != Some(libc::ENOMEM)
 }
 
-/// Gives the memory of a committed range back, and leaves it accessible: it reads as zeros, and gets memory again when it is
-/// touched. If it was locked, so is what it gets.
+/// Gives the memory of a committed range back, and leaves it accessible: it reads as zeros, and gets memory again when
+/// it is touched. If the range was locked, that memory is locked too.
 ///
 /// # Safety
 /// The range lies in a [`Region`] of the caller's, and nobody uses what is behind it.
@@ -377,17 +380,17 @@ pub(super) unsafe fn empty(address: u64, len: u64) -> io::Result<()> {
     if emptied.as_ref().err().and_then(io::Error::raw_os_error) != Some(libc::EINVAL) {
         return emptied;
     }
-    // Before Linux 5.18 what is locked has to be unlocked first.
+    // Before Linux 5.18 locked memory has to be unlocked first.
     // SAFETY: unlocking changes no content.
     check(unsafe { libc::munlock(at, bytes) })?;
     // SAFETY: as for the first call.
     check(unsafe { libc::madvise(at, bytes, libc::MADV_DONTNEED) })?;
-    // It was not locked, perhaps, or may not be; then it goes on unlocked.
+    // If it was not locked, or locking is not allowed, it goes on unlocked.
     let _ = lock_when_touched(address, len);
     Ok(())
 }
 
-/// Locks what a committed range has, and what it gets from now on; brings nothing in.
+/// Locks the memory that a committed range has, and gets from now on; brings nothing in.
 pub(super) fn lock_when_touched(address: u64, len: u64) -> io::Result<()> {
     // SAFETY: locking changes no content, and an unmapped range is refused.
     check(unsafe { libc::mlock2(pointer(address), size(len)?, libc::MLOCK_ONFAULT as libc::c_uint) })
@@ -399,13 +402,13 @@ pub(super) fn lock(address: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::mlock(pointer(address), size(len)?) })
 }
 
-/// What a refused lock of host memory is told as.
+/// The error for a refused lock of host memory.
 pub(super) fn lock_refused(len: Bytes, cause: io::Error) -> Error {
     Error::io(format!("lock {len} of host memory"), cause)
         .remedy("RLIMIT_MEMLOCK does not allow more locked memory; raise it (`ulimit -l`) or grant CAP_IPC_LOCK")
 }
 
-/// Asks for the memory of a range from a node of the machine's memory, as far as it has room, when it is first touched.
+/// Prefers memory of one node of the machine for a range, as far as the node has room, when the range is first touched.
 pub(super) fn prefer_node(address: u64, len: u64, node: u32) -> io::Result<()> {
     let mut nodes = [0_u64; 16];
     let limit = nodes.len() * 64;
@@ -413,15 +416,15 @@ pub(super) fn prefer_node(address: u64, len: u64, node: u32) -> io::Result<()> {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     };
     *word = 1 << (node % 64);
-    // SAFETY: a preference for a range; it changes no content, and the kernel reads as many bits as are said. It counts
-    // one less than it is told.
+    // SAFETY: a preference for a range; it changes no content, and the kernel reads as many bits as are given. It
+    // counts one less than it is told.
     let outcome = unsafe {
         libc::syscall(libc::SYS_mbind, pointer(address), size(len)?, libc::MPOL_PREFERRED, nodes.as_ptr(), limit + 1, 0)
     };
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Has the calling thread stand back: other threads that have something to do go first, and it still gets on.
+/// Lowers the calling thread's priority: other threads that have work go first, and it still makes progress.
 pub(super) fn stand_back() {
     // SAFETY: sets a scheduling property of the calling thread only (on Linux, 0 is the thread and not the process).
     let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };

@@ -1,8 +1,9 @@
-//! Page tables: what the kernel keeps for the addresses of a region, and how it is given back.
+//! The kernel's page tables for the addresses of a region, and how they are given back.
 //!
 //! The kernel frees the table of a slot (2 MiB, with pages of 4 KiB) only when mappings that cover the whole slot go. A
-//! frame smaller than that leaves its table behind, so a walk over many slots would leave one for each. Whoever takes the
-//! last frame out of a slot therefore replaces the mappings of the whole slot, and of whatever is empty above it.
+//! smaller frame that leaves would leave its table behind, so a walk over many slots would leave a table in each. So
+//! whoever takes the last frame out of a slot replaces the mappings of the whole slot, or of the GiB it is in if that
+//! is empty too.
 
 use std::ops::Range;
 
@@ -13,10 +14,10 @@ use crate::ids::{Bytes, PageSize};
 #[derive(Debug)]
 pub(super) struct Tables {
     range: Range<u64>,
-    /// Bytes that one table describes, and bytes that a table of tables does.
+    /// Bytes described by one table (`slot`), and by a table of tables (`upper`).
     slot: u64,
     upper: u64,
-    /// Frames in each slot, and slots in use of each table of tables. Zeros take no memory until they are touched.
+    /// Frames in each slot, and slots in use in each table of tables. Zeros take no memory until they are touched.
     frames: Vec<u16>,
     slots: Vec<u16>,
 }
@@ -36,15 +37,15 @@ impl Tables {
         sys::system_page_bytes()
     }
 
-    /// Bytes of the tables of the slots that a frame is in: the most that it can have for itself. Those above them, one for each
-    /// GiB of addresses, are the addresses' and not the frame's.
+    /// Bytes of the tables of the slots that a frame is in: the most that a frame can need for itself. Tables above
+    /// them, one for each GiB of addresses, count for the addresses and not for the frame.
     pub(super) fn of_a_frame(frame: PageSize) -> Bytes {
         let page = sys::system_page_bytes();
         let slot = page * (page / 8);
         Bytes::new(frame.bytes().div_ceil(slot) * page)
     }
 
-    /// Bytes of tables that a frame has of those that it shares with the frames beside it, where there is nothing between them.
+    /// Bytes of tables for a frame that shares its slots with frames right beside it: its share.
     pub(super) fn of_a_frame_among_others(frame: PageSize) -> Bytes {
         Bytes::new(frame.bytes() / (sys::system_page_bytes() / 8))
     }
@@ -53,7 +54,7 @@ impl Tables {
         (address / unit - self.range.start / unit) as usize
     }
 
-    /// A frame's memory is at `[at, at + len)` now. Returns how many tables that takes.
+    /// Notes that a frame's memory is at `[at, at + len)` now. Returns how many tables that takes.
     pub(super) fn enter(&mut self, at: u64, len: u64) -> u64 {
         let mut tables = 0;
         for slot in (at..at + len).step_by(self.slot.min(len) as usize) {
@@ -68,7 +69,7 @@ impl Tables {
         tables
     }
 
-    /// It is not there any more. Returns how many tables [vacating](Self::around) gives back.
+    /// Notes that the frame has left. Returns how many tables [vacating](Self::around) gives back.
     pub(super) fn leave(&mut self, at: u64, len: u64) -> u64 {
         let mut tables = 0;
         for slot in (at..at + len).step_by(self.slot.min(len) as usize) {
@@ -83,8 +84,8 @@ impl Tables {
         tables
     }
 
-    /// The largest range about `[at, at + len)`, where no frame is, that holds no frame, and whose tables go with its
-    /// mappings.
+    /// The largest range around `[at, at + len)` that holds no frame and whose tables are freed with its mappings.
+    /// `[at, at + len)` must hold no frame.
     pub(super) fn around(&self, at: u64, len: u64) -> Range<u64> {
         let within = |unit: u64| {
             let first = at / unit * unit;

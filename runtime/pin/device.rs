@@ -1,4 +1,4 @@
-//! Guards of pages on whichever device they are: addresses, and copies.
+//! Guards that give device addresses and copies, on any device.
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 #![allow(
@@ -21,7 +21,7 @@ use crate::pager::{PageRun, Purpose};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
-/// Several tensors to be pinned, to give device addresses: what [`Runtime::pin_device`](crate::Runtime::pin_device) wants.
+/// Several tensors to be pinned by device address: the target of [`Runtime::pin_device`](crate::Runtime::pin_device).
 #[derive(Debug)]
 pub struct DevicePins<'a, A>(&'a [Tensor], PhantomData<A>);
 
@@ -90,35 +90,36 @@ impl Pinned {
         Some(DeviceBytes { address, len: Bytes::new(tensor.len) })
     }
 
-    /// Has these pins end when a stream has come so far. Refused, they stay.
+    /// Makes these pins end when the stream has got this far. If it is refused, the pins stay.
     ///
-    /// The scope holds them no more from here on: whoever waits for them waits for the stream, which needs nothing of the
-    /// task, so that they close no circle.
+    /// The pins leave the scope at once. Whoever waits for them then waits for the stream, which needs nothing of the
+    /// task, so they close no cycle of waiting scopes.
     fn end_on(&mut self, stream: &ComputeStream) -> Result<()> {
         self.pins.segments.iter().try_for_each(|segment| of_the_streams_runtime(stream, segment))?;
         if let Err(error) = stream.can_mark() {
             if matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Closed) || stream.is_lost() {
                 return Err(error);
             }
-            // A call that failed, and perhaps only once. The mark finds the end of the stream without it.
+            // A driver call failed, perhaps only once. The mark finds the end of the stream without it.
             tracing::debug!(%error, "ask whether a stream can be marked");
         }
         let pins = self.pins.take();
         pins.leave_scope();
         stream.mark(move |ended| match ended {
-            // A capture has begun since.
+            // A capture has begun since `can_mark`.
             Err(error) if error.kind() == ErrorKind::InvalidArgument => pins.keep(&error),
             _ => pins.unpin(),
         });
         Ok(())
     }
 
-    /// Its end behind a stream was refused, and nobody wants it any more: leaves no pins, or only such as stay for good.
+    /// Disposes of pins that were refused an end behind a stream. They end if no other page can get their frames, and
+    /// otherwise stay for good.
     fn let_go(&mut self, refused: &Error) {
         let pins = self.pins.take();
         let Some(any) = pins.segments.first() else { return };
         if refused.kind() == ErrorKind::Closed || any.shared.engine.device.lost().is_some() {
-            // What the runtime submitted has ended, and its frames go to no other page any more.
+            // What the runtime submitted has ended, and no other page gets its frames any more.
             return pins.end();
         }
         pins.keep(refused);
@@ -129,30 +130,31 @@ impl Pinned {
     }
 }
 
-/// A guard whose pages work on a stream may use, whatever becomes of the guard.
+/// A guard whose pages may still be used by work on a stream after the guard is dropped.
 trait OnStream {
     fn pinned(&mut self) -> &mut Pinned;
 }
 
-/// Where the bytes of a pinned tensor are on the device. They are all there when the guard is, and whoever gets them has no
-/// event to wait for; with a [`StreamPin`] this holds for work on its stream.
+/// Where the bytes of a pinned tensor are on the device. All of them are there as soon as the guard is, so there is no
+/// event to wait for. With a [`StreamPin`] this holds for work on its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceBytes {
-    /// Of the first byte; the same for the tensor's life.
+    /// Address of the first byte; it stays the same for the tensor's life.
     pub address: DeviceAddress,
-    /// How many there are, without gaps.
+    /// How many bytes there are, without gaps.
     pub len: Bytes,
 }
 
 /// [`unpin_after`](DevicePin::unpin_after) was refused. The guard is here, and its pages are still pinned.
 ///
-/// Made an [`Error`], as by `?`, it leaves them pinned for good, with an error in the log, because what uses them may go on:
-/// unless the runtime was closed or the device lost, for then their frames go to no other page. So keep the guard, and give it
-/// another stream, or drop it when the work has ended.
+/// Keep the guard and give it another stream, or drop it when the work has ended. Turning this into an [`Error`], as
+/// `?` does, leaves the pages pinned for good, with an error in the log, because work on the device may still use them.
+/// The exceptions are a closed runtime and a lost device: then no other page gets the frames, and the pages are
+/// unpinned.
 pub struct UnpinRefused<G> {
-    /// To be dropped when the work has ended, or given another stream.
+    /// The guard: drop it when the work has ended, or give it another stream.
     pub guard: G,
-    /// Why.
+    /// The reason.
     pub error: Error,
 }
 
@@ -194,12 +196,12 @@ impl OnStream for StreamPin {
     }
 }
 
-/// Forbids the eviction of tensors, pinned as a unit, on whichever device they are. When it is dropped the pages are
-/// unpinned at once: work that uses their addresses must have ended. Where it runs on a stream,
-/// [`unpin_after`](Self::unpin_after) leaves that to the runtime.
+/// Forbids the eviction of tensors, pinned as a unit, on any device. Dropping it unpins the pages at once, so work that
+/// uses their addresses must have ended. For work on a stream, [`unpin_after`](Self::unpin_after) leaves the unpinning
+/// to the runtime.
 ///
-/// With access [`Write`] it is the only guard of its pages, and what is at their addresses may be written; the pages are
-/// dirty when it ends.
+/// With access [`Write`] no other guard can have its pages, and the memory at their addresses may be written. The pages
+/// are dirty when it ends.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct DevicePin<A: Access = Read> {
     pinned: Pinned,
@@ -209,7 +211,7 @@ pub struct DevicePin<A: Access = Read> {
 /// A [`DevicePin`] for writing.
 pub type DevicePinMut = DevicePin<Write>;
 
-/// Copies to or from `len` bytes of a pinned tensor, from its byte `offset` on, and waits.
+/// Carries out a copy to or from `len` bytes of a pinned tensor, from its byte `offset` on, and waits for it.
 fn copy(
     tensor: &Tensor,
     offset: u64,
@@ -224,8 +226,8 @@ fn copy(
     }
 }
 
-/// Both ends of a copy of `len` bytes of a tensor, from its byte `offset` on; none of a copy of nothing. Whoever calls this
-/// keeps the memory at `bytes` until the copy has been reported.
+/// Both ends of a copy of `len` bytes of a tensor, from its byte `offset` on; None if there is nothing to copy. The
+/// caller keeps the memory at `bytes` until the copy has been reported.
 fn ends_of_copy(
     tensor: &Tensor,
     offset: u64,
@@ -244,8 +246,8 @@ fn ends_of_copy(
     Ok(Some((host, tensor.segment.base.offset(tensor.offset + offset))))
 }
 
-/// Several tensors to be pinned for work on a stream: what
-/// [`Runtime::pin_device_on`](crate::Runtime::pin_device_on) wants.
+/// Several tensors to be pinned for work on a stream: the target of
+/// [`Runtime::pin_device_on`](crate::Runtime::pin_device_on).
 #[derive(Debug)]
 pub struct DevicePinsOn<'a>(&'a [Tensor], &'a ComputeStream);
 
@@ -274,7 +276,7 @@ impl Target for DevicePinsOn<'_> {
     fn guard_after(&self, runs: &[PageRun], hold: Hold, after: Option<EventId>) -> Result<StreamPin> {
         let mut guard = self.guard(runs, hold);
         if let Some(Err(error)) = after.map(|event| self.1.wait_for(event)) {
-            // Nothing on the stream has their addresses.
+            // Nothing on the stream has been given their addresses yet.
             guard.pinned.pins.take().end();
             return Err(error);
         }
@@ -294,20 +296,20 @@ fn of_the_streams_runtime(stream: &ComputeStream, segment: &Segment) -> Result<(
         .remedy("give it a stream of the guard's runtime: Runtime::compute_stream or adopt_stream"))
 }
 
-/// Forbids the eviction of tensors, pinned as a unit for work on one [`ComputeStream`], on whichever device they are. The
-/// bytes need not be there yet: what is put on the stream from now on waits for them on the device, and no thread does.
-/// Other streams, and the CPU, are not made to wait, so the addresses are for this stream and for what is ordered behind it
-/// by events.
+/// Forbids the eviction of tensors, pinned as a unit for work on one [`ComputeStream`], on any device. The bytes need
+/// not be there yet: work that is put on the stream from now on waits for them on the device, and no thread waits.
+/// Other streams and the CPU do not wait, so use the addresses only on this stream, and in work that is ordered behind
+/// it by events.
 ///
-/// It ends when everything that is on the stream when it is dropped has ended; whoever drops it waits for nothing. While
-/// the stream is captured into a graph nobody can tell when that is: [`unpin`](Self::unpin) refuses then, and a guard that
-/// is dropped all the same leaves its pages pinned for good, with an error in the log; with them stay their tensors and the
-/// runtime, with all the memory it has, also after it was closed. [`close`](crate::Runtime::close)
-/// waits for the runtime's own streams; of adopted ones, what uses the pages of a guard that is dropped after it must have
-/// ended.
+/// When the guard is dropped, its pages are unpinned as soon as everything on the stream at that time has ended; the
+/// drop does not wait. While the stream is captured into a graph, nothing can tell when that is. [`unpin`](Self::unpin)
+/// refuses then. A guard that is dropped all the same leaves its pages pinned for good, with an error in the log; their
+/// tensors and the runtime with all its memory then stay too, even after it was closed.
+/// [`close`](crate::Runtime::close) waits for the runtime's own streams. On adopted streams, work that uses the pages
+/// must have ended before a guard is dropped after `close`.
 ///
-/// If a fill fails on the device, the device is lost: [`ComputeStream::synchronize`] and every later call give the cause,
-/// and what the stream has computed meanwhile is void.
+/// If a fill fails on the device, the device is lost: [`ComputeStream::synchronize`] and every later call give the
+/// cause, and what the stream has computed meanwhile is void.
 #[must_use = "the pages are unpinned behind what is on the stream when the guard is dropped"]
 pub struct StreamPin {
     pinned: Pinned,
@@ -335,17 +337,17 @@ impl StreamPin {
         &self.stream
     }
 
-    /// Unpins when everything that is on the stream by now has ended, and returns at once: what dropping it does, for those
-    /// who want to know if it cannot be done.
+    /// Unpins when everything that is on the stream by now has ended, and returns at once. Dropping the guard does the
+    /// same; this returns an error if it cannot be done.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) while the stream is being captured into a graph;
-    /// [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it.
+    /// [`Closed`](ErrorKind::Closed); the reason for which the device was lost. The guard comes back with the error.
     pub fn unpin(mut self) -> std::result::Result<(), UnpinRefused<Self>> {
         self.end().map_err(|error| UnpinRefused { guard: self, error })
     }
 
-    /// Leaves no pins, or is refused and leaves them.
+    /// Ends the pins behind the stream, or is refused and leaves them.
     fn end(&mut self) -> Result<()> {
         if self.pinned.pins.runs.is_empty() {
             return Ok(());
@@ -353,19 +355,19 @@ impl StreamPin {
         self.pinned.end_on(&self.stream)
     }
 
-    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, behind everything that is on the
-    /// stream, and waits for them.
+    /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on. The copy runs behind everything
+    /// that is on the stream, and this waits for it.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker or a closure, and while the stream
-    /// is being captured; what the device says.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, in a waker or a closure, and
+    /// while the stream is being captured; errors of the device.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
         let len = bytes.len() as u64;
         let place = NonNull::from(bytes).cast();
         let Some((host, device)) = ends_of_copy(self.pinned.tensor(index)?, offset, place, len)? else {
             return Ok(());
         };
-        // The slice is borrowed until the copy has been reported, which this waits for.
+        // The slice is borrowed until the copy has been reported: this waits for that.
         self.stream.run_and_wait(StreamOp::CopyOut { device, host, len }, "a copy")
     }
 }
@@ -404,15 +406,15 @@ impl<A: Access> DevicePin<A> {
         self.pinned.device_bytes(index)
     }
 
-    /// Unpins when everything that is on the stream by now has ended, and returns at once: what uses the tensors is on
-    /// `stream`, or ordered before its end by events. If the device fails meanwhile, the pages are unpinned, and every
-    /// later call says why.
+    /// Unpins when everything that is on `stream` by now has ended, and returns at once. The work that uses the tensors
+    /// must be on `stream`, or ordered before its end by events. If the device fails meanwhile, the pages are unpinned,
+    /// and every later call gives the reason.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a stream of another runtime, and while the stream is being
-    /// captured into a graph; [`Closed`](ErrorKind::Closed); what has cost the device. The guard comes back with it; if it is
-    /// not wanted, [see](UnpinRefused) what becomes of its pages. A call of the driver that fails, and leaves the device
-    /// usable, is no reason: then the end of the stream is waited for in another way.
+    /// captured into a graph; [`Closed`](ErrorKind::Closed); the reason for which the device was lost. The guard comes
+    /// back with the error; [`UnpinRefused`] says what happens to its pages. A failed driver call that leaves the
+    /// device usable is no error: the end of the stream is then found in another way.
     pub fn unpin_after(mut self, stream: &ComputeStream) -> std::result::Result<(), UnpinRefused<Self>> {
         self.pinned.end_on(stream).map_err(|error| UnpinRefused { guard: self, error })
     }
@@ -420,8 +422,8 @@ impl<A: Access> DevicePin<A> {
     /// Copies bytes of the `index`th tensor from the device, from its byte `offset` on, and waits for them.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker or a closure; what the
-    /// device says.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for bytes the tensor does not have, and in a waker or a closure;
+    /// errors of the device.
     pub fn copy_out(&self, index: usize, offset: u64, bytes: &mut [u8]) -> Result<()> {
         self.pinned.copy_out(index, offset, bytes)
     }

@@ -1,4 +1,4 @@
-//! Guards that give slices: where device memory is memory of this process.
+//! Guards that give slices. They exist where device memory is memory of this process.
 
 #![allow(private_interfaces, reason = "the trait that names private types is sealed: nobody outside can call it")]
 
@@ -35,7 +35,7 @@ fn out_of_reach(tensor: &Tensor) -> Error {
         .remedy("pin them with pin_device or pin_device_mut, and copy, or give a kernel their address")
 }
 
-/// One tensor to be pinned, to give a slice: what [`Runtime::pin`](crate::Runtime::pin) wants.
+/// One tensor to be pinned as a slice: the target of [`Runtime::pin`](crate::Runtime::pin).
 #[derive(Debug)]
 pub struct HostPin<'a, A>(&'a Tensor, PhantomData<A>);
 
@@ -67,10 +67,10 @@ impl<A: Access> Target for HostPin<'_, A> {
     }
 }
 
-/// Forbids the eviction of a tensor's pages while it lives, and gives its bytes.
+/// Forbids the eviction of a tensor's pages while it lives, and gives the tensor's bytes.
 ///
-/// With access [`Write`] it is the only guard of its pages, and gives the bytes for writing too; its pages are dirty when
-/// it is dropped.
+/// With access [`Write`] no other guard can have its pages, and it gives the bytes for writing too. The pages are dirty
+/// when it is dropped.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct PinGuard<A: Access = Read> {
     segment: Arc<Segment>,
@@ -92,7 +92,7 @@ impl<A: Access> PinGuard<A> {
     /// The tensor's bytes as values.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if their address or number does not fit the type.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if the address or the number of the bytes does not fit the type.
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
         bytemuck::try_cast_slice(self.bytes()).map_err(cast_error::<T>)
     }
@@ -143,17 +143,17 @@ impl<A: Access> fmt::Debug for PinGuard<A> {
     }
 }
 
-/// `len` bytes at an address, for as long as `_pins` lives.
+/// A slice of `len` bytes at an address, for as long as `_pins` lives.
 #[inline]
 fn slice<T>(_pins: &T, start: DeviceAddress, len: u64) -> &[u8] {
     if len == 0 {
         return &[];
     }
     let start = start.get() as *const u8;
-    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages of
-    // `[offset, offset + len)`, which keep them mapped and unchanged (documentation of `pin`). The range lies within the
-    // segment, which whoever makes tensors sees to (`Runtime::open_parsed` by `ModelHeader::check`, `Runtime::alloc`,
-    // `Tensor::rows`), and the guard holds the segment, which keeps the reservation.
+    // SAFETY: the address is memory of this process (`addressable`). The guard that calls this holds pins on the pages
+    // of `[offset, offset + len)`, which keep them mapped and unchanged (documentation of `pin`). The range lies within
+    // the segment: whatever makes a tensor ensures it (`Runtime::open_parsed` by `ModelHeader::check`,
+    // `Runtime::alloc`, `Tensor::rows`). The guard holds the segment, which keeps the reservation.
     unsafe { std::slice::from_raw_parts(start, len as usize) }
 }
 
@@ -162,7 +162,7 @@ fn cast_error<T>(error: bytemuck::PodCastError) -> Error {
     Error::new(ErrorKind::InvalidArgument, message).remedy("use bytes() and convert element by element")
 }
 
-/// Several tensors to be pinned as a unit, to give slices: what [`Runtime::pin_set`](crate::Runtime::pin_set) wants.
+/// Several tensors to be pinned as a unit, as slices: the target of [`Runtime::pin_set`](crate::Runtime::pin_set).
 #[derive(Debug)]
 pub struct HostPins<'a, A>(&'a [Tensor], PhantomData<A>);
 
@@ -192,7 +192,7 @@ impl<A: Access> Target for HostPins<'_, A> {
     }
 }
 
-/// Where a tensor of a set is, in one of its segments.
+/// The place of one tensor of a set.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     start: DeviceAddress,
@@ -201,11 +201,11 @@ struct Piece {
 
 /// Forbids the eviction of a set of tensors, pinned as a unit, and gives their bytes.
 ///
-/// With access [`Write`] it is the only guard of their pages, and gives the bytes for writing too; the pages are dirty
-/// when it is dropped.
+/// With access [`Write`] no other guard can have their pages, and it gives the bytes for writing too. The pages are
+/// dirty when it is dropped.
 #[must_use = "the pages are unpinned when the guard is dropped"]
 pub struct PinSet<A: Access = Read> {
-    /// With access `Write` no two of them share a byte: see [`disjoint_writable`].
+    /// With access `Write` no two of these share a byte: see [`disjoint_writable`].
     pieces: SmallVec<[Piece; 8]>,
     pins: Pins,
     access: PhantomData<A>,
@@ -229,7 +229,7 @@ impl<A: Access> PinSet<A> {
     /// The bytes of the `index`th tensor of the set as values.
     ///
     /// # Errors
-    /// As [`PinGuard::view`]; [`InvalidArgument`](ErrorKind::InvalidArgument) too if the set has no such tensor.
+    /// As [`PinGuard::view`]; also [`InvalidArgument`](ErrorKind::InvalidArgument) if the set has no such tensor.
     pub fn view<T: AnyBitPattern>(&self, index: usize) -> Result<&[T]> {
         let bytes = self.bytes(index).ok_or_else(|| no_such_tensor(index, self.count()))?;
         bytemuck::try_cast_slice(bytes).map_err(cast_error::<T>)
@@ -242,8 +242,8 @@ impl PinSet<Write> {
         self.all_mut().nth(index)
     }
 
-    /// The bytes of every tensor of the set, in order, for writing: what is computed from some of them can be written
-    /// to others.
+    /// The bytes of every tensor of the set, in order, for writing. So results computed from some tensors can be
+    /// written to others.
     pub fn all_mut(&mut self) -> impl Iterator<Item = &mut [u8]> {
         self.pieces.iter().map(|piece| {
             if piece.len == 0 {
@@ -251,8 +251,8 @@ impl PinSet<Write> {
             }
             let start = piece.start.get() as *mut u8;
             // SAFETY: as in `slice`, and the pages are locked by this guard alone: nobody else reads or writes them. No
-            // two tensors of the set share a byte, which `disjoint_writable` has seen to, and the iterator borrows the
-            // guard exclusively and gives each once: no other slice overlaps this one.
+            // two tensors of the set share a byte, which `disjoint_writable` has checked. The iterator borrows the
+            // guard exclusively and gives each piece once, so no other slice overlaps this one.
             unsafe { std::slice::from_raw_parts_mut(start, piece.len as usize) }
         })
     }

@@ -3,22 +3,25 @@
 //! | | one tensor, as a slice | several, as slices | several, by device address | for work on a stream |
 //! |---|---|---|---|---|
 //! | to read | [`PinGuard`] | [`PinSet`] | [`DevicePin`] | [`StreamPin`] |
-//! | to write | [`PinGuardMut`] | [`PinSetMut`] | [`DevicePinMut`] | [`DevicePinMut`], ended by [`unpin_after`](DevicePin::unpin_after) |
+//! | to write | [`PinGuardMut`] | [`PinSetMut`] | [`DevicePinMut`] | [`DevicePinMut`], ended by [`unpin_after`] |
 //!
-//! Slices exist where device memory is memory of this process; device addresses exist everywhere. The guard for writing
-//! is the one for reading with another type of [`Access`].
+//! Slices exist where device memory is memory of this process; device addresses exist everywhere. A guard for writing
+//! is the guard for reading with another type of [`Access`].
 //!
-//! Every pin belongs to a [`Scope`]: to one that was opened for what a task needs, or to one of its own.
+//! Every pin belongs to a [`Scope`]: one that the caller opened for a task, or one of its own.
 //!
 //! # Why the slices are sound
 //!
-//! A guard's pages are pinned in their words: no edge out of a resident state can be taken (see `pager::state`), so the
-//! frames stay behind their addresses, mapped, until the guard is dropped. A shared guard's pages cannot be locked by a
-//! writer, and no move writes to a resident page, so the bytes do not change. An exclusive guard's pages admit no
-//! other pin, and no move reads or writes them. The segment, and with it the reservation, is held by the guard.
+//! A guard's pages are marked as pinned in their words. No edge out of a resident state can be taken then (see
+//! `pager::state`), so the frames stay behind their addresses, mapped, until the guard is dropped. No writer can lock
+//! the pages of a shared guard, and no move writes to a resident page, so the bytes do not change. The pages of an
+//! exclusive guard admit no other pin, and no move reads or writes them. The guard holds the segment, and with it the
+//! reservation of addresses.
 //!
-//! A [`StreamPin`] may be there before its bytes: its pages are *lent* (see `pager`). It gives addresses and no bytes but by
-//! copies on its stream, which has been made to wait for the fills when the guard is made.
+//! A [`StreamPin`] may exist before its bytes have arrived: its pages are *lent* (see `pager`). It gives addresses, and
+//! bytes only by copies on its stream. The stream is made to wait for the fills when the guard is made.
+//!
+//! [`unpin_after`]: DevicePin::unpin_after
 
 mod device;
 mod host;
@@ -50,11 +53,11 @@ pub trait Access: sealed::Sealed + Send + Sync + Unpin + fmt::Debug + 'static {
     const PURPOSE: Purpose;
 }
 
-/// Pinned to be read, by any number of guards.
+/// Access for reading; any number of guards may have it.
 #[derive(Clone, Copy, Debug)]
 pub struct Read;
 
-/// Pinned to be written, by one guard.
+/// Access for writing; one guard has it.
 #[derive(Clone, Copy, Debug)]
 pub struct Write;
 
@@ -67,24 +70,24 @@ impl Access for Write {
 }
 
 mod sealed {
-    /// Nobody else implements what has it.
+    /// Implemented in this crate only.
     pub trait Sealed {}
     impl Sealed for super::Read {}
     impl Sealed for super::Write {}
 }
 
-/// The runs of one request, no page in two of them: one, or a few in a set.
+/// The runs of one request: one, or a few for a set. No page is in two of them.
 pub(crate) type Runs = SmallVec<[PageRun; 8]>;
 
-/// Whose pins these are, and what the scope spent for them.
+/// The scope that pins belong to, and how many of its frames they have spent.
 #[derive(Debug, Default)]
 pub(crate) struct Hold {
     pub(crate) scope: Option<Arc<Member>>,
     pub(crate) spent: u32,
 }
 
-/// Takes pins that end out of their scope. False in a child by `fork`, where the scope's lock may be held by a thread that is not
-/// there: the guard is a copy, and its pins are the parent's.
+/// Removes pins that end from their scope. False in a child by `fork`: the guard is a copy there, its pins are the
+/// parent's, and a thread that the child does not have may hold the scope's lock.
 fn leaves_its_scope(any: &Segment, runs: &[PageRun], exclusive: bool, scope: &Member, spent: u32) -> bool {
     let at_home = any.shared.engine.is_at_home();
     if at_home {
@@ -114,8 +117,9 @@ fn tell_released(any: &Segment, runs: &[PageRun]) {
     any.shared.engine.with(|pager, fx| pager.released(runs, fx));
 }
 
-/// Unpins pages that the scope has paid for. Whoever can evict them knows whose frames these are: both happen in one hold
-/// of the latch, so that nobody else gets a frame between. `unpin` says whether somebody waits for the pages.
+/// Unpins pages that the scope has paid for. The pages become evictable and their frames return to the scope in one
+/// hold of the latch, so that nobody else gets a frame in between. `unpin` returns whether somebody waits for the
+/// pages.
 #[cold]
 fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce() -> bool) {
     any.shared.engine.with(|pager, fx| {
@@ -129,12 +133,13 @@ fn unpin_paid(any: &Segment, runs: &[PageRun], hold: &Hold, unpin: impl FnOnce()
     });
 }
 
-/// The pins of several tensors. Whoever has them ends them.
+/// The pins of several tensors. They do not end on drop: the owner calls [`end`](Self::end).
 #[derive(Debug)]
 struct Pins {
     /// No page is in two of them.
     runs: Runs,
-    /// What keeps their words: the segments of the runs in their order, one for all runs in a row that are of it.
+    /// The segments of the runs, in order, which keep the pages' words alive. Consecutive runs of one segment share an
+    /// entry.
     segments: SmallVec<[Arc<Segment>; 8]>,
     exclusive: bool,
     hold: Hold,
@@ -157,14 +162,14 @@ impl Pins {
         }
     }
 
-    /// The task holds these no more. They end by themselves: now, or when a stream has come so far. False in a child by `fork`, where
-    /// they are not this process's.
+    /// Removes the pins from the task's scope. The caller unpins now, or when a stream has got that far. False in a
+    /// child by `fork`, where the pins are not this process's.
     fn leave_scope(&self) -> bool {
         let (Some(any), Some(scope)) = (self.segments.first(), &self.hold.scope) else { return true };
         leaves_its_scope(any, &self.runs, self.exclusive, scope, self.hold.spent)
     }
 
-    /// Ends pins that have [left](Self::leave_scope) their scope. What the scope spent for them is its again.
+    /// Ends pins that have [left](Self::leave_scope) their scope, and returns to the scope what it spent for them.
     fn unpin(&self) {
         let Some(any) = self.segments.first() else { return };
         let unpin_all = || {
@@ -179,14 +184,14 @@ impl Pins {
         }
     }
 
-    /// Nobody can tell when these pages are not used any more: better memory that never comes back than wrong bytes. The
-    /// segments stay with the pins, whose pages would go with them.
+    /// Keeps the pins for good, because nothing can tell when the use of these pages ends. Lost memory is better than
+    /// wrong bytes. The segments are kept too: dropping them would drop the pages.
     fn keep(self, why: &Error) {
-        tracing::error!(error = %why, "tensors used on a stream stay pinned for good: their use has no end that can be seen");
+        tracing::error!(error = %why, "tensors stay pinned for good: nothing can tell when their use on a stream ends");
         std::mem::forget(self);
     }
 
-    /// Leaves none.
+    /// Takes the pins and leaves none behind.
     fn take(&mut self) -> Self {
         let none =
             Self { runs: Runs::new(), segments: SmallVec::new(), exclusive: self.exclusive, hold: Hold::default() };
@@ -194,7 +199,7 @@ impl Pins {
     }
 }
 
-/// A tensor in the segment of the run that is number `at` of a request's.
+/// The tensor in the segment of `run`, which is number `at` of a request's runs.
 fn tensor_of<'a>(tensors: &'a [Tensor], at: usize, run: &PageRun) -> Option<&'a Tensor> {
     let of = |tensor: &&Tensor| tensor.segment.id == run.segment;
     tensors.get(at).filter(of).or_else(|| tensors.iter().find(of))
@@ -210,9 +215,9 @@ fn of_one_runtime(tensors: &[Tensor]) -> Result<()> {
         .remedy("pin the tensors of each runtime as a set of its own"))
 }
 
-/// The pages of tensors, each once.
+/// The pages of the tensors, each once.
 fn runs_of(tensors: &[Tensor]) -> Runs {
-    /// Of so many, comparing each with each costs less than sorting.
+    /// Up to this many runs, comparing each pair costs less than sorting.
     const FEW: usize = 16;
     let mut runs: Runs = tensors.iter().map(Tensor::run).filter(|run| run.count > 0).collect();
     let before = |a: &PageRun, b: &PageRun| {
@@ -253,10 +258,10 @@ fn writable(tensor: &Tensor) -> Result<()> {
         .remedy("allocate a read-write tensor and copy into it"))
 }
 
-/// Refuses sets of which not every tensor can be written, or two share a byte.
+/// Refuses a set with a tensor that cannot be written, or with two that share a byte.
 fn disjoint_writable(tensors: &[Tensor]) -> Result<()> {
     tensors.iter().try_for_each(writable)?;
-    // What makes the slices of the guard disjoint.
+    // This is what makes the guard's slices disjoint.
     let mut by_place: SmallVec<[&Tensor; 8]> = tensors.iter().filter(|tensor| tensor.len > 0).collect();
     by_place.sort_by_key(|tensor| (tensor.segment.id, tensor.offset));
     for pair in by_place.windows(2) {

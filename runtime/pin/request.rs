@@ -24,11 +24,11 @@ use crate::transfer::{Received, Waiting, event_at, may_wait, with_own_read};
 
 use smallvec::SmallVec;
 
-/// A request under way.
+/// The state of a request.
 #[derive(Debug)]
 enum Progress {
     Start,
-    /// Boxed, so that requests for pages that are there stay small.
+    /// Boxed, so that requests for resident pages stay small.
     Waiting(Box<Submitted>),
     Done,
 }
@@ -43,7 +43,7 @@ struct Submitted {
     own: Option<OwnRead>,
 }
 
-/// What is to be pinned, and the guard it becomes.
+/// The tensors to be pinned, and the kind of guard they get.
 pub trait Target: super::sealed::Sealed + Unpin {
     #[doc(hidden)]
     type Guard;
@@ -53,29 +53,29 @@ pub trait Target: super::sealed::Sealed + Unpin {
     fn tensors(&self) -> &[Tensor];
     #[doc(hidden)]
     fn check(&self) -> Result<()>;
-    /// Takes over the pins of pages whose bytes are there.
+    /// Makes a guard of pins. The pages' bytes are all there.
     #[doc(hidden)]
     fn guard(&self, runs: &[PageRun], hold: Hold) -> Self::Guard;
-    /// Takes over pins; the bytes of some of the pages are there when `after` has happened, which concerns only those
-    /// who read on a stream. If it fails, the pins have been given back.
+    /// Makes a guard of pins. Some pages' bytes are there only when `after` has happened, which matters only to guards
+    /// that read on a stream. If this fails, it has given the pins back.
     #[doc(hidden)]
     fn guard_after(&self, runs: &[PageRun], hold: Hold, _after: Option<EventId>) -> Result<Self::Guard> {
         Ok(self.guard(runs, hold))
     }
-    /// Takes over pins that nobody wants any more.
+    /// Gives back pins that nobody wants any more.
     #[doc(hidden)]
     fn give_back(&self, runs: &[PageRun], hold: Hold) {
         drop(self.guard(runs, hold));
     }
 }
 
-/// A wish for pins: await it, or [`wait`](Self::wait) for it. Nothing happens before. Dropping it gives the wish up;
-/// what is in flight for it goes on as a prefetch.
+/// A request for pins: await it, or call [`wait`](Self::wait). Nothing happens before that. Dropping it withdraws the
+/// request; fills in flight for it go on as prefetches.
 #[must_use = "nothing is pinned until this is awaited or waited for"]
 pub struct PinRequest<'a, T: Target> {
     target: T,
     scope: Option<&'a Arc<Member>>,
-    /// Whose use it is. None if that is a walker of another runtime: there its number may be another walker's.
+    /// The walker whose use this is. None for a walker of another runtime: its number may be another walker's here.
     walker: Option<WalkerId>,
     progress: Progress,
 }
@@ -109,14 +109,14 @@ impl<'a, T: Target> PinRequest<'a, T> {
         Hold { scope: self.scope.cloned(), spent }
     }
 
-    /// The segment of a page that is to be pinned, if there is any.
+    /// The segment of one page to be pinned, if there is a page.
     fn segment(&self) -> Option<&Arc<Segment>> {
         self.target.tensors().iter().find(|tensor| tensor.len > 0).map(|tensor| &tensor.segment)
     }
 
-    /// The guard, if all pages are there, and closed to nobody.
+    /// The guard, if all pages are resident and none is closed.
     //
-    // Inlined with what it calls, so that the guard is made where the caller wants it: each move of one through memory
+    // Inlined with its callees, so that the guard is built in the caller's place: each move of a guard through memory
     // costs as much as an atomic operation.
     #[inline(always)]
     fn resident(&self) -> Option<T::Guard> {
@@ -139,7 +139,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         pinned.then(|| self.target.guard(&[run], self.hold(0)))
     }
 
-    /// [`resident`](Self::resident) of a set.
+    /// As [`resident`](Self::resident), for a set.
     #[inline(never)]
     fn resident_set(&self, walker: WalkerId) -> Option<T::Guard> {
         let tensors = self.target.tensors();
@@ -158,8 +158,8 @@ impl<'a, T: Target> PinRequest<'a, T> {
         pinned.then(|| self.target.guard(&runs, self.hold(0)))
     }
 
-    /// Starts, after [`resident`](Self::resident) gave nothing; the guard if everything was there. `waits` if the caller does
-    /// nothing else on this thread until the result is there.
+    /// Starts a request for which [`resident`](Self::resident) gave nothing. Returns the guard if everything was there.
+    /// `waits` is true if the caller does nothing else on this thread until the result is there.
     fn start(&mut self, waits: bool) -> Result<Option<T::Guard>> {
         self.target.check()?;
         if let Some(scope) = self.scope {
@@ -186,7 +186,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
             .remedy("open a scope of the tensors' runtime"))
     }
 
-    /// Asks under the latch.
+    /// Submits the request under the latch.
     fn submit(&mut self, runs: Runs, walker: WalkerId, waits: bool) -> Result<Option<T::Guard>> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
@@ -216,16 +216,19 @@ impl<'a, T: Target> PinRequest<'a, T> {
         self.target.guard_after(&runs, self.hold(spent), after.map(event_at))
     }
 
-    /// Blocks until the pages are pinned. A request that was polled before goes on waiting in its place.
+    /// Blocks until the pages are pinned. A request that was already polled keeps its place in line.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if they cannot be resident together, or are more than the scope was
-    /// opened for; [`WouldDeadlock`](ErrorKind::WouldDeadlock) if its scope and others would wait for each other for ever;
-    /// the failure of a fill; [`TimedOut`](ErrorKind::TimedOut) if one takes longer than the
-    /// [runtime waits](crate::RuntimeBuilder::io_timeout); [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost;
-    /// [`Closed`](ErrorKind::Closed);
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a
-    /// [closure on a stream](crate::ComputeStream::call), which run on threads that the pages may be waiting for.
+    /// - [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the pages cannot be resident together, or are more than the
+    ///   scope was opened for
+    /// - [`WouldDeadlock`](ErrorKind::WouldDeadlock) if its scope and others would wait for each other for ever
+    /// - the error of a fill that failed
+    /// - [`TimedOut`](ErrorKind::TimedOut) if a fill takes longer than the [runtime
+    ///   waits](crate::RuntimeBuilder::io_timeout)
+    /// - [`Poisoned`](ErrorKind::Poisoned) if a page's bytes were lost
+    /// - [`Closed`](ErrorKind::Closed)
+    /// - [`InvalidArgument`](ErrorKind::InvalidArgument) if it would block in a waker or in a [closure on a
+    ///   stream](crate::ComputeStream::call): the pages may be waiting for the threads that run these
     #[inline(always)]
     pub fn wait(mut self) -> Result<T::Guard> {
         match self.resident() {
@@ -234,18 +237,18 @@ impl<'a, T: Target> PinRequest<'a, T> {
         }
     }
 
-    /// Blocks until the pages are pinned, but not for longer than `limit`: `None` then. What is in flight for them goes on
-    /// as a prefetch. Pages that are there are pinned whatever the limit; with a limit of zero nothing else is.
+    /// Blocks until the pages are pinned, for at most `limit`; `None` if it passes. Fills in flight for them then go on
+    /// as prefetches. Resident pages are pinned whatever the limit is; with a limit of zero no others are.
     ///
-    /// For callers who hold guards outside of a [scope](crate::Scope) that others may wait for: such a wait may have no
-    /// end, and nobody can tell.
+    /// This is for callers who hold guards outside of a [scope](crate::Scope) for which others may wait. Such a wait
+    /// may never end, and the runtime cannot detect that.
     ///
     /// # Errors
     /// As for [`wait`](Self::wait).
     pub fn wait_timeout(mut self, limit: Duration) -> Result<Option<T::Guard>> {
         match self.resident() {
             Some(guard) => Ok(Some(guard)),
-            // A limit beyond what the clock can tell is none.
+            // A limit beyond the clock's range is no limit.
             None => self.wait_until(Instant::now().checked_add(limit)),
         }
     }
@@ -253,7 +256,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
     #[inline(never)]
     fn wait_until(&mut self, deadline: Option<Instant>) -> Result<Option<T::Guard>> {
         if let Progress::Start = self.progress
-            // A read cannot be left for a deadline.
+            // A caller with a deadline carries out no read itself, because it could not leave the read.
             && let Some(guard) = self.start(deadline.is_none())?
         {
             self.progress = Progress::Done;
@@ -261,13 +264,13 @@ impl<'a, T: Target> PinRequest<'a, T> {
         }
         let Progress::Waiting(submitted) = &mut self.progress else { return Err(ended()) };
         let (ticket, own) = (submitted.ticket.clone(), submitted.own.take());
-        // In a child nothing comes, and the ticket's lock may be held by a thread that the child does not have.
+        // In a child by `fork` no result comes, and a thread that the child does not have may hold the ticket's lock.
         self.segment().map_or(Ok(()), |segment| segment.shared.engine.usable())?;
         may_wait("a pin")?;
         if let Some(own) = own {
             own.run();
         }
-        // Without a result the request is dropped, which gives it up.
+        // Without a result the request is dropped, which withdraws it.
         ticket.wait(deadline).map(|result| self.finish(result)).transpose()
     }
 }
@@ -309,7 +312,7 @@ impl<T: Target> PinRequest<'_, T> {
             }
         }
         let Progress::Waiting(submitted) = &self.progress else { return Poll::Ready(Err(ended())) };
-        // In a child the ticket's lock may be held by a thread that the child does not have.
+        // In a child by `fork` a thread that the child does not have may hold the ticket's lock.
         self.segment().map_or(Ok(()), |segment| segment.shared.engine.usable())?;
         match submitted.ticket.clone().poll(cx.waker()) {
             Poll::Ready(result) => Poll::Ready(self.finish(result)),
@@ -333,7 +336,7 @@ impl<T: Target> PinRequest<'_, T> {
         let Progress::Waiting(submitted) = std::mem::replace(&mut self.progress, Progress::Done) else { return };
         let Submitted { id, ticket, runs, .. } = *submitted;
         let Some(segment) = self.segment() else { return };
-        // The pins may have come after all.
+        // The pins may have been granted after all.
         if let Some(Ok(Granted { spent, .. })) = segment.shared.engine.cancel(id, &ticket) {
             self.target.give_back(&runs, self.hold(spent));
         }

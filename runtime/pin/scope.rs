@@ -19,13 +19,13 @@ use crate::tensor::Tensor;
 use crate::transfer::ticket::Ticket;
 use crate::transfer::{Engine, Received, Waiting, may_wait};
 
-/// A scope as its guards know it.
+/// The part of a scope that its guards share.
 #[derive(Debug)]
 pub(crate) struct Member {
     pub(crate) id: ScopeId,
     pub(crate) holdings: Arc<Holdings>,
     pub(super) shared: Arc<Shared>,
-    /// Whose uses its pins are; the default walker's without one.
+    /// The walker whose uses its pins are; the default walker if there is none.
     walker: Option<Arc<Walking>>,
 }
 
@@ -40,15 +40,16 @@ impl Member {
         Arc::ptr_eq(&segment.shared, &self.shared)
     }
 
-    /// Pages it has pinned. None in a child by `fork`, where a thread that is not there may hold the lock.
+    /// How many pages it has pinned. 0 in a child by `fork`, where a thread that the child does not have may hold the
+    /// lock.
     fn pages(&self) -> u32 {
         if self.shared.engine.is_at_home() { self.holdings.pages() } else { 0 }
     }
 
-    /// Pins resident pages without the latch, and notes that the scope has them. `runs` are those of `words`.
+    /// Pins resident pages without the latch, and notes that the scope holds them. `runs` are the runs of `words`.
     pub(super) fn try_pin(&self, engine: &Engine, words: &[Words<'_>], runs: &[PageRun], purpose: Purpose) -> bool {
         let asked: u32 = runs.iter().map(|run| run.count).sum();
-        // Beyond what it was opened for is an error, which the pager words.
+        // More than the scope was opened for is an error; the pager words it.
         if !self.holdings.claim(asked) {
             return false;
         }
@@ -82,12 +83,12 @@ impl ScopeBuilder {
         Self { walker: Some(walker.clone()), ..Self::new(walker.shared.clone()) }
     }
 
-    /// A name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
+    /// Sets a name, for errors and for [`Runtime::waiting`](crate::Runtime::waiting).
     pub fn label(self, label: impl Into<String>) -> Self {
         Self { label: label.into(), ..self }
     }
 
-    /// When it is served, if others wait too. Interactive unless said otherwise.
+    /// Sets which of several waiting scopes is served first. The default is interactive.
     pub fn priority(self, priority: ScopePriority) -> Self {
         Self { priority, ..self }
     }
@@ -99,8 +100,8 @@ impl ScopeBuilder {
         Ok(Scope { member: Arc::new(Member { id, holdings, shared, walker }) })
     }
 
-    /// Opens a scope that grows: it pins what it needs when it needs it. Where it and others would wait for each other for
-    /// ever, one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
+    /// Opens a scope that grows: it pins what it needs when it needs it. If scopes would wait for each other for ever,
+    /// one of them gets [`WouldDeadlock`](ErrorKind::WouldDeadlock). Never waits.
     ///
     /// # Errors
     /// [`Closed`](ErrorKind::Closed) in a fork of the process that opened the runtime.
@@ -108,12 +109,13 @@ impl ScopeBuilder {
         self.start(None)
     }
 
-    /// Opens a scope that will have at most so many bytes pinned at one time, counted in whole pages, a page once for each
-    /// pin of it. It is admitted as a unit: until their frames can be set aside it waits in line, holding nothing;
-    /// afterwards its pins wait for reads, for writers of the same pages, and for frames only where a stream has not yet come
-    /// to the end of [its own pins](Scope#guards-that-end-behind-a-stream). Scopes that all do this are never told
-    /// `WouldDeadlock` for want of frames. What is set aside and not pinned lies idle: say what is
-    /// needed, and end the scope when it is done.
+    /// Opens a scope that pins at most `most` bytes at a time, counted in whole pages, a page once for each pin of it.
+    ///
+    /// It is admitted as a unit. It waits in line, holding nothing, until its frames can be set aside. Afterwards its
+    /// pins wait only for reads, for writers of the same pages, and for frames of [its own pins that end behind a
+    /// stream](Scope#guards-that-end-behind-a-stream). Scopes that all reserve never get `WouldDeadlock` for want of
+    /// frames. Frames that are set aside and not pinned lie idle: reserve what is needed, and drop the scope when it is
+    /// done.
     pub fn reserve(self, most: Bytes) -> ScopeRequest {
         let pages = self.shared.page_size().pages_for(most.get());
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
@@ -128,7 +130,8 @@ enum Opening {
     Done,
 }
 
-/// A scope that is to be opened with frames set aside: await it, or [`wait`](Self::wait) for it. Dropping it gives it up.
+/// A request for a scope with frames set aside: await it, or call [`wait`](Self::wait). Dropping it withdraws the
+/// request.
 #[must_use = "no scope is opened until this is awaited or waited for"]
 #[derive(Debug)]
 pub struct ScopeRequest {
@@ -152,8 +155,8 @@ impl ScopeRequest {
     }
 
     /// # Errors
-    /// As for [`Engine::usable`]. In a child by `fork` nothing comes, and the ticket's lock may be held by a thread that is not
-    /// there.
+    /// As for [`Engine::usable`]. In a child by `fork` no result comes, and a thread that the child does not have may
+    /// hold the ticket's lock.
     fn usable(&self) -> Result<()> {
         let Opening::Waiting { scope: Some(scope), .. } = &self.state else { return Ok(()) };
         scope.member.shared.engine.usable()
@@ -169,7 +172,7 @@ impl ScopeRequest {
     /// Blocks until the frames are set aside.
     ///
     /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if there are never so many; [`Closed`](ErrorKind::Closed);
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if there can never be so many; [`Closed`](ErrorKind::Closed);
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) in a waker or a closure on a stream.
     pub fn wait(mut self) -> Result<Scope> {
         if let Some(scope) = self.start()? {
@@ -208,7 +211,7 @@ impl Future for ScopeRequest {
 impl Drop for ScopeRequest {
     fn drop(&mut self) {
         if let Opening::Waiting { scope: Some(scope), id, ticket } = &self.state {
-            // What it may have got goes with the scope.
+            // Frames that it may have been granted return with the scope.
             let _ = scope.member.shared.engine.cancel(*id, ticket);
         }
     }
@@ -219,27 +222,28 @@ fn ended() -> Error {
         .remedy("make another one: each becomes one scope, or one error")
 }
 
-/// What one task holds and may still ask for: the unit in which pins are admitted, and in which deadlocks are seen.
+/// What one task holds and may still ask for: the unit of admission and of deadlock detection.
 ///
-/// A task that holds guards and asks for more pins them in a scope. Its first pins, or what it [reserves](ScopeBuilder::reserve),
-/// wait in line; what it asks for while it holds some passes the line, because others may wait for just those. If
-/// scopes come to wait for each other, one is told at once, with the sizes and what to do, and keeps what it holds. Guards
-/// of one scope should not wait for each other's end: a task that goes on pinning while another one lets go is two scopes.
+/// A task that holds guards and asks for more pins them in a scope. Its first pins, or what it
+/// [reserves](ScopeBuilder::reserve), wait in line. What it asks for while it holds guards passes the line, because
+/// others may wait for these guards. If scopes come to wait for each other, one of them gets an error at once, with the
+/// sizes and a remedy, and keeps what it holds. Guards of one scope should not wait for each other's end: a task that
+/// goes on pinning while another one unpins needs two scopes.
 ///
-/// It can be sent to other threads and held across `.await`. When it is dropped, what was set aside for it is given back.
+/// A scope can be sent to other threads and held across `.await`. Dropping it gives back what was set aside for it.
 /// Guards may outlive it: their pages stay pinned, and count as pins outside of scopes.
 ///
 /// # Guards that end behind a stream
 ///
-/// A [`StreamPin`](crate::StreamPin) that is dropped, and any guard given to [`unpin_after`](crate::DevicePin::unpin_after), is
-/// not the scope's any more: the task holds nothing of it, and its pages are unpinned when the stream has come so far, as
-/// at the end of a copy. Whoever needs these pages or their frames meanwhile waits for the stream, the scope itself too, and
-/// nobody is told `WouldDeadlock` or `BudgetTooSmall` because of them. What a scope [reserved](ScopeBuilder::reserve) is
-/// enough all the same: a frame that is spent on such pages comes back when the stream has passed, and the scope's next pin
-/// waits for that.
+/// A [`StreamPin`](crate::StreamPin) that is dropped, or a guard given to
+/// [`unpin_after`](crate::DevicePin::unpin_after), leaves the scope at once. Its pages are unpinned when the stream has
+/// got that far. Whoever needs these pages or their frames before that, the scope included, waits for the stream;
+/// nobody gets `WouldDeadlock` or `BudgetTooSmall` because of them. What a scope [reserved](ScopeBuilder::reserve) is
+/// still enough: a frame spent on such a page comes back when the stream has passed, and the scope's next pin waits for
+/// that.
 ///
-/// A [view for other libraries](crate::DevicePin::into_dlpack) is a guard like others, and the scope's, until its consumer gives
-/// it back; then it ends at once, or behind the stream that was named.
+/// A [view for other libraries](crate::DevicePin::into_dlpack) is a guard of the scope like others until its consumer
+/// gives it back. Then it ends at once, or behind the stream that was named.
 ///
 /// ```
 /// use outcore::{Bytes, DType, ErrorKind, Runtime};
@@ -249,11 +253,11 @@ fn ended() -> Error {
 ///
 /// let (one, other) = (runtime.scope().label("one").open()?, runtime.scope().label("other").open()?);
 /// let (a, b) = (one.pin(&tensors[0]).wait()?, other.pin(&tensors[1]).wait()?);
-/// // The budget is used up, and each holds what the other would need.
+/// // The budget is used up, and each holds what the other needs.
 /// std::thread::scope(|threads| {
 ///     let waits = threads.spawn(|| one.pin(&tensors[2]).wait().map(drop));
 ///     let tells = other.pin(&tensors[3]).wait().map(drop).map_err(|error| error.kind());
-///     // Whoever was told lets go, and the other one goes on.
+///     // The scope that got the error lets go, and the other one goes on.
 ///     match tells {
 ///         Err(kind) => assert_eq!(kind, ErrorKind::WouldDeadlock),
 ///         Ok(()) => unreachable!("the younger scope gives up"),
@@ -269,12 +273,12 @@ pub struct Scope {
 }
 
 impl Scope {
-    /// Its number, as [`Runtime::waiting`](crate::Runtime::waiting) tells it.
+    /// The scope's number, as [`Runtime::waiting`](crate::Runtime::waiting) shows it.
     pub fn id(&self) -> ScopeId {
         self.member.id
     }
 
-    /// Bytes of the pages it has pinned, a page once for each pin. None in a child by `fork`.
+    /// Bytes of the pages it has pinned, a page once for each pin. 0 in a child by `fork`.
     pub fn held(&self) -> Bytes {
         Bytes::new(u64::from(self.member.pages()) * self.member.shared.page_size().bytes())
     }

@@ -10,7 +10,7 @@ use crate::ids::WalkerId;
 use crate::runtime::Shared;
 use crate::tensor::Tensor;
 
-/// A walker that has begun; it ends with the last one who has it.
+/// A walker that has begun. It ends when the last reference is dropped.
 #[derive(Debug)]
 pub(crate) struct Walking {
     pub(super) id: WalkerId,
@@ -23,31 +23,32 @@ impl Drop for Walking {
     }
 }
 
-/// One pass in progress over a model, or one pass after the other: what a client of a server is, or one of two models that
-/// answer together. Several may walk over one model at a time, each at its own place.
+/// One pass in progress over a model, or passes one after the other: for example a client of a server, or one of two
+/// models that answer together. Several walkers may go over one model at a time, each at its own place.
 ///
-/// A program with one pass at a time needs none: what is pinned without a walker is the use of the runtime's own, the
-/// default one. With several passes, interleaved uses have no order that could be followed. Those of each walker do: it
-/// [declares](Self::plan) it, or it is recognised, or the walker is seen to follow an order that another one has told. Then
-/// pages stay until the last walker that is near has used them, fills are shared by those that are close together, and a
-/// page that goes is the one that no walker will use for longest. Policies that follow no plans, which are all but
-/// [`plan`](crate::PolicyKind::Plan) and [`shares`](crate::PolicyKind::Shares), do not tell walkers apart.
+/// A program with one pass at a time needs none: pins without a walker are uses of the runtime's default walker. With
+/// several passes, the interleaved uses have no order that a plan could follow, but the uses of each walker do. The
+/// walker [declares](Self::plan) its order, or the order is recognised, or the walker is seen to follow an order that
+/// another one declared. Then pages stay until the last nearby walker has used them, walkers that are close together
+/// share fills, and the page to be evicted is the one that no walker will use for longest. Only the policies
+/// [`plan`](crate::PolicyKind::Plan) and [`shares`](crate::PolicyKind::Shares) follow plans; the others do not tell
+/// walkers apart.
 ///
-/// Clones are one walker. It ends when the last of them, and of the [scopes](Self::scope) opened from it, is dropped; its
-/// guards may outlive it.
+/// Clones are one walker. It ends when the last of its clones and of the [scopes](Self::scope) opened from it is
+/// dropped; its guards may outlive it.
 ///
 /// ```
 /// use outcore::{Bytes, DType, PageSize, Runtime, Tensor};
 ///
 /// let runtime = Runtime::builder().page_size(PageSize::new(Bytes::kib(64))?).device_budget(Bytes::mib(1)).open()?;
-/// // Tensors of twice the budget, and two clients that go over them, at different places.
+/// // Tensors of twice the budget, and two clients that go over them at different places.
 /// let layers: Vec<Tensor> = (0..32).map(|_| runtime.alloc(DType::U8, &[64 << 10])).collect::<Result<_, _>>()?;
 /// let (one, other) = (runtime.walker()?, runtime.walker()?);
 /// one.plan(&layers, true);
 /// other.plan(&layers, true);
 /// for step in 0..3 * layers.len() {
 ///     let ahead = one.pin(&layers[(step + 4) % layers.len()]).wait()?;
-///     // The one that comes later finds what the first has left it.
+///     // The walker behind finds pages that the one ahead has left resident.
 ///     let behind = other.pin(&layers[step % layers.len()]).wait()?;
 ///     assert_eq!(ahead.len() + behind.len(), 128 << 10);
 /// }
@@ -67,16 +68,17 @@ impl Walker {
         Ok(Self { walking: Arc::new(Walking { id, shared: shared.clone() }) })
     }
 
-    /// Its number.
+    /// The walker's number.
     pub fn id(&self) -> WalkerId {
         self.walking.id
     }
 
-    /// Declares the order in which this walker will use tensors, from here on, repeated for ever if `cyclic`; an empty order
-    /// withdraws it. Walkers that declare the same order follow one plan, which takes memory once. Tensors of other runtimes
-    /// are left out.
+    /// Declares the order in which this walker will use tensors from now on, repeated for ever if `cyclic`. An empty
+    /// order withdraws the plan. Walkers that declare the same order share one plan, which takes memory once. Tensors
+    /// of other runtimes are left out.
     ///
-    /// A walker that begins in the middle may declare the order from its beginning: after a few uses its place is known.
+    /// A walker that begins in the middle may declare the order from its beginning: its place is known after a few
+    /// uses.
     pub fn plan(&self, order: &[Tensor], cyclic: bool) {
         let Walking { id, shared } = &*self.walking;
         let ours = order.iter().filter(|tensor| Arc::ptr_eq(&tensor.segment.shared, shared));
@@ -89,8 +91,8 @@ impl Walker {
         ScopeBuilder::of_walker(&self.walking)
     }
 
-    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime than the walker's is
-    /// [refused](crate::ErrorKind::InvalidArgument), here and below.
+    /// As [`Runtime::pin`](crate::Runtime::pin). A tensor of another runtime is
+    /// [refused](crate::ErrorKind::InvalidArgument), here and in the methods below.
     #[inline]
     pub fn pin<'a>(&self, tensor: &'a Tensor) -> PinRequest<'a, HostPin<'a, Read>> {
         PinRequest::of_walker(HostPin::new(tensor), &self.walking)

@@ -1,9 +1,10 @@
-//! The keeper: a thread that looks after what nobody else has time for.
+//! The keeper: a thread for the runtime's periodic work.
 //!
-//! It tells the pager of hits when a thread's ring fills, so that the thread need not. Once a second it offers the system
-//! once more what memory it has not taken back from a smaller budget, and, while something waits, it looks for reads and
-//! writes that take longer than the runtime was told to wait, and ends the requests that wait for them; what the kernel still
-//! uses stays its own. And it says, once for each time that nothing goes on, who waits for what.
+//! - When a thread's ring of recorded hits fills, the keeper passes the hits to the pager, so that the thread need not.
+//! - Once a second it offers the system again the memory of a smaller budget that the system has not yet taken back.
+//! - Once a second, while requests wait, it looks for reads and writes that take longer than the runtime's limit, and
+//!   ends the requests that wait for them. Memory that the kernel still uses stays in the in-flight table.
+//! - It logs, once for each time that requests make no progress, which of them wait for what.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,11 +21,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{MoveId, RequestId};
 use crate::pager::{Place, WaitsFor};
 
-/// How often it looks.
+/// How often it does its periodic work.
 const TICK: Duration = Duration::from_secs(1);
-/// A request that has waited for others' pins for so long is worth a word in the statistics.
+/// A request that has waited this long for others' pins is named in the statistics.
 const NOTED: Duration = TICK;
-/// And for so long a warning.
+/// A request that has waited this long is warned of in the log.
 const LONG: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
@@ -35,7 +36,8 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// Starts the thread. Without one, threads that pin drain their own rings, and nothing is said of what takes long.
+    /// Starts the thread. Without it, threads that pin drain their own rings, and slow reads and long waits go
+    /// unnoticed.
     pub(super) fn start(engine: &Arc<Engine>) {
         let weak = Arc::downgrade(engine);
         match thread::Builder::new().name("outcore-keeper".into()).spawn(move || run(&weak)) {
@@ -47,7 +49,7 @@ impl Keeper {
         }
     }
 
-    /// Uses are to be told soon.
+    /// Wakes the thread to pass recorded uses to the pager soon.
     pub(super) fn hurry(&self) {
         if let Some(thread) = self.thread.get() {
             thread.unpark();
@@ -91,7 +93,7 @@ fn run(engine: &Weak<Engine>) {
             }
             Ok(())
         });
-        // Of an engine that was given up nothing is kept.
+        // An engine that was given up needs no keeper.
         if kept.is_err() {
             return;
         }
@@ -99,11 +101,11 @@ fn run(engine: &Weak<Engine>) {
 }
 
 impl Engine {
-    /// Tells the pager of uses, at most until then. Whether there are more.
+    /// Passes recorded uses to the pager, at most until `next`. Returns whether there are more.
     fn record_until(&self, next: Instant) -> Result<bool> {
         let mut latched = self.latch.hold()?;
         let mut more = latched.pager.record_some(&self.log);
-        // Uses may come faster than they can be told.
+        // Uses may be recorded faster than they are passed on.
         while more && Instant::now() < next && !self.keeper.stopped.load(Ordering::Acquire) {
             latched.bump(&self.latch)?;
             more = latched.pager.record_some(&self.log);
@@ -112,7 +114,7 @@ impl Engine {
         Ok(more)
     }
 
-    /// Ends requests that wait for reads and writes that nothing is heard of.
+    /// Ends requests that wait for overdue reads and writes.
     fn end_overdue(&self) -> Result<()> {
         let Some(limit) = self.io_timeout else { return Ok(()) };
         let now = Instant::now();
@@ -154,11 +156,12 @@ impl Engine {
         self.change(|pager, fx| pager.overdue(&errors, &waiting, fx))
     }
 
-    /// Notes requests that have waited for long for what others hold, and warns of them once, until none does any more.
+    /// Notes requests that have waited long for what others hold, and warns of them once, until no request waits so
+    /// long. Returns whether one does.
     fn tell_of_long_waits(&self, told: bool) -> Result<bool> {
         let now = Instant::now();
         let waited = |ticket: &super::Ticket| now.saturating_duration_since(ticket.since());
-        // Who holds what takes a look at every page, and of those who wait for moves there is nothing to say.
+        // Finding the holders looks at every page, and requests that wait for moves need no report.
         let noted = self.hold(|latched| {
             let mut long = latched.tickets.iter().filter(|(_, ticket)| waited(ticket) >= NOTED);
             long.any(|(id, _)| latched.pager.waits_for_others(*id))

@@ -1,8 +1,8 @@
-//! The latch, and what becomes of an engine in which something panicked.
+//! The latch, and how an engine is given up after a panic.
 //!
-//! What panics while the engine changes leaves it half changed: moves that nobody starts, requests that nobody ends. So
-//! nothing of it is used again. Whoever waits is told, every later call is, and all that the kernel or the device may still
-//! use stays where it is for as long as the process.
+//! A panic during a change leaves the engine half changed: moves that nobody starts, requests that nobody ends. So the
+//! engine is not used again. Everyone who waits gets an error, and so does every later call. All memory that the kernel
+//! or the device may still use stays where it is until the process ends.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, OnceLock};
@@ -17,22 +17,22 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::pager::Granted;
 use crate::sync::Alone;
 
-/// Around table, policy and waiters together.
+/// The lock around the table, the policy and the waiters together.
 #[derive(Debug)]
 pub(super) struct Latch {
     state: Alone<Mutex<Guarded>>,
-    /// Why the engine was given up; the first panic's.
+    /// The error of the first panic, for which the engine was given up.
     given_up: OnceLock<Error>,
 }
 
 #[derive(Debug)]
 struct Guarded {
     latched: Latched,
-    /// Somebody panicked in here, or while he carried out what follows.
+    /// A panic happened under the latch, or while effects of a change were carried out.
     torn: bool,
 }
 
-/// The latch is held, until it is [released](Self::release). If it is dropped instead, by a panic, nobody gets it again.
+/// The held latch, until it is [released](Self::release). If a panic drops it instead, nobody gets it again.
 #[derive(Debug)]
 pub(super) struct Held<'a> {
     guard: MutexGuard<'a, Guarded>,
@@ -64,11 +64,11 @@ impl Latch {
 
     #[cold]
     fn why(&self) -> Error {
-        // Between a panic and the word about it there is a moment.
+        // `torn` is set a moment before `given_up` by a panic in another thread.
         self.given_up.get().cloned().unwrap_or_else(|| given_up("in another thread"))
     }
 
-    /// Nobody gets it any more. The error for all, and the tickets of those who wait.
+    /// Marks the latch so that nobody gets it again. Returns the error for all, and the tickets of those who wait.
     pub(super) fn give_up(&self, panic: &str) -> (Error, Vec<Arc<Ticket>>) {
         let error = self.given_up.get_or_init(|| given_up(panic)).clone();
         let mut guard = self.state.lock();
@@ -79,7 +79,7 @@ impl Latch {
 
 fn given_up(panic: &str) -> Error {
     Error::new(ErrorKind::Internal, format!("the runtime was given up, because something in it panicked: {panic}"))
-        .remedy("report this as a bug; open another runtime, what only this one had in memory is lost")
+        .remedy("report this as a bug, and open another runtime; data that only this one had in memory is lost")
 }
 
 impl Held<'_> {
@@ -87,7 +87,7 @@ impl Held<'_> {
         self.whole = true;
     }
 
-    /// Lets others have it, if somebody waits for it.
+    /// Lets others have the latch first, if somebody waits for it.
     ///
     /// # Errors
     /// As [`Latch::hold`].
@@ -96,7 +96,7 @@ impl Held<'_> {
         if self.guard.torn { Err(of.why()) } else { Ok(()) }
     }
 
-    /// Waits without it. Whether the time has passed.
+    /// Waits with the latch released. Returns whether the time has passed.
     ///
     /// # Errors
     /// As [`Latch::hold`].
@@ -125,7 +125,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// What is told and who is woken once the latch is released: also where something panics before.
+/// Results to deliver and wakers to wake once the latch is released; also delivered if something panics before that.
 #[derive(Debug, Default)]
 pub(super) struct News {
     pub(super) done: Vec<(Arc<Ticket>, Result<Granted>)>,
@@ -133,12 +133,12 @@ pub(super) struct News {
 }
 
 impl News {
-    /// The same failure for all of these.
+    /// The same error for all of these tickets.
     pub(super) fn failed(tickets: impl IntoIterator<Item = Arc<Ticket>>, error: &Error) -> Self {
         Self { done: tickets.into_iter().map(|ticket| (ticket, Err(error.clone()))).collect(), wakers: Vec::new() }
     }
 
-    /// Puts results into their tickets. Who polls for them is woken last.
+    /// Puts results into their tickets. Pollers are woken last.
     pub(super) fn tell(&mut self) {
         for (ticket, result) in self.done.drain(..) {
             self.wakers.extend(ticket.fulfil(result));

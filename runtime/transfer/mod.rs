@@ -2,23 +2,23 @@
 //!
 //! # Threads
 //!
-//! The engine has two, which carry nothing out: the keeper, and one that gives room of the scratch file back while there is
-//! some to give. Whoever changes the pager, a caller whose page is missing, the store's thread with a
-//! completed read, a thread of the device with a completed copy, carries out the effects after releasing the latch. Nothing
-//! here blocks: the store and the streams only queue.
+//! The engine has two threads of its own: the keeper, and one that gives back room of the scratch file while there is
+//! some to give. The thread that changed the pager carries out the effects, after it has released the latch: a caller
+//! whose page is missing, the store's thread with a completed read, a thread of the device with a completed copy, or
+//! the keeper. Nothing here blocks: the store and the streams only queue.
 //!
 //! # Invariants
 //!
-//! 1. A move has at most one operation in flight; its id is the operation's token. Tokens from [`CALLER_TOKENS`] on are
-//!    of operations that belong to callers: copies they wait for, ends of work that pins wait for.
-//! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move, and is
+//! 1. A move has at most one operation in flight; the move's id is the operation's token. Tokens from [`CALLER_TOKENS`]
+//!    on belong to operations of callers: copies that callers wait for, and ends of work that pins wait for.
+//! 2. Memory that an operation uses belongs to a frame or staging buffer that the pager has given to that move. It is
 //!    returned to the pager only when the operation has been reported complete.
-//! 3. All fills are copied on one stream. So of the copies that a stream waits for before it uses lent pages, it waits for
-//!    the last: that is the event a [`FillPoint`] stands for.
+//! 3. All fills are copied on one stream. So a stream that waits for several copies before it uses lent pages waits
+//!    only for the last one: a [`FillPoint`] stands for that event.
 //! 4. The latch is never held while the store, the device, a waker or the observer is called, except for
 //!    [`Device::protect`].
-//! 5. Whatever changes the engine, or has the device do something for it, is [contained](Engine::contain): if it panics, the
-//!    engine is [given up](latch), and nobody waits for it any more.
+//! 5. All work that changes the engine, or has the device do something for it, is [contained](Engine::contain): if it
+//!    panics, the engine is [given up](latch), and nobody waits for it any more.
 
 mod keeper;
 mod latch;
@@ -63,12 +63,12 @@ use recording::RuntimeName;
 use room::RoomKeeper;
 use ticket::Ticket;
 
-/// Where a segment's pages live, for the engine.
+/// A segment as the engine knows it: where its pages are.
 #[derive(Debug)]
 pub(crate) struct SegmentIo {
     pub(crate) base: DeviceAddress,
     pub(crate) pages: u32,
-    /// Bytes that exist; the last page may be short.
+    /// Bytes of the segment; the last page may be short.
     pub(crate) len: u64,
     pub(crate) source: Source,
     pub(crate) waits: PageWaits,
@@ -93,7 +93,7 @@ impl Source {
         }
     }
 
-    /// Whose bytes are in `[start, end)`.
+    /// The names of the tensors with bytes in `[start, end)`.
     fn tensors(&self, start: u64, end: u64) -> String {
         match self {
             Self::File { model, index, .. } => {
@@ -109,7 +109,7 @@ impl Source {
     }
 }
 
-/// How a request was received.
+/// The outcome of submitting a request.
 #[derive(Debug)]
 pub(crate) enum Received {
     /// Every page is pinned.
@@ -117,7 +117,7 @@ pub(crate) enum Received {
     Waiting(Waiting),
 }
 
-/// Bytes whose hash takes so long that others' news should not wait for it.
+/// Hashing this many bytes takes so long that other completions should not wait for it.
 const LONG_HASH: u64 = 512 << 10;
 
 /// The event behind the copies that a stream has to wait for.
@@ -130,7 +130,7 @@ pub(crate) fn event_at(point: FillPoint) -> EventId {
 pub(crate) struct Waiting {
     pub(crate) id: RequestId,
     pub(crate) ticket: Arc<Ticket>,
-    /// What it waits for first, and where that is.
+    /// The page it waits for first, and the tier that holds it.
     pub(crate) page: Option<(PageId, Tier)>,
 }
 
@@ -152,7 +152,7 @@ impl LearnedHashes {
         Some(Self { hashes: zeros(pages), confirmed: zeros(pages.div_ceil(64)), always: verify == Verify::Always })
     }
 
-    /// Whether the page, when it is read again, is to be compared.
+    /// Whether the page is to be compared when it is read again.
     fn asks(&self, page: PageIndex) -> bool {
         let (word, bit) = (page.index() / 64, 1u64 << (page.index() % 64));
         self.always || self.confirmed[word].load(Ordering::Relaxed) & bit == 0
@@ -175,7 +175,7 @@ impl LearnedHashes {
     }
 }
 
-/// The operation of a move that is under way.
+/// A move's operation in flight.
 #[derive(Clone, Copy, Debug)]
 struct InFlight {
     planned: Move,
@@ -204,11 +204,11 @@ impl Stage {
     }
 }
 
-/// What comes after an operation of a move.
+/// What follows an operation of a move.
 enum Next {
     Nothing,
     Write,
-    /// A copy up; the point behind it, if the device has taken it up.
+    /// A copy up, with the point behind it if the device has taken it up.
     Copy(Option<FillPoint>),
 }
 
@@ -219,7 +219,7 @@ struct Latched {
 }
 
 impl Latched {
-    /// A ticket for a request that has to wait.
+    /// The outcome of a request, with a ticket if it has to wait.
     fn received(&mut self, submitted: Result<Submitted>, page: Option<(PageId, Tier)>) -> Result<Received> {
         Ok(match submitted? {
             Submitted::Ready(granted) => Received::Ready(granted),
@@ -232,13 +232,13 @@ impl Latched {
     }
 }
 
-/// Receives completions for an engine that is made after the device and the store it needs.
+/// Receives completions for an engine that is made later than its device and its store.
 #[derive(Debug, Default)]
 pub(crate) struct Sink(OnceLock<Weak<Engine>>);
 
 impl Completions for Sink {
     fn completed(&self, done: &mut Vec<Completion>) {
-        // Without an engine nobody submitted anything that matters any more.
+        // Without an engine, no operation that is still reported matters.
         if let Some(engine) = self.0.get().and_then(Weak::upgrade) {
             let _marked = Marked::begin(Inside::Waker);
             engine.completed(done);
@@ -263,15 +263,15 @@ thread_local! {
     static INSIDE: Cell<Option<Inside>> = const { Cell::new(None) };
 }
 
-/// What a thread of a store or a device runs of the caller's.
+/// The kind of caller's code that a thread of a store or a device is running.
 #[derive(Clone, Copy, Debug)]
 enum Inside {
     Waker,
     Closure,
 }
 
-/// Marks a thread of a store or a device for as long as it runs what is the caller's. That must not wait for the
-/// completions this thread has yet to report, nor for what stands behind it on a stream.
+/// Marks a thread of a store or a device while it runs a caller's code. That code must not wait for completions that
+/// this thread has yet to report, nor for work behind it on a stream.
 struct Marked {
     before: Option<Inside>,
 }
@@ -294,12 +294,12 @@ pub(crate) fn run_closure(closure: impl FnOnce()) {
     closure();
 }
 
-/// Whether this is a thread of a store or a device, which runs what is the caller's.
+/// Whether this thread is one of a store or a device that is running a caller's code.
 fn is_inside() -> bool {
     INSIDE.get().is_some()
 }
 
-/// Refuses to wait where that might never end.
+/// Refuses a wait that might never end.
 ///
 /// # Errors
 /// `InvalidArgument` in a waker, and in a closure on a stream.
@@ -317,7 +317,7 @@ thread_local! {
     static OWN: RefCell<Own> = const { RefCell::new(Own::Unwanted) };
 }
 
-/// The read that a thread carries out itself.
+/// Whether this thread carries out a read itself, and the read it has begun.
 #[derive(Debug)]
 enum Own {
     Unwanted,
@@ -325,12 +325,12 @@ enum Own {
     Begun(OwnRead),
 }
 
-/// A thread that is ending reads nothing itself.
+/// Replaces this thread's own read. On a thread that is ending it does nothing: such a thread carries out no read.
 fn replace_own(own: Own) -> Own {
     OWN.try_with(|kept| kept.replace(own)).unwrap_or(Own::Unwanted)
 }
 
-/// Puts back what was there, also if what runs meanwhile panics.
+/// Puts the earlier own read back on drop, also after a panic.
 struct BeforeOwn(Own);
 
 impl Drop for BeforeOwn {
@@ -339,8 +339,8 @@ impl Drop for BeforeOwn {
     }
 }
 
-/// Runs `submit`, after which the caller is going to wait on this thread and can do nothing else. Of the reads that it
-/// causes, one may be left to the caller, to be [run](OwnRead::run) before it waits.
+/// Runs `submit`. Afterwards the caller waits on this thread and does nothing else. One of the reads that `submit`
+/// causes may be left to the caller, to be [run](OwnRead::run) before it waits.
 pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead>) {
     let before = BeforeOwn(replace_own(Own::Wanted));
     let submitted = submit();
@@ -349,9 +349,9 @@ pub(crate) fn with_own_read<T>(submit: impl FnOnce() -> T) -> (T, Option<OwnRead
     (submitted, if let Own::Begun(read) = own { Some(read) } else { None })
 }
 
-/// Runs wakers, which are the caller's. One that panics costs no other its wake-up. None may wait: the thread may be one that a
-/// read or another task waits for, also where it is the caller's own. And no read of what they submit is left to this thread,
-/// which may never come to it.
+/// Runs wakers, which are the caller's code. If one panics, the others are still woken. None may wait: a read or
+/// another task may be waiting for this thread, even if it is the caller's own. No read that a waker submits is left to
+/// this thread as an own read, because the thread may never run it.
 fn wake_all(wakers: Vec<Waker>) {
     if wakers.is_empty() {
         return;
@@ -373,15 +373,15 @@ pub(crate) struct Parts {
     pub(crate) slab: HostSlab,
     pub(crate) observer: Observer,
     pub(crate) sink: Arc<Sink>,
-    /// What becomes of a policy of the caller's.
+    /// Whether a policy of the caller's has panicked.
     pub(crate) fate: Option<Fate>,
     pub(crate) io_timeout: Option<Duration>,
 }
 
 /// See the [module documentation](self).
 pub(crate) struct Engine {
-    /// The process that opened the runtime. In a child, locks may be held by threads that it does not have, so this is asked
-    /// before any of them is taken.
+    /// The process that opened the runtime. It is checked before any lock is taken: in a child, threads that the child
+    /// does not have may hold locks.
     process: Opened,
     latch: Latch,
     idle: Condvar,
@@ -390,9 +390,9 @@ pub(crate) struct Engine {
     gate: Arc<Gate>,
     keeper: Keeper,
     room: RoomKeeper,
-    /// How long a read or a write may take before those who wait for it are told.
+    /// How long a read or a write may take before the requests that wait for it get an error.
     io_timeout: Option<Duration>,
-    /// Requests that have waited for long for what others hold, in words, when the keeper last looked.
+    /// Text about requests that have waited long for what others hold, as of the keeper's last look.
     long_waits: Mutex<Arc<str>>,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) store: Arc<dyn Store>,
@@ -405,20 +405,20 @@ pub(crate) struct Engine {
     pub(crate) observer: Observer,
     failures: Mutex<Failures>,
     fate: Option<Fate>,
-    /// That the policy has panicked was logged.
+    /// Whether the policy's panic was logged.
     fate_told: AtomicBool,
     page_bytes: u64,
     /// Whether device memory is memory of this process; asked at every pin.
     pub(crate) host_addressable: bool,
-    /// The device takes no more: asked before callers' operations, whose refusal by the device would take a thread that
-    /// outlives whoever is told, and the engine with it.
+    /// The device accepts no more operations. Callers' operations check this first: the device would report a refusal
+    /// from a new thread, which could outlive the caller that it tells.
     closed: AtomicBool,
 }
 
-/// The first token of an operation of a caller's; ids of moves are smaller.
+/// The first token of callers' operations; ids of moves are smaller.
 const CALLER_TOKENS: u64 = 1 << 63;
 
-/// What follows an operation of a caller's. It runs on a thread of the device, with no lock held, and must not wait.
+/// Runs after an operation of a caller's: on a thread of the device, with no lock held. It must not wait.
 type AtEnd = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// Operations of callers.
@@ -426,7 +426,7 @@ type AtEnd = Box<dyn FnOnce(Result<()>) + Send>;
 struct Callers {
     /// For copies between the device and a caller's memory.
     copies: Option<StreamId>,
-    /// Compute streams that nobody has any more.
+    /// Compute streams that nobody uses now.
     unused: Vec<StreamId>,
     next: u64,
     pending: HashMap<u64, AtEnd>,
@@ -438,16 +438,16 @@ impl fmt::Debug for Callers {
     }
 }
 
-/// What nobody was there to be told.
+/// Failures that no call has reported.
 #[derive(Debug, Default)]
 struct Failures {
     /// Pages whose bytes were lost, first to last, whether or not their tensors still exist.
     lost: Vec<Failure>,
-    /// Further ones, of which nothing is known but how many pages and bytes they are.
+    /// Further lost pages, by number of pages and bytes; nothing else is known of them.
     more: (u64, u64),
-    /// What went with the device is among them.
+    /// Whether the pages that were lost with the device are noted.
     device_lost: bool,
-    /// Pages whose newest bytes are in the host tier because the disk did not take them, by the last attempt.
+    /// Pages whose newest bytes are in the host tier because the disk did not take them, with the last attempt's error.
     held: BTreeMap<PageId, Failure>,
 }
 
@@ -469,9 +469,10 @@ impl Failure {
 }
 
 impl Failures {
-    /// Kept of each kind; the rest is counted, or told when these are gone.
+    /// How many failures of each kind are kept. More lost pages are counted. More held pages are dropped; a later
+    /// failed attempt may note them.
     const MOST: usize = 64;
-    /// Named in one message.
+    /// How many failures one message names.
     const NAMED: usize = 8;
 
     fn lose(&mut self, failure: Failure) {
@@ -490,7 +491,7 @@ impl Failures {
     }
 }
 
-/// Without what locks are around: it is also asked for in a child by `fork`.
+/// Prints nothing that is behind a lock: it may be called in a child by `fork`.
 impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Engine").field("process", &self.process.id()).field("name", &self.name).finish_non_exhaustive()
@@ -532,7 +533,8 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Whether this is the process that opened the runtime, and not a child of it, and nothing has panicked in it.
+    /// Checks that this process opened the runtime, rather than being a child of it, and that nothing in the engine has
+    /// panicked.
     ///
     /// # Errors
     /// `Closed` in a child; `Internal` after a panic.
@@ -554,8 +556,8 @@ impl Engine {
             .remedy("exec a program in the child, or fork first and open the runtime in the child")
     }
 
-    /// Runs what changes the engine, or has the device do something for it. If it panics, the engine is given up, and that is
-    /// the error.
+    /// Runs work that changes the engine, or has the device do something for it. If it panics, the engine is given up,
+    /// and the error says so.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable); those of `work`.
@@ -564,11 +566,11 @@ impl Engine {
         caught(work).unwrap_or_else(|panic| Err(self.give_up(&panic)))
     }
 
-    /// Something panicked: nothing is admitted any more, and whoever waits is told.
+    /// Gives the engine up after a panic: nothing is admitted any more, and everyone who waits gets the error.
     #[cold]
     fn give_up(&self, panic: &str) -> Error {
         let (error, tickets) = self.latch.give_up(panic);
-        // From now on pins of resident pages ask too.
+        // From now on pins of resident pages take the latch too, and learn of it.
         self.gate.close();
         self.idle.notify_all();
         drop(News::failed(tickets, &error));
@@ -576,13 +578,13 @@ impl Engine {
         error
     }
 
-    /// Changes what is under the latch and carries out what follows.
+    /// Changes the state under the latch and carries out the effects.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable); then nothing changes any more.
     fn step<T>(&self, change: impl FnOnce(&mut Latched, &mut Effects) -> T) -> Result<T> {
         self.contain(|| {
-            // Told when the latch is free again, and at the end, also of a panic.
+            // Delivered after the latch is released, at the latest at the end of this closure, also after a panic.
             let mut news = News::default();
             let mut fx = Effects::default();
             let mut latched = self.latch.hold()?;
@@ -593,7 +595,7 @@ impl Engine {
         })
     }
 
-    /// Does something under the latch of which nothing follows.
+    /// Does something under the latch that has no effects.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable).
@@ -606,7 +608,7 @@ impl Engine {
         })
     }
 
-    /// Changes the pager under the latch and carries out what follows.
+    /// Changes the pager under the latch and carries out the effects.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable); then nothing changes.
@@ -614,12 +616,12 @@ impl Engine {
         self.step(|latched, fx| change(&mut latched.pager, fx))
     }
 
-    /// [`change`](Self::change) for those whom nobody asks how it went.
+    /// [`change`](Self::change) for callers that do not need the error.
     pub(crate) fn with<T>(&self, change: impl FnOnce(&mut Pager, &mut Effects) -> T) -> Option<T> {
         self.change(change).ok()
     }
 
-    /// Takes from the pager what was recorded of every use before this call. `None` where the engine is not
+    /// Calls `take` under the latch, after the pager has seen all uses before this call. `None` if the engine is not
     /// [usable](Self::usable).
     pub(crate) fn recorded<T>(&self, take: impl FnOnce(&mut Pager) -> T) -> Option<T> {
         let taken = self.hold(|latched| {
@@ -629,26 +631,26 @@ impl Engine {
         taken.ok()
     }
 
-    /// Looks at the pager under the latch. What was used without the latch stays in the log. `None` where the engine is not
+    /// Looks at the pager under the latch. Uses recorded without the latch stay in the log. `None` if the engine is not
     /// [usable](Self::usable).
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Pager) -> T) -> Option<T> {
         self.hold(|latched| look(&latched.pager)).ok()
     }
 
-    /// Requests that wait for what others hold: how many, and, of those that have for a second, who and what for.
+    /// How many requests wait for what others hold, and a text about those that have waited for a second.
     pub(crate) fn waits(&self) -> (usize, Arc<str>) {
         let Some(waiting) = self.look(Pager::waiting_count) else { return (0, "".into()) };
         (waiting, self.long_waits.lock().clone())
     }
 
-    /// Uses that were recorded and that the pager has not seen.
+    /// How many recorded uses the pager has not seen.
     pub(crate) fn unseen(&self) -> u64 {
         self.log.len()
     }
 
     /// Pins a resident page without the latch.
     //
-    // Without closures, which are not always inlined: what passes through memory on its way costs more than the pin.
+    // Without closures, which are not always inlined: passing values through memory costs more than the pin.
     #[inline(always)]
     pub(crate) fn try_pin_page(&self, page: PageId, word: &PageWord, purpose: Purpose, walker: WalkerId) -> bool {
         if !self.process.is_here() {
@@ -710,19 +712,20 @@ impl Engine {
         }
     }
 
-    /// Has the pager see what a full ring holds, and records a use.
+    /// Records a use after the pager has emptied a full ring.
     #[cold]
     fn record_late(&self, recorder: &mut Recorder, walker: WalkerId, access: Access) {
-        // No effects come of it, and so nobody's code runs here. Of an engine that was given up nobody counts uses.
+        // This has no effects, so no caller's code runs here. In an engine that was given up, uses need no counting.
         let _ = self.hold(|latched| latched.pager.record_all(&self.log));
         let _ = recorder.record_of(walker, access);
     }
 
-    /// Pages filled ahead have been used, or uses have to be told soon.
+    /// After a pin: has the pager look further ahead if the pin `reached` pages filled ahead, or the keeper empty a
+    /// `crowded` ring.
     #[cold]
     fn pinned_first(&self, reached: bool, crowded: bool) {
         if reached {
-            // The pager may look further.
+            // The pager may start fills further ahead.
             self.with(|pager, fx| pager.pump(fx));
         } else if crowded {
             self.keeper.hurry();
@@ -745,7 +748,7 @@ impl Engine {
         })?
     }
 
-    /// Asks for the frames that a scope said it needs.
+    /// Requests the frames that a scope is to reserve.
     pub(crate) fn reserve(&self, scope: ScopeId, frames: u32) -> Result<Received> {
         self.step(|latched, fx| {
             let submitted = latched.pager.reserve(scope, frames, fx);
@@ -768,7 +771,7 @@ impl Engine {
         }
     }
 
-    /// Nobody waits for this request any more. If its result was already there, the caller owns what it got.
+    /// Withdraws a request. Returns its result if that was already there: the caller then owns its pins.
     pub(crate) fn cancel(&self, id: RequestId, ticket: &Ticket) -> Option<Result<Granted>> {
         let waited = self.step(|latched, fx| {
             let waited = latched.tickets.remove(&id).is_some();
@@ -778,24 +781,24 @@ impl Engine {
             waited
         });
         match waited {
-            // The ticket left the table under the latch, but its result is delivered after it.
+            // The ticket left the table under the latch; its result is delivered after the latch is released.
             Ok(false) => ticket.wait(None),
             Ok(true) | Err(_) => None,
         }
     }
 
-    /// Releases the latch and carries out the effects, and those of the moves that could not be started: in a loop, so
+    /// Releases the latch and carries out the effects, and those of moves that could not be started. It is a loop, so
     /// that a device on which every move fails needs no stack.
     ///
-    /// Wakers come last. They run code of the caller's, on this thread: by then every move is under way and every
-    /// result is in its ticket, so that whatever they drop or cancel finds nothing half done. One that panics costs no
-    /// other its wake-up.
+    /// Wakers come last. They run code of the caller's on this thread. By then every move is under way and every result
+    /// is in its ticket, so whatever they drop or cancel finds nothing half done. If one panics, the others are still
+    /// woken.
     ///
     /// # Errors
-    /// As for [`usable`](Self::usable), if the engine is given up meanwhile.
+    /// As for [`usable`](Self::usable), if the engine was given up in the meantime.
     fn settle<'a>(&'a self, mut latched: Held<'a>, mut fx: Effects, news: &mut News) -> Result<()> {
         loop {
-            // Under the latch, so that it cannot hit the frame's next page. It only narrows access.
+            // Under the latch, so that it cannot affect the frame's next page. It only narrows access.
             let protect = |frame: FrameId| self.device.protect(frame).err().map(|error| (frame, error));
             let unprotected: Vec<_> = fx.protect.drain(..).filter_map(protect).collect();
             let (in_use, _) = latched.pager.device_frames();
@@ -824,12 +827,12 @@ impl Engine {
                 }
             }
             for (id, priority) in fx.raised.drain(..) {
-                // For the operations this move has still to come to.
+                // The raised priority is for the later operations of this move.
                 let stage = self.in_flight.lock().get_mut(&id).map(|entry| {
                     entry.planned.priority = priority;
                     entry.stage
                 });
-                // A store that has nothing of it would be woken for nothing.
+                // A store without an operation of this move need not be woken.
                 if stage.is_none_or(|stage| matches!(stage, Stage::Reading | Stage::Writing)) {
                     self.store.raise(Token(id.get()), priority);
                 }
@@ -862,9 +865,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives memory back to the system, up to `bytes` and to the end of a page; returns how much it was. First what no page
-    /// has, then copies of the host tier that are elsewhere too, then clean pages of the device tier. The host tier's memory
-    /// counts where the device's is memory of the same kind.
+    /// Gives memory back to the system, up to `bytes` and then to the end of a page; returns how much. Free frames come
+    /// first, then duplicates in the host tier, then clean pages of the device tier. The host tier takes part only on a
+    /// device that is no GPU, whose memory is of the same kind.
     pub(crate) fn trim(&self, bytes: Bytes) -> Bytes {
         let trimmed = self.contain(|| {
             let mut given = self.trim_device(bytes, false);
@@ -883,7 +886,7 @@ impl Engine {
     /// Gives a frame's memory back.
     ///
     /// # Errors
-    /// What the device says; the frame keeps its memory.
+    /// Errors of the device; the frame keeps its memory.
     fn discard(&self, frame: FrameId) -> Result<()> {
         let discarded = self.device.discard(frame);
         if let Err(error) = &discarded {
@@ -894,11 +897,12 @@ impl Engine {
 
     fn trim_device(&self, bytes: Bytes, evicting: bool) -> Bytes {
         let mut given = Bytes::ZERO;
-        // Frames that turn out to have no memory are not asked for again; others may get some meanwhile, without end.
+        // Each frame is asked for at most once: frames may get memory again meanwhile, so the loop might never end.
         let mut left = self.look(|pager| pager.device_frames().1).unwrap_or(0);
         while given < bytes && left > 0 {
             let count = self.pages_of(bytes.saturating_sub(given)).min(left);
-            // Set apart for this call: until the pager hears that they are discarded it gives them to no page.
+            // These frames are set apart for this call: the pager gives them to no page until it is told that they are
+            // discarded.
             let frames = self.with(|pager, fx| {
                 if evicting {
                     pager.trim(count, fx)
@@ -944,7 +948,7 @@ impl Engine {
         given
     }
 
-    /// The policy of the caller's, if it has panicked.
+    /// The panic of the caller's policy, if it has panicked.
     pub(crate) fn panicked_policy(&self) -> Option<&Panicked> {
         self.fate.as_ref()?.get()
     }
@@ -962,12 +966,12 @@ impl Engine {
         found.ok_or_else(|| Error::new(ErrorKind::Internal, format!("{id:?} is not known to the transfer engine")))
     }
 
-    /// Nobody has a segment any more.
+    /// Removes a segment that nobody uses any more.
     pub(crate) fn remove_segment(&self, id: SegmentId) {
         if !self.process.is_here() {
             return;
         }
-        // Before the pager hears of it: its room may be back before this call is.
+        // Before the pager is told, because the segment's room may be given back before that call returns.
         if let Ok(io) = self.segment_io(id)
             && let Source::Scratch { slots, .. } = &io.source
         {
@@ -976,7 +980,7 @@ impl Engine {
         self.with(|pager, fx| pager.remove_segment(id, fx));
     }
 
-    /// How long a read or a write may take before those who wait for it are told.
+    /// How long a read or a write may take before the requests that wait for it get an error.
     pub(crate) fn io_timeout(&self) -> Option<Duration> {
         self.io_timeout
     }
@@ -986,9 +990,9 @@ impl Engine {
         self.segments.write().get_mut(id.index()).and_then(Option::take)
     }
 
-    /// Gives back what a segment had. No operation of its pages is in flight, nor will one be: the pager lets a segment go
-    /// only when no move names one of its pages, and a move ends when the store or the device has reported its operation.
-    /// So its slots of the scratch file can be given back.
+    /// Gives back what a segment had. None of its pages has an operation in flight, or will have one: the pager
+    /// releases a segment only when no move names one of its pages, and a move ends when the store or the device has
+    /// reported its operation. So its slots of the scratch file can be given back.
     fn release(&self, io: Arc<SegmentIo>) {
         if let Source::File { file, .. } = &io.source {
             self.store.remove_file(*file);
@@ -1005,18 +1009,18 @@ impl Engine {
         io.base.offset(u64::from(page.index.get()) * self.page_bytes)
     }
 
-    /// Bytes of the page that exist.
+    /// How many bytes of the page exist.
     fn valid(&self, io: &SegmentIo, page: PageId) -> u64 {
         (io.len - (u64::from(page.index.get()) * self.page_bytes).min(io.len)).min(self.page_bytes)
     }
 
-    /// Submits the first operation of a move, which is the only one to be started now if it is a lone one. Returns the point
-    /// behind it if it is the copy of a fill and the device has taken it up.
+    /// Submits the first operation of a move. `lone` means that no other move is started now. If the operation is the
+    /// copy of a fill and the device has taken it up, returns the point behind it.
     fn start(&self, planned: Move, lone: bool) -> Result<Option<FillPoint>> {
         let io = self.segment_io(planned.page.segment)?;
         let address = self.address(&io, planned.page);
         if let Place::Device(frame) = planned.to {
-            // Nothing hides the mapping of a page that somebody waits for, unless it is read first.
+            // For a page that somebody waits for, nothing hides the time of the mapping, unless a read comes first.
             if lone && planned.priority == Priority::Demand && planned.from != Place::Disk && !is_inside() {
                 self.device.map_here(frame, address)?;
             } else {
@@ -1066,7 +1070,7 @@ impl Engine {
     /// Runs a copy between pinned pages and a caller's memory, and waits for it.
     ///
     /// # Errors
-    /// What the device says; `InvalidArgument` in a waker.
+    /// Errors of the device; `InvalidArgument` in a waker or a closure on a stream.
     pub(crate) fn copy_and_wait(&self, op: StreamOp) -> Result<()> {
         self.usable()?;
         let stream = {
@@ -1082,7 +1086,7 @@ impl Engine {
     /// Puts an operation of a caller's on a stream, and waits for its end.
     ///
     /// # Errors
-    /// What the device says; `InvalidArgument` in a waker.
+    /// Errors of the device; `InvalidArgument` in a waker or a closure on a stream.
     pub(crate) fn run_and_wait(&self, stream: StreamId, op: StreamOp, what: &str) -> Result<()> {
         self.usable()?;
         may_wait(what)?;
@@ -1090,13 +1094,13 @@ impl Engine {
             return Err(Error::new(ErrorKind::Closed, format!("{what} on a runtime that was closed")));
         }
         let (tell, told) = mpsc::sync_channel(1);
-        // There is room for one result, and it comes once.
+        // The channel has room for one result, and there is only one.
         self.run(stream, op, Box::new(move |result| drop(tell.try_send(result))));
-        // The device reports every token once, whatever happens; until then the memory stays borrowed.
+        // The device reports every token once, in every case; until then the memory stays borrowed.
         told.recv().unwrap_or_else(|_| Err(Error::new(ErrorKind::Internal, format!("{what} was never reported"))))
     }
 
-    /// Puts an operation of a caller's on a stream. It is followed by `at_end`, once, whatever happens.
+    /// Puts an operation of a caller's on a stream. `at_end` runs once, in every case.
     pub(crate) fn run(&self, stream: StreamId, op: StreamOp, at_end: AtEnd) {
         if let Err(error) = self.usable() {
             return at_end(Err(error));
@@ -1119,7 +1123,7 @@ impl Engine {
         }
     }
 
-    /// A stream for work of a caller's, on which nothing is.
+    /// A stream for work of a caller's, with nothing on it.
     pub(crate) fn take_stream(&self) -> Result<StreamId> {
         self.usable()?;
         let unused = std::mem::take(&mut self.callers.lock().unused);
@@ -1133,7 +1137,7 @@ impl Engine {
         stream.map_or_else(|| self.device.create_stream(StreamKind::Compute), Ok)
     }
 
-    /// What is on it goes on.
+    /// Returns a stream for later use. Work that is on it goes on.
     pub(crate) fn return_stream(&self, stream: StreamId) {
         if self.process.is_here() {
             self.callers.lock().unused.push(stream);
@@ -1187,15 +1191,15 @@ impl Engine {
         Ok(())
     }
 
-    /// The device has taken up an operation that waited for its page.
+    /// Tells the pager that the device has taken up an operation that waited for its page.
     fn taken_up(&self, token: Token, end: EventId) {
         if token.0 < CALLER_TOKENS {
-            // Of a write back, which also waits for mappings that change around it, the pager wants to know nothing.
+            // The pager ignores this for a write back, which also waits for mappings that change around it.
             self.with(|pager, fx| pager.taken(MoveId::new(token.0), FillPoint::new(end.0), fx));
         }
     }
 
-    /// Whether the end of an operation of the store asks for a hash of many bytes.
+    /// Whether completing this operation of the store means hashing many bytes.
     fn takes_long(&self, token: Token) -> bool {
         if self.page_bytes < LONG_HASH || token.0 >= CALLER_TOKENS {
             return false;
@@ -1209,16 +1213,17 @@ impl Engine {
     }
 
     fn completed(&self, done: &mut Vec<Completion>) {
-        // Callers' first, whom a panic in the rest must not cost their news: they lend memory until they hear.
+        // Callers' operations come first, so that a panic in the rest cannot keep the news from them: they lend memory
+        // until they get it.
         for Completion { token, result } in done.extract_if(.., |ended| ended.token.0 >= CALLER_TOKENS) {
             let at_end = self.callers.lock().pending.remove(&token.0);
-            // What it drops may be the caller's.
+            // Values that `at_end` drops may be the caller's.
             if let Some(Err(panic)) = at_end.map(|at_end| caught(|| at_end(result))) {
-                tracing::error!(panic, "what follows an operation on a stream panicked");
+                tracing::error!(panic, "the code that runs after an operation on a stream panicked");
             }
         }
         if !done.is_empty() {
-            // Whoever waits is told by now.
+            // On an error, everyone who waits has been told already.
             let _ = self.contain(|| self.moves_ended(done));
         }
     }
@@ -1253,13 +1258,13 @@ impl Engine {
         })
     }
 
-    /// Tells the pager, and keeps what nobody else is told: a page that was given up, a copy in the host tier that the
-    /// disk does not take.
+    /// Tells the pager that a move has ended, and notes failures that nobody else is told: a page that was given up,
+    /// and a copy in the host tier that the disk does not take.
     fn complete(&self, pager: &mut Pager, planned: Move, result: Result<()>, fx: &mut Effects) {
         let Move { id, page, from, to, .. } = planned;
         let error = result.as_ref().err().cloned();
         if error.is_some() {
-            // Before the page is given up, perhaps.
+            // This may have to come before the page is given up.
             self.note_lost_device(pager);
         }
         let lost = pager.stats().poisoned;
@@ -1267,7 +1272,7 @@ impl Engine {
         match error {
             Some(error) if pager.stats().poisoned > lost => {
                 let mut failures = self.failures.lock();
-                // Of a device that is lost, all such pages are noted.
+                // If the device is lost, all such pages are noted already.
                 if !failures.device_lost {
                     failures.lose(self.failure(PageRun { segment: page.segment, first: page.index, count: 1 }, error));
                 }
@@ -1275,12 +1280,12 @@ impl Engine {
             Some(error) if matches!((from, to), (Place::Host(_), Place::Disk)) => {
                 let run = PageRun { segment: page.segment, first: page.index, count: 1 };
                 let gone = fx.released.contains(&page.segment);
-                // Unless the device tier has newer bytes by now.
+                // Not if the device tier has newer bytes by now.
                 if !gone && pager.awaited(&[run]).is_some_and(|(_, tier)| tier == Tier::Host) {
                     self.failures.lock().hold(page, self.failure(run, error));
                 }
             }
-            // Written, or in the device tier, from which it will be written.
+            // The page was written, or it is in the device tier and will be written from there.
             None if matches!(from, Place::Host(_)) => drop(self.failures.lock().held.remove(&page)),
             _ => {}
         }
@@ -1297,7 +1302,7 @@ impl Engine {
         Failure { what, pages, bytes, error }
     }
 
-    /// Notes, once, what goes with a device that is lost: pages whose only valid bytes were there.
+    /// Notes, once, the pages that are lost with the device: their only valid bytes were there.
     fn note_lost_device(&self, pager: &Pager) {
         let Some(error) = self.device.lost() else { return };
         if std::mem::replace(&mut self.failures.lock().device_lost, true) {
@@ -1335,7 +1340,7 @@ impl Engine {
         io.source.tensors(start, start + self.page_bytes)
     }
 
-    /// Somebody waited for a page since then.
+    /// Notes that somebody has waited for a page since `since`.
     pub(crate) fn stalled(
         &self,
         cause: WaitCause,
@@ -1352,7 +1357,7 @@ impl Engine {
         }
     }
 
-    /// The `most` pages, of the segments there are, that were waited for longest.
+    /// The `most` pages of the existing segments that were waited for longest.
     pub(crate) fn worst_pages(&self, most: usize) -> Vec<PageStalls> {
         if !self.process.is_here() {
             return Vec::new();
@@ -1400,7 +1405,8 @@ impl Engine {
             }
             Stage::Writing => {
                 if let Source::Scratch { slots, .. } = &io.source {
-                    // The page is WritingBack, or its host copy busy: its bytes are those that were written.
+                    // The page is WritingBack, or its host copy is busy: its bytes are still the ones that were
+                    // written.
                     let buffer = self.io_buffer(planned, address)?;
                     slots.record(slot(slots, planned.page.index)?, buffer.checksum(self.page_bytes));
                 }
@@ -1419,7 +1425,7 @@ impl Engine {
         }
     }
 
-    /// Compares what was read with what is known of it.
+    /// Compares the bytes read with the hash or checksum that is known for them.
     fn check(&self, io: &SegmentIo, page: PageId, buffer: HostPointer) -> Result<()> {
         match &io.source {
             Source::File { learned: None, .. } => Ok(()),
@@ -1441,8 +1447,8 @@ impl Engine {
     /// [`shut_down`](Self::shut_down) for the last owner, wherever it is dropped.
     pub(crate) fn shut_down_at_last(self: &Arc<Self>) {
         if !self.process.is_here() {
-            // There are no threads to end, and the ring and the files are the parent's. The child's copy of all that goes
-            // with the child.
+            // There are no threads to end, and the ring and the files are the parent's. The child's copy of all that
+            // goes when the child ends.
             return std::mem::forget(self.clone());
         }
         let close = |engine: &Arc<Self>| {
@@ -1456,7 +1462,7 @@ impl Engine {
         let engine = self.clone();
         if let Err(cause) = std::thread::Builder::new().name("outcore-close".into()).spawn(move || close(&engine)) {
             tracing::error!(%cause, "no thread to close the runtime: its memory stays");
-            // Operations in flight use it.
+            // Operations in flight use the memory.
             std::mem::forget(self.clone());
         }
     }
@@ -1467,7 +1473,7 @@ impl Engine {
             return Err(self.in_a_child());
         }
         may_wait("the end of a runtime")?;
-        // Whoever closes again knows that the disk does not answer.
+        // A second close does not wait again for a disk that does not answer.
         let again = self.closed.load(Ordering::Acquire);
         let limit = if again { Duration::ZERO } else { self.store.close_limit() };
         match self.drained(limit) {
@@ -1480,14 +1486,14 @@ impl Engine {
                 };
                 return Err(self.abandon(Duration::ZERO, told));
             }
-            // What nobody knows to be idle is not given back.
+            // What may still be in use is not given back.
             Err(given_up) => return Err(self.abandon(limit, |_| given_up)),
         }
         self.keeper.stop();
         self.closed.store(true, Ordering::Release);
         let store = self.store.close();
         let device = self.device.close();
-        // After the streams, whose closures may drop tensors.
+        // After the streams have ended: closures on them may drop tensors.
         let room = if again || self.room.drain(limit) {
             Ok(())
         } else {
@@ -1499,8 +1505,8 @@ impl Engine {
         store.and(device).and(room)
     }
 
-    /// Stops admitting, and waits for everything in flight. Whether all of it has ended: it has not if the disk ends nothing
-    /// for as long as the limit says.
+    /// Stops admitting, and waits for everything in flight. Returns whether all of it has ended; false if the disk
+    /// completes nothing within `limit`.
     ///
     /// # Errors
     /// As for [`usable`](Self::usable).
@@ -1520,8 +1526,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Ends although something is in flight, or may be. What the kernel or the device may still touch is never given back.
-    /// The error for whoever waits, of what the store says.
+    /// Ends although something is, or may be, in flight. Memory that the kernel or the device may still touch is never
+    /// given back. Returns the error that everyone who waits gets; `told` makes it from the store's.
     fn abandon(self: &Arc<Self>, limit: Duration, told: impl FnOnce(Option<Error>) -> Error) -> Error {
         let tickets = self.hold(|latched| std::mem::take(&mut latched.tickets)).unwrap_or_default();
         self.keeper.stop();
@@ -1547,7 +1553,7 @@ impl Engine {
         let (pages, bytes) = failures.more;
         let more = (pages > 0).then(|| {
             let bytes = Bytes::new(bytes);
-            let what = format!("{pages} more pages ({bytes}) are lost, of which the errors were not kept");
+            let what = format!("{pages} more pages ({bytes}) are lost; their errors were not kept");
             Error::new(ErrorKind::Poisoned, what).remedy("see the first ones")
         });
         let held = failures.held.values().map(|held| {
@@ -1558,7 +1564,7 @@ impl Engine {
         given_up.into_iter().chain(lost).chain(more).chain(held).chain(policy).collect()
     }
 
-    /// What was lost since the start, as one error; the first is the cause.
+    /// All losses since the start as one error; its cause is the first one's.
     pub(crate) fn lost(&self) -> Option<Error> {
         let failures = self.failures.lock();
         let first = failures.lost.first()?;
@@ -1583,8 +1589,8 @@ fn tell_of_discard(pager: &mut Pager, frame: FrameId, discarded: Result<()>, fx:
     }
 }
 
-/// Says something through `tracing`, whose subscriber is the caller's: it may call the runtime, so not under the latch, and if it
-/// panics nobody else is to miss anything.
+/// Logs through `tracing`. Its subscriber is the caller's: it may call the runtime, so never log under the latch; and
+/// if it panics, the rest must go on.
 fn log(say: impl FnOnce()) {
     let _ = caught(say);
 }

@@ -1,13 +1,13 @@
-//! Each thread's recorder of hits, by runtime.
+//! Each thread's recorders of hits, one for each runtime.
 
-#![allow(clippy::vec_box, reason = "recorders go to and fro between their two places, and need not be copied for it")]
+#![allow(clippy::vec_box, reason = "recorders move between two places, and boxed ones need no copying")]
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::pager::{AccessLog, Recorder};
 
-/// Names a runtime among those of this process; never used again.
+/// Names a runtime of this process; a name is never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RuntimeName(u64);
 
@@ -18,11 +18,11 @@ impl RuntimeName {
     }
 }
 
-/// Recorders a thread keeps. One that was not used for longest is made anew when it is wanted again: its ring goes when
-/// what it recorded has been told.
+/// How many recorders a thread keeps. The one used longest ago is dropped, and made anew when it is needed again; its
+/// ring goes when the pager has read it.
 const KEPT: usize = 8;
 
-/// A thread's recorder, for one runtime. Written at every use, so no other thread's is beside it.
+/// A thread's recorder for one runtime. It is written at every use, so no other thread's data shares its cache lines.
 #[repr(align(128))]
 pub(super) struct Named {
     runtime: RuntimeName,
@@ -30,13 +30,13 @@ pub(super) struct Named {
 }
 
 thread_local! {
-    /// The one used last, unless it is in use.
+    /// The recorder used last, unless it is in use.
     static LAST: Cell<Option<Box<Named>>> = const { Cell::new(None) };
-    /// The others, in the order of use.
+    /// The other recorders, in the order of use.
     static OTHERS: RefCell<Vec<Box<Named>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// This thread's recorder, to be [given back](give_back). A thread that is ending has none: then one is made for this use.
+/// Takes this thread's recorder, to be [given back](give_back). On a thread that is ending it makes one for this use.
 #[inline(always)]
 pub(super) fn take(name: RuntimeName, log: &AccessLog) -> Box<Named> {
     match LAST.try_with(Cell::take) {
@@ -46,7 +46,7 @@ pub(super) fn take(name: RuntimeName, log: &AccessLog) -> Box<Named> {
     }
 }
 
-/// Keeps a recorder for the thread's next use, unless the thread is ending: then its ring goes.
+/// Keeps a recorder for the thread's next use. On a thread that is ending it drops it, and its ring goes.
 #[inline(always)]
 pub(super) fn give_back(named: Box<Named>) {
     let _ = LAST.try_with(|last| last.set(Some(named)));
@@ -82,7 +82,7 @@ mod tests {
     use crate::ids::{PageId, PageIndex, SegmentClass};
     use crate::pager::{Access, Backing, Pager, PagerConfig, PolicyKind, Recorded};
 
-    /// The uses of some are told while they live, of others afterwards, and some record none.
+    /// Some threads' uses are read while the thread lives, others' afterwards, and some threads record none.
     #[test]
     fn regression_threads_that_have_ended_leave_no_rings() {
         let (name, log) = (RuntimeName::new(), AccessLog::new());
@@ -108,7 +108,7 @@ mod tests {
                     pager.record(&log);
                 }
                 step.wait();
-                // With its thread-locals; the end of the scope waits for the closure alone.
+                // Waits for the thread-locals too: the end of the scope waits only for the closure.
                 ends.join().unwrap();
             });
             assert!(log.rings() <= 3, "{} rings after {n} threads", log.rings());

@@ -1,8 +1,9 @@
-//! Room of the scratch file that is given back by a thread of its own.
+//! A thread that gives back room of the scratch file.
 //!
-//! Where the last handle of a tensor goes on a thread of a store or a device, in a waker or in a closure on a stream, others
-//! wait for what that thread has to report next, and to give room back takes long. One thread does it for all of them, one
-//! tensor after the other. It is there as long as there is something to do, and closing the runtime waits for it.
+//! Giving room back takes long. If the last handle of a tensor is dropped on a thread of a store or a device, in a
+//! waker or in a closure on a stream, others wait for what that thread has to report next. So one thread does it for
+//! all of them, one tensor after the other. It runs only while there is something to give back, and closing the runtime
+//! waits for it.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -20,24 +21,24 @@ pub(super) struct RoomKeeper(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Of one more the room was given back, or the thread ends.
+    /// Signalled when the room of one more segment was given back, and when the thread ends.
     gone: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Each gives its room back when it is dropped.
+    /// Segments whose room is to be given back, which each does when it is dropped.
     waiting: VecDeque<Arc<SegmentIo>>,
-    /// There is a thread, which will look at what is waiting once more before it ends.
+    /// A thread is running, and will look at `waiting` once more before it ends.
     running: bool,
-    /// The one started last.
+    /// The thread that was started last.
     thread: Option<JoinHandle<()>>,
-    /// Of how many the room was given back.
+    /// How many segments' room was given back.
     done: u64,
 }
 
 impl RoomKeeper {
-    /// Has what a segment had of the scratch file given back, soon. Nobody else may have any use for it.
+    /// Has the scratch room of a segment given back soon. Nobody else may use the segment.
     pub(super) fn give_back(&self, io: Arc<SegmentIo>) {
         let mut state = self.0.state.lock();
         state.waiting.push_back(io);
@@ -48,7 +49,7 @@ impl RoomKeeper {
         match thread::Builder::new().name("outcore-room".into()).spawn(move || shared.run()) {
             Ok(thread) => {
                 state.running = true;
-                // The one before it, if there was any, has nothing left to do but to end.
+                // An earlier thread has nothing left to do but end.
                 state.thread = Some(thread);
             }
             Err(cause) => {
@@ -60,8 +61,8 @@ impl RoomKeeper {
         }
     }
 
-    /// Waits until nothing is left to give back and the thread has ended, as long as it does one in each `limit`. Whether
-    /// that is so.
+    /// Waits until nothing is left to give back and the thread has ended. Returns false if no segment is finished
+    /// within a `limit`.
     pub(super) fn drain(&self, limit: Duration) -> bool {
         let mut state = self.0.state.lock();
         while state.running {
@@ -88,7 +89,7 @@ impl Shared {
             state.done += 1;
             self.gone.notify_all();
         }
-        // Under the same hold of the lock as the last look: who comes later starts another one.
+        // Under the same hold of the lock as the last look: a later caller starts another thread.
         state.running = false;
         self.gone.notify_all();
     }

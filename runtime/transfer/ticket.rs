@@ -1,4 +1,4 @@
-//! What a caller holds while its request waits: a place for the result, and who to wake.
+//! What a caller holds while its request waits: a place for the result, and a waker.
 
 use std::task::{Poll, Waker};
 use std::time::Instant;
@@ -34,7 +34,7 @@ impl Ticket {
         self.since
     }
 
-    /// Puts the result in; whoever polls for it is still to be woken.
+    /// Puts the result in. Returns the waker of a poller, which the caller has yet to wake.
     pub(super) fn fulfil(&self, result: Result<Granted>) -> Option<Waker> {
         let mut state = self.state.lock();
         state.result = Some(result);
@@ -63,7 +63,7 @@ impl Ticket {
     }
 
     pub(crate) fn poll(&self, waker: &Waker) -> Poll<Result<Granted>> {
-        // To clone and to drop a waker is to run code of the caller's, which is not done under the lock.
+        // Cloning or dropping a waker runs code of the caller's, which must not happen under the lock.
         let waker = waker.clone();
         let mut state = self.state.lock();
         if let Some(result) = state.result.take() {

@@ -1,4 +1,4 @@
-//! Who waits for what, in words.
+//! Describes in words which requests wait for what.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::ids::{Bytes, PageId, RequestId, ScopeId};
 use crate::pager::{self, Purpose, WaitsFor};
 
-/// What [`Runtime::waiting`](crate::Runtime::waiting) says.
+/// The result of [`Runtime::waiting`](crate::Runtime::waiting).
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Waiting {
-    /// Requests that wait, in the order they are served: the first of them.
+    /// Waiting requests in the order they are served, up to 64.
     pub waiters: Vec<Waiter>,
-    /// How many there are.
+    /// How many requests wait in all.
     pub total: usize,
 }
 
@@ -26,23 +26,23 @@ pub struct Waiting {
 pub struct Waiter {
     /// The request.
     pub id: RequestId,
-    /// Its scope; none if it is outside of scopes.
+    /// Its scope; None if it is outside of scopes.
     pub scope: Option<ScopeName>,
-    /// Whether its scope holds pins meanwhile.
+    /// Whether its scope holds pins while it waits.
     pub holds: bool,
     /// What it wants to pin.
     pub wants: String,
-    /// How much that is, in whole pages.
+    /// The size of that, in whole pages.
     pub size: Bytes,
     /// Whether it wants to write.
     pub writes: bool,
-    /// For how long it has waited.
+    /// How long it has waited.
     pub waited: Duration,
-    /// What is in its way.
+    /// What it waits for.
     pub waits_for: WaitsFor,
-    /// That, in words.
+    /// The same in words.
     pub obstacle: String,
-    /// Who has it; empty where it waits for reads and copies.
+    /// Who holds that; empty if it waits for reads and copies.
     pub holders: Vec<Holder>,
 }
 
@@ -63,21 +63,21 @@ impl fmt::Display for ScopeName {
     }
 }
 
-/// Who has pages pinned.
+/// A scope that has pages pinned, or all pins outside of scopes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Holder {
-    /// The scope; none of pins outside of scopes, of which nothing is known.
+    /// The scope; None for pins outside of scopes, whose owners are not known.
     pub scope: Option<ScopeName>,
-    /// How many pages.
+    /// How many pages it has pinned.
     pub pages: u64,
     /// Whether one of them is pinned for writing.
     pub writes: bool,
 }
 
-/// Requests told of.
+/// The most requests that are reported.
 const MOST: usize = 64;
-/// Holders named in a line.
+/// The most holders that are named in a line.
 const NAMED: usize = 8;
 
 impl fmt::Display for Waiting {
@@ -133,10 +133,10 @@ impl fmt::Display for Waiter {
 }
 
 impl Engine {
-    /// Who waits for what.
+    /// Which requests wait for what.
     pub(crate) fn waiting(&self) -> Waiting {
         let now = Instant::now();
-        // Every page is looked at, and so not under the latch.
+        // `told` looks at every page, so it runs after the latch is released.
         let Some(seen) = self.look(|pager| pager.who_waits(MOST)) else { return Waiting::default() };
         let (waiters, total) = seen.told();
         let since: Result<Vec<Option<Instant>>> = self.hold(|latched| {
@@ -180,7 +180,7 @@ impl Engine {
                     format!("guards and scopes have more than the budget of {budget} frames ({size})")
                 }
             }
-            // Moves: there is nothing else.
+            // Only moves are left.
             _ => "waits for reads, writes or copies that are under way".to_owned(),
         };
         let holder = |pager::Holder { scope, pages, writes, .. }| Holder { scope: name(scope), pages, writes };

@@ -1,14 +1,15 @@
-//! The calls of the CUDA driver that the device makes, each checked and named in its error. cudarc's types go no further
-//! than this folder.
+//! The calls of the CUDA driver that the device makes, each checked and named in its error. cudarc's types stay within
+//! this folder.
 //!
 //! # Invariants
 //!
-//! 1. Nothing of cudarc is called before [`load`] has found the driver's library, and [`require`] the functions that are
-//!    used: it panics where there are none.
-//! 2. Every call that needs a context is made with the device's own current ([`Context::enter`]), and the caller's
-//!    current context is restored afterwards. So is the caller's mode of capture: while somebody captures a graph, calls
-//!    from any other thread may be forbidden and spoil it, but not those of a thread that has said it knows better.
-//! 3. Handles are destroyed once, by their owner, after what uses them has ended.
+//! 1. Nothing of cudarc is called before [`load`] has found the driver's library and [`require`] the functions that are
+//!    used: cudarc panics where one is missing.
+//! 2. Every call that needs a context is made with the device's own context current ([`Context::enter`]), and the
+//!    caller's current context is restored afterwards. So is the caller's capture mode: while somebody captures a
+//!    graph, calls from other threads may be forbidden and spoil the capture, unless the calling thread has set the
+//!    relaxed mode.
+//! 3. Handles are destroyed once, by their owner, after everything that uses them has ended.
 
 use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
@@ -22,14 +23,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 use crate::machine;
 
-/// CUDA 12.0. Every function used here exists since; older drivers were not looked at.
+/// CUDA 12.0. It has every function used here; older drivers were not examined.
 const OLDEST_DRIVER: i32 = 12000;
-/// CUDA 12.2: since then the driver says which node of host memory is nearest.
+/// CUDA 12.2: since then the driver tells which node of host memory is nearest.
 const NUMA_DRIVER: i32 = 12020;
-/// CUDA 13.0: since then several copies can be given to the driver at once, in the form used here.
+/// CUDA 13.0: since then one call can carry several copies, in the form used here.
 const BATCHES_DRIVER: (u32, u32) = (13, 0);
 
-/// An error of the driver while doing `what`.
+/// An error of the driver during `what`.
 pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
     let kind = match error.0 {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => ErrorKind::OutOfMemory,
@@ -51,7 +52,7 @@ pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
             "the driver's library and kernel module differ: reboot or reinstall"
         }
         CUresult::CUDA_ERROR_NOT_SUPPORTED => {
-            "install a newer NVIDIA driver; if that does not help, the GPU or its mode does not have this: use the host device"
+            "install a newer NVIDIA driver; if that does not help, this GPU or its mode lacks it: use the host device"
         }
         CUresult::CUDA_ERROR_NOT_PERMITTED | CUresult::CUDA_ERROR_OPERATING_SYSTEM => {
             "check this process's rights and limits (the GPU's device files, `ulimit -l`)"
@@ -61,7 +62,7 @@ pub(super) fn failed(what: impl Into<String>, error: DriverError) -> Error {
     Error::new(kind, message).remedy(remedy)
 }
 
-/// Whether an error means that the context is lost: every later call would return it too.
+/// Whether an error means that the context is lost: every later call would return an error too.
 fn is_fatal(error: DriverError) -> bool {
     use CUresult as R;
     matches!(
@@ -85,7 +86,8 @@ fn is_fatal(error: DriverError) -> bool {
     )
 }
 
-/// Whether an error is about a capture into a graph. It says nothing of the device; a call that ends with it has done nothing.
+/// Whether an error is about a capture into a graph. It says nothing about the device; a call that ends with it has
+/// done nothing.
 fn is_of_capture(error: DriverError) -> bool {
     use CUresult as R;
     matches!(
@@ -104,17 +106,17 @@ fn is_of_capture(error: DriverError) -> bool {
 
 static LIBRARY: OnceLock<Handle<c_void>> = OnceLock::new();
 
-/// Whether the driver's library has a function. cudarc panics where one is called that it has not.
+/// Whether the driver's library has a function. cudarc panics if a missing one is called.
 fn has_function(name: &CStr) -> bool {
     // SAFETY: the handle is that of a library that is never closed, and the name is a C string.
     LIBRARY.get().is_some_and(|library| !unsafe { libc::dlsym(library.0, name.as_ptr()) }.is_null())
 }
 
-/// The functions that are called before the driver's version is known, and to say what failed.
+/// The functions that are called before the driver's version is known, and for the texts of errors.
 const NEEDED_FIRST: [&CStr; 3] = [c"cuInit", c"cuDriverGetVersion", c"cuGetErrorString"];
 
-/// Every other function that is called here, by cudarc's functions too. Beyond these only `cuMemcpyBatchAsync_v2`, which is
-/// looked for where it would be used.
+/// Every other function that is called here, also by cudarc's functions. Only `cuMemcpyBatchAsync_v2` is not among
+/// them: it is looked for where it would be used.
 const NEEDED: [&CStr; 42] = [
     c"cuCtxGetStreamPriorityRange",
     c"cuCtxPopCurrent_v2",
@@ -166,24 +168,25 @@ fn require(functions: &[&CStr], is_there: impl Fn(&CStr) -> bool) -> Result<()> 
     let Some(missing) = functions.iter().find(|name| !is_there(name)) else { return Ok(()) };
     let message = format!("the CUDA driver's library has no function {}", missing.to_string_lossy());
     Err(Error::new(ErrorKind::Unsupported, message).remedy(
-        "check that the libcuda.so that is found first (LD_LIBRARY_PATH) is the NVIDIA driver's own, and install a newer \
-         driver if it is",
+        "check that the libcuda.so that is found first (LD_LIBRARY_PATH) is the NVIDIA driver's own, and install a \
+         newer driver if it is",
     ))
 }
 
-/// Finds the driver's library, once it is there for good.
+/// Loads the driver's library, once; it stays loaded.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] where there is none.
+/// [`ErrorKind::Unsupported`] if there is none.
 fn load() -> Result<()> {
     if LIBRARY.get().is_some() {
         return Ok(());
     }
-    // The names cudarc looks for, in its order. Its own probe is missing where another crate links the library.
+    // The names that cudarc looks for, in its order. Its own check does not exist where another crate links the
+    // library.
     let names =
         [c"libcuda.so", c"libcuda.so.13", c"libcuda.so.12", c"libcuda.so.11", c"libcuda.so.10", c"libcuda.so.1"];
     for name in names {
-        // SAFETY: the name is a C string. A driver's initialisers are trusted as the driver is.
+        // SAFETY: the name is a C string. The driver's initialisers are trusted as the driver is.
         let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if !library.is_null() {
             // Never closed: cudarc keeps addresses of its functions.
@@ -195,7 +198,7 @@ fn load() -> Result<()> {
         .remedy("install the NVIDIA driver (in a container: start it with the GPU), or use the host device"))
 }
 
-/// The driver, initialised, new enough and whole.
+/// Starts the driver, and checks that it is new enough and has all functions.
 fn start() -> Result<i32> {
     load()?;
     require(&NEEDED_FIRST, has_function)?;
@@ -214,11 +217,11 @@ fn start() -> Result<i32> {
     Ok(version)
 }
 
-/// The GPUs there are.
+/// The GPUs of this machine.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if there is no driver, or it is too old; [`ErrorKind::NotFound`] if there is no GPU; what
-/// else the driver says.
+/// [`ErrorKind::Unsupported`] if there is no driver, or it is too old; [`ErrorKind::NotFound`] if there is no GPU;
+/// other errors of the driver.
 pub fn cuda_devices() -> Result<Vec<CudaDeviceInfo>> {
     let version = start()?;
     let count = result::device::get_count().map_err(|error| failed("count the GPUs", error))?;
@@ -236,7 +239,7 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
     let uuid = result::device::get_uuid(device).map_err(|error| failed(about("UUID"), error))?;
     let digits: String = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
     let mut pci = [0_u8; 32];
-    // SAFETY: the buffer has the length that is said.
+    // SAFETY: the buffer has the given length.
     let outcome = unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, device) };
     outcome.result().map_err(|error| failed(about("PCI address"), error))?;
     let pci = pci.split(|byte| *byte == 0).next().unwrap_or_default();
@@ -245,7 +248,7 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
     let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, "compute capability")?;
     let minor = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, "compute capability")?;
     let pci = String::from_utf8_lossy(pci).to_ascii_lowercase();
-    // An older driver does not know the question; the kernel may know the answer. Nothing depends on it but speed.
+    // An older driver cannot answer this; the kernel may. Only speed depends on it.
     let node = if version >= NUMA_DRIVER { attribute(A::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, "node").ok() } else { None };
     let numa_node = node.and_then(|node| u32::try_from(node).ok());
     Ok(CudaDeviceInfo {
@@ -271,7 +274,7 @@ fn info(ordinal: i32, version: i32) -> Result<CudaDeviceInfo> {
     })
 }
 
-/// The GPU a selector means.
+/// The GPU that a selector names.
 ///
 /// # Errors
 /// As [`cuda_devices`]; [`ErrorKind::NotFound`] if there is no such GPU.
@@ -294,7 +297,7 @@ pub fn cuda_device(selector: &CudaDeviceSelector) -> Result<CudaDeviceInfo> {
 #[derive(Debug)]
 struct Handle<T>(*mut T);
 
-// SAFETY: the driver's handles are opaque, and its functions may be called from any thread; owners see to invariant 3.
+// SAFETY: the driver's handles are opaque, and its functions may be called from any thread; owners ensure invariant 3.
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
@@ -322,15 +325,15 @@ pub(super) struct Locked {
     pub(super) base: HostPointer,
 }
 
-/// A context is current on this thread until this is dropped, and captures of graphs do not limit its calls.
+/// While this lives, a context is current on this thread, and captures of graphs do not limit its calls.
 #[must_use]
 pub(super) struct Current<'a> {
-    /// The thread's own mode of capture, if it was changed.
+    /// The thread's own capture mode, if it was changed.
     mode: Option<sys::CUstreamCaptureMode>,
     stays: PhantomData<(&'a Context, *const ())>,
 }
 
-/// Sets this thread's mode of capture; returns the one before.
+/// Sets this thread's capture mode; returns the earlier one.
 fn exchange_capture_mode(mut mode: sys::CUstreamCaptureMode) -> Outcome<sys::CUstreamCaptureMode> {
     // SAFETY: `mode` is a value of the type asked for, and a place for the result.
     let outcome = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
@@ -385,13 +388,13 @@ impl Drop for Context {
 
 type Call<T = ()> = std::result::Result<T, DriverError>;
 
-/// What a call of the driver came to.
+/// The failure of a call of the driver.
 #[derive(Clone, Debug)]
 pub(super) struct Failure {
     pub(super) error: Error,
     /// The device is lost.
     pub(super) fatal: bool,
-    /// A capture forbids the call, or what it asks about was captured.
+    /// A capture forbids the call, or the call asks about something captured.
     pub(super) captured: bool,
 }
 
@@ -400,13 +403,13 @@ impl Failure {
         Self { fatal: is_fatal(error), captured: is_of_capture(error), error: failed(what, error) }
     }
 
-    /// A stream that is being captured was not waited for, which would spoil the capture.
+    /// The failure for not waiting for a stream that is being captured, because the wait would spoil the capture.
     pub(super) fn captured(error: Error) -> Self {
         Self { error, fatal: false, captured: true }
     }
 }
 
-/// A refusal of our own.
+/// A refusal of this crate's, not of the driver's.
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self { error, fatal: false, captured: false }
@@ -446,7 +449,7 @@ impl Context {
 
     /// Makes the context current on this thread.
     pub(super) fn enter(&self) -> Outcome<Current<'_>> {
-        // SAFETY: the context lives as long as `self`; the value returned, which stays on this thread, takes it back.
+        // SAFETY: the context lives as long as `self`. The returned value, which stays on this thread, pops it.
         named("enter the CUDA context", unsafe { sys::cuCtxPushCurrent_v2(self.raw.0) }.result())?;
         let mut current = Current { mode: None, stays: PhantomData };
         current.mode = Some(exchange_capture_mode(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?);
@@ -468,7 +471,7 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
-    // Virtual memory. These calls concern device addresses only, which are no memory of this program.
+    // Virtual memory. These calls concern only device addresses, which are no memory of this program.
 
     pub(super) fn reserve(&self, _: &Current<'_>, len: u64, align: u64) -> Outcome<u64> {
         let mut base = 0;
@@ -483,7 +486,7 @@ impl Context {
     }
     pub(super) fn create(&self, _: &Current<'_>, len: u64) -> Outcome<u64> {
         let mut handle = 0;
-        // SAFETY: `handle` is a place for the result, and `prop` says what is wanted.
+        // SAFETY: `handle` is a place for the result, and `prop` describes the memory.
         let outcome = unsafe { sys::cuMemCreate(&raw mut handle, len as usize, &raw const self.prop, 0) };
         named("take memory of the GPU", outcome.result())?;
         Ok(handle)
@@ -501,7 +504,7 @@ impl Context {
             location: self.prop.location,
             flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        // SAFETY: one description is passed; else concerns device addresses only.
+        // SAFETY: one description is passed; otherwise this concerns device addresses only.
         let outcome = unsafe { sys::cuMemSetAccess(address, len as usize, &raw const access, 1) };
         named("allow the GPU access to its memory", outcome.result())
     }
@@ -513,17 +516,17 @@ impl Context {
     // Host memory.
 
     pub(super) fn lock(&self, _: &Current<'_>, base: HostPointer, len: u64) -> Outcome {
-        // SAFETY: whoever made the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
+        // SAFETY: the maker of the pointer promises that the memory stays until it is unlocked (`Device::lock_host`).
         let outcome = unsafe { sys::cuMemHostRegister_v2(base.as_ptr().cast(), len as usize, 0) };
         named("lock host memory for the GPU", outcome.result())
     }
     pub(super) fn unlock(&self, _: &Current<'_>, base: HostPointer) -> Outcome {
-        // SAFETY: the caller of `Device::unlock_host` says that no operation uses it.
+        // SAFETY: the caller of `Device::unlock_host` promises that no operation uses it.
         let outcome = unsafe { sys::cuMemHostUnregister(base.as_ptr().cast()) };
         named("unlock host memory", outcome.result())
     }
     pub(super) fn alloc_locked(&self, _: &Current<'_>, len: usize) -> Outcome<Locked> {
-        // SAFETY: asks for new memory. No flags: it is read by the CPU too.
+        // SAFETY: asks for new memory. No flags, because the CPU reads it too.
         let base = named("take locked host memory", unsafe { result::malloc_host(len, 0) })?;
         let Some(base) = std::ptr::NonNull::new(base.cast()) else {
             return named("take locked host memory", Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)));
@@ -550,7 +553,7 @@ impl Context {
     /// A stream that somebody else made.
     ///
     /// # Safety
-    /// The handle is that of a stream, and stays so for as long as the value returned is used.
+    /// The handle is that of a stream, and stays valid as long as the returned value is used.
     pub(super) unsafe fn adopt_stream(&self, _: &Current<'_>, raw: RawStream) -> Outcome<StreamHandle> {
         let stream: sys::CUstream = raw.as_ptr().cast();
         if raw.as_ptr() as usize == PER_THREAD_STREAM {
@@ -569,7 +572,7 @@ impl Context {
         }
         Ok(StreamHandle(Handle(stream)))
     }
-    /// Whether what is put on the stream goes into a graph instead.
+    /// Whether operations put on the stream go into a graph instead of running.
     pub(super) fn is_capturing(&self, _: &Current<'_>, stream: &StreamHandle) -> Outcome<bool> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream is not destroyed while it is borrowed; `status` is a place for the result.
@@ -593,7 +596,7 @@ impl Context {
         let flags =
             sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the result. Blocking: who waits sleeps instead of spinning.
+        // SAFETY: `raw` is a place for the result. Blocking: waiting threads sleep instead of spinning.
         named("create a CUDA event", unsafe { sys::cuEventCreate(&raw mut raw, flags) }.result())?;
         Ok(EventHandle(Handle(raw)))
     }
@@ -610,7 +613,7 @@ impl Context {
         // SAFETY: neither is destroyed while it is borrowed.
         named("make a CUDA stream wait", unsafe { result::stream::wait_event(stream.0.0, event.0.0, flags) })
     }
-    /// Whether the event has happened. Only "not ready" means that it has not.
+    /// Whether the event has happened. Only the answer "not ready" means that it has not.
     pub(super) fn happened(&self, _: &Current<'_>, event: &EventHandle) -> Outcome<bool> {
         // SAFETY: the event is not destroyed while it is borrowed.
         match unsafe { result::event::query(event.0.0) } {
@@ -660,7 +663,7 @@ impl Context {
     pub(super) fn has_batches(&self) -> bool {
         self.batches
     }
-    /// Several copies, in no order among each other. Only where there [are batches](Self::has_batches).
+    /// Carries out several copies, in no order among each other. Only if the driver [has batches](Self::has_batches).
     ///
     /// # Safety
     /// The host memory of all of them is locked, stays valid, and is accessed by nobody else until they have ended.
@@ -668,7 +671,7 @@ impl Context {
         let mut to: Vec<u64> = copies.iter().map(|copy| copy.to).collect();
         let mut from: Vec<u64> = copies.iter().map(|copy| copy.from).collect();
         let mut lens: Vec<usize> = copies.iter().map(|copy| copy.len as usize).collect();
-        // Hints are for memory that the driver moves about.
+        // The hints are for memory that the driver moves by itself.
         let nowhere = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
         let mut attributes = sys::CUmemcpyAttributes {
             srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
@@ -679,7 +682,7 @@ impl Context {
         let (to, from, lens, count) = (to.as_mut_ptr(), from.as_mut_ptr(), lens.as_mut_ptr(), copies.len());
         let mut first = 0;
         let (attributes, first) = (&raw mut attributes, &raw mut first);
-        // SAFETY: the caller's promise; the lists have the length that is said, and one attribute is for all.
+        // SAFETY: the caller's promise; the lists have the given length, and one attribute is for all copies.
         let outcome = unsafe { sys::cuMemcpyBatchAsync_v2(to, from, lens, count, attributes, first, 1, stream.0.0) };
         named("copy a batch", outcome.result())
     }
@@ -689,8 +692,8 @@ impl Context {
         named("zero memory of the GPU", outcome.result())
     }
     /// # Safety
-    /// `function` may be called with `argument` on any thread, as often as graphs are launched that captured it, and neither
-    /// panics nor calls the driver.
+    /// `function` may be called with `argument` on any thread, as often as graphs that captured it are launched. It
+    /// neither panics nor calls the driver.
     pub(super) unsafe fn call(
         &self,
         _: &Current<'_>,
@@ -708,7 +711,7 @@ impl Context {
 mod tests {
     use super::*;
 
-    /// cudarc panics where one of them is called and missing.
+    /// cudarc panics if a missing one of these is called.
     #[test]
     fn regression_a_driver_without_a_function_is_refused_by_its_name() {
         for functions in [&NEEDED_FIRST[..], &NEEDED[..]] {

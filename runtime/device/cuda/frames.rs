@@ -1,13 +1,13 @@
-//! Which frame is behind which device address: what is wanted, and what the driver has.
+//! Which frame is behind which device address: the wanted state, and the driver's.
 //!
 //! # Invariants
 //!
-//! 1. What is wanted changes at once: a frame's `wanted` and the reservations' `occupants` say the same thing from both
+//! 1. The wanted state changes at once: a frame's `wanted` and the reservations' `occupants` say the same from both
 //!    sides.
-//! 2. A frame's `at` is what the driver has. It changes only while the frame is `busy`, which one thread at a time has made
-//!    it ([`Layout::begin`], [`Change`], [`Layout::end`]); the driver is called meanwhile without the lock.
-//! 3. Where a change was refused, the page says why until something else is wanted there, and what could not be unmapped
-//!    stays noted as mapped.
+//! 2. A frame's `at` is the driver's state. It changes only while the frame is `busy`, which one thread at a time can
+//!    make it ([`Layout::begin`], [`Change`], [`Layout::end`]). That thread calls the driver without the lock.
+//! 3. If a change was refused, the page keeps the error until another frame is wanted there, and a page that could not
+//!    be unmapped stays noted as mapped.
 //! 4. A frame has a physical allocation, or was discarded and has none.
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use super::driver::{Context, Current, Failure, Outcome};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, FrameId, PageSize};
 
-/// Marks a page of a reservation that no frame is behind.
+/// Marks a page of a reservation without a frame.
 const NO_FRAME: u32 = u32::MAX;
 
 #[derive(Debug, Default)]
@@ -37,31 +37,31 @@ impl Frame {
 pub(super) struct Layout {
     page: u64,
     frames: Vec<Frame>,
-    /// By address: the frame wanted behind each page.
+    /// The frame wanted behind each page, by the reservation's base.
     reservations: BTreeMap<u64, Vec<u32>>,
-    /// By address: the frame that the driver has there, or is being told to put there.
+    /// The frame that the driver has, or is being told to put, at each address.
     held: BTreeMap<u64, FrameId>,
-    /// Pages that a frame should be behind, and is not.
+    /// The errors of pages whose frame could not be mapped.
     refused: BTreeMap<u64, Error>,
 }
 
-/// What a range of device memory can be used for.
+/// Whether a range of device memory can be used.
 pub(super) enum Range {
     Mapped,
-    /// Mapping it is under way.
+    /// The mapping is under way.
     Pending,
     Unusable(Error),
 }
 
-/// A frame on its way.
+/// A change of a frame's place in the driver's state.
 #[derive(Debug)]
 pub(super) struct Change {
     frame: u32,
     handle: Option<u64>,
-    /// Where the driver has it.
+    /// The address at which the driver has the frame.
     at: Option<u64>,
     to: Option<u64>,
-    /// The reservations of the two addresses: one call of the driver stays within one.
+    /// The reservations of the two addresses: one call of the driver must stay within one.
     bases: [u64; 2],
     refused: Option<Failure>,
 }
@@ -99,7 +99,7 @@ impl Layout {
         occupants.get_mut(usize::try_from((address - base) / self.page).ok()?)
     }
 
-    /// What the whole range is.
+    /// Whether the whole range can be used.
     pub(super) fn range(&mut self, address: u64, len: u64) -> Range {
         let mut pending = false;
         let mut at = address - address % self.page;
@@ -133,7 +133,7 @@ impl Layout {
         Ok(base)
     }
 
-    /// Wants nothing behind a whole reservation any more; returns the frames that have to leave.
+    /// Stops wanting frames behind a whole reservation; returns the frames that have to leave.
     pub(super) fn vacate_range(&mut self, base: u64, pages: u32) -> Result<Vec<FrameId>> {
         let refuse = |message: String| {
             let error = Error::new(ErrorKind::InvalidArgument, message);
@@ -149,11 +149,11 @@ impl Layout {
         let behind: Vec<FrameId> =
             occupants.iter().filter(|frame| **frame != NO_FRAME).map(|frame| FrameId::new(*frame)).collect();
         behind.iter().try_for_each(|frame| self.vacate(*frame))?;
-        // Also those that are wanted elsewhere, or nowhere, and have not left.
+        // Also frames that are wanted elsewhere, or nowhere, and have not left yet.
         Ok(self.held.range(base..base + u64::from(pages) * self.page).map(|(_, frame)| *frame).chain(behind).collect())
     }
 
-    /// Gives a reservation back that nothing is behind.
+    /// Gives back a reservation without frames.
     pub(super) fn release(&mut self, context: &Context, current: &Current<'_>, base: u64, pages: u32) -> Outcome {
         let len = u64::from(pages) * self.page;
         context.free_addresses(current, base, len)?;
@@ -162,7 +162,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Makes frames `0..count` exist, or as many as before.
+    /// Makes frames `0..count` exist. On an error there are as many frames as before.
     pub(super) fn grow(&mut self, context: &Context, current: &Current<'_>, count: u32) -> Outcome {
         let before = self.frames.len();
         while self.frames.len() < count as usize {
@@ -183,7 +183,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Wants a frame behind no address.
+    /// Stops wanting a frame behind any address.
     pub(super) fn vacate(&mut self, frame: FrameId) -> Result<()> {
         if let Some(at) = self.frame(frame)?.wanted.take()
             && let Some(occupant) = self.slot(at)
@@ -193,7 +193,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Whether a frame is to be behind an address.
+    /// Whether a frame is wanted behind an address.
     pub(super) fn is_wanted(&self, frame: FrameId) -> bool {
         self.frames.get(frame.index()).is_some_and(|frame| frame.wanted.is_some())
     }
@@ -225,8 +225,8 @@ impl Layout {
         Ok(moved)
     }
 
-    /// Whether these frames can be changed now. Adds those that have to leave first: a frame may still be where another
-    /// is wanted.
+    /// Whether these frames can be changed now. Adds frames that have to leave first, from addresses where these are
+    /// wanted.
     pub(super) fn can_begin(&self, frames: &mut Vec<FrameId>) -> bool {
         let mut at = 0;
         while let Some(frame) = frames.get(at).and_then(|frame| self.frames.get(frame.index())) {
@@ -239,11 +239,11 @@ impl Layout {
         !frames.iter().any(|frame| self.frames.get(frame.index()).is_some_and(|frame| frame.busy))
     }
 
-    /// Begins to change what the driver has of these frames, which [can begin](Self::can_begin), into what is wanted.
+    /// Begins to change the driver's state of these frames, which [can begin](Self::can_begin), into the wanted one.
     pub(super) fn begin(&mut self, frames: &[FrameId]) -> Vec<Change> {
         let mut changes = Vec::with_capacity(frames.len());
         for id in frames {
-            // One that is named twice is busy the second time.
+            // A frame that is named twice is busy the second time.
             let Some(frame) = self.frames.get_mut(id.index()).filter(|frame| !frame.busy && !frame.is_settled()) else {
                 continue;
             };
@@ -252,14 +252,14 @@ impl Layout {
             let base = |address: Option<u64>| address.and_then(|address| self.base_of(address)).unwrap_or(0);
             changes.push(Change { frame: id.get(), handle, at, to, bases: [base(at), base(to)], refused: None });
         }
-        // After all of them: one may come to where another leaves.
+        // After all changes are noted: a frame may come to where another leaves.
         for Change { frame, to, .. } in &changes {
             self.held.extend(to.map(|to| (to, FrameId::new(*frame))));
         }
         changes
     }
 
-    /// Notes how far changes came. Returns the first refusal.
+    /// Notes the results of changes. Returns the first error.
     pub(super) fn end(&mut self, changes: Vec<Change>, mut note: impl FnMut(Failure) -> Error) -> Result<()> {
         let mut outcome = Ok(());
         for Change { frame: id, handle, at, to, refused, .. } in changes {
@@ -285,7 +285,7 @@ impl Layout {
         outcome
     }
 
-    /// Gives the memory of a frame back that is behind no address.
+    /// Gives back the memory of a frame that is behind no address.
     pub(super) fn discard(&mut self, context: &Context, current: &Current<'_>, frame: FrameId) -> Outcome {
         let state = self.frame(frame)?;
         if let Some(handle) = state.handle {
@@ -295,7 +295,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Gives everything back, as far as the driver lets it. Nothing is under way.
+    /// Gives everything back, as far as the driver allows. No change is under way.
     pub(super) fn clear(&mut self, context: &Context, current: &Current<'_>) {
         let log = |outcome: Outcome| {
             if let Err(failure) = outcome {
@@ -305,7 +305,7 @@ impl Layout {
         let mut stuck = Vec::new();
         for frame in std::mem::take(&mut self.frames) {
             if let Some(at) = frame.at {
-                // Asked again: what is refused once may have been another's failure.
+                // Tried twice: the first error may be one of an earlier operation.
                 let unmap = || context.unmap(current, at, self.page);
                 log(unmap().or_else(|_| unmap()).inspect_err(|_| stuck.push(at)));
             }
@@ -322,7 +322,7 @@ impl Layout {
     }
 }
 
-/// Splits changes, by index, into runs whose addresses follow each other within one reservation.
+/// Splits changes, by index, into runs of consecutive addresses within one reservation.
 fn runs(mut pages: Vec<(u64, u64, usize)>, page: u64) -> Vec<Vec<(u64, usize)>> {
     pages.sort_unstable();
     let mut runs: Vec<Vec<(u64, usize)>> = Vec::new();
@@ -337,7 +337,7 @@ fn runs(mut pages: Vec<(u64, u64, usize)>, page: u64) -> Vec<Vec<(u64, usize)>> 
     runs
 }
 
-/// Makes one call for each run; where the driver refuses one of several pages, a call for each page.
+/// Makes one call for each run; if the driver refuses a run of several pages, makes one call for each page.
 fn in_runs(
     pages: Vec<(u64, u64, usize)>,
     page: u64,
@@ -355,8 +355,8 @@ fn in_runs(
     }
 }
 
-/// Tells the driver of changes: first everything is taken from where it was, then put where it is wanted, then made
-/// accessible, with as few calls as the addresses allow.
+/// Carries out changes in the driver: first unmaps all frames from where they were, then maps them where they are
+/// wanted, then makes them accessible, with as few calls as the addresses allow.
 pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, current: &Current<'_>) {
     let from = |(index, change): (usize, &Change)| Some((change.bases[0], change.at?, index));
     let pages = changes.iter().enumerate().filter_map(from).collect();
@@ -384,7 +384,7 @@ pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
     let allow = |address, len| context.allow_access(current, address, len);
     in_runs(placed, page, allow, |index, outcome| {
         let Err(failure) = outcome else { return };
-        // Nothing may be left that looks usable.
+        // No page may look usable that is not.
         if let Some(at) = changes[index].at {
             match context.unmap(current, at, page) {
                 Ok(()) => changes[index].at = None,
@@ -395,7 +395,7 @@ pub(super) fn carry_out(changes: &mut [Change], page: u64, context: &Context, cu
     });
 }
 
-/// Marks changes as refused that nobody can tell the driver of.
+/// Marks all changes as refused, because the driver could not be called.
 pub(super) fn refuse_all(changes: &mut [Change], error: &Error) {
     changes.iter_mut().for_each(|change| change.refused = Some(error.clone().into()));
 }

@@ -1,22 +1,25 @@
-//! The mapper: a thread that tells the driver which frame is behind which page, ahead of the copies.
+//! The mapper: a thread that puts frames behind pages by calls of the driver, ahead of the copies.
 //!
-//! Whoever maps pages says what is wanted and goes on. The mapper makes it so: in runs, because calls of the driver for
-//! mappings cost by the call. An operation on pages that are not there yet waits in the same queue, and so does everything
-//! behind it on its stream; when its turn comes the pages are there, or why not is its failure.
+//! A caller that maps pages notes which frame it wants where, and goes on. The mapper carries this out in runs, because
+//! the driver's mapping calls cost by the call. An operation on pages that are not there yet waits in the same queue,
+//! and so does everything behind it on its stream. When its turn comes the pages are there, or it fails with the reason
+//! why they are not.
 //!
-//! A lone page that somebody waits for is mapped by whoever wants it, if the mapper has nothing to do: waking it would
-//! cost more than the calls that could be shared.
+//! A lone page that somebody waits for is mapped by the caller itself, if the mapper has nothing to do: waking the
+//! mapper would cost more than sharing calls could save.
 //!
 //! # Invariants
 //!
-//! 1. What is queued is taken up in order, up to [`FRAMES_AT_ONCE`] frames together: first their mappings, then the
-//!    operations among them. So an operation follows the mappings queued before it, and is not held up by many behind it.
+//! 1. Jobs are taken up in order, up to [`FRAMES_AT_ONCE`] frames together: first their mappings, then the operations
+//!    among them. So an operation follows the mappings queued before it, and is not held up by many behind it.
 //! 2. `Stream::deferred` counts the operations of a stream that are queued or not yet handed on. It changes under the
-//!    lock here; while it is not 0, whoever submits to that stream queues up too.
-//! 3. The driver is called, streams are submitted to, and the sink is told what was taken up, without the lock.
-//! 4. The thread takes nothing up, and does not end, while somebody maps a page of their own: an operation on that page may
-//!    be queued meanwhile. Once it has `ended`, nothing is queued any more.
-//! 5. Nothing is done on a thread on which the driver runs a closure: it is queued, since the driver must not be called there.
+//!    lock here. While it is not 0, later operations on that stream queue up too.
+//! 3. These are done without the lock: calling the driver, submitting to streams, and telling the sink what was taken
+//!    up.
+//! 4. While a caller maps a page itself, the thread takes nothing up and does not end: an operation on that page may be
+//!    queued meanwhile. Once it has `ended`, nothing is queued any more.
+//! 5. A thread on which the driver runs a closure does nothing itself: it queues the work, because the driver must not
+//!    be called there.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,7 +37,7 @@ use super::stream::{COPIES_AT_ONCE, IN_HOST_FUNCTION, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FrameId;
 
-/// How many frames change together: enough that runs form, and few enough that nobody waits long for the last.
+/// How many frames change together: enough to form runs, and few enough that nobody waits long for the last.
 const FRAMES_AT_ONCE: usize = 16;
 
 pub(super) struct Deferred {
@@ -50,15 +53,15 @@ enum Job {
     GiveBack(GiveBack),
 }
 
-/// What goes when a closure has dropped something.
+/// Something that is given back because a closure has dropped its owner.
 pub(super) enum GiveBack {
-    /// A reservation of so many pages, by its base.
+    /// A reservation: its base and its number of pages.
     Addresses(u64, u32),
-    /// The memory of a frame, unless it is wanted again by then.
+    /// The memory of a frame, unless the frame is wanted again by then.
     Memory(FrameId),
 }
 
-/// What [`Mapper::next`] takes up together.
+/// The jobs that [`Mapper::next`] takes up together.
 #[derive(Default)]
 struct Batch {
     frames: Vec<FrameId>,
@@ -69,19 +72,19 @@ struct Batch {
 pub(super) struct State {
     pub(super) layout: Layout,
     jobs: VecDeque<Job>,
-    /// The thread has taken something up.
+    /// The thread is working on jobs it has taken up.
     at_work: bool,
-    /// Somebody maps a page of their own.
+    /// A caller is mapping a page itself.
     others_at_work: bool,
     closing: bool,
-    /// The thread takes up nothing any more.
+    /// The thread takes up no more jobs.
     ended: bool,
 }
 
 pub(super) struct Mapper {
     state: Mutex<State>,
     work: Condvar,
-    /// Frames came to rest, or operations were handed on.
+    /// Signalled when changes of frames have ended, or operations were handed on.
     settled: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -106,7 +109,7 @@ impl Mapper {
         self.state.lock()
     }
 
-    /// The state, unless somebody has it.
+    /// The locked state, unless it is locked already.
     pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock()
     }
@@ -115,12 +118,12 @@ impl Mapper {
         &mut self.state.get_mut().layout
     }
 
-    /// Wants a frame behind an address, and returns at once; or maps it here if that is asked for and nothing else is
+    /// Wants a frame behind an address, and returns at once. With `here` it maps the frame itself, if nothing else is
     /// under way.
     ///
     /// # Errors
-    /// If there is no such frame or page; if the device is closed or lost. What the driver says is for whoever uses the
-    /// page.
+    /// If there is no such frame or page; if the device is closed or lost. Errors of the driver go to the operations
+    /// that use the page.
     pub(super) fn map(&self, core: &Core, frame: FrameId, address: u64, here: bool) -> Result<()> {
         core.healthy()?;
         let mut state = self.state.lock();
@@ -128,7 +131,7 @@ impl Mapper {
             return Err(closed(&core.name));
         }
         let moved = state.layout.place(frame, address)?;
-        // Several at a time make runs, which are the thread's.
+        // Several frames at a time make runs, which are left to the thread.
         let idle = !state.at_work && !state.others_at_work && state.jobs.is_empty();
         if here && idle && !IN_HOST_FUNCTION.get() {
             state.others_at_work = true;
@@ -148,7 +151,7 @@ impl Mapper {
         Ok(())
     }
 
-    /// Carries out now what is wanted of these frames, which nobody else maps meanwhile.
+    /// Carries out the wanted changes of these frames now. Nobody else changes them meanwhile.
     pub(super) fn settle<'a>(
         &'a self,
         core: &Core,
@@ -172,8 +175,8 @@ impl Mapper {
         (state, outcome)
     }
 
-    /// Queues an operation that cannot be handed to its stream yet, or not by this thread; gives it back if it can, or if
-    /// the device is closed.
+    /// Queues an operation that must wait for mappings, or that this thread must not submit. Returns the operation if
+    /// it can be submitted at once, or if the mapper has ended.
     pub(super) fn defer(&self, deferred: Deferred) -> Option<Deferred> {
         let mut state = self.state.lock();
         if state.ended {
@@ -185,7 +188,7 @@ impl Mapper {
             | StreamOp::Zero { device, len } => matches!(state.layout.range(device.get(), *len), Range::Pending),
             StreamOp::Call(_) | StreamOp::Mark => false,
         };
-        // Where a change is under way the thread looks here once more, also when it is told to end.
+        // If a change is under way, the thread looks at the queue once more before it ends.
         if !waits && deferred.stream.deferred.load(Ordering::Relaxed) == 0 && !IN_HOST_FUNCTION.get() {
             return Some(deferred);
         }
@@ -196,7 +199,7 @@ impl Mapper {
         None
     }
 
-    /// Queues what a closure may not do itself; `false` if the device is closed.
+    /// Queues work that a closure may not do itself; `false` if the mapper has ended.
     ///
     /// # Errors
     /// If there is no such frame.
@@ -206,7 +209,7 @@ impl Mapper {
             return Ok(false);
         }
         if let GiveBack::Memory(frame) = &what {
-            // Behind an address again, it was wanted since.
+            // If the frame is behind an address again by then, it was wanted since.
             state.layout.vacate(*frame)?;
         }
         state.jobs.push_back(Job::GiveBack(what));
@@ -215,8 +218,8 @@ impl Mapper {
         Ok(true)
     }
 
-    /// Waits until every operation that was submitted to the stream has been handed to it. That takes mappings, and no
-    /// work of the device.
+    /// Waits until every operation that was submitted to the stream has been handed to it. That waits for mappings, but
+    /// for no work of the device.
     pub(super) fn catch_up(&self, stream: &Stream) {
         if stream.deferred.load(Ordering::Relaxed) == 0 {
             return;
@@ -227,7 +230,7 @@ impl Mapper {
         }
     }
 
-    /// Takes no more; what is queued is still done.
+    /// Accepts no more mappings; jobs that are queued are still done.
     pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_all();
@@ -236,7 +239,7 @@ impl Mapper {
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
     pub(super) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
-        // What is dropped here may hold the device's last owner; the thread cannot wait for itself.
+        // The thread may drop the device's last owner, and cannot wait for itself.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
         if foreign.is_some_and(|thread| thread.join().is_err()) {
             return Err(Error::new(ErrorKind::Internal, "the thread that maps device memory panicked"));
@@ -244,7 +247,8 @@ impl Mapper {
         Ok(())
     }
 
-    /// The next things to do: frames, then operations, then what to give back; `None` when closed and nothing is left.
+    /// The next jobs: frames, then operations, then memory to give back. `None` when the device closes and nothing is
+    /// left.
     fn next(&self) -> Option<Batch> {
         let mut state = self.state.lock();
         state.at_work = false;
@@ -267,7 +271,7 @@ impl Mapper {
                 Job::GiveBack(what) => given_back.push(what),
             }
         }
-        // Those that follow the last frame at once.
+        // Also the operations right behind the last frame.
         while let Some(Job::Op(_)) = state.jobs.front() {
             if let Some(Job::Op(op)) = state.jobs.pop_front() {
                 ops.push(op);
@@ -298,13 +302,13 @@ fn run(core: &Arc<Core>) {
 
 fn note_refusal(outcome: Result<()>) {
     if let Err(error) = outcome {
-        // Whoever uses the page is told.
+        // The operations that use the page get the error.
         tracing::debug!(%error, "device memory was not mapped");
     }
 }
 
-/// Hands operations to their streams, in order; copies that follow each other on one stream together. Whoever wants to
-/// know is told which were taken up.
+/// Hands operations to their streams, in order. Consecutive copies on one stream go together. Tells the sink which
+/// operations were taken up.
 fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
     let mut ops = ops.into_iter().peekable();
     while let Some(Deferred { id, stream, op, token }) = ops.next() {
@@ -323,7 +327,7 @@ fn hand_on(core: &Arc<Core>, ops: Vec<Deferred>) {
         drop(state);
         core.mapper.settled.notify_all();
         for (token, end) in taken_up {
-            // A panic here is the caller's bug; it must not take the mapper, and with it every page, down.
+            // A panic here is the caller's bug. It must not end the mapper, because no page could be mapped any more.
             if catch_unwind(AssertUnwindSafe(|| core.sink.taken_up(token, end))).is_err() {
                 tracing::error!("the receiver of completions panicked");
             }

@@ -1,20 +1,20 @@
 //! The CUDA device: frames in the memory of one GPU, reached by its copy engines.
 //!
-//! A segment is a range of device addresses that the driver reserves once; a frame is a physical allocation that is mapped
-//! behind whichever page it holds. Host memory takes part in copies at full speed once it is locked
+//! A segment is a range of device addresses that the driver reserves once. A frame is a physical allocation that is
+//! mapped behind the page it holds. Copies from and to host memory run at full speed once the memory is locked
 //! ([`Device::lock_host`](super::Device::lock_host)); other memory goes through a small locked buffer of the stream.
 //!
 //! # Failure
 //!
-//! A call that the driver refuses fails what it was for. An error that says that the context is lost, or any error where
-//! the end of an operation was waited for, poisons the device: everything later fails with that first error, and the
-//! process goes on.
+//! If the driver refuses a call, the operation that needed it fails. The device is poisoned by an error that says that
+//! the context is lost, and by any error from waiting for the end of an operation: everything later then fails with
+//! that first error, and the process goes on.
 //!
 //! # Locking
 //!
-//! A stream's lock, then the mapper's, the reaper's or that of the event pool; never two streams' at once. Calls of the driver are made
-//! under them where their order matters; none of those waits for the device, but for copies of unlocked memory if the
-//! driver had not even a small buffer to give. Mappings change without a lock held.
+//! A stream's lock comes first, then the mapper's, the reaper's or the event pool's; never two streams' locks at once.
+//! Driver calls whose order matters are made under these locks. None of them waits for the device, except copies of
+//! unlocked memory if the driver could not provide even a small buffer. Mappings change without a lock held.
 
 mod driver;
 mod frames;
@@ -45,7 +45,7 @@ use mapper::{Deferred, GiveBack, Mapper};
 use reaper::Reaper;
 use stream::{BOUNCE_BYTES, IN_HOST_FUNCTION, Stream};
 
-/// What a CUDA device is made of.
+/// Settings of a CUDA device.
 #[derive(Clone, Debug)]
 pub struct CudaDeviceConfig {
     /// Which GPU.
@@ -67,23 +67,23 @@ struct Core {
     ordinal: u32,
     numa_node: Option<u32>,
     page_size: PageSize,
-    /// Lowest and highest.
+    /// The lowest and the highest priority of a stream.
     priorities: (i32, i32),
     mapper: Mapper,
     reaper: Reaper,
-    /// Whether copies may go to the driver several at once.
+    /// Whether several copies may go to the driver in one call.
     batches: AtomicBool,
-    /// Events that nothing waits for.
+    /// Events for reuse.
     events: Mutex<Vec<EventHandle>>,
     /// Locked buffers of adopted streams that were forgotten.
     bounces: Mutex<Vec<Locked>>,
-    /// Host memory that is locked, by address.
+    /// Host memory that is locked: length by address.
     locked: RwLock<BTreeMap<u64, u64>>,
     streams: RwLock<Streams>,
     poison: OnceLock<Error>,
-    /// After everything that lives in it.
+    /// Declared, and so dropped, after everything that lives in it.
     context: Context,
-    /// Last: who sees it go knows that nothing is left.
+    /// Dropped last: when it goes, nothing is left.
     sink: Arc<dyn Completions>,
 }
 
@@ -99,7 +99,7 @@ impl fmt::Debug for Core {
 }
 
 impl Core {
-    /// The first error that cost the device.
+    /// Fails with the first error that cost the device.
     fn healthy(&self) -> Result<()> {
         match self.poison.get() {
             Some(error) => Err(error.clone()),
@@ -107,7 +107,7 @@ impl Core {
         }
     }
 
-    /// The device is lost, because of `error` if not before; the reason is returned.
+    /// Marks the device as lost, with `error` as the cause unless it is lost already. Returns the first cause.
     fn poison(&self, error: Error) -> Error {
         let name = &self.name;
         let poison = self.poison.get_or_init(|| {
@@ -132,25 +132,25 @@ impl Core {
     }
 
     /// # Errors
-    /// The first error that cost the device; a refusal in a closure on a stream; what the driver says.
+    /// The first error that cost the device; a refusal in a closure on a stream; errors of the driver.
     fn enter(&self) -> Result<Current<'_>> {
         self.healthy()?;
         self.not_in_closure()?;
         self.done(self.context.enter())
     }
 
-    /// Refuses what would call the driver, or wait for it, where the driver runs a closure.
+    /// Refuses calls of the driver, and waits for it, on a thread on which the driver runs a closure.
     fn not_in_closure(&self) -> Result<()> {
         if !IN_HOST_FUNCTION.get() {
             return Ok(());
         }
-        let message = format!("a closure on a stream of {} asked for what only the CUDA driver can do", self.name);
+        let message = format!("a closure on a stream of {} made a call that needs the CUDA driver", self.name);
         Err(Error::new(ErrorKind::InvalidArgument, message).remedy(
             "let the closure wake a task or a thread, and do it there: the driver must not be called by closures",
         ))
     }
 
-    /// Takes frames away from where they are, now, and goes on to change the layout.
+    /// Takes frames from where they are, at once, and then changes the layout.
     fn vacate_and<T>(
         &self,
         vacate: impl FnOnce(&mut Layout) -> Result<Vec<FrameId>>,
@@ -173,7 +173,7 @@ impl Core {
         )
     }
 
-    /// Gives the memory of a frame back, if it is to be behind no address by now.
+    /// Gives the memory of a frame back, unless the frame is wanted behind an address by then.
     fn discard_unwanted(&self, frame: FrameId) -> Result<()> {
         self.vacate_and(
             |layout| Ok(if layout.is_wanted(frame) { Vec::new() } else { vec![frame] }),
@@ -191,7 +191,7 @@ impl Core {
         )
     }
 
-    /// A bounce buffer for a stream, of those that are not used any more or new.
+    /// A bounce buffer for a stream: an unused one, or a new one.
     fn take_bounce(&self, current: &Current<'_>) -> Result<Locked> {
         let unused = self.bounces.lock().pop();
         unused.map_or_else(|| self.done(self.context.alloc_locked(current, BOUNCE_BYTES)), Ok)
@@ -222,8 +222,8 @@ impl Core {
         self.events.lock().push(event);
     }
 
-    /// What other devices of this process hold in frames of the same GPU. One that is making frames right now is not
-    /// asked: nobody may wait for it while holding a layout.
+    /// Bytes of frames that other devices of this process have on the same GPU. A device that is making frames right
+    /// now is left out: nobody may wait for it while holding a layout.
     fn other_frames(&self) -> Bytes {
         let others: Vec<_> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
         let others = others.iter().filter(|other| !std::ptr::eq(&***other, self) && other.name == self.name);
@@ -240,7 +240,7 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // The reaper held the core: it has ended, and with it everything that was in flight.
+        // The reaper held the core: it has ended, and so has everything that was in flight.
         for stream in std::mem::take(&mut self.streams.get_mut().all) {
             if let Some(stream) = Arc::into_inner(stream) {
                 stream.destroy(self);
@@ -264,7 +264,7 @@ impl Drop for Core {
     }
 }
 
-/// More for frames than there is: how much that is, and who could make room.
+/// The error if there is not enough memory for frames: what there is, and who could make room.
 fn no_room(name: &str, new: Bytes, held: Bytes, free: Bytes, total: Bytes, others: Bytes) -> Error {
     let mut message = format!("{new} more for frames are asked of {name}, which has {free} free of {total}");
     let most = held + free;
@@ -312,19 +312,20 @@ impl CudaDevice {
     /// A device that reports completions to `sink`.
     ///
     /// # Errors
-    /// - [`ErrorKind::Unsupported`] if there is no CUDA driver, it is too old, or the GPU cannot map memory under
+    /// - [`ErrorKind::Unsupported`] if there is no CUDA driver, it is too old, or the GPU cannot map memory at
     ///   addresses of our choice.
     /// - [`ErrorKind::NotFound`] if there is no such GPU.
     /// - [`ErrorKind::InvalidArgument`] if a page is no multiple of the GPU's allocation granularity.
     /// - [`ErrorKind::OutOfMemory`] if the frames need more than is free.
-    /// - [`ErrorKind::Device`] for what else the driver refuses.
+    /// - [`ErrorKind::Device`] for other refusals of the driver.
     pub fn new(config: CudaDeviceConfig, sink: Arc<dyn Completions>) -> Result<Self> {
         let gpu = cuda_device(&config.device)?;
         let name = format!("cuda:{}", gpu.ordinal);
         if !gpu.virtual_memory {
             let message = format!("{name} ({}) has no virtual memory management", gpu.name);
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .remedy("use a GPU and a driver mode that have it (data-centre and desktop GPUs since Pascal), or the host device"));
+            return Err(Error::new(ErrorKind::Unsupported, message).remedy(
+                "use a GPU and driver mode with it (data-centre and desktop GPUs since Pascal), or the host device",
+            ));
         }
         let context = Context::open(&gpu)?;
         let plain = |failure: Failure| failure.error;
@@ -378,7 +379,7 @@ impl CudaDevice {
         })
     }
 
-    /// Adds the stream that `make` makes. Its number is that of one that was forgotten and has ended, or a new one.
+    /// Adds the stream that `make` makes. It gets the number of a forgotten stream that has ended, or a new number.
     fn add_stream(&self, make: impl FnOnce() -> Result<Arc<Stream>>) -> Result<StreamId> {
         let core = &self.core;
         let mut streams = core.streams.write();
@@ -448,7 +449,7 @@ impl Device for CudaDevice {
     }
 
     fn release(&self, base: DeviceAddress, pages: u32) -> Result<()> {
-        // What goes with a tensor that a closure drops.
+        // A closure that drops a tensor leads here.
         let later = || self.core.mapper.give_back_later(GiveBack::Addresses(base.get(), pages));
         if IN_HOST_FUNCTION.get() && later()? {
             return Ok(());
@@ -482,7 +483,7 @@ impl Device for CudaDevice {
             if new > free {
                 return Err(refused().into());
             }
-            // What is free may be in pieces, or gone by now.
+            // Free memory may be in pieces, or gone by now.
             let refused = refused();
             layout.grow(context, current, count).map_err(|failure| match failure.error.kind() {
                 ErrorKind::OutOfMemory => refused.caused_by(failure.error).into(),
@@ -500,7 +501,7 @@ impl Device for CudaDevice {
     }
 
     fn protect(&self, frame: FrameId) -> Result<()> {
-        // In a closure it is left out: it only narrows access.
+        // Left out in a closure, because it only narrows access.
         if !cfg!(feature = "strict") || IN_HOST_FUNCTION.get() {
             return Ok(());
         }
@@ -575,7 +576,7 @@ impl Device for CudaDevice {
         };
         let Deferred { stream, op, token, .. } = core.mapper.defer(Deferred { id, stream, op, token })?;
         if IN_HOST_FUNCTION.get() {
-            // Nobody is there any more to hand it on.
+            // The mapper, which would hand it on, has ended.
             report_apart(&core.sink, token, closed(&core.name));
             return None;
         }
@@ -617,7 +618,7 @@ impl Device for CudaDevice {
             return Err(Error::new(ErrorKind::InvalidArgument, message).remedy("close it from a thread of your own"));
         }
         self.core.streams.write().closed = true;
-        // What waits for mappings is submitted before the streams are closed.
+        // Operations that wait for mappings are submitted before the streams are closed.
         self.core.mapper.begin_close();
         let mapped = self.core.mapper.join();
         let streams = self.core.streams.read().all.clone();
@@ -634,7 +635,7 @@ impl Device for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         if IN_HOST_FUNCTION.get() {
-            // A closure held the last owner. Its own stream cannot be waited for here; the threads end by themselves,
+            // A closure held the last owner. Its own stream cannot be waited for here. The threads end by themselves,
             // and the last of them gives everything back.
             self.core.streams.write().closed = true;
             self.core.mapper.begin_close();

@@ -1,27 +1,30 @@
-//! The reaper: a thread that learns of every stream what has ended, and reports it.
+//! The reaper: a thread that learns for every stream which work has ended, and reports it.
 //!
-//! # Why it asks
+//! # Why it polls
 //!
 //! Completions must come without delay from whichever stream is first, and must come when the device is lost. A thread
-//! that sleeps inside the driver hears of one event only, so that would take a thread for each stream; and the functions
-//! that the driver calls behind work are not called any more once the device is lost. So one thread asks, of the first
-//! event of every stream on which anything is: again and again for a moment, then after naps. A nap is as long as what
-//! ended last on the stream took, so that of copies that follow each other each is asked about once; after that it is a
-//! fraction of what the work has taken so far, so that its end is seen late by no more than that fraction, and long
-//! kernels cost little. What ends in one nap is reported together. While nothing is submitted the thread is parked.
+//! that sleeps inside the driver learns of one event only, so every stream would need a thread. And the driver does not
+//! call the functions behind work once the device is lost. So one thread polls the first event of every busy stream:
+//! without a pause for a moment, then after naps.
+//!
+//! A nap is as long as the last work on the stream took, so each of several consecutive copies is polled about once.
+//! After that a nap is a fraction of the time that the work has taken so far. So its end is seen late by no more than
+//! that fraction, and long kernels cost little. Work that ends within one nap is reported together. While nothing is
+//! submitted the thread is parked.
 //!
 //! # Invariants
 //!
-//! 1. A stream with items is in the inbox or watched, once: `watched` of its state says so. It is set with the stream
-//!    locked, which is when the stream goes to the inbox, and cleared by the reaper when it finds no item.
-//! 2. The thread ends when the device is closed and no stream has items: then none gets any more.
+//! 1. A stream with items is in the inbox or watched, once; `watched` in its state says so. `watched` is set with the
+//!    stream locked, when the stream goes to the inbox. The reaper clears it when it finds no item.
+//! 2. The thread ends when the device is closed and no stream has items: no stream gets any more then.
 //! 3. The sink is called with no lock held and no context entered.
 //!
 //! # Failure
 //!
-//! What the driver will not say is waited for: until the event has happened or, where there is none, until everything on
-//! the stream has ended. Where that fails too the device is lost, and what was on the stream ends with the first cause. But
-//! where it fails because a graph is being captured, which says nothing of the device, it is tried again after a nap.
+//! If the driver gives an error in place of an answer, the reaper waits: for the event or, if there is none, for
+//! everything on the stream. If that fails too the device is lost, and the work on the stream ends with the first
+//! error. But if it fails because a graph is being captured, which says nothing about the device, the reaper tries
+//! again after a nap.
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -36,20 +39,21 @@ use super::driver::{Current, EventHandle, Outcome};
 use super::stream::{First, Stream};
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long it asks without a nap where work ends soon: about what a nap costs where timers are cheap.
+/// How long it polls without a nap where work ends soon: about the cost of a nap where timers are cheap.
 const RESTLESS: Duration = Duration::from_micros(3);
-/// A nap is no shorter: half of what the copy of a page of 2 MiB takes. On a virtual machine it may take twice that.
+/// The shortest nap: half of the time to copy a page of 2 MiB. On a virtual machine it may take twice as long.
 const NAP_MIN: Duration = Duration::from_micros(20);
-/// What ended last says no more than this of what comes next, which may be short: a few copies of a page of 2 MiB.
+/// The longest time that is foreseen from the last work, because the next may be short: a few copies of a page of 2
+/// MiB.
 const FORESEEN_MAX: Duration = Duration::from_micros(100);
-/// Work that takes longer than was foreseen is asked about after naps of one part in so many of what it has taken,
+/// Work that takes longer than foreseen is polled after naps of this fraction (one eighth) of the time it has taken,
 const NAP_PARTS: u32 = 8;
-/// but no longer ones: less than what a kernel of 10 ms may end late.
+/// but no longer than this: so a kernel of 10 ms is seen to end at most this late.
 const NAP_MAX: Duration = Duration::from_millis(1);
 
 #[derive(Default)]
 struct State {
-    /// Streams that are to be watched.
+    /// Streams that the thread is to watch.
     inbox: Vec<Arc<Stream>>,
     closing: bool,
 }
@@ -72,7 +76,7 @@ impl Reaper {
         Ok(())
     }
 
-    /// Takes in a stream that has its first item, and is locked. [`wake`](Self::wake) follows when it is not any more.
+    /// Adds a stream that has its first item and is locked. Call [`wake`](Self::wake) after unlocking it.
     pub(super) fn watch(&self, stream: Arc<Stream>) {
         self.state.lock().inbox.push(stream);
     }
@@ -81,7 +85,7 @@ impl Reaper {
         self.work.notify_one();
     }
 
-    /// What is on the streams is still reported. They take no more by now.
+    /// Lets the thread end when all work on the streams has been reported. The streams accept no more by now.
     pub(super) fn begin_close(&self) {
         self.state.lock().closing = true;
         self.work.notify_one();
@@ -90,7 +94,7 @@ impl Reaper {
     /// Waits for the thread to end, after [`begin_close`](Self::begin_close).
     pub(super) fn join(&self) -> Result<()> {
         let thread = self.thread.lock().take();
-        // A receiver of completions may hold the device's last owner; the thread cannot wait for itself, and ends soon.
+        // A receiver of completions may hold the device's last owner. The thread cannot wait for itself, and ends soon.
         let foreign = thread.filter(|thread| thread.thread().id() != thread::current().id());
         if foreign.is_some_and(|thread| thread.join().is_err()) {
             return Err(Error::new(ErrorKind::Internal, "the thread that reports what a GPU has done panicked"));
@@ -102,12 +106,12 @@ impl Reaper {
 /// A stream with items.
 struct Watched {
     stream: Arc<Stream>,
-    /// When the first item came to be the first.
+    /// When its first item became the first.
     since: Instant,
 }
 
 impl Watched {
-    /// Until it should be asked about; `None` for at once.
+    /// How long to wait before polling it; `None` to poll at once.
     fn nap(&self) -> Option<Duration> {
         let (taken, foreseen) = (self.since.elapsed(), self.stream.pace());
         if taken < RESTLESS && foreseen < NAP_MIN {
@@ -118,7 +122,7 @@ impl Watched {
 }
 
 struct Worker {
-    /// Before the core, which if it is the last owner's gives back the streams that nobody holds.
+    /// Before the core in the order of drops: if the core goes with it, it destroys the streams that nobody else holds.
     watched: Vec<Watched>,
     done: Vec<Completion>,
     core: Arc<Core>,
@@ -128,7 +132,8 @@ impl Worker {
     fn run(mut self) {
         sys::exact_timers();
         let core = Arc::clone(&self.core);
-        // Entered while there is anything to ask, but not while others' code runs, which may enter what it likes.
+        // The context is entered while there is anything to poll, but not while others' code runs, which may enter
+        // other contexts.
         let mut current = None;
         while self.rest(&mut current) {
             self.ask(&core, &mut current);
@@ -143,16 +148,17 @@ impl Worker {
         }
     }
 
-    /// Until there may be something to learn; `false` when there never will. Leaves the context if that may take long.
+    /// Waits until there may be something to learn; `false` when there never will be. Leaves the context if that may
+    /// take long.
     fn rest(&mut self, current: &mut Option<Current<'_>>) -> bool {
-        // `None` if one of them is to be asked about at once.
+        // `None` if one of them is to be polled at once.
         let nap = self.watched.iter().map(Watched::nap).min();
         let reaper = &self.core.reaper;
         let mut state = reaper.state.lock();
         match nap {
             _ if !state.inbox.is_empty() => {}
             Some(None) => std::hint::spin_loop(),
-            // Streams that are watched already do not end it.
+            // Streams that are watched already do not end the nap.
             Some(Some(nap)) => drop(reaper.work.wait_for(&mut state, nap)),
             None => {
                 drop(current.take());
@@ -169,7 +175,7 @@ impl Worker {
         true
     }
 
-    /// Takes out what has ended, of every stream.
+    /// Takes out the items that have ended, of every stream.
     fn ask<'a>(&mut self, core: &'a Core, current: &mut Option<Current<'a>>) {
         let Self { watched, done, .. } = self;
         watched.retain_mut(|watched| {
@@ -219,15 +225,15 @@ fn happened<'a>(core: &'a Core, current: &mut Option<Current<'a>>, event: &Event
     core.context.happened(current, event)
 }
 
-/// Waits for an event that cannot be asked about. If that is not possible either the device is lost.
+/// Waits for an event that cannot be polled. If that fails too the device is lost.
 fn wait_for(core: &Core, stream: &Stream, event: &EventHandle) {
     let outcome = match core.context.enter() {
         Ok(current) => core.context.finish_event(&current, event),
         Err(failure) => Err(failure),
     };
     if let Err(failure) = outcome {
-        // The context may be lost, or only this call have failed. Before memory is given back, make sure that nothing
-        // uses it any more, as far as the driver still answers.
+        // The context may be lost, or only this call may have failed. Before memory is given back, make sure that
+        // nothing uses it any more, as far as the driver still answers.
         core.poison(failure.error);
         let _ = stream.finish(core);
     }

@@ -1,22 +1,24 @@
-//! Streams: what was submitted in which order, and how it ended. The [reaper](super::reaper) learns when.
+//! Streams: the order of submitted operations, and their results. The [reaper](super::reaper) learns when they end.
 //!
 //! # Invariants
 //!
 //! 1. Submissions of one stream are numbered under its lock and handed to the driver in that order, so an event is a
 //!    stream and a number. The driver's event for it exists until everything up to the number has ended.
-//! 2. An item leaves the queue, and what it names is given back, only after the driver has said that it ended, or has
-//!    said of the event and of the whole stream that they failed. Then closures that have not run never will:
-//!    [`Job::end`] takes them, and waits for one that is running.
-//! 3. Events are recorded, destroyed and reused by whoever holds the lock, or by the reaper, which alone takes items out.
+//! 2. An item leaves the queue, and its memory is given back, only after the driver has said that it ended, or that the
+//!    event and the whole stream failed. Closures that have not run by then never will: [`Job::end`] takes them, and
+//!    waits for one that is running.
+//! 3. Events are recorded, destroyed and reused under the lock, or by the reaper, which alone takes items out.
 //!
 //! # Captures
 //!
-//! A stream whose handle others have may be captured into a graph at any moment, by any thread. What is put on it then does
-//! not run, now or ever as far as can be told, and would run with each launch of the graph. So under the stream's lock the
-//! driver is asked first, and what would be captured is refused. A capture that begins between the two is not excluded: then
-//! the driver calls its host functions with numbers of jobs that are gone, which is harmless, and will not say when the event
-//! happens; so the event is given up, and the item ends when all that has run on the stream has ended. Of copies, whose
-//! memory is then still borrowed by the graph, it is for the caller not to begin a capture while they are submitted.
+//! A stream whose handle others have may be captured into a graph at any moment, by any thread. Operations that are put
+//! on it then do not run, perhaps never, and would run with each launch of the graph. So under the stream's lock the
+//! driver is asked first, and operations that would be captured are refused.
+//!
+//! A capture may still begin between the question and the operation. Then the driver calls the host functions with
+//! numbers of jobs that are gone, which is harmless. The driver will not say when such an event happens, so the event
+//! is given up, and the item ends when everything that runs on the stream has ended. The graph would still borrow the
+//! memory of captured copies, so callers must not begin a capture while copies are being submitted.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -36,16 +38,17 @@ use super::frames::Range;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
-/// How many copies go to the driver together. Their completions come together, so the first waits for the last.
+/// How many copies go to the driver in one call. They are reported together, so the first waits for the last.
 pub(super) const COPIES_AT_ONCE: usize = 4;
 
-/// Of the buffer through which copies of unlocked memory go: enough that its host functions cost little beside the copies.
+/// Size of the buffer through which copies of unlocked memory go: large enough that its host functions cost little
+/// beside the copies.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
 
 const LEFT_TO_THE_DRIVER: &str =
     "copies of unlocked host memory are left to the driver: submitting them may take as long as the copy";
 
-/// What a host function does.
+/// The work of a host function.
 enum Work {
     Call(Box<dyn FnOnce() + Send>),
     Copy { from: HostPointer, to: HostPointer, len: usize },
@@ -56,15 +59,15 @@ enum JobState {
     Ended(Result<()>),
 }
 
-/// What the driver was given and has not run, by the number that it was given. No pointer, because host functions that were
-/// captured into a graph are called with each launch, when what they were to do is long gone.
+/// Jobs that the driver was given and has not run, by number. The driver gets numbers and not pointers: host functions
+/// that were captured into a graph are called at each launch, long after their jobs are gone.
 static JOBS: Mutex<BTreeMap<usize, Arc<Job>>> = Mutex::new(BTreeMap::new());
 
-/// Something a stream runs on a thread of the driver.
+/// Work that a stream runs on a thread of the driver.
 struct Job {
-    /// Among [`JOBS`].
+    /// The key in [`JOBS`].
     number: usize,
-    /// The lock is held while it runs.
+    /// The lock is held while the work runs.
     state: Mutex<JobState>,
 }
 
@@ -79,13 +82,13 @@ impl Job {
 
     fn run(&self) {
         let mut state = self.state.lock();
-        // A job that was ended first, because the device was taken for lost, stays ended.
+        // A job that was already ended, because the device was taken for lost, stays ended.
         let ended = JobState::Ended(Ok(()));
         *state = JobState::Ended(match std::mem::replace(&mut *state, ended) {
             JobState::Waiting(Work::Call(call)) => call_caught(call),
             JobState::Waiting(Work::Copy { from, to, len }) => {
-                // SAFETY: one side is the stream's own buffer, which the stream's order keeps from other use; the other
-                // is borrowed until the operation is reported, which waits for this lock (invariant 2).
+                // SAFETY: one side is the stream's own buffer, which the stream's order keeps from other use. The other
+                // side is borrowed until the operation is reported, which waits for this lock (invariant 2).
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), len) };
                 Ok(())
             }
@@ -101,7 +104,7 @@ impl Job {
         }
     }
 
-    /// The result; what has not run will not.
+    /// The result; a job that has not run by now never will.
     fn end(&self) -> Result<()> {
         JOBS.lock().remove(&self.number);
         let mut state = self.state.lock();
@@ -119,10 +122,10 @@ impl Job {
     }
 }
 
-/// What the driver calls, with the number of a job.
+/// The function that the driver calls, with the number of a job.
 extern "C" fn run_job(argument: *mut c_void) {
     let job = JOBS.lock().remove(&argument.addr());
-    // One that has run or was ended, in a graph.
+    // In a graph, the job may have run or ended already.
     let Some(job) = job else { return };
     IN_HOST_FUNCTION.set(true);
     job.run();
@@ -131,15 +134,15 @@ extern "C" fn run_job(argument: *mut c_void) {
 }
 
 thread_local! {
-    /// The driver must not be called from its own host functions.
+    /// Whether the driver is running a host function on this thread. The driver must not be called from one.
     pub(super) static IN_HOST_FUNCTION: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Something the reaper reports, or learns the end of.
+/// An operation that the reaper watches, to report its end or its failure.
 struct Item {
     number: u64,
     token: Option<Token>,
-    /// Whether the driver got anything of it.
+    /// Whether the driver got any part of it.
     queued: bool,
     /// Shared by the copies of a batch, and with the reaper while it asks.
     event: Option<Arc<EventHandle>>,
@@ -151,40 +154,41 @@ struct Item {
 struct State {
     items: VecDeque<Item>,
     submitted: u64,
-    /// Everything up to here has ended.
+    /// All operations up to this number have ended.
     completed: u64,
-    /// Up to here, an item with an event is queued.
+    /// The highest number of an item with an event.
     marked: u64,
-    /// The first failure nobody was told of by token, and its number.
+    /// The first failure that was not reported by token, and its number.
     failure: Option<(u64, Error)>,
-    /// Others have its handle, so that it may be captured.
+    /// Whether others have the handle, so that the stream may be captured.
     shared: bool,
-    /// For copies of unlocked memory, used in the stream's order. Without it they are the driver's affair, which may keep the
-    /// submitter waiting, and with it who asks for this lock. An adopted stream gets it with the first such copy.
+    /// The buffer for copies of unlocked memory, used in the stream's order. Without it the driver carries them out,
+    /// which may block the submitter and, with it, everyone who wants this lock. An adopted stream gets it with the
+    /// first such copy.
     bounce: Option<Locked>,
-    /// The reaper knows that there are items.
+    /// Whether the reaper knows that there are items.
     watched: bool,
     closing: bool,
 }
 
-/// What has to happen before the first item has ended.
+/// What has to happen before the first item counts as ended.
 pub(super) enum First {
     /// There is no item.
     Nothing,
-    /// The driver has nothing of it: nothing has to.
+    /// The driver has nothing of the item, so nothing has to happen.
     Unqueued,
     Event(Arc<EventHandle>),
-    /// There is no event behind it: everything on the stream has to end.
+    /// No event is behind the item: everything on the stream has to end.
     Unmarked,
 }
 
 pub(super) struct Stream {
     raw: StreamHandle,
-    /// Made here, and destroyed here. One that is not may be gone once nothing is submitted to it any more.
+    /// Whether the stream was made here, and is destroyed here. Any other may be gone once nothing is submitted to it.
     owned: bool,
-    /// Operations that the mapper has yet to hand on; changes under its lock.
+    /// Operations that the mapper has yet to hand on. Changes under the mapper's lock.
     pub(super) deferred: AtomicU32,
-    /// Nanoseconds that what ended last took; the reaper's.
+    /// How long the last work took, in nanoseconds. Written by the reaper.
     pace: AtomicU32,
     state: Mutex<State>,
 }
@@ -194,12 +198,12 @@ fn captured() -> Error {
     Error::new(ErrorKind::InvalidArgument, message).remedy("end the capture first")
 }
 
-/// Whether an error is [`captured`], or what the driver says when it is asked about captures, which is never this kind.
+/// Whether an error is [`captured`]. Errors of the driver, when it is asked about captures, are never of this kind.
 fn is_refusal(error: &Error) -> bool {
     error.kind() == ErrorKind::InvalidArgument
 }
 
-/// Whether one writes what the other reads or writes.
+/// Whether one copy writes memory that the other reads or writes.
 fn overlap(a: BatchedCopy, b: BatchedCopy) -> bool {
     let touch = |x: u64, y: u64| x < y.saturating_add(b.len) && y < x.saturating_add(a.len);
     touch(a.to, b.to) || touch(a.to, b.from) || touch(a.from, b.to)
@@ -243,7 +247,7 @@ impl Stream {
         Arc::new(Self { raw, owned, deferred, pace, state })
     }
 
-    /// Gives back what the driver made for it. Nothing of it is in flight.
+    /// Destroys what the driver made for the stream. Nothing on it is in flight.
     pub(super) fn destroy(self, core: &Core) {
         let current = match core.context.enter() {
             Ok(current) => current,
@@ -262,8 +266,8 @@ impl Stream {
         }
     }
 
-    /// Submits operations, in order; returns those that the driver has taken, by token, with their numbers. When the stream
-    /// is closed it takes none, and gives the tokens back.
+    /// Submits operations, in order. Returns the tokens and numbers of those that the driver has taken. A closed stream
+    /// takes none, and returns the tokens.
     pub(super) fn submit_all(
         self: &Arc<Self>,
         core: &Core,
@@ -288,7 +292,7 @@ impl Stream {
                 self.submit_one(core, (&current, &captured), &mut state, op, token);
             }
         }
-        // Without an event there is nothing to wait for but its end.
+        // An operation without an event has not been taken up: others could wait only for its end.
         let good = |item: &&Item| item.queued && item.event.is_some() && item.result.is_ok();
         let new = state.items.iter().rev().take_while(|item| item.number > before).filter(good);
         let mut taken_up: Vec<_> = new.filter_map(|item| Some((item.token?, item.number))).collect();
@@ -298,7 +302,7 @@ impl Stream {
         Ok(taken_up)
     }
 
-    /// Lets the reaper know of items, if it does not.
+    /// Tells the reaper of items, if it does not know of any.
     fn tell(self: &Arc<Self>, core: &Core, mut state: MutexGuard<'_, State>) {
         if state.watched || state.items.is_empty() {
             return;
@@ -309,8 +313,8 @@ impl Stream {
         core.reaper.wake();
     }
 
-    /// Hands copies to the driver in one call, if it takes them and they are none of each other's business. Each
-    /// completes by itself, when all have ended.
+    /// Hands copies to the driver in one call, if it supports that and no copy touches another's memory. The copies are
+    /// reported one by one, when all have ended.
     fn submit_batch(
         &self,
         core: &Core,
@@ -338,12 +342,12 @@ impl Stream {
             }
             copies.push(copy);
         }
-        // SAFETY: contract rule 5 keeps the callers' memory until each is reported, and it is locked.
+        // SAFETY: contract rule 5 keeps the callers' memory until each copy is reported, and it is locked.
         if let Err(failure) = unsafe { core.context.copy_batch(current, &self.raw, &copies) } {
             if failure.error.kind() == ErrorKind::Unsupported {
                 core.batches.store(false, Ordering::Relaxed);
             }
-            // One by one, each gets its own answer; what is copied twice is the same bytes.
+            // Submitted one by one, each copy gets its own result. Copying twice writes the same bytes.
             tracing::debug!(error = %core.note(failure));
             return false;
         }
@@ -375,11 +379,11 @@ impl Stream {
         let mut item =
             Item { number: state.submitted, token, queued: false, event: None, jobs: Vec::new(), result: Ok(()) };
         match (current, captured) {
-            // What others put on the stream is not refused with it: the end of a mark is theirs, and has no failure but the
-            // device's. Without an event the reaper waits for the whole stream.
+            // A mark stands for others' work on the stream, so a refusal here must not fail it: it fails only if the
+            // device does. Without an event the reaper waits for the whole stream.
             (Err(_), _) if is_mark => item.queued = true,
             (Err(error), _) => item.result = Err(error.clone()),
-            // Of a mark, only what is known to be captured is refused.
+            // A mark is refused only if the stream is known to be captured.
             (Ok(_), Err(error)) if !is_mark || is_refusal(error) => item.result = Err(error.clone()),
             (Ok(current), _) => {
                 let bounce = self.bounce(core, current, state, &op);
@@ -390,7 +394,7 @@ impl Stream {
             }
         }
         if token.is_none() && item.jobs.is_empty() {
-            // Nobody waits for it by itself; who records an event behind it learns of its end.
+            // Nobody waits for this item alone. Its failure is reported by events recorded behind it.
             if let (Err(error), None) = (item.result, &state.failure) {
                 state.failure = Some((item.number, error));
             }
@@ -402,7 +406,7 @@ impl Stream {
         state.items.push_back(item);
     }
 
-    /// The buffer that an operation's bytes go through, if they should and there is one.
+    /// The buffer for an operation's bytes, if they need one and there is one.
     fn bounce(&self, core: &Core, current: &Current<'_>, state: &mut State, op: &StreamOp) -> Option<HostPointer> {
         let (StreamOp::CopyIn { host, len, .. } | StreamOp::CopyOut { host, len, .. }) = op else { return None };
         if core.is_locked(*host, *len) {
@@ -415,7 +419,7 @@ impl Stream {
         state.bounce.as_ref().map(|bounce| bounce.base)
     }
 
-    /// Gives up the buffer of a stream that [is spent](Self::is_spent).
+    /// Takes the buffer of a stream that [is spent](Self::is_spent).
     pub(super) fn take_bounce(&self) -> Option<Locked> {
         self.state.lock().bounce.take()
     }
@@ -468,7 +472,7 @@ impl Stream {
         }
         let move_bytes = |host: HostPointer, device: DeviceAddress, len: u64| {
             // SAFETY: contract rule 5 keeps the caller's memory until the item is reported; the buffer is the stream's,
-            // and only used in the stream's order.
+            // and is used only in the stream's order.
             core.done(unsafe {
                 if into {
                     core.context.copy_in(current, &self.raw, host, device, len)
@@ -503,7 +507,8 @@ impl Stream {
     fn queue_job(&self, core: &Core, current: &Current<'_>, item: &mut Item, work: Work) -> Result<()> {
         let job = Job::new(work);
         let argument = std::ptr::without_provenance_mut(job.number);
-        // SAFETY: `run_job` takes any number, also of a job that is gone, catches panics, and does not call the driver.
+        // SAFETY: `run_job` accepts any number, also of a job that is gone, catches panics, and does not call the
+        // driver.
         let outcome = unsafe { core.context.call(current, &self.raw, run_job, argument) };
         match outcome {
             Ok(()) => {
@@ -518,30 +523,30 @@ impl Stream {
         }
     }
 
-    /// The handle, for others.
+    /// The handle, for use by others.
     pub(super) fn raw(&self) -> RawStream {
         self.state.lock().shared = true;
         self.raw.raw()
     }
 
-    /// Refuses where an event would say nothing of what runs.
+    /// Refuses a mark if an event would not cover the work that runs.
     pub(super) fn can_mark(&self, core: &Core) -> Result<()> {
         let state = self.state.lock();
         if state.closing {
             return Err(super::super::stream::closed(&core.name));
         }
         if IN_HOST_FUNCTION.get() {
-            // Whoever hands the mark on asks.
+            // The driver is asked when the mark is handed on.
             return core.healthy();
         }
         let current = core.enter()?;
         self.not_captured(core, &current, &state)
     }
 
-    /// Whether what is put on the stream runs.
+    /// Checks that operations put on the stream run.
     ///
     /// # Errors
-    /// [A refusal](is_refusal) while it is being captured; what the driver says if it will not tell.
+    /// [A refusal](is_refusal) while the stream is being captured; the driver's error if it does not answer.
     fn not_captured(&self, core: &Core, current: &Current<'_>, state: &State) -> Result<()> {
         if state.shared && core.done(core.context.is_capturing(current, &self.raw))? {
             return Err(captured());
@@ -561,7 +566,7 @@ impl Stream {
         }
     }
 
-    /// The number of the last operation, with an event behind it unless all has ended.
+    /// The number of the last operation, with an event behind it unless everything has ended.
     pub(super) fn record(self: &Arc<Self>, core: &Core) -> Result<u64> {
         let mut state = self.state.lock();
         let number = state.submitted;
@@ -577,7 +582,7 @@ impl Stream {
         Ok(number)
     }
 
-    /// Makes what is submitted from now on wait until `number` of `other` has ended.
+    /// Makes operations submitted from now on wait until `number` of `other` has ended.
     pub(super) fn wait(&self, core: &Core, other: &Self, number: u64) -> Result<()> {
         if std::ptr::eq(self, other) {
             return Ok(());
@@ -594,7 +599,7 @@ impl Stream {
                 return Ok(());
             }
             let current = core.enter()?;
-            // The lock keeps the event from being reused until the driver has taken note of it.
+            // The lock keeps the event from being reused before the driver has noted the wait.
             let event = theirs.items.iter().filter(|item| item.number >= number).find_map(|item| item.event.as_ref());
             let event = event.ok_or_else(|| {
                 Error::new(ErrorKind::Device, "the event to wait for was not recorded, because the driver refused it")
@@ -602,12 +607,12 @@ impl Stream {
             })?;
             core.done(core.context.wait(&current, &self.raw, event))?;
         }
-        // An event recorded behind the wait is one of its own.
+        // An event recorded behind the wait needs a number of its own.
         self.state.lock().submitted += 1;
         Ok(())
     }
 
-    /// Whether everything up to `number` has ended; an error if that much was never submitted, or something failed.
+    /// Whether everything up to `number` has ended; an error if fewer were submitted, or if something failed.
     pub(super) fn poll(&self, core: &Core, number: u64) -> Result<Poll<()>> {
         let state = self.state.lock();
         if number > state.submitted {
@@ -625,11 +630,11 @@ impl Stream {
         match core.context.happened(&current, event) {
             Ok(true) => {}
             Ok(false) => return Ok(Poll::Pending),
-            // The reaper finds another way to learn of it.
+            // The reaper learns of the end in another way.
             Err(failure) if failure.captured => return Ok(Poll::Pending),
             Err(failure) => return Err(core.note(failure)),
         }
-        // The reaper has yet to learn of it, and of closures that failed.
+        // The reaper has yet to notice, and closures may have failed.
         for item in state.items.iter().take_while(|item| item.number <= number).filter(|item| item.token.is_none()) {
             item.result.clone()?;
             for job in &item.jobs {
@@ -647,13 +652,13 @@ impl Stream {
         self.state.lock().closing = true;
     }
 
-    /// Whether it is another's stream, was forgotten, and everything on it has ended.
+    /// Whether the stream is adopted, was forgotten, and everything on it has ended.
     pub(super) fn is_spent(&self) -> bool {
         let state = self.state.lock();
         !self.owned && state.closing && state.items.is_empty()
     }
 
-    /// The first failure nobody was told of by token.
+    /// The first failure that was not reported by token.
     pub(super) fn failure(&self) -> Result<()> {
         match &self.state.lock().failure {
             Some((_, error)) => Err(error.clone()),
@@ -661,12 +666,12 @@ impl Stream {
         }
     }
 
-    /// How long what ended last took, as far as that says something of what comes next. Zero at first.
+    /// How long the last work took, as an estimate for the next. Zero at first.
     pub(super) fn pace(&self) -> Duration {
         Duration::from_nanos(self.pace.load(Ordering::Relaxed).into())
     }
 
-    /// Of less than four seconds.
+    /// Sets the pace, which must be less than four seconds.
     pub(super) fn set_pace(&self, pace: Duration) {
         self.pace.store(pace.as_nanos() as u32, Ordering::Relaxed);
     }
@@ -684,7 +689,7 @@ impl Stream {
         first
     }
 
-    /// Gives up an event that will not say when it happens, because it was captured.
+    /// Gives up an event that was captured, because the driver will not say when it happens.
     pub(super) fn unmark(&self, core: &Core, event: Arc<EventHandle>) {
         let mut state = self.state.lock();
         for item in &mut state.items {
@@ -697,14 +702,14 @@ impl Stream {
         }
     }
 
-    /// Takes out the first item, which has ended or never will, and those whose event is the same.
+    /// Takes out the first item, which has ended or never will, and later items with the same event.
     pub(super) fn retire(&self, core: &Core, done: &mut Vec<Completion>) {
         let mut state = self.state.lock();
         let mut jobs = Ok(());
         if let Some(first) = state.items.front().filter(|first| !first.jobs.is_empty()) {
             let all = first.jobs.clone();
             drop(state);
-            // All of them, so that none runs after this; without the lock, which a closure that still runs may want.
+            // Ends all jobs, so that none runs after this; without the lock, which a closure that still runs may want.
             jobs = all.iter().map(|job| job.end()).fold(Ok(()), Result::and);
             state = self.state.lock();
         }
@@ -719,7 +724,7 @@ impl Stream {
                 }
                 (None, Ok(())) => {}
             }
-            // The last of a batch gives its event back.
+            // The last item of a batch gives the event back.
             let Some(event) = event.map(Arc::into_inner) else { return };
             if let Some(event) = event {
                 return core.return_event(event);
@@ -727,15 +732,15 @@ impl Stream {
         }
     }
 
-    /// Waits for everything on it.
+    /// Waits for everything on the stream.
     ///
     /// # Errors
-    /// What the driver says. Unless a capture forbids it, for now, the device is lost then.
+    /// Errors of the driver. The device is lost then, unless the error is that a capture forbids the call for now.
     pub(super) fn finish(&self, core: &Core) -> Outcome {
         let finish = || {
             let current = core.context.enter()?;
             if !self.owned {
-                // The stream may be gone by now; what was on it is not.
+                // The stream may be gone by now, but its work may still run: wait for the whole context.
                 return core.context.finish(&current);
             }
             if self.state.lock().shared && core.context.is_capturing(&current, &self.raw)? {
@@ -743,11 +748,11 @@ impl Stream {
             }
             core.context.finish_stream(&current, &self.raw)
         };
-        // Asked again, because a context that is lost says so again.
+        // Tried twice: a lost context gives its error again.
         finish().or_else(|failure| finish().map_err(|_| failure))
     }
 
-    /// Everything that has a token was reported. What nobody waits for is waited for here, unless it is another's.
+    /// Ends the stream, when everything with a token was reported. Waits for the rest, unless the stream is adopted.
     pub(super) fn end(&self, core: &Core) {
         let finished = if self.owned { self.finish(core) } else { Ok(()) };
         let mut state = self.state.lock();
@@ -760,8 +765,8 @@ impl Stream {
 }
 
 impl Core {
-    /// Refuses a range that is not wholly mapped, which on a GPU would cost the context. The reason is that of the mapper
-    /// where it was refused.
+    /// Refuses a range that is not wholly mapped, because a GPU would lose the context by it. If the mapper was
+    /// refused, the error is the mapper's.
     fn check_mapped(&self, device: DeviceAddress, len: u64) -> Result<()> {
         match self.mapper.lock().layout.range(device.get(), len) {
             Range::Mapped => Ok(()),
