@@ -31,7 +31,7 @@ use std::thread::{self, JoinHandle};
 use outcore::device::{
     Completion, Completions, Device, DeviceFactory, DeviceSettings, EventId, StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::{Bytes, DeviceAddress, Error, ErrorKind, FrameId, PageSize, Result};
+use outcore::{DeviceAddress, Error, ErrorKind, FrameId, PageSize, Result};
 
 /// Opens an accelerator for each runtime.
 #[derive(Clone, Copy, Debug)]

@@ -1,0 +1,241 @@
+//! The promise: a model on a server is a model: its bytes, its errors, and never bytes of two versions.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use outcore::store::PageSource;
+use outcore::{Bytes, ErrorKind, PageSize, Runtime};
+use outcore_source_http::HttpSource;
+
+const ROW: u64 = 64 << 10;
+const ROWS: u64 = 48;
+
+/// What the server does with requests for ranges.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mood {
+    Well,
+    /// Sends half of what was asked for, and closes.
+    Short,
+    /// 503.
+    Refuses,
+}
+
+struct Server {
+    url: String,
+    state: Arc<Mutex<(Vec<u8>, &'static str, Mood)>>,
+    asked: Arc<AtomicU64>,
+}
+
+/// A model of one tensor, each row with a byte of its own.
+fn model(shift: u8) -> Vec<u8> {
+    let header = format!("{{\"w\":{{\"dtype\":\"U8\",\"shape\":[{ROWS},{ROW}],\"data_offsets\":[0,{}]}}}}", ROWS * ROW);
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend((0..ROWS).flat_map(|row| vec![row as u8 + shift; ROW as usize]));
+    bytes
+}
+
+impl Server {
+    fn start(bytes: Vec<u8>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/model.safetensors", listener.local_addr().unwrap());
+        let state = Arc::new(Mutex::new((bytes, "\"one\"", Mood::Well)));
+        let asked = Arc::new(AtomicU64::new(0));
+        let server = Self { url, state: state.clone(), asked: asked.clone() };
+        thread::spawn(move || {
+            for connection in listener.incoming().flatten() {
+                let (state, asked) = (state.clone(), asked.clone());
+                thread::spawn(move || while let Ok(true) = answer(&connection, &state, &asked) {});
+            }
+        });
+        server
+    }
+
+    fn change(&self, change: impl FnOnce(&mut (Vec<u8>, &'static str, Mood))) {
+        change(&mut self.state.lock().unwrap());
+    }
+}
+
+/// Answers one request. False if the connection ends.
+fn answer(connection: &TcpStream, state: &Mutex<(Vec<u8>, &'static str, Mood)>, asked: &AtomicU64) -> io::Result<bool> {
+    let mut lines = BufReader::new(connection).lines();
+    let Some(request) = lines.next().transpose()? else { return Ok(false) };
+    let mut range = None;
+    for line in lines {
+        let line = line?.to_ascii_lowercase();
+        if line.is_empty() {
+            break;
+        }
+        if let Some((first, last)) = line.strip_prefix("range: bytes=").and_then(|range| range.split_once('-')) {
+            range = Some((first.parse::<usize>().unwrap(), last.parse::<usize>().unwrap()));
+        }
+    }
+    let (bytes, etag, mood) = state.lock().unwrap().clone();
+    let mut connection = connection;
+    let Some((first, last)) = range.filter(|_| request.starts_with("GET")) else {
+        write!(connection, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nETag: {etag}\r\n\r\n", bytes.len())?;
+        return Ok(true);
+    };
+    asked.fetch_add(1, Ordering::Relaxed);
+    if mood == Mood::Refuses {
+        write!(connection, "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")?;
+        return Ok(true);
+    }
+    let part = &bytes[first..=last];
+    write!(connection, "HTTP/1.1 206 Partial Content\r\nContent-Length: {}\r\nETag: {etag}\r\n\r\n", part.len())?;
+    if mood == Mood::Short && part.len() > 1 {
+        connection.write_all(&part[..part.len() / 2])?;
+        return Ok(false);
+    }
+    connection.write_all(part)?;
+    Ok(true)
+}
+
+fn runtime(io: &str) -> Runtime {
+    let page = PageSize::new(Bytes::new(ROW)).unwrap();
+    let builder = Runtime::builder().page_size(page).device_budget(Bytes::new(8 * ROW)).io(io.parse().unwrap());
+    builder.scratch_dir(env!("CARGO_TARGET_TMPDIR")).open().unwrap()
+}
+
+/// Reads a row, which must be of one value.
+fn row(runtime: &Runtime, tensor: &outcore::Tensor, row: u64) -> outcore::Result<u8> {
+    let guard = runtime.pin(&tensor.rows(row..row + 1).unwrap()).wait()?;
+    let first = guard[0];
+    assert!(guard.iter().all(|byte| *byte == first), "row {row} is of several versions");
+    Ok(first)
+}
+
+#[test]
+fn a_model_on_a_server_streams_like_a_file() {
+    let server = Server::start(model(0));
+    for io in ["auto", "threads", "buffered"] {
+        let runtime = runtime(io);
+        let model = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+        let tensor = model.tensor("w").unwrap();
+        let passes = |count: u64| {
+            for n in 0..count * ROWS {
+                assert_eq!(row(&runtime, &tensor, n % ROWS).unwrap(), (n % ROWS) as u8);
+            }
+        };
+        // The order is recognised, and followed.
+        passes(3);
+        assert!(runtime.stats().pager.prefetched > 0);
+        thread::scope(|scope| [(); 2].map(|()| drop(scope.spawn(|| passes(2)))));
+        let stats = runtime.stats();
+        assert!(stats.traffic.peak_device <= Bytes::new(8 * ROW), "{stats:?}");
+        drop((model, tensor));
+        runtime.close().unwrap();
+    }
+    // Of passes with room for 8 of 48 rows, most pages were fetched again.
+    assert!(server.asked.load(Ordering::Relaxed) > 3 * ROWS);
+}
+
+#[test]
+fn answers_that_stop_half_way_are_asked_for_again() {
+    let server = Server::start(model(0));
+    let runtime = runtime("auto");
+    let model = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+    let tensor = model.tensor("w").unwrap();
+    server.change(|state| state.2 = Mood::Short);
+    assert_eq!(row(&runtime, &tensor, 20).unwrap(), 20);
+    drop((model, tensor));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_server_that_refuses_is_an_error_and_may_recover() {
+    let server = Server::start(model(0));
+    let runtime = runtime("auto");
+    let model = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+    let tensor = model.tensor("w").unwrap();
+    server.change(|state| state.2 = Mood::Refuses);
+    let error = row(&runtime, &tensor, 30).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Io);
+    assert!(error.to_string().contains(&server.url) && error.to_string().contains("503"), "{error}");
+    server.change(|state| state.2 = Mood::Well);
+    assert_eq!(row(&runtime, &tensor, 30).unwrap(), 30);
+    drop((model, tensor));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn a_file_that_is_replaced_on_the_server_is_noticed_at_the_next_read() {
+    let server = Server::start(model(0));
+    let runtime = runtime("auto");
+    let model_one = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+    let tensor = model_one.tensor("w").unwrap();
+    assert_eq!(row(&runtime, &tensor, 0).unwrap(), 0);
+    server.change(|state| (state.0, state.1) = (model(100), "\"two\""));
+    let error = (10..40).find_map(|at| row(&runtime, &tensor, at).err()).unwrap();
+    assert_eq!(error.kind(), ErrorKind::ModelChanged, "{error}");
+    assert!(error.to_string().contains(&server.url), "{error}");
+    drop((model_one, tensor));
+    // Opened again it is the new one.
+    let model_two = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap();
+    let tensor = model_two.tensor("w").unwrap();
+    assert_eq!(row(&runtime, &tensor, 10).unwrap(), 110);
+    drop((model_two, tensor));
+    runtime.close().unwrap();
+}
+
+#[test]
+fn what_is_no_model_is_refused() {
+    let server = Server::start(b"<html>not found</html>".to_vec());
+    let runtime = runtime("auto");
+    let error = runtime.open_source(Arc::new(HttpSource::open(&server.url).unwrap())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Format, "{error}");
+    let gone = HttpSource::open("http://127.0.0.1:9/model.gguf").unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::Io, "{gone}");
+    runtime.close().unwrap();
+}
+
+/// Panics (1), says that nothing came (2), or that more came than there was room for.
+#[derive(Debug)]
+struct Rude {
+    model: Vec<u8>,
+    how: AtomicU64,
+}
+
+impl PageSource for Rude {
+    fn name(&self) -> String {
+        "a rude source".into()
+    }
+    fn len(&self) -> u64 {
+        self.model.len() as u64
+    }
+    fn identity(&self) -> u64 {
+        7
+    }
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
+        match self.how.load(Ordering::Relaxed) {
+            1 => panic!("no manners"),
+            2 => return Ok(0),
+            _ => {}
+        }
+        bytes.copy_from_slice(&self.model[offset as usize..][..bytes.len()]);
+        Ok(bytes.len() + 10_000)
+    }
+}
+
+#[test]
+fn a_source_that_misbehaves_costs_its_own_reads_only() {
+    let runtime = runtime("auto");
+    let rude = Arc::new(Rude { model: model(0), how: AtomicU64::new(0) });
+    let model = runtime.open_source(rude.clone()).unwrap();
+    let tensor = model.tensor("w").unwrap();
+    rude.how.store(1, Ordering::Relaxed);
+    let error = row(&runtime, &tensor, 40).unwrap_err();
+    assert!(error.to_string().contains("no manners") && error.to_string().contains("a rude source"), "{error}");
+    rude.how.store(2, Ordering::Relaxed);
+    let error = row(&runtime, &tensor, 20).unwrap_err();
+    assert!(error.to_string().contains("only 0 of"), "{error}");
+    rude.how.store(3, Ordering::Relaxed);
+    assert_eq!(row(&runtime, &tensor, 30).unwrap(), 30);
+    drop((model, tensor));
+    runtime.close().unwrap();
+}
