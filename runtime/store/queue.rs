@@ -86,7 +86,7 @@ pub struct Limits {
 /// How many operations the kernel may have at once, and of which kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// This many that are not demand, and [`DEMAND_RESERVE`] more of demand.
+    /// This many that are not demand, and a fixed number more of demand.
     Ahead(QueueDepth),
     /// This many of any kind.
     Any(QueueDepth),

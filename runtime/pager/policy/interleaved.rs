@@ -203,7 +203,7 @@ fn walkers_find_nearly_what_the_optimum_finds() {
     replay(1, 6, 1, |frames| (frames / 32).clamp(4, 8));
 }
 
-/// `cargo test --release --lib prints_what_walkers_find -- --ignored --nocapture`.
+/// `cargo test --release -p outcore-pager --lib prints_what_walkers_find -- --ignored --nocapture`.
 #[test]
 #[ignore = "takes a minute; prints a table for people"]
 fn prints_what_walkers_find() {
