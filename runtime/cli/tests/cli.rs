@@ -673,7 +673,7 @@ fn plan_reads_experts_beside_safetensors() {
     for (bad, parts) in [
         (r#","num_experts":4,"num_experts_per_tok":5"#, ["num_experts_per_tok is 5", "the 4 experts"]),
         (r#","num_experts":4,"num_experts_per_tok":0"#, ["num_experts_per_tok is 0", "from 1"]),
-        (r#","num_experts":"4""#, ["num_experts", "no number"]),
+        (r#","num_experts":"4""#, ["num_experts", "not a whole number"]),
         (r#","num_experts":99999999999"#, ["num_experts is 99999999999", "from 1 to"]),
     ] {
         config(bad);
