@@ -78,7 +78,8 @@ impl fmt::Display for Verify {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages).
+    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages). Of a disk
+    /// that was [measured](RuntimeBuilder::for_model), only what it needs in flight while it limits the pass.
     #[default]
     Auto,
     /// Never: pages come when they are wanted.

@@ -31,7 +31,7 @@ use crate::store::{
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
-use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
+use crate::transfer::{AheadRange, Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
 #[derive(Debug)]
@@ -183,7 +183,8 @@ pub struct Stats {
     pub page_size: PageSize,
     /// What was chosen where nothing was set, and why. Follows the device budget.
     pub settings: Settings,
-    /// How far ahead of use fills start. It follows the device budget.
+    /// How far ahead of use fills start now. It follows the device budget, and [what limits the
+    /// pass](crate::Lookahead::Auto).
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
@@ -381,6 +382,8 @@ impl Runtime {
             fate,
             io_timeout: config.io_timeout,
         })?;
+        let full = page_size.pages_for(settings.lookahead.value.get()) as u32;
+        engine.choose_lookahead(wanted.least_ahead(page_size).map(|least| AheadRange { least, full }));
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -943,6 +946,8 @@ impl Runtime {
             if frames < pager.device_frames().1 {
                 may_wait("a smaller budget")?;
             }
+            let least = self.shared.wanted.least_ahead(self.shared.page_size);
+            engine.choose_lookahead(least.map(|least| AheadRange { least, full: lookahead }));
             pager.set_lookahead(lookahead);
             pager.set_frames(frames, fx);
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);

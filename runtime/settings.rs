@@ -202,6 +202,14 @@ impl Wanted {
         chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
     }
 
+    /// How many pages ahead suffice where the disk limits a pass: as many as the disk needs in flight. `None` if no disk
+    /// was measured, or the lookahead was asked for.
+    pub fn least_ahead(&self, page: PageSize) -> Option<u32> {
+        let disk = self.disk.filter(|_| self.lookahead == Lookahead::Auto)?;
+        let needed = disk.in_flight.get().max(read_within(&disk, disk.latency));
+        Some(page.pages_for(needed).clamp(2, u64::from(u32::MAX)) as u32)
+    }
+
     /// Chooses the other settings, for a device tier of `frames` pages of this size. If `frames` is not known, the tier
     /// is taken to have enough.
     pub fn settings(&self, page_size: Chosen<PageSize>, frames: Option<u32>) -> Settings {
@@ -228,7 +236,7 @@ impl Wanted {
         let pages = self.lookahead.pages_where(page, frames, self.in_flight());
         let bytes = |pages: u32| Bytes::new(u64::from(pages) * page.bytes());
         let reason = match self.lookahead {
-            Lookahead::Auto => format!("{needs}; a part of {tier}"),
+            Lookahead::Auto => format!("{needs}; a part of {tier}, and less where the disk limits the pass"),
             _ => "asked for".to_owned(),
         };
         let lookahead = Chosen { value: bytes(pages), reason: reason.into() };
