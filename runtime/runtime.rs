@@ -31,7 +31,7 @@ use crate::store::{
 };
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
-use crate::transfer::{AheadRange, Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
+use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
 
 /// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
 #[derive(Debug)]
@@ -383,7 +383,7 @@ impl Runtime {
             io_timeout: config.io_timeout,
         })?;
         let full = page_size.pages_for(settings.lookahead.value.get()) as u32;
-        engine.choose_lookahead(wanted.least_ahead(page_size).map(|least| AheadRange { least, full }));
+        engine.choose_lookahead(wanted.least_ahead(page_size), full);
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -460,10 +460,13 @@ impl Runtime {
     pub fn open_source(&self, source: Arc<dyn PageSource>) -> Result<Model> {
         let header = Arc::new(format::open_source(&source)?);
         self.open_with(header, &|file| {
+            let id = self.engine().store.add_source(source.clone())?;
+            // The store has taken its identity: a change from here on is noticed there.
             if FileState::of_source(&*source) != file.state {
+                self.engine().store.remove_file(id);
                 return Err(changed_since(file));
             }
-            self.engine().store.add_source(source.clone())
+            Ok(id)
         })
     }
 
@@ -946,8 +949,7 @@ impl Runtime {
             if frames < pager.device_frames().1 {
                 may_wait("a smaller budget")?;
             }
-            let least = self.shared.wanted.least_ahead(self.shared.page_size);
-            engine.choose_lookahead(least.map(|least| AheadRange { least, full: lookahead }));
+            engine.choose_lookahead(self.shared.wanted.least_ahead(self.shared.page_size), lookahead);
             pager.set_lookahead(lookahead);
             pager.set_frames(frames, fx);
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);

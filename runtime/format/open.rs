@@ -129,19 +129,19 @@ enum Kind {
 
 /// An open file of a model, of which only the beginning is read.
 struct HeaderFile {
-    source: Bytes,
+    content: Content,
     path: PathBuf,
     len: u64,
     state: FileState,
 }
 
 /// Where a header is read from.
-enum Bytes {
+enum Content {
     File(File),
     Source(Arc<dyn PageSource>),
 }
 
-impl Bytes {
+impl Content {
     fn read_exact_at(&self, mut bytes: &mut [u8], mut offset: u64) -> io::Result<()> {
         let source = match self {
             Self::File(file) => return file.read_exact_at(bytes, offset),
@@ -164,12 +164,8 @@ impl Bytes {
 
 impl HeaderFile {
     fn of_source(source: Arc<dyn PageSource>) -> Result<Self> {
-        let (path, len) = (PathBuf::from(source.name()), source.len());
-        if len == 0 {
-            return Err(damaged(Damage::Truncated, format!("{} is empty", path.display())));
-        }
-        let state = FileState::of_source(&*source);
-        Ok(Self { source: Bytes::Source(source), path, len, state })
+        let (path, len, state) = (source.name().into(), source.len(), FileState::of_source(&*source));
+        Self::new(Content::Source(source), path, len, state)
     }
 
     fn open(path: &Path) -> Result<Self> {
@@ -180,11 +176,14 @@ impl HeaderFile {
         }
         let file = File::open(path).map_err(|e| cannot("open", path, e))?;
         let metadata = file.metadata().map_err(|e| cannot("open", path, e))?;
-        let len = metadata.len();
+        Self::new(Content::File(file), path.to_owned(), metadata.len(), FileState::of(&metadata))
+    }
+
+    fn new(content: Content, path: PathBuf, len: u64, state: FileState) -> Result<Self> {
         if len == 0 {
             return Err(damaged(Damage::Truncated, format!("{} is empty", path.display())));
         }
-        Ok(Self { source: Bytes::File(file), path: path.to_owned(), len, state: FileState::of(&metadata) })
+        Ok(Self { content, path, len, state })
     }
 
     /// Makes `prefix` the first `want` bytes of the file, or all of it if it is shorter.
@@ -196,7 +195,7 @@ impl HeaderFile {
         }
         prefix.resize(want, 0);
         let rest = prefix.get_mut(have..).unwrap_or_default();
-        self.source.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
+        self.content.read_exact_at(rest, have as u64).map_err(|e| match e.kind() {
             io::ErrorKind::UnexpectedEof => {
                 damaged(Damage::Truncated, format!("{} became shorter while it was read", self.path.display()))
             }

@@ -85,7 +85,7 @@ pub enum DirectIo {
 
 /// A file in a store. Closed when the last operation that names it has ended.
 pub(super) struct OpenFile {
-    bytes: Bytes,
+    content: Content,
     path: PathBuf,
     direct: bool,
     writable: bool,
@@ -94,7 +94,7 @@ pub(super) struct OpenFile {
 }
 
 /// Where a file's bytes come from.
-enum Bytes {
+enum Content {
     Kernel(File),
     Source(Arc<dyn PageSource>),
 }
@@ -108,15 +108,15 @@ enum Identity {
 impl OpenFile {
     pub fn of_source(source: Arc<dyn PageSource>) -> Self {
         let identity = Some(Identity::Source(source.identity()));
-        let (path, bytes) = (source.name().into(), Bytes::Source(source));
-        Self { bytes, path, direct: false, writable: false, remote: true, identity }
+        let (path, content) = (source.name().into(), Content::Source(source));
+        Self { content, path, direct: false, writable: false, remote: true, identity }
     }
 
     /// The source that has the bytes; none for a file, which the kernel reads.
     pub fn source(&self) -> Option<&dyn PageSource> {
-        match &self.bytes {
-            Bytes::Kernel(_) => None,
-            Bytes::Source(source) => Some(&**source),
+        match &self.content {
+            Content::Kernel(_) => None,
+            Content::Source(source) => Some(&**source),
         }
     }
 
@@ -148,11 +148,11 @@ impl OpenFile {
             },
         };
         Ok(match direct_file {
-            Some(file) => Self { bytes: Bytes::Kernel(file), path, direct: true, writable, remote, identity },
+            Some(file) => Self { content: Content::Kernel(file), path, direct: true, writable, remote, identity },
             None => {
                 // Pages are read whole and in an order of our own: read-ahead past them would be thrown away.
                 advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
-                Self { bytes: Bytes::Kernel(file), path, direct: false, writable, remote, identity }
+                Self { content: Content::Kernel(file), path, direct: false, writable, remote, identity }
             }
         })
     }
@@ -172,9 +172,9 @@ impl OpenFile {
     }
     /// The descriptor of a file; of a source one that no call accepts.
     pub fn fd(&self) -> RawFd {
-        match &self.bytes {
-            Bytes::Kernel(file) => file.as_raw_fd(),
-            Bytes::Source(_) => -1,
+        match &self.content {
+            Content::Kernel(file) => file.as_raw_fd(),
+            Content::Source(_) => -1,
         }
     }
 
@@ -184,13 +184,13 @@ impl OpenFile {
 
     /// Fails if the file has changed since it was opened. Never fails for a file without identity.
     pub fn check_identity(&self) -> Result<()> {
-        let difference = match (&self.identity, &self.bytes) {
-            (Some(Identity::File(then)), Bytes::Kernel(file)) => {
+        let difference = match (&self.identity, &self.content) {
+            (Some(Identity::File(then)), Content::Kernel(file)) => {
                 let now = FileIdentity::of(file)
                     .map_err(|cause| Error::io(format!("check that {} is unchanged", self.path.display()), cause))?;
                 then.difference(&now)
             }
-            (Some(Identity::Source(then)), Bytes::Source(source)) => {
+            (Some(Identity::Source(then)), Content::Source(source)) => {
                 let now = source.identity();
                 (*then != now).then(|| format!("its identity went from {then:#x} to {now:#x}"))
             }
@@ -209,7 +209,7 @@ impl OpenFile {
     /// Drops a range from the page cache, so that buffered I/O takes no memory outside the budgets. Dirty pages start
     /// to be written out; a later call drops them.
     pub fn drop_cache(&self, offset: u64, len: u32) {
-        if let Bytes::Kernel(file) = &self.bytes
+        if let Content::Kernel(file) = &self.content
             && !self.direct
         {
             advise(file, offset, u64::from(len), libc::POSIX_FADV_DONTNEED);

@@ -29,7 +29,7 @@ const DOUBLINGS: u32 = 5;
 
 /// The lookaheads to choose between, in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AheadRange {
+pub(super) struct AheadRange {
     /// Where the disk limits the pass.
     pub least: u32,
     /// Where the pass keeps step with the disk.

@@ -58,8 +58,7 @@ use crate::pager::{
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
-use ahead::Ahead;
-pub(crate) use ahead::AheadRange;
+use ahead::{Ahead, AheadRange};
 use keeper::Keeper;
 use latch::{Held, Latch, News};
 use recording::RuntimeName;
@@ -1269,9 +1268,10 @@ impl Engine {
         })
     }
 
-    /// The lookaheads between which the engine chooses by what limits a pass; `None` leaves the lookahead as it is.
-    pub(crate) fn choose_lookahead(&self, range: Option<AheadRange>) {
-        self.ahead.choose_between(range);
+    /// Chooses between these lookaheads, in pages, by what limits a pass: `least` where the disk does, otherwise `full`.
+    /// `None` leaves the lookahead as it is.
+    pub(crate) fn choose_lookahead(&self, least: Option<u32>, full: u32) {
+        self.ahead.choose_between(least.map(|least| AheadRange { least, full }));
     }
 
     /// Tells the pager that a move has ended, and notes failures that nobody else is told: a page that was given up,

@@ -69,6 +69,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// An event is a stream and a count of operations of all streams. Stream numbers are below this.
+const STREAMS_MAX: u32 = 1 << 16;
+
+/// The event behind the first `count` operations, for a stream.
+fn event(stream: StreamId, count: u64) -> EventId {
+    EventId::new(count * u64::from(STREAMS_MAX) + u64::from(stream.get()))
+}
+
 /// Frames, and which address each is behind.
 #[derive(Default)]
 struct Memory {
@@ -123,11 +131,11 @@ impl Memory {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<(StreamId, StreamOp, Option<Token>)>,
-    /// All that were ever submitted: the event behind the last one.
+    /// All that were ever submitted.
     submitted: u64,
     ended: u64,
     streams: u32,
-    /// The first failure of each stream that no token was told of, and the event behind it.
+    /// The first failure of each stream that no token was told of, and how many operations had ended with it.
     failed: HashMap<StreamId, (u64, Error)>,
     closing: bool,
 }
@@ -158,8 +166,8 @@ impl Shared {
             let mut ended = lock(&self.queue);
             ended.ended += 1;
             if let (None, Err(error)) = (token, &result) {
-                let event = ended.ended;
-                ended.failed.entry(stream).or_insert_with(|| (event, error.clone()));
+                let count = ended.ended;
+                ended.failed.entry(stream).or_insert_with(|| (count, error.clone()));
             }
             drop(ended);
             if let Some(token) = token {
@@ -299,6 +307,10 @@ impl Device for Opened {
 
     fn create_stream(&self, _kind: StreamKind) -> Result<StreamId> {
         let mut queue = self.open_queue()?;
+        if queue.streams + 1 == STREAMS_MAX {
+            return Err(Error::new(ErrorKind::OutOfMemory, format!("an accelerator has {} streams", STREAMS_MAX - 1))
+                .remedy("use streams again"));
+        }
         queue.streams += 1;
         Ok(StreamId::new(queue.streams))
     }
@@ -321,11 +333,11 @@ impl Device for Opened {
         queue.waiting.push_back((stream, op, token));
         queue.submitted += 1;
         self.shared.changed.notify_one();
-        Some(EventId::new(queue.submitted))
+        Some(event(stream, queue.submitted))
     }
 
-    fn record(&self, _stream: StreamId) -> Result<EventId> {
-        Ok(EventId::new(self.open_queue()?.submitted))
+    fn record(&self, stream: StreamId) -> Result<EventId> {
+        Ok(event(stream, self.open_queue()?.submitted))
     }
 
     fn wait(&self, _stream: StreamId, _event: EventId) -> Result<()> {
@@ -334,11 +346,12 @@ impl Device for Opened {
     }
 
     fn poll(&self, event: EventId) -> Result<Poll<()>> {
+        let (stream, count) = (StreamId::new(event.get() as u32 % STREAMS_MAX), event.get() / u64::from(STREAMS_MAX));
         let queue = lock(&self.shared.queue);
-        if let Some((_, error)) = queue.failed.values().find(|(failed, _)| *failed <= event.get()) {
-            return Err(error.clone());
+        match queue.failed.get(&stream) {
+            Some((failed, error)) if *failed <= count => Err(error.clone()),
+            _ => Ok(if queue.ended >= count { Poll::Ready(()) } else { Poll::Pending }),
         }
-        Ok(if queue.ended >= event.get() { Poll::Ready(()) } else { Poll::Pending })
     }
 
     fn close(&self) -> Result<()> {
