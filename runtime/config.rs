@@ -16,7 +16,7 @@ use crate::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
 use crate::runtime::{Runtime, device_frames_of};
-use crate::settings::{IN_FLIGHT, Settings, Wanted};
+use crate::settings::{AHEAD, Settings, Wanted};
 use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
 
 /// When clean pages of model files are checked against the hash learned at their first read.
@@ -78,8 +78,7 @@ impl fmt::Display for Verify {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages). Of a disk
-    /// that was [measured](RuntimeBuilder::for_model), only what it needs in flight while it limits the pass.
+    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages).
     #[default]
     Auto,
     /// Never: pages come when they are wanted.
@@ -89,24 +88,21 @@ pub enum Lookahead {
 }
 
 impl Lookahead {
-    /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at least one. By
-    /// itself at most a sixteenth of the frames, but eight pages where that is no more than an eighth of them, and four where
-    /// that is no more than a quarter: a stream of fewer pages stalls at every unevenness. Where more is asked for, up to a
-    /// quarter.
+    /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at
+    /// least one. By itself 16 MiB, but at most a sixteenth of the frames, or eight pages where that is no more than an
+    /// eighth of them, or four where that is no more than a quarter: a stream of fewer pages stalls at every
+    /// unevenness. Where more is asked for, up to a quarter.
     pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        self.pages_where(page_size, frames, IN_FLIGHT)
+        self.pages_where(page_size, frames, AHEAD)
     }
 
-    /// As [`pages`](Self::pages), of a disk that needs so much in flight for its full rate. Twice that is enough: every page
-    /// that streams is one less that stays.
-    pub(crate) fn pages_where(self, page_size: PageSize, frames: u32, in_flight: Bytes) -> u32 {
+    /// As [`pages`](Self::pages), where so much ahead is enough for the disk: every page that streams is one less that
+    /// stays.
+    pub(crate) fn pages_where(self, page_size: PageSize, frames: u32, enough: Bytes) -> u32 {
         let within = |bytes: u64, most: u32| page_size.pages_for(bytes).min(u64::from(most)) as u32;
         let pages = match self {
             Self::Off => return 0,
-            Self::Auto => {
-                let enough = within(in_flight.get().saturating_mul(2), frames / 16);
-                enough.max((frames / 8).min(8)).max((frames / 4).min(4))
-            }
+            Self::Auto => within(enough.get(), (frames / 16).max((frames / 8).min(8)).max((frames / 4).min(4))),
             Self::Bytes(bytes) => within(bytes.get(), frames / 4),
         };
         pages.max(1)
@@ -532,10 +528,9 @@ impl RuntimeBuilder {
 
     /// What settings are chosen from.
     pub(crate) fn wanted(&self) -> Wanted {
+        let linked = !self.device.factory().is_process_memory();
         let budget = match self.device_budget {
-            _ if !self.device.factory().is_process_memory() => {
-                Err("pages of a GPU's memory have this size whatever it holds")
-            }
+            _ if linked => Err("pages of a GPU's memory have this size whatever it holds"),
             DeviceBudget::Bytes(budget) => Ok(budget),
             // As the device itself is asked when it is open.
             share => MemoryLimit::detect()
@@ -559,6 +554,7 @@ impl RuntimeBuilder {
             lookahead: self.lookahead,
             depth,
             budget,
+            linked,
             model: self.model.is_some() || self.disk.is_some(),
             piece: self.piece,
             // Where that cannot be told, the device is not limited either.
@@ -823,7 +819,7 @@ mod tests {
         // A GPU is asked when it is open.
         let gpu = builder.device("cuda".parse().unwrap()).device_budget(share(90)).settings().unwrap();
         assert!(gpu.page_size.reason.contains("GPU") && gpu.lookahead.reason.contains("not known"), "{gpu:?}");
-        assert!(gpu.lookahead.value > Bytes::mib(16), "{gpu:?}");
+        assert_eq!(gpu.lookahead.value, Bytes::mib(32), "{gpu:?}");
         assert!(Runtime::builder().settings().unwrap().page_size.reason.contains("no model"));
     }
 

@@ -208,11 +208,6 @@ impl Observer {
         self.peak_host.fetch_max(host.get(), Ordering::Relaxed);
     }
 
-    /// How long the disk has had work, since the runtime was opened.
-    pub(crate) fn disk_busy(&self) -> Duration {
-        self.disk_busy.total(Instant::now())
-    }
-
     pub(crate) fn traffic(&self) -> Traffic {
         let get = |counter: &AtomicU64| Bytes::new(counter.load(Ordering::Relaxed));
         let now = Instant::now();

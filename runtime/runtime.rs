@@ -183,8 +183,7 @@ pub struct Stats {
     pub page_size: PageSize,
     /// What was chosen where nothing was set, and why. Follows the device budget.
     pub settings: Settings,
-    /// How far ahead of use fills start now. It follows the device budget, and [what limits the
-    /// pass](crate::Lookahead::Auto).
+    /// How far ahead of use fills start. It follows the device budget.
     pub lookahead: Bytes,
     /// Device memory in frames now, and the budget.
     #[serde(serialize_with = "used_of_budget")]
@@ -382,8 +381,6 @@ impl Runtime {
             fate,
             io_timeout: config.io_timeout,
         })?;
-        let full = page_size.pages_for(settings.lookahead.value.get()) as u32;
-        engine.choose_lookahead(wanted.least_ahead(page_size), full);
         Ok(Self {
             shared: Arc::new(Shared {
                 engine,
@@ -949,7 +946,6 @@ impl Runtime {
             if frames < pager.device_frames().1 {
                 may_wait("a smaller budget")?;
             }
-            engine.choose_lookahead(self.shared.wanted.least_ahead(self.shared.page_size), lookahead);
             pager.set_lookahead(lookahead);
             pager.set_frames(frames, fx);
             self.shared.most_frames.fetch_max(frames, Ordering::Relaxed);

@@ -61,20 +61,22 @@ const PAGE_LEAST: Bytes = Bytes::kib(64);
 const PAGE_TIME: Duration = Duration::from_millis(20);
 /// The largest depth that is chosen: the disk then has all it needs.
 const DEPTH_MOST: u64 = 32;
-/// The smallest depth that is chosen.
-const DEPTH_LEAST: u64 = 8;
-/// At least what the disk reads in this time is kept in flight: no disk and no system is so steady that less would do.
-/// In any case twice what the disk needs at its best is in flight, both by measurement and by its rate and latency.
-const IN_FLIGHT_TIME: Duration = Duration::from_millis(8);
+/// The smallest depth that is chosen: one read begins while the other one's bytes come.
+const DEPTH_LEAST: u64 = 2;
 /// The most bytes that are kept in flight: the largest depth, of huge pages.
 const IN_FLIGHT_MOST: Bytes = Bytes::new(DEPTH_MOST * PageSize::DEFAULT.bytes());
-/// The bytes kept in flight for an unknown disk: for a drive of 2 GB/s.
-pub(crate) const IN_FLIGHT: Bytes = Bytes::mib(16);
+/// The least that is chosen ahead of use. Less made a pass wait at every unevenness; more took frames from pages that stay.
+const AHEAD_LEAST: Bytes = Bytes::mib(8);
+/// The least in flight where pages are copied to a device besides: they also come from the host tier, which is faster
+/// than a disk.
+const IN_FLIGHT_LINKED: Bytes = Bytes::mib(16);
+/// What is chosen ahead of use, of an unknown disk.
+pub(crate) const AHEAD: Bytes = Bytes::mib(16);
 /// Processor time that each missing page takes, whatever its size: measured
 /// (`docs/decisions/0022-settings-by-the-disk.md`).
 const FAULT_TIME: Duration = Duration::from_micros(40);
 /// Assumed of an unknown disk.
-const USUAL: DiskProfile = DiskProfile::new(Bytes::new(2_000_000_000), IN_FLIGHT);
+const USUAL: DiskProfile = DiskProfile::new(Bytes::new(2_000_000_000), AHEAD);
 /// Bytes of a step: large enough that waking the threads that compute costs little beside it, small enough that the
 /// next step's bytes arrive while this one is computed.
 const STEP: Bytes = Bytes::mib(8);
@@ -91,6 +93,8 @@ pub(crate) struct Wanted {
     pub depth: Option<u32>,
     /// The budget of a device in this machine's memory, or why it is not known.
     pub budget: std::result::Result<Bytes, &'static str>,
+    /// Whether the device has memory of its own, to which pages are copied.
+    pub linked: bool,
     /// Whether a model was named.
     pub model: bool,
     /// For a model with experts: the bytes that one expert has of a tensor.
@@ -149,13 +153,19 @@ fn at_most_frames(page: PageSize, budget: Bytes, frames: u64) -> PageSize {
 }
 
 impl Wanted {
-    /// The bytes to keep in flight for the disk's full rate.
+    /// The bytes that reads which nobody waits for have in flight: twice what the disk reads in the time it takes to
+    /// begin, or half of what it needed for its rate by measurement. More would be a burst: the reads end together.
     fn in_flight(&self) -> Bytes {
-        self.disk.map_or(IN_FLIGHT, |disk| {
-            let needed = disk.in_flight.get().max(read_within(&disk, disk.latency));
-            let bytes = needed.saturating_mul(2).max(read_within(&disk, IN_FLIGHT_TIME));
-            Bytes::new(bytes).min(IN_FLIGHT_MOST)
-        })
+        let disk = self.disk.unwrap_or(USUAL);
+        let while_it_begins = read_within(&disk, disk.latency).saturating_mul(2);
+        let least = if self.linked { IN_FLIGHT_LINKED } else { Bytes::ZERO };
+        Bytes::new(while_it_begins.max(disk.in_flight.get() / 2)).max(least).min(IN_FLIGHT_MOST)
+    }
+
+    /// The bytes ahead of use that are enough: twice what is in flight, so that some pages wait for the pass while others
+    /// come. Where all are in flight they end together, and the disk has nothing to do until the pass has gone on.
+    fn ahead(&self) -> Bytes {
+        Bytes::new(2 * self.in_flight().get()).max(AHEAD_LEAST)
     }
 
     /// Chooses the page size.
@@ -202,14 +212,6 @@ impl Wanted {
         chosen(fits, format!("of larger pages the device budget of {budget} holds fewer than {FRAMES_LEAST}"))
     }
 
-    /// How many pages ahead suffice where the disk limits a pass: as many as the disk needs in flight. `None` if no disk
-    /// was measured, or the lookahead was asked for.
-    pub fn least_ahead(&self, page: PageSize) -> Option<u32> {
-        let disk = self.disk.filter(|_| self.lookahead == Lookahead::Auto)?;
-        let needed = disk.in_flight.get().max(read_within(&disk, disk.latency));
-        Some(page.pages_for(needed).clamp(2, u64::from(u32::MAX)) as u32)
-    }
-
     /// Chooses the other settings, for a device tier of `frames` pages of this size. If `frames` is not known, the tier
     /// is taken to have enough.
     pub fn settings(&self, page_size: Chosen<PageSize>, frames: Option<u32>) -> Settings {
@@ -223,20 +225,20 @@ impl Wanted {
             ),
             None => self.unknown.as_deref().unwrap_or("no disk was measured").to_owned(),
         };
+        let pages = self.lookahead.pages_where(page, frames, self.ahead());
         let depth = match self.depth {
             Some(asked) => Chosen { value: asked, reason: "asked for".into() },
             None => {
-                let pages = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
-                Chosen {
-                    value: pages as u32,
-                    reason: format!("{needs}, from {DEPTH_LEAST} to {DEPTH_MOST} reads").into(),
-                }
+                let needed = page.pages_for(self.in_flight().get()).clamp(DEPTH_LEAST, DEPTH_MOST);
+                let most = u64::from(pages / 2).max(DEPTH_LEAST);
+                let reason =
+                    format!("{needs}, at most half of what is ahead, from {DEPTH_LEAST} to {DEPTH_MOST} reads");
+                Chosen { value: needed.min(most) as u32, reason: reason.into() }
             }
         };
-        let pages = self.lookahead.pages_where(page, frames, self.in_flight());
         let bytes = |pages: u32| Bytes::new(u64::from(pages) * page.bytes());
         let reason = match self.lookahead {
-            Lookahead::Auto => format!("{needs}; a part of {tier}, and less where the disk limits the pass"),
+            Lookahead::Auto => format!("{needs}; at least {AHEAD_LEAST}, within a part of {tier}"),
             _ => "asked for".to_owned(),
         };
         let lookahead = Chosen { value: bytes(pages), reason: reason.into() };
@@ -265,6 +267,7 @@ mod tests {
             lookahead,
             depth: None,
             budget: Ok(budget),
+            linked: false,
             model: true,
             piece: None,
             frames,
@@ -392,7 +395,7 @@ mod tests {
         }
         // The number of frames is not known.
         let unknown = wanted.settings(page(), None);
-        assert_eq!((unknown.step.value, unknown.lookahead.value), (STEP, Bytes::mib(32)));
+        assert_eq!((unknown.step.value, unknown.lookahead.value), (STEP, AHEAD));
         assert!(unknown.lookahead.reason.contains("not known"), "{unknown:?}");
     }
 
@@ -403,22 +406,22 @@ mod tests {
     fn regression_pages_and_reads_of_disks_that_take_long_to_begin() {
         for (rate, latency, in_flight, page, depth, ahead) in [
             // Disks that turn.
-            (150, 5_000, 1, 2 << 10, 8, 16),
-            (150, 9_000, 1, 2 << 10, 8, 16),
-            (150, 13_000, 1, 2 << 10, 8, 16),
-            (250, 9_000, 8, 2 << 10, 8, 32),
+            (150, 5_000, 1, 2 << 10, 2, 8),
+            (150, 9_000, 1, 2 << 10, 2, 8),
+            (150, 13_000, 1, 2 << 10, 2, 8),
+            (250, 9_000, 8, 2 << 10, 2, 10),
             // Drives.
-            (7_000, 80, 8, 2 << 10, 27, 108),
-            (2_000, 150, 8, 2 << 10, 8, 32),
-            (500, 200, 2, 2 << 10, 8, 16),
+            (7_000, 80, 8, 2 << 10, 2, 8),
+            (2_000, 150, 8, 2 << 10, 2, 8),
+            (500, 200, 2, 2 << 10, 2, 8),
             // Another machine's.
             (1_000, 25_000, 16, 2 << 10, 24, 96),
             (1_000, 25_000, 1, 2 << 10, 24, 96),
-            (40, 100_000, 1, 2 << 10, 8, 16),
-            (12_000, 1_000, 32, 2 << 10, 32, 128),
+            (40, 100_000, 1, 2 << 10, 4, 16),
+            (12_000, 1_000, 32, 2 << 10, 11, 46),
             // Cards, and what is slower.
-            (20, 1_000, 1, 256, 8, 4),
-            (5, 1_000, 1, 64, 32, 4),
+            (20, 1_000, 1, 256, 2, 8),
+            (5, 1_000, 1, 64, 8, 8),
         ] {
             let disk = DiskProfile::new(Bytes::new(rate * 1_000_000), Bytes::mib(in_flight));
             let disk = disk.latency(Duration::from_micros(latency));
@@ -443,7 +446,7 @@ mod tests {
     fn why_a_disk_is_not_known_is_told() {
         let wanted = Wanted { unknown: Some("it is in memory".into()), ..wanted(Bytes::gib(1), None) };
         let settings = wanted.settings(wanted.page_size(), Some(512));
-        assert_eq!((settings.depth.value, settings.page_size.value), (8, PageSize::DEFAULT));
+        assert_eq!((settings.depth.value, settings.page_size.value), (4, PageSize::DEFAULT));
         assert!(settings.depth.reason.contains("in memory") && settings.lookahead.reason.contains("in memory"));
     }
 
@@ -469,14 +472,31 @@ mod tests {
             let settings = wanted.settings(page, Some(frames));
             (settings.depth.value, settings.lookahead.value)
         };
-        // 8 ms of 2 GiB/s are 17.2 MB: 9 pages of 2 MiB. Ahead are twice that.
-        assert_eq!(of(DISK, Bytes::mib(2)), (9, Bytes::mib(2 * 17)));
-        assert_eq!(of(DISK, Bytes::kib(256)), (32, Bytes::kib(256 * 132)));
-        assert_eq!(of(DISK, Bytes::kib(64)).0, 32);
+        // Half of 8 MiB is in flight, and twice that ahead.
+        assert_eq!(of(DISK, Bytes::mib(2)), (2, Bytes::mib(8)));
+        assert_eq!(of(DISK, Bytes::kib(256)), (16, Bytes::mib(8)));
+        assert_eq!(of(DISK, Bytes::kib(64)), (32, Bytes::mib(8)));
         // A disk that needs much in flight, and one that is slow.
         let far = DiskProfile::new(Bytes::gib(2), Bytes::mib(32));
-        assert_eq!(of(far, Bytes::mib(2)), (32, Bytes::mib(64)));
+        assert_eq!(of(far, Bytes::mib(2)), (8, Bytes::mib(32)));
         let slow = DiskProfile::new(Bytes::mib(100), Bytes::mib(1));
-        assert_eq!(of(slow, Bytes::mib(1)), (8, Bytes::mib(8)));
+        assert_eq!(of(slow, Bytes::mib(1)), (2, Bytes::mib(8)));
+    }
+
+    /// Reads that all are in flight end together, and the disk has nothing to do until the pass has gone on: a quarter
+    /// to a third of the speed. So at most half of the pages ahead are read at once, however few frames there are.
+    #[test]
+    fn regression_pages_ahead_are_not_all_in_flight() {
+        for (rate, latency, in_flight) in [(3_300, 110, 4), (3_300, 110, 8), (1_000, 25_000, 16), (12_000, 1_000, 32)] {
+            let disk = DiskProfile::new(Bytes::new(rate * 1_000_000), Bytes::mib(in_flight));
+            let disk = disk.latency(Duration::from_micros(latency));
+            for frames in [16, 24, 40, 64, 100, 128, 1000, 10_000] {
+                let wanted = wanted(Bytes::new(u64::from(frames) * PageSize::DEFAULT.bytes()), Some(disk));
+                let settings = wanted.settings(wanted.page_size(), Some(frames));
+                let page = settings.page_size.value;
+                let ahead = page.pages_for(settings.lookahead.value.get());
+                assert!(2 * u64::from(settings.depth.value) <= ahead, "{frames}: {settings:?}");
+            }
+        }
     }
 }

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
 use outcore::pager::{
-    Backing, PagerConfig, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin,
-    Unpin, WaitCause, WaitsFor, pin,
+    Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin,
+    WaitCause, WaitsFor, pin,
 };
 use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Random, Use, World, config, page, run};
@@ -345,32 +345,6 @@ fn touch_other_or_hit(world: &mut World, segment: SegmentId, index: u32) {
         end(world, segment, index, true);
     }
     world.unpin(world.guards.len() - 1);
-}
-
-/// How far ahead fills start can change while a plan is followed.
-#[test]
-fn the_lookahead_changes_while_a_plan_is_followed() {
-    let mut world = World::new(PagerConfig { lookahead: 1, ..config(16, 0, 2, true) }, PolicyKind::Plan);
-    let s = world.segment(Backing::File, 40);
-    world.with(|pager, fx| pager.declare_plan(&[run(s, 0, 40)], true, fx));
-    let mut next = (0..40).cycle();
-    // Fills that are under way after a use of each of so many pages.
-    let mut most_ahead = |world: &mut World, uses: usize| {
-        let ahead = next.by_ref().take(uses).map(|index| {
-            touch_other_or_hit(world, s, index);
-            world.moves.len()
-        });
-        ahead.max().unwrap()
-    };
-    most_ahead(&mut world, 100);
-    assert_eq!(most_ahead(&mut world, 40), 1);
-    world.with(|pager, fx| pager.change_lookahead(4, fx));
-    most_ahead(&mut world, 20);
-    assert_eq!((most_ahead(&mut world, 40), world.pager.lookahead()), (4, 4));
-    world.with(|pager, fx| pager.change_lookahead(2, fx));
-    most_ahead(&mut world, 20);
-    assert_eq!(most_ahead(&mut world, 40), 2);
-    world.drain();
 }
 
 /// Hints and plans may name a segment that is gone, or one that is smaller and has its number.

@@ -359,13 +359,6 @@ impl Pager {
         exist
     }
 
-    /// Changes how far ahead of use fills start, in pages.
-    pub fn change_lookahead(&mut self, pages: u32, fx: &mut Effects) {
-        self.config.lookahead = pages;
-        self.policy.resize(self.frames.target, self.host.total(), pages);
-        self.pump(fx);
-    }
-
     /// Evicts these pages, except where something forbids it. Returns how many evictions it began.
     pub fn evict(&mut self, pages: impl Iterator<Item = PageId>, fx: &mut Effects) -> u32 {
         let mut count = 0;

@@ -20,7 +20,6 @@
 //! 5. All work that changes the engine, or has the device do something for it, is [contained](Engine::contain): if it
 //!    panics, the engine is [given up](latch), and nobody waits for it any more.
 
-mod ahead;
 mod keeper;
 mod latch;
 mod recording;
@@ -58,7 +57,6 @@ use crate::pager::{
 use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
 
-use ahead::{Ahead, AheadRange};
 use keeper::Keeper;
 use latch::{Held, Latch, News};
 use recording::RuntimeName;
@@ -392,7 +390,6 @@ pub(crate) struct Engine {
     gate: Arc<Gate>,
     keeper: Keeper,
     room: RoomKeeper,
-    ahead: Ahead,
     /// How long a read or a write may take before the requests that wait for it get an error.
     io_timeout: Option<Duration>,
     /// Text about requests that have waited long for what others hold, as of the keeper's last look.
@@ -513,7 +510,6 @@ impl Engine {
             name: RuntimeName::new(),
             keeper: Keeper::default(),
             room: RoomKeeper::default(),
-            ahead: Ahead::default(),
             io_timeout,
             long_waits: Mutex::new(Arc::from("")),
             fills: device.create_stream(StreamKind::Fill)?,
@@ -1233,7 +1229,7 @@ impl Engine {
     }
 
     fn moves_ended(&self, done: &mut Vec<Completion>) -> Result<()> {
-        let (mut taken, mut reads) = (Vec::new(), 0);
+        let mut taken = Vec::new();
         let mut ended = Vec::with_capacity(done.len());
         for Completion { token, result } in done.drain(..) {
             let id = MoveId::new(token.0);
@@ -1241,7 +1237,6 @@ impl Engine {
             if let Some(resource) = entry.stage.resource() {
                 let bytes = if result.is_ok() { self.moved_bytes(&entry) } else { 0 };
                 self.observer.end(resource, entry.since, bytes, || format!("{:?}", entry.planned.page));
-                reads += u32::from(resource == Resource::DiskRead);
             }
             match result.and_then(|()| self.next_stage(&entry)) {
                 Ok(Next::Copy(point)) => taken.extend(point.map(|point| (id, point))),
@@ -1260,18 +1255,7 @@ impl Engine {
             for (planned, result) in ended {
                 self.complete(pager, planned, result, fx);
             }
-            if reads > 0
-                && let Some(pages) = self.ahead.follow(reads, Instant::now(), || self.observer.disk_busy())
-            {
-                pager.change_lookahead(pages, fx);
-            }
         })
-    }
-
-    /// Chooses between these lookaheads, in pages, by what limits a pass: `least` where the disk does, otherwise `full`.
-    /// `None` leaves the lookahead as it is.
-    pub(crate) fn choose_lookahead(&self, least: Option<u32>, full: u32) {
-        self.ahead.choose_between(least.map(|least| AheadRange { least, full }));
     }
 
     /// Tells the pager that a move has ended, and notes failures that nobody else is told: a page that was given up,
