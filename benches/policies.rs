@@ -13,7 +13,7 @@ use std::num::NonZeroU32;
 
 use outcore::pager::policy::Policy;
 use outcore::{PageId, PageIndex, PolicyKind, SegmentId};
-use outcore_lab::sim::{Trace, replay};
+use outcore_lab::sim::Trace;
 use serde_json::json;
 use support::{Random, Spread};
 
@@ -46,11 +46,11 @@ fn hits(policy: &mut dyn Policy, order: &[u32]) -> f64 {
 }
 
 /// Hit ratio and nanoseconds.
-fn misses(kind: PolicyKind, trace: &Trace, frames: u32) -> (f64, f64) {
+fn misses(kind: PolicyKind, trace: &mut Trace, frames: u32) -> (f64, f64) {
     let policy = kind.build();
     let start = support::cpu_seconds();
-    let counts = replay(policy, trace, NonZeroU32::new(frames).unwrap()).unwrap();
-    (counts.hit_ratio(), nanos(start, trace.uses().len()))
+    let counts = trace.replay(policy, NonZeroU32::new(frames).unwrap(), &mut |_| ()).unwrap();
+    (counts.hit_ratio(), nanos(start, counts.uses as usize))
 }
 
 fn main() {
@@ -67,7 +67,7 @@ fn main() {
         let end = random.next() % most + 1;
         random.next() % end
     };
-    let trace = Trace::from_ids((0..uses * 2).map(|_| skewed(&mut random))).unwrap();
+    let mut trace = Trace::from_ids((0..uses * 2).map(|_| skewed(&mut random))).unwrap();
     println!("ns of the processor for a use of {pages} pages: median [least - most] of {rounds} rounds; {hardware}");
     println!("  {:10} {:30} {:30} hit ratio", "policy", "hits", "skewed, with misses");
     let mut results = serde_json::Map::new();
@@ -89,7 +89,7 @@ fn main() {
         let (mut hit, mut miss, mut ratio) = (Vec::new(), Vec::new(), 0.0);
         for _ in 0..rounds {
             hit.push(hits(&mut *policy, &order));
-            let (found, ns) = misses(kind, &trace, pages);
+            let (found, ns) = misses(kind, &mut trace, pages);
             ratio = found;
             miss.push(ns);
         }

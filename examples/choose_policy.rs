@@ -6,22 +6,22 @@
 use std::num::NonZeroU32;
 
 use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Result, Runtime};
-use outcore_lab::sim::{self, Counts, Trace};
+use outcore_lab::sim::{Counts, Trace};
 
 const PAGE: u64 = 64 << 10;
 const FRAMES: NonZeroU32 = NonZeroU32::new(96).unwrap();
 
 fn main() -> Result<()> {
-    let (trace, lru) = run(PolicyKind::Lru)?;
-    println!("{} pages, {} uses, {FRAMES} frames", trace.pages(), trace.uses().len());
+    let (mut trace, lru) = run(PolicyKind::Lru)?;
+    println!("{} pages, {} uses, {FRAMES} frames", trace.pages(), trace.uses());
 
     // `plan` knows the future if it is told of it, or if it recognises a cycle: it is not a choice for any order.
     let mut tried = Vec::new();
     for kind in PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::Plan) {
-        tried.push((kind, sim::replay(kind.build(), &trace, FRAMES)?));
+        tried.push((kind, trace.replay(kind.build(), FRAMES, &mut |_| ())?));
     }
     tried.sort_by_key(|(_, counts)| counts.misses());
-    let best_of_all = sim::optimum(&trace, FRAMES);
+    let best_of_all = trace.optimum(FRAMES, &mut |_| ())?;
     print("opt", best_of_all, best_of_all);
     for (kind, counts) in &tried {
         print(&kind.to_string(), *counts, best_of_all);

@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::task::{Context, Waker};
 
 use outcore::{Bytes, DType, Lookahead, PageSize, PageUses, PolicyKind, Runtime, SegmentClass, Tensor};
-use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, LongTrace};
+use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, Trace, TraceOptions};
 
 const PAGE: u64 = 64 << 10;
 
@@ -94,7 +94,7 @@ fn chains_are_told_and_kept() {
         let mut writer = CaptureWriter::new(Vec::new(), &header).unwrap();
         writer.take(&uses).unwrap();
         let file = writer.finish().unwrap();
-        let mut trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
+        let mut trace = Trace::read(&file[..], "made", &TraceOptions::default(), &mut |_| ()).unwrap();
         let counts = trace.replay(PolicyKind::Kv.build(), NonZeroU32::new(24).unwrap(), &mut |_| ()).unwrap();
         runtime.close().unwrap();
         assert_eq!((counts.uses, counts.hits), (stats.uses, stats.hits), "told: {tell}");

@@ -11,7 +11,7 @@ use outcore::format::{self, ModelHeader};
 use outcore::{Error, ErrorKind, PageSize, PolicyKind, Result};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::sim::synthetic::{Workload, WorkloadKind};
-use outcore_lab::sim::{AnyPolicy, Counts, LongTrace, OwnPolicy, Progress};
+use outcore_lab::sim::{AnyPolicy, Column, Counts, OwnPolicy, Progress, Trace, TraceForm, TraceOptions};
 use serde::{Deserialize, Serialize};
 
 use super::bar::Bar;
@@ -21,10 +21,22 @@ use super::{Report, curve, page_size};
 /// The options of `outcore policies`.
 #[derive(Debug, Args)]
 pub struct Options {
-    /// The trace: a file that `generate --capture` wrote, or a text with one JSON object a line, whose "hash_ids" list
-    /// the blocks that a request uses in order (the form of the Mooncake traces)
+    /// The trace: a file that `generate --capture` wrote, Mooncake's JSON lines, a text with one id a line or with
+    /// columns, or libCacheSim's oracleGeneral or csv; each may be packed by gzip or zstd (docs/trace-format.md)
     #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
     trace: Option<PathBuf>,
+    /// The trace's form: capture, mooncake, text or oracle-general. Default: what the file shows
+    #[arg(long, value_name = "FORM", requires = "trace")]
+    format: Option<TraceForm>,
+    /// The column of ids in a text of several: its number, from 1, or its name in the first line
+    #[arg(long, value_name = "COLUMN", requires = "trace")]
+    column: Option<Column>,
+    /// The column of a text that tells reads from writes. Default: the one called op, operation, rw or type
+    #[arg(long, value_name = "COLUMN", requires = "trace")]
+    op_column: Option<Column>,
+    /// No use of the trace writes its page
+    #[arg(long, requires = "trace")]
+    read_only: bool,
     /// A synthetic workload instead: decode, prefill, moe, kv, train or mixed (docs/policies.md says what they are)
     #[arg(long, value_name = "NAME")]
     workload: Option<WorkloadKind>,
@@ -78,7 +90,7 @@ impl Candidate {
     const DECLARED: &str = "plan-declared";
 
     /// Returns all candidates that make sense for a trace.
-    fn all(trace: &LongTrace, own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
+    fn all(trace: &Trace, own: &[OwnPolicy]) -> impl Iterator<Item = Self> {
         let declared = (trace.passes() > 1).then_some(Self::Declared);
         let shipped = PolicyKind::ALL.into_iter().flat_map(move |kind| {
             let declared = declared.filter(|_| kind == PolicyKind::Plan);
@@ -94,7 +106,7 @@ impl Candidate {
         }
     }
 
-    fn replay(self, trace: &mut LongTrace, pages: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
+    fn replay(self, trace: &mut Trace, pages: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
         match self {
             Self::Policy(policy) => trace.replay(policy.build(), pages, progress),
             Self::Declared => trace.replay_declared(PolicyKind::Plan.build(), pages, progress),
@@ -228,11 +240,14 @@ fn ratio(counts: Counts, page: Option<PageSize>) -> Ratio {
 }
 
 /// Returns the trace, its name, and the size of its pages if that is known.
-fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(LongTrace, String, Option<PageSize>)> {
+fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(Trace, String, Option<PageSize>)> {
     let kind = match (&options.trace, options.workload) {
         (Some(path), _) => {
             let bar = Bar::counting("reading");
-            let trace = LongTrace::open(path, &mut |uses| bar.at(uses))?;
+            let mut how = TraceOptions::default();
+            (how.form, how.read_only) = (options.format, options.read_only);
+            (how.column, how.op_column) = (options.column.clone(), options.op_column.clone());
+            let trace = Trace::open(path, &how, &mut |uses| bar.at(uses))?;
             let name = path.display().to_string();
             let page = match (trace.page_size(), options.page_size) {
                 (Some(has), Some(asked)) if has != asked => {

@@ -11,7 +11,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use outcore::PolicyKind;
-use outcore_lab::sim::{CaptureReader, CaptureStep, LongTrace};
+use outcore_lab::sim::{CaptureReader, CaptureStep, Trace, TraceOptions};
 use outcore_llm::synthetic::Spec;
 use outcore_llm::{Arch, WeightType};
 use serde_json::Value;
@@ -679,7 +679,7 @@ fn an_interrupt_ends_the_run_with_its_summary() {
     let run = interrupted(child, "first token");
     assert!(run["tokens"].as_array().unwrap().len() < 60000);
     check_timeline(&timeline, f64::INFINITY);
-    let captured = LongTrace::open(&capture, &mut |_| ()).unwrap();
+    let captured = Trace::open(&capture, &TraceOptions::default(), &mut |_| ()).unwrap();
     assert!(captured.about().unwrap().ends_with("(the run was interrupted)"), "{:?}", captured.about());
 }
 
@@ -803,7 +803,7 @@ fn plan_has_the_hits_of_the_optimum_on_a_capture_of_the_real_model() {
     let path = place("real.trace");
     let args = ["--prompt", "Once upon a time there was", "--tokens", "12", "--device-budget", "48MiB"];
     json_of(&[&args[..], &["--model", text(&model), "--capture", text(&path)]].concat());
-    let mut trace = LongTrace::open(&path, &mut |_| ()).unwrap();
+    let mut trace = Trace::open(&path, &TraceOptions::default(), &mut |_| ()).unwrap();
     assert!(trace.passes() >= 4, "it ended after {} passes", trace.passes());
     for percent in [10, 25, 50, 75, 90] {
         let frames = NonZeroU32::new(trace.pages() * percent / 100).unwrap();

@@ -782,6 +782,9 @@ fn plan_refuses_bad_input() {
         1,
         &["none", "path"],
     );
+    refused(&["plan", "llama-3.3-7b", "--machine", "h200"], 1, &["llama-3.3-7b", "closest name", "qwen3-8b"]);
+    refused(&["plan", "gone.gguf", "--machine", "h200"], 1, &["gone.gguf", "path"]);
+    refused(&with(&["--dtype", "q4_k"]), 1, &["small.gguf", "leave --dtype out"]);
     for len in [5, 30, 400, whole.len() - 1] {
         fs::write(&path, &whole[..len]).unwrap();
         refused(&good, 1, &["small.gguf", "incomplete"]);
@@ -805,6 +808,20 @@ fn plan_refuses_bad_input() {
         fs::write(&path, bytes).unwrap();
         refused(&good, 1, &parts);
     }
+}
+
+/// A well-known model needs no file, and no sizes.
+#[test]
+fn plan_knows_models_by_name() {
+    let plan = |dtype: &str| {
+        json(&["plan", "Llama-3.3-70B", "--dtype", dtype, "--machine", "h200", "--context", "8192", "--json"])
+    };
+    let found = plan("q4_k");
+    assert_eq!((found["shape"]["kv_heads"].as_u64(), found["shape"]["layers"].as_u64()), (Some(8), Some(80)));
+    assert_eq!(found["shape"]["parameters"].as_u64(), Some(70_553_706_496));
+    // 2 x 80 layers x 8 heads x 128 elements x 2 bytes x 8192 tokens.
+    assert_eq!(found["memory"]["kv_bytes"].as_u64(), Some(2 * 80 * 8 * 128 * 2 * 8192));
+    assert_eq!(plan("bf16")["shape"]["dtype"], "BF16");
 }
 
 /// Requests of three conversations in turn, each longer than before.
@@ -859,6 +876,38 @@ fn policies_compares_them_with_the_optimum() {
     assert_eq!((table.matches("2q").count(), table.contains("sieve")), (1, false), "{table}");
 }
 
+/// One trace in the forms that others write finds the same in each.
+#[test]
+fn policies_reads_the_forms_of_others() {
+    let dir = scratch();
+    let ids: Vec<u64> = (0..4000u64).map(|n| n * n % 331).collect();
+    let lines: String = ids.iter().map(|id| format!("{id}\n")).collect();
+    let table: String = ids.iter().enumerate().map(|(at, id)| format!("{at},{id},4096\n")).collect();
+    let record = |id: &u64| [&0u32.to_le_bytes()[..], &id.to_le_bytes(), &[0; 12]].concat();
+    let records: Vec<u8> = ids.iter().flat_map(record).collect();
+    let with_names = format!("time,obj_id,size\n{table}");
+    let forms: [(&str, &[u8], &[&str]); 4] = [
+        ("ids.txt", lines.as_bytes(), &[]),
+        ("table.csv", table.as_bytes(), &["--column", "2"]),
+        ("names.csv", with_names.as_bytes(), &[]),
+        ("w01.oracleGeneral.bin", &records, &[]),
+    ];
+    let found = forms.map(|(name, bytes, more)| {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        let asked = ["policies", "--trace", string(&path), "--capacity", "50", "--policy", "lru,arc", "--json"];
+        let mut found = json(&[&asked[..], more].concat());
+        assert_eq!((found["uses"].as_u64(), found["writes"].as_u64()), (Some(4000), Some(0)), "{name}");
+        found["capacities"][0]["policies"]
+            .as_array_mut()
+            .unwrap()
+            .drain(..)
+            .map(|policy| policy["hits"].clone())
+            .collect()
+    });
+    assert!(found.iter().all(|hits: &Vec<Value>| *hits == found[0] && hits.len() == 2), "{found:?}");
+}
+
 #[test]
 fn policies_refuses_bad_input() {
     let dir = scratch();
@@ -906,13 +955,23 @@ fn policies_refuses_bad_input() {
         (good[..good.len() - 4].to_owned(), "line 90 of the trace"),
         (format!("{good}[1, 2]\n"), "line 91 of the trace"),
         (format!("{good}{{\"hash_ids\": [\"1\"]}}\n"), "line 91 of the trace"),
-        (String::new(), "has no ids"),
-        ("9".repeat(20 << 20), "line 1 of the trace"),
     ] {
         fs::write(&path, bad).unwrap();
         refused(&run("10", "lru"), 1, &[part, "made.jsonl", "expected one JSON object a line"]);
     }
-    refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["line 1 of the trace"]);
+    for (bad, part) in [
+        (String::new(), "is empty"),
+        ("9".repeat(20 << 20), "longer than 16 MiB"),
+        ("1,2\n3,4\n".to_owned(), "--column"),
+        ("a\0b".to_owned(), "name its form: capture, mooncake, text, oracle-general"),
+    ] {
+        fs::write(&path, bad).unwrap();
+        refused(&run("10", "lru"), 1, &[part, "made.jsonl"]);
+    }
+    refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["read the trace"]);
+    refused(&["policies", "--workload", "kv", "--column", "2"], 2, &["--trace"]);
+    refused(&["policies", "--trace", trace, "--format", "paper"], 2, &["\"paper\"", "mooncake"]);
+    refused(&["policies", "--trace", trace, "--column", "0"], 2, &["\"0\"", "from 1"]);
 }
 
 const SIMULATED: [&str; 7] = ["simulate", "--params", "7B", "--layers", "32", "--machine", "rtx4090"];

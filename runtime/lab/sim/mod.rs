@@ -7,7 +7,7 @@
 //!
 //! # Traces
 //!
-//! [`replay`] runs a trace through a cache of a fixed number of pages that holds no bytes. The [`Policy`] is the one
+//! [`Trace::replay`] runs a trace through a cache of a fixed number of pages that holds no bytes. The [`Policy`] is the one
 //! that a runtime would use. It is told of uses, insertions and evictions as the pager tells it, except for fills ahead
 //! and pins, of which a trace knows nothing. All pages have the same size. So the hit ratio is that of the code that
 //! ships, and can be compared with other simulators' on the same trace.
@@ -16,19 +16,18 @@
 //! use std::num::NonZeroU32;
 //!
 //! use outcore::PolicyKind;
-//! use outcore_lab::sim::{self, Trace};
+//! use outcore_lab::sim::Trace;
 //!
-//! let trace = Trace::from_ids([7, 3, 9, 7, 3, 9])?;
+//! let mut trace = Trace::from_ids([7, 3, 9, 7, 3, 9])?;
 //! let frames = NonZeroU32::new(2).unwrap();
-//! let counts = sim::replay(PolicyKind::Lru.build(), &trace, frames)?;
+//! let counts = trace.replay(PolicyKind::Lru.build(), frames, &mut |_| ())?;
 //! assert_eq!((counts.uses, counts.hits), (6, 0));
-//! assert_eq!(sim::optimum(&trace, frames).hits, 2);
+//! assert_eq!(trace.optimum(frames, &mut |_| ())?.hits, 2);
 //! # Ok::<(), outcore::Error>(())
 //! ```
 
 mod any_policy;
 pub mod capture;
-mod long;
 mod machine;
 mod recorded;
 mod reuse;
@@ -44,15 +43,13 @@ use crate::error::Result;
 use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId};
 use crate::pager::policy::Policy;
 use crate::pager::policy::bare::BareCache;
-use crate::pager::policy::opt::{Min, next_uses};
 
 pub use any_policy::{AnyPolicy, OwnPolicy};
 pub use capture::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment, ClassRun, TensorClass};
-pub use long::{ClassUses, LongTrace, LongTraceWriter, Progress};
 pub use machine::{ComputeModel, DiskModel, MachineModel};
 pub use recorded::{LaneRecord, Recorded, SpanKind, SpanRecord};
 pub use simulate::{Flow, Guest, Part, Settings, Simulated, Trouble, TroubleKind, When, simulate};
-pub use trace::{LINE_BYTES_MAX, Trace};
+pub use trace::{ClassUses, Column, LINE_BYTES_MAX, Progress, Trace, TraceForm, TraceOptions, TraceWriter};
 pub use weights::ClassBytes;
 pub use workload::{Even, Share, Span, Step, Workload};
 
@@ -81,7 +78,7 @@ impl Counts {
 
 const SEGMENT: SegmentId = SegmentId::new(0);
 
-/// A cache under a policy, driven use by use. [`replay`] is built on it.
+/// A cache under a policy, driven use by use. [`Trace::replay`] is built on it.
 #[derive(Debug)]
 struct Replay {
     cache: BareCache,
@@ -152,38 +149,6 @@ impl Replay {
     }
 }
 
-/// Uses the pages of `trace` in order, in a cache of `frames` pages that is empty at first, and returns the counts. A
-/// missing page is brought in at its use; if the cache is full it replaces one that `policy` names. For a trace of
-/// requests, the policy is told each request's [chain](Policy::chain) first, and each page is written at its first use;
-/// otherwise nothing is written. `policy` must be new.
-///
-/// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::error::ErrorKind::InvalidArgument) if the cache is full and the policy offers
-/// no page to evict, as a program's own policy may do.
-pub fn replay(policy: Box<dyn Policy>, trace: &Trace, frames: NonZeroU32) -> Result<Counts> {
-    let class = if trace.has_requests() { SegmentClass::KeysAndValues } else { SegmentClass::Other };
-    let mut cache = Replay::new(policy, class, trace.pages(), frames);
-    let mut writes = trace.writes();
-    for request in trace.requests() {
-        if trace.has_requests() {
-            cache.chain(request.iter().copied());
-        }
-        for number in request {
-            cache.used(*number, writes(*number))?;
-        }
-    }
-    Ok(cache.counts())
-}
-
-/// Returns the counts of Belady's MIN, which knows the whole trace: no policy that loads on demand has more hits. See
-/// [`Min`].
-pub fn optimum(trace: &Trace, frames: NonZeroU32) -> Counts {
-    let mut min = Min::new(frames.get() as usize);
-    let mut writes = trace.writes();
-    next_uses(trace.uses()).into_iter().zip(trace.uses()).for_each(|(next, number)| min.used(next, writes(*number)));
-    Counts { uses: trace.uses().len() as u64, hits: min.hits(), written_back: min.written_back() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,13 +162,14 @@ mod tests {
 
     #[test]
     fn a_cycle_larger_than_memory() {
-        let trace = Trace::from_ids((0..100u64).cycle().take(1_000)).unwrap();
-        let hits = |kind: PolicyKind| replay(kind.build(), &trace, frames(50)).unwrap().hits;
+        let mut trace = Trace::from_ids((0..100u64).cycle().take(1_000)).unwrap();
+        let mut hits = |kind: PolicyKind| trace.replay(kind.build(), frames(50), &mut |_| ()).unwrap().hits;
         // MRU keeps all but one of the first 50 pages: of 99 uses after the first pass, 49 hit.
-        assert_eq!(optimum(&trace, frames(50)).hits, hits(PolicyKind::Mru));
+        let mru = hits(PolicyKind::Mru);
         for kind in [PolicyKind::Lru, PolicyKind::Fifo, PolicyKind::Clock, PolicyKind::Sieve] {
             assert_eq!(hits(kind), 0, "{kind}");
         }
+        assert_eq!(trace.optimum(frames(50), &mut |_| ()).unwrap().hits, mru);
     }
 
     #[test]
@@ -213,18 +179,18 @@ mod tests {
             x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             u64::from((x >> 8) % ((x >> 24) * 3 + 1))
         };
-        let trace = Trace::from_ids((0..30_000).map(|_| next())).unwrap();
+        let mut trace = Trace::from_ids((0..30_000).map(|_| next())).unwrap();
         for size in [1, 2, 10, 99, 100, 250] {
-            let best = optimum(&trace, frames(size)).hits;
+            let best = trace.optimum(frames(size), &mut |_| ()).unwrap().hits;
             for kind in PolicyKind::ALL {
-                let counts = replay(kind.build(), &trace, frames(size)).unwrap();
+                let counts = trace.replay(kind.build(), frames(size), &mut |_| ()).unwrap();
                 assert!(counts.hits <= best, "{kind} with {size} frames: {} of {best}", counts.hits);
                 assert_eq!(counts.uses, 30_000);
             }
         }
         let all = u64::from(trace.pages());
         for kind in PolicyKind::ALL {
-            let counts = replay(kind.build(), &trace, frames(trace.pages())).unwrap();
+            let counts = trace.replay(kind.build(), frames(all as u32), &mut |_| ()).unwrap();
             assert_eq!(counts.misses(), all, "{kind}: each page is missed once");
         }
     }
@@ -234,18 +200,15 @@ mod tests {
     fn what_requests_make_is_written_back_once() {
         let text =
             &b"{\"hash_ids\": [1, 2, 3]}\n{\"hash_ids\": [1, 4]}\n{\"hash_ids\": [2, 3]}\n{\"hash_ids\": [1, 4]}\n"[..];
-        let trace = Trace::read_mooncake(text, "made").unwrap();
-        let mut long = LongTrace::read(text, "made", &mut |_| ()).unwrap();
-        assert_eq!(long.writes(), 4);
+        let mut trace = Trace::read(text, "made", &TraceOptions::default(), &mut |_| ()).unwrap();
+        assert_eq!(trace.writes(), 4);
         for frames in [1, 2, 3, 4].map(frames) {
             for kind in PolicyKind::ALL {
-                let counts = replay(kind.build(), &trace, frames).unwrap();
-                assert_eq!(counts, long.replay(kind.build(), frames, &mut |_| ()).unwrap(), "{kind}");
+                let counts = trace.replay(kind.build(), frames, &mut |_| ()).unwrap();
                 assert!(counts.written_back <= 4, "{kind}: {counts:?}");
             }
-            assert_eq!(optimum(&trace, frames), long.optimum(frames, &mut |_| ()).unwrap());
         }
-        let fifo = |size| replay(PolicyKind::Fifo.build(), &trace, frames(size)).unwrap().written_back;
+        let mut fifo = |size| trace.replay(PolicyKind::Fifo.build(), frames(size), &mut |_| ()).unwrap().written_back;
         // With three frames, page 4 replaces 1, and then 1 replaces 2.
         assert_eq!([fifo(1), fifo(2), fifo(3), fifo(4)], [4, 4, 2, 0]);
     }
@@ -268,8 +231,8 @@ mod tests {
 
     #[test]
     fn a_policy_without_victims_is_an_error() {
-        let trace = Trace::from_ids([1, 2, 3]).unwrap();
-        let error = replay(Box::new(Refuses), &trace, frames(2)).unwrap_err();
+        let mut trace = Trace::from_ids([1, 2, 3]).unwrap();
+        let error = trace.replay(Box::new(Refuses), frames(2), &mut |_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.to_string().contains("policy refuses"), "{error}");
     }

@@ -114,7 +114,7 @@ mod tests {
 
     use super::*;
     use crate::pager::PolicyKind;
-    use crate::sim::{Trace, replay};
+    use crate::sim::Trace;
 
     #[test]
     fn a_page_used_again_at_once_needs_one_frame() {
@@ -127,11 +127,10 @@ mod tests {
         /// The shipped LRU policy, run at each capacity, is the reference.
         #[test]
         fn it_is_the_policy_at_every_capacity(ids in prop::collection::vec(0u64..40, 1..600)) {
-            let trace = Trace::from_ids(ids).unwrap();
-            let mut distances = ReuseDistances::new(trace.pages());
-            trace.uses().iter().for_each(|page| distances.used(*page));
-            for (frames, hits) in (1..).zip(distances.hits()) {
-                let counts = replay(PolicyKind::Lru.build(), &trace, NonZeroU32::new(frames).unwrap()).unwrap();
+            let mut trace = Trace::from_ids(ids).unwrap();
+            for (frames, hits) in (1..).zip(trace.hits_of_lru(&mut |_| ()).unwrap()) {
+                let frames = NonZeroU32::new(frames).unwrap();
+                let counts = trace.replay(PolicyKind::Lru.build(), frames, &mut |_| ()).unwrap();
                 prop_assert_eq!(counts.hits, hits, "{} frames", frames);
             }
         }

@@ -27,7 +27,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_distr::{Distribution, Zipf};
 
 use super::capture::TensorClass;
-use super::long::{LongTrace, LongTraceWriter, Progress};
+use super::trace::{Progress, Trace, TraceWriter};
 use crate::error::{Error, ErrorKind, Result, closest};
 use crate::format::ModelHeader;
 use crate::ids::PageSize;
@@ -264,7 +264,7 @@ enum Does {
 
 /// Takes uses until there are enough.
 struct Sink<'a> {
-    writer: LongTraceWriter,
+    writer: TraceWriter,
     most: u64,
     failed: Option<Error>,
     progress: Progress<'a>,
@@ -343,18 +343,18 @@ impl Workload {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] if `uses` is 0; [`ErrorKind::Unsupported`] if it is above
-    /// [`LongTrace::USES_MAX`]; as for [`LongTraceWriter::used`].
-    pub fn trace(&self, uses: u64, seed: u64, progress: Progress<'_>) -> Result<LongTrace> {
+    /// [`Trace::USES_MAX`]; as for [`TraceWriter::used`].
+    pub fn trace(&self, uses: u64, seed: u64, progress: Progress<'_>) -> Result<Trace> {
         if uses == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "a workload of 0 uses has nothing to show")
                 .remedy("ask for at least 1"));
         }
-        if uses > LongTrace::USES_MAX {
-            let what = format!("a workload of {uses} uses is more than the {} of a trace", LongTrace::USES_MAX);
+        if uses > Trace::USES_MAX {
+            let what = format!("a workload of {uses} uses is more than the {} of a trace", Trace::USES_MAX);
             return Err(Error::new(ErrorKind::Unsupported, what).remedy("ask for fewer"));
         }
         let classes = TensorClass::ALL.iter().map(|class| class.name()).chain(BEYOND_TENSORS);
-        let mut sink = Sink { writer: LongTraceWriter::new(classes), most: uses, failed: None, progress };
+        let mut sink = Sink { writer: TraceWriter::new(classes), most: uses, failed: None, progress };
         let random = &mut ChaCha8Rng::seed_from_u64(seed);
         match self.kind {
             WorkloadKind::Decode => {
@@ -576,11 +576,11 @@ mod tests {
     use super::*;
     use crate::pager::PolicyKind;
 
-    fn made(kind: WorkloadKind, uses: u64, seed: u64) -> LongTrace {
+    fn made(kind: WorkloadKind, uses: u64, seed: u64) -> Trace {
         Workload::new(kind, PageSize::DEFAULT, None).unwrap().trace(uses, seed, &mut |_| ()).unwrap()
     }
 
-    fn uses(trace: &mut LongTrace) -> Vec<u32> {
+    fn uses(trace: &mut Trace) -> Vec<u32> {
         let mut all = Vec::new();
         trace
             .for_each(&mut |block| {
@@ -621,7 +621,7 @@ mod tests {
 
     #[test]
     fn dense_decoding_is_a_cycle_and_experts_are_not() {
-        let half = |trace: &LongTrace| NonZeroU32::new(trace.pages() / 2).unwrap();
+        let half = |trace: &Trace| NonZeroU32::new(trace.pages() / 2).unwrap();
         let ratio = |kind, policy: PolicyKind| {
             let mut trace = made(kind, 60_000, 1);
             let frames = half(&trace);

@@ -1,131 +1,30 @@
 //! Traces of any length. A use takes four bytes, in a temporary file once there are many.
 
+mod captured;
+mod mooncake;
+mod numbers;
+mod oracle;
+mod read;
+mod table;
+
 use std::collections::HashMap;
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::num::NonZeroU32;
-use std::path::Path;
 
-use tempfile::SpooledTempFile;
-
-use super::capture::{self, CaptureReader, CaptureStep, TensorClass};
+use self::numbers::{BLOCK, Cursor, Numbers, halves};
+pub use self::read::{Column, TraceForm, TraceOptions};
+use super::capture::TensorClass;
 use super::reuse::ReuseDistances;
-use super::trace::{PAGES_MAX, read_requests};
 use super::{Counts, Replay};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{PageSize, SegmentClass};
 use crate::pager::Policy;
 use crate::pager::policy::opt::Min;
 
-/// A list of 32-bit numbers, in memory while it is short, else in a temporary file.
-struct Numbers {
-    file: SpooledTempFile,
-    len: u64,
-    /// Numbers that are not yet written.
-    tail: Vec<u32>,
-}
+/// The longest line of a trace in bytes, without its end: 16 MiB. A longer one is refused before it is read to its end.
+pub const LINE_BYTES_MAX: usize = 16 << 20;
 
-impl std::fmt::Debug for Numbers {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Numbers({})", self.len)
-    }
-}
-
-/// Numbers read or written at a time: 256 KiB.
-const BLOCK: usize = 1 << 16;
-
-impl Numbers {
-    /// Bytes kept in memory.
-    const IN_MEMORY: usize = 32 << 20;
-
-    fn new() -> Self {
-        Self { file: SpooledTempFile::new(Self::IN_MEMORY), len: 0, tail: Vec::with_capacity(BLOCK) }
-    }
-
-    fn failed(cause: io::Error) -> Error {
-        Error::io(format!("keep the trace in a temporary file in {}", std::env::temp_dir().display()), cause)
-            .remedy("make room there, eight bytes for each use, or set TMPDIR to a folder that has it")
-    }
-
-    fn push(&mut self, number: u32) -> Result<()> {
-        self.tail.push(number);
-        self.len += 1;
-        if self.tail.len() == BLOCK { self.flush() } else { Ok(()) }
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        let written = self.file.write_all(bytemuck::cast_slice(&self.tail));
-        self.tail.clear();
-        written.map_err(Self::failed)
-    }
-
-    fn blocks(&self) -> u64 {
-        self.len.div_ceil(BLOCK as u64)
-    }
-
-    fn seek(&mut self, block: u64) -> Result<usize> {
-        let first = block * BLOCK as u64;
-        self.file.seek(SeekFrom::Start(first * 4)).map_err(Self::failed)?;
-        Ok((self.len - first).min(BLOCK as u64) as usize)
-    }
-
-    fn read(&mut self, block: u64, into: &mut Vec<u32>) -> Result<()> {
-        let len = self.seek(block)?;
-        into.resize(len, 0);
-        self.file.read_exact(bytemuck::cast_slice_mut(into)).map_err(Self::failed)
-    }
-
-    fn write(&mut self, block: u64, numbers: &[u32]) -> Result<()> {
-        self.seek(block)?;
-        self.file.write_all(bytemuck::cast_slice(numbers)).map_err(Self::failed)
-    }
-}
-
-/// Splits a number into two halves, the lower one first.
-fn halves(number: u64) -> [u32; 2] {
-    [number as u32, (number >> 32) as u32]
-}
-
-/// Reads numbers one after the other.
-struct Cursor<'a> {
-    numbers: &'a mut Numbers,
-    at: u64,
-    block: Vec<u32>,
-}
-
-impl<'a> Cursor<'a> {
-    fn new(numbers: &'a mut Numbers) -> Self {
-        Self { numbers, at: 0, block: Vec::new() }
-    }
-
-    fn next(&mut self) -> Result<Option<u32>> {
-        if self.at == self.numbers.len {
-            return Ok(None);
-        }
-        let within = (self.at % BLOCK as u64) as usize;
-        if within == 0 {
-            self.numbers.read(self.at / BLOCK as u64, &mut self.block)?;
-        }
-        self.at += 1;
-        Ok(self.block.get(within).copied())
-    }
-
-    /// Reads a number from two halves.
-    fn whole(&mut self) -> Result<Option<u64>> {
-        let Some(low) = self.next()? else { return Ok(None) };
-        Ok(self.next()?.map(|high| u64::from(high) << 32 | u64::from(low)))
-    }
-
-    /// Reads a chain, and how many uses come before it.
-    fn chain(&mut self) -> Result<Option<(u64, Vec<u32>)>> {
-        let Some(before) = self.whole()? else { return Ok(None) };
-        let mut pages = Vec::new();
-        for _ in 0..self.next()?.unwrap_or(0) {
-            pages.extend(self.next()?);
-        }
-        Ok(Some((before, pages)))
-    }
-}
+/// The most pages of a trace. Higher bits of a page number are kept for marks.
+const PAGES_MAX: usize = 1 << 30;
 
 /// How often the pages of a class are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -145,7 +44,7 @@ pub struct ClassUses {
 /// A temporary file takes four bytes for each use once there are more than eight million, and as much again after the
 /// [optimum](Self::optimum) was asked for.
 #[derive(Debug)]
-pub struct LongTrace {
+pub struct Trace {
     /// Page numbers, with the mark [`BEGINS`] at the first use of a request, and [`WRITES`] where the page is written.
     uses: Numbers,
     /// How many requests there are.
@@ -172,9 +71,9 @@ pub struct LongTrace {
 /// Called with the number of uses processed so far.
 pub type Progress<'a> = &'a mut dyn FnMut(u64);
 
-/// Builds a [`LongTrace`] use by use.
+/// Builds a [`Trace`] use by use.
 #[derive(Debug)]
-pub struct LongTraceWriter {
+pub struct TraceWriter {
     numbers: HashMap<u64, u32>,
     /// The index of each page's class, by page number.
     class_of: Vec<u16>,
@@ -182,7 +81,7 @@ pub struct LongTraceWriter {
     chains: Numbers,
     /// Whether the next use is the first of a request.
     begins: bool,
-    trace: LongTrace,
+    trace: Trace,
 }
 
 /// A mark of a use that writes. Page numbers are below it.
@@ -193,9 +92,6 @@ const _: () = assert!(PAGES_MAX == WRITES as usize);
 
 /// Stands for a next use that does not exist.
 const NEVER: u32 = u32::MAX;
-
-/// The class of captured pages to which the header gives none.
-const UNCLASSED: &str = "no class";
 
 /// Returns the class of the segments in which a runtime keeps pages of this class.
 fn segment_class(name: &str) -> SegmentClass {
@@ -208,7 +104,7 @@ fn segment_class(name: &str) -> SegmentClass {
     }
 }
 
-impl LongTraceWriter {
+impl TraceWriter {
     /// Makes an empty trace whose pages have these classes, at most 2^16 - 1. A class number that is too large means
     /// the last class.
     pub fn new(classes: impl IntoIterator<Item = impl Into<String>>) -> Self {
@@ -218,7 +114,7 @@ impl LongTraceWriter {
         if classes.is_empty() {
             classes.push(of("page".into()));
         }
-        let trace = LongTrace {
+        let trace = Trace {
             uses: Numbers::new(),
             requests: 0,
             writes: 0,
@@ -274,8 +170,8 @@ impl LongTraceWriter {
             class_of.push(class as u16);
             trace.classes[class].pages += 1;
         }
-        if trace.uses.len >= LongTrace::USES_MAX {
-            let what = format!("the trace has more than {} uses", LongTrace::USES_MAX);
+        if trace.uses.len >= Trace::USES_MAX {
+            let what = format!("the trace has more than {} uses", Trace::USES_MAX);
             return Err(Error::new(ErrorKind::Unsupported, what).remedy("cut it into several"));
         }
         trace.classes[usize::from(class_of[number as usize])].uses += 1;
@@ -317,7 +213,7 @@ impl LongTraceWriter {
     ///
     /// # Errors
     /// An error of the temporary file.
-    pub fn end(mut self) -> Result<LongTrace> {
+    pub fn end(mut self) -> Result<Trace> {
         self.trace.pages = self.numbers.len() as u32;
         let of: Vec<SegmentClass> = self.trace.classes.iter().map(|class| segment_class(&class.class)).collect();
         let mut segments = self.class_of.iter().map(|class| of[usize::from(*class)]);
@@ -342,93 +238,18 @@ impl LongTraceWriter {
     }
 }
 
-impl LongTrace {
+impl Trace {
     /// The most uses of a trace.
     pub const USES_MAX: u64 = NEVER as u64 - 1;
 
-    /// Reads a [capture](capture), or requests in the form of the Mooncake project
-    /// ([`Trace::open_mooncake`](super::Trace::open_mooncake)). The first byte tells them apart.
+    /// Makes a trace from ids, one for each use, of which none writes. Equal ids are one page.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read; those
-    /// of [`CaptureReader`] and of [`Trace::open_mooncake`](super::Trace::open_mooncake); [`ErrorKind::Format`] if
-    /// there is no use; [`ErrorKind::Unsupported`] if there are too many.
-    pub fn open(path: impl AsRef<Path>, progress: Progress<'_>) -> Result<Self> {
-        let path = path.as_ref();
-        let name = path.display().to_string();
-        let file = File::open(path).map_err(|cause| {
-            Error::io(format!("open the trace {name}"), cause).remedy("check the path, and that you may read the file")
-        })?;
-        Self::read(BufReader::with_capacity(1 << 16, file), &name, progress)
-    }
-
-    /// As [`open`](Self::open), but reads from `input`. Messages call it `name`.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
-    pub fn read(mut input: impl BufRead, name: &str, progress: Progress<'_>) -> Result<Self> {
-        // If reading fails here, the reader that goes on reports it. One byte is enough: no text begins with it.
-        let captured = input.fill_buf().is_ok_and(|start| start.first() == Some(&capture::MAGIC[0]));
-        if captured { Self::read_capture(input, name, progress) } else { Self::read_requests(input, name, progress) }
-    }
-
-    fn read_requests(input: impl BufRead, name: &str, progress: Progress<'_>) -> Result<Self> {
-        let mut writer = LongTraceWriter::new(["prefix block"]);
-        read_requests(input, name, &mut |ids| {
-            writer.request();
-            ids.iter().try_for_each(|id| {
-                tell(progress, writer.uses());
-                writer.made(*id, || 0)
-            })
-        })?;
+    /// As for [`TraceWriter::used`].
+    pub fn from_ids(ids: impl IntoIterator<Item = u64>) -> Result<Self> {
+        let mut writer = TraceWriter::new(["page"]);
+        ids.into_iter().try_for_each(|id| writer.used(id, || 0))?;
         writer.end()
-    }
-
-    fn read_capture(input: impl BufRead, name: &str, progress: Progress<'_>) -> Result<Self> {
-        let mut reader = CaptureReader::new(input, name)?;
-        let header = reader.header().clone();
-        let mut classes: Vec<&str> = Vec::new();
-        // Sorted by first page: the first page of a run, and its class.
-        let mut runs: Vec<(u64, Option<usize>)> = vec![(0, None)];
-        let mut first = 0;
-        for segment in &header.segments {
-            for run in &segment.classes {
-                let at = classes.iter().position(|class| *class == run.class).unwrap_or_else(|| {
-                    classes.push(&run.class);
-                    classes.len() - 1
-                });
-                let start = first + u64::from(run.first);
-                runs.push((start, Some(at)));
-                runs.push((start + u64::from(run.pages), None));
-            }
-            first += u64::from(segment.pages);
-        }
-        let other = classes.len();
-        let mut writer = LongTraceWriter::new(classes.into_iter().chain([UNCLASSED]));
-        let mut interrupted = false;
-        while let Some(step) = reader.step()? {
-            match step {
-                CaptureStep::Use { page, write } => {
-                    tell(progress, writer.uses());
-                    let class = || {
-                        let at = runs.partition_point(|(start, _)| *start <= page);
-                        runs[at - 1].1.unwrap_or(other)
-                    };
-                    if write { writer.written(page, class)? } else { writer.used(page, class)? }
-                }
-                CaptureStep::Chain(pages) => writer.chain(&pages)?,
-                CaptureStep::Pass => writer.pass(),
-                CaptureStep::Interrupted => interrupted = true,
-            }
-        }
-        if writer.uses() == 0 {
-            return Err(Error::new(ErrorKind::Format, format!("the capture {name} has no uses"))
-                .remedy("capture a run that uses pages"));
-        }
-        let mut trace = writer.end()?;
-        trace.page_size = Some(header.page_size);
-        trace.about = Some(header.about + if interrupted { " (the run was interrupted)" } else { "" });
-        Ok(trace)
     }
 
     /// How many uses there are.
@@ -480,10 +301,13 @@ impl LongTrace {
         Ok(())
     }
 
-    /// As [`replay`](super::replay).
+    /// Uses the pages in order, in a cache of `frames` pages that is empty at first, and returns the counts. A missing
+    /// page is brought in at its use; if the cache is full it replaces one that `policy` names. Of a trace of requests,
+    /// the policy is told each request's [chain](Policy::chain) first. `policy` must be new.
     ///
     /// # Errors
-    /// As for [`replay`](super::replay), and errors of the temporary file.
+    /// [`ErrorKind::InvalidArgument`] if the cache is full and the policy offers no page to evict, as a program's own
+    /// policy may do; an error of the temporary file.
     pub fn replay(&mut self, policy: Box<dyn Policy>, frames: NonZeroU32, progress: Progress<'_>) -> Result<Counts> {
         self.replay_told(policy, frames, &[], progress)
     }
@@ -559,7 +383,8 @@ impl LongTrace {
         words.iter().try_for_each(|word| replay.used(word & PAGE, word & WRITES != 0))
     }
 
-    /// As [`optimum`](super::optimum). The first call also goes through the trace from its end.
+    /// Returns the counts of Belady's MIN, which knows the whole trace: no policy that loads on demand has more hits. See
+    /// [`Min`]. The first call also goes through the trace from its end.
     ///
     /// # Errors
     /// An error of the temporary file.
@@ -585,10 +410,9 @@ impl LongTrace {
     /// Returns the hits of LRU with 1, 2, 3 frames and so on, up to the number of pages, all found in one pass.
     ///
     /// ```
-    /// use outcore_lab::sim::LongTrace;
+    /// use outcore_lab::sim::Trace;
     ///
-    /// let requests = b"{\"hash_ids\": [7, 3, 9, 7, 7, 4]}";
-    /// let mut trace = LongTrace::read(&requests[..], "made", &mut |_| ())?;
+    /// let mut trace = Trace::from_ids([7, 3, 9, 7, 7, 4])?;
     /// assert_eq!(trace.hits_of_lru(&mut |_| ())?, [1, 1, 2, 2]);
     /// # Ok::<(), outcore::Error>(())
     /// ```
@@ -624,6 +448,18 @@ impl LongTrace {
     }
 }
 
+/// Every use's page.
+#[cfg(test)]
+fn pages_of(trace: &mut Trace) -> Vec<u32> {
+    let mut pages = Vec::new();
+    let mut each = |block: &[u32]| {
+        pages.extend_from_slice(block);
+        Ok(())
+    };
+    trace.for_each(&mut each).unwrap();
+    pages
+}
+
 /// Reports progress after every block of uses.
 fn tell(progress: &mut dyn FnMut(u64), uses: u64) {
     if uses.is_multiple_of(BLOCK as u64) {
@@ -635,10 +471,10 @@ fn tell(progress: &mut dyn FnMut(u64), uses: u64) {
 mod tests {
     use super::*;
     use crate::pager::PolicyKind;
-    use crate::sim::{Trace, optimum, replay};
+    use crate::pager::policy::opt::min_hits;
 
-    fn long(ids: &[u64]) -> LongTrace {
-        let mut writer = LongTraceWriter::new(["even", "odd"]);
+    fn long(ids: &[u64]) -> Trace {
+        let mut writer = TraceWriter::new(["even", "odd"]);
         for id in ids {
             writer.used(*id, || (*id % 2) as usize).unwrap();
         }
@@ -655,42 +491,35 @@ mod tests {
         (0..2 * BLOCK + 1234).map(next).collect()
     }
 
-    #[test]
-    fn it_finds_what_a_trace_in_memory_finds() {
-        let ids = ids();
-        let (mut long, trace) = (long(&ids), Trace::from_ids(ids).unwrap());
-        assert_eq!((long.uses(), long.pages()), (trace.uses().len() as u64, trace.pages()));
-        let mut uses = Vec::new();
-        long.for_each(&mut |block| {
-            uses.extend_from_slice(block);
-            Ok(())
-        })
-        .unwrap();
-        assert_eq!(uses, trace.uses());
-        for frames in [1, 7, 200, 900].map(|frames| NonZeroU32::new(frames).unwrap()) {
-            let mut told = 0;
-            assert_eq!(long.optimum(frames, &mut |uses| told = uses).unwrap(), optimum(&trace, frames));
-            assert!(told >= long.uses());
-            for kind in [PolicyKind::Lru, PolicyKind::Lirs, PolicyKind::Plan] {
-                let found = long.replay(kind.build(), frames, &mut |_| ()).unwrap();
-                assert_eq!(found, replay(kind.build(), &trace, frames).unwrap(), "{kind}");
-            }
-        }
+    fn read(file: &[u8], name: &str) -> Result<Trace> {
+        Trace::read(file, name, &TraceOptions::default(), &mut |_| ())
     }
 
     #[test]
-    fn what_is_in_a_file_is_what_was_in_memory() {
-        let mut numbers = Numbers { file: SpooledTempFile::new(BLOCK), len: 0, tail: Vec::new() };
-        let len = 3 * BLOCK as u32 + 5;
-        (0..len).try_for_each(|number| numbers.push(number)).unwrap();
-        numbers.flush().unwrap();
-        assert!(numbers.file.is_rolled());
-        let mut block = Vec::new();
-        for at in [3, 0, 2] {
-            numbers.read(at, &mut block).unwrap();
-            let first = at as u32 * BLOCK as u32;
-            let end = len.min(first + BLOCK as u32);
-            assert!(block.iter().copied().eq(first..end), "block {at}");
+    fn it_finds_what_is_found_in_memory() {
+        let ids = ids();
+        let mut trace = long(&ids);
+        let mut numbers = HashMap::new();
+        let of = |id: &u64| {
+            let next = numbers.len() as u32;
+            *numbers.entry(*id).or_insert(next)
+        };
+        let order: Vec<u32> = ids.iter().map(of).collect();
+        assert_eq!((trace.uses(), trace.pages()), (order.len() as u64, numbers.len() as u32));
+        assert_eq!(pages_of(&mut trace), order);
+        for frames in [1, 7, 200, 900].map(|frames| NonZeroU32::new(frames).unwrap()) {
+            let mut told = 0;
+            let best = trace.optimum(frames, &mut |uses| told = uses).unwrap();
+            assert_eq!(best.hits, min_hits(&order, frames.get() as usize));
+            assert!(told >= trace.uses());
+            for kind in [PolicyKind::Lru, PolicyKind::Lirs, PolicyKind::Plan] {
+                let mut alone = Replay::of_classes(kind.build(), &trace.segments, frames);
+                if trace.segments.is_empty() {
+                    alone = Replay::new(kind.build(), trace.segment, trace.pages(), frames);
+                }
+                order.iter().for_each(|page| alone.used(*page, false).unwrap());
+                assert_eq!(trace.replay(kind.build(), frames, &mut |_| ()).unwrap(), alone.counts(), "{kind}");
+            }
         }
     }
 
@@ -704,12 +533,12 @@ mod tests {
 
     #[test]
     fn requests_are_told_apart_from_captures() {
-        let requests = LongTrace::read(&b"{\"hash_ids\": [4, 9, 4]}\n"[..], "made.jsonl", &mut |_| ()).unwrap();
+        let requests = read(b"{\"hash_ids\": [4, 9, 4]}\n", "made.jsonl").unwrap();
         assert_eq!((requests.uses(), requests.pages(), requests.page_size()), (3, 2, None));
-        let error = LongTrace::read(&b"\x8eOUT"[..], "made", &mut |_| ()).unwrap_err();
+        let error = read(b"\x8eOUT", "made").unwrap_err();
         assert!(error.to_string().contains("incomplete"), "{error}");
-        let error = LongTrace::read(&b""[..], "made", &mut |_| ()).unwrap_err();
-        assert!(error.to_string().contains("no ids"), "{error}");
+        let error = read(b"", "made").unwrap_err();
+        assert!(error.to_string().contains("is empty"), "{error}");
     }
 
     #[test]
@@ -734,7 +563,7 @@ mod tests {
         writer.pass().unwrap();
         writer.interrupted().unwrap();
         let file = writer.finish().unwrap();
-        let trace = LongTrace::read(&file[..], "made", &mut |_| ()).unwrap();
+        let trace = read(&file, "made").unwrap();
         assert_eq!((trace.passes(), trace.page_size()), (1, Some(PageSize::DEFAULT)));
         assert_eq!(trace.about(), Some("made (the run was interrupted)"));
         assert_eq!(trace.writes(), 1);

@@ -1,0 +1,355 @@
+//! Traces from files: which form a file has, and how it is packed.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::str::FromStr;
+
+use super::{Progress, Trace, captured, mooncake, oracle, table};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sim::capture;
+
+/// The form of a trace's file. Each may be packed by gzip or zstd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TraceForm {
+    /// A [capture] of a run.
+    Capture,
+    /// Requests in the form of the Mooncake project: one JSON object a line, whose `hash_ids` lists the blocks that the
+    /// request uses in order. It makes the blocks that no request used before, unless it has an `"op"`, `"read"` or
+    /// `"write"`.
+    Mooncake,
+    /// Text with one use a line: an id, or columns separated by commas, tabs, semicolons or spaces, of which one is the
+    /// id. Ids are any text. Lines that begin with `#` are skipped. libCacheSim's `csv` is such a text.
+    Text,
+    /// libCacheSim's `oracleGeneral`: 24 bytes a use.
+    OracleGeneral,
+}
+
+impl TraceForm {
+    /// All forms.
+    pub const ALL: [Self; 4] = [Self::Capture, Self::Mooncake, Self::Text, Self::OracleGeneral];
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Capture => "capture",
+            Self::Mooncake => "mooncake",
+            Self::Text => "text",
+            Self::OracleGeneral => "oracle-general",
+        }
+    }
+}
+
+impl fmt::Display for TraceForm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for TraceForm {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|form| form.name() == text).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::new(ErrorKind::InvalidArgument, format!("{text:?} is no form of a trace"))
+                .remedy(format!("choose one of {names}"))
+        })
+    }
+}
+
+/// A column of a text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Column {
+    /// Its number, from 1.
+    Number(NonZeroU32),
+    /// Its name in the text's first line.
+    Name(String),
+}
+
+impl fmt::Display for Column {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Name(name) => write!(f, "{name:?}"),
+        }
+    }
+}
+
+impl FromStr for Column {
+    type Err = Error;
+
+    /// Digits are a number, anything else a name.
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = |why| Error::new(ErrorKind::InvalidArgument, format!("column {text:?} {why}"));
+        let remedy = "give its number, from 1, or its name in the first line";
+        if text.trim().is_empty() {
+            return Err(wrong("has no name").remedy(remedy));
+        }
+        if !text.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Ok(Self::Name(text.trim().to_owned()));
+        }
+        text.parse().map(Self::Number).map_err(|_| wrong("is not a number from 1 to 4294967295").remedy(remedy))
+    }
+}
+
+/// How to read a trace's file.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct TraceOptions {
+    /// Its form; `None` finds it out.
+    pub form: Option<TraceForm>,
+    /// The column of ids, in a text of several.
+    pub column: Option<Column>,
+    /// The column of a text that tells reads from writes. `None` takes one that is called `op`, `operation`, `rw` or `type`.
+    pub op_column: Option<Column>,
+    /// No use writes its page, whatever the file says.
+    pub read_only: bool,
+}
+
+/// The first bytes of gzip's files (RFC 1952) and zstd's frames (RFC 8878).
+const GZIP: [u8; 2] = [0x1F, 0x8B];
+const ZSTD: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
+const BUFFER: usize = 1 << 16;
+
+impl Trace {
+    /// Reads a trace's file. What it is packed by, and its [form](TraceForm) where `options` name none, follow from its
+    /// first bytes; `oracleGeneral`, which has no mark, from the file's name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`], [`ErrorKind::PermissionDenied`] and [`ErrorKind::Io`] if the file cannot be read;
+    /// [`ErrorKind::Format`] if it is not of its form, has a line longer than
+    /// [`LINE_BYTES_MAX`](super::LINE_BYTES_MAX), or has no use; [`ErrorKind::InvalidArgument`] if a column is not
+    /// there, or is needed; [`ErrorKind::Unsupported`] as for [`TraceWriter::used`](super::TraceWriter::used).
+    pub fn open(path: impl AsRef<Path>, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.display().to_string();
+        let file = File::open(path).map_err(|cause| {
+            Error::io(format!("open the trace {name}"), cause).remedy("check the path, and that you may read the file")
+        })?;
+        Self::read(BufReader::with_capacity(BUFFER, file), &name, options, progress)
+    }
+
+    /// As [`open`](Self::open), but reads from `input`. Messages call it `name`.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open).
+    pub fn read(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
+        let failed = |cause| failed(name, cause);
+        let mut input = Start::of(input).map_err(failed)?;
+        if input.begins_with(&GZIP) {
+            let unpacked = flate2::bufread::MultiGzDecoder::new(input);
+            return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
+        }
+        if input.begins_with(&ZSTD) {
+            let unpacked = zstd::stream::read::Decoder::with_buffer(input).map_err(failed)?;
+            return Self::unpacked(BufReader::with_capacity(BUFFER, unpacked), name, options, progress);
+        }
+        Self::unpacked(&mut input, name, options, progress)
+    }
+
+    fn unpacked(input: impl BufRead, name: &str, options: &TraceOptions, progress: Progress<'_>) -> Result<Self> {
+        let input = Start::of(input).map_err(|cause| failed(name, cause))?;
+        if input.is_empty() {
+            let error = Error::new(ErrorKind::Format, format!("the trace {name} is empty"));
+            return Err(error.remedy("give a file with at least one use"));
+        }
+        let form = match options.form {
+            Some(form) => form,
+            None => form_of(&input, name)?,
+        };
+        if form != TraceForm::Text && (options.column.is_some() || options.op_column.is_some()) {
+            let what = format!("the trace {name} has the form {form}, which has no columns");
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, what).remedy("leave the column out, or name another form")
+            );
+        }
+        match form {
+            TraceForm::Capture if options.read_only => {
+                let what = format!("the capture {name} says itself which uses write");
+                Err(Error::new(ErrorKind::InvalidArgument, what).remedy("leave out that it only reads"))
+            }
+            TraceForm::Capture => captured::read(input, name, progress),
+            TraceForm::Mooncake => mooncake::read(input, name, options.read_only, progress)?.end(),
+            TraceForm::Text => table::read(input, name, options, progress)?.end(),
+            TraceForm::OracleGeneral => oracle::read(input, name, progress)?.end(),
+        }
+    }
+}
+
+pub(super) fn failed(name: &str, cause: io::Error) -> Error {
+    let what = format!("read the trace {name}");
+    match cause.kind() {
+        // What the decompressors say of their input.
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
+            Error::new(ErrorKind::Format, format!("the trace {name} is packed wrongly, or incomplete: {cause}"))
+                .remedy("fetch the file again")
+        }
+        _ => Error::io(what, cause).remedy("check the file and its disk"),
+    }
+}
+
+/// The form that the first bytes tell, or the name.
+fn form_of(input: &Start<impl BufRead>, name: &str) -> Result<TraceForm> {
+    let start = input.start();
+    // One byte is enough: no text begins with it, and what is cut off is then told as a capture that is incomplete.
+    if start.first() == Some(&capture::MAGIC[0]) {
+        return Ok(TraceForm::Capture);
+    }
+    let file = Path::new(name).file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    if file.contains("oraclegeneral") {
+        return Ok(TraceForm::OracleGeneral);
+    }
+    if start.trim_ascii_start().first() == Some(&b'{') {
+        return Ok(TraceForm::Mooncake);
+    }
+    if start.contains(&0) {
+        let what = format!("the trace {name} is neither a capture nor a text");
+        let forms = TraceForm::ALL.map(TraceForm::name).join(", ");
+        return Err(Error::new(ErrorKind::Format, what).remedy(format!("name its form: {forms}")));
+    }
+    Ok(TraceForm::Text)
+}
+
+/// An input whose first bytes are known.
+struct Start<R> {
+    start: [u8; START],
+    len: usize,
+    /// How many of them were read from here.
+    read: usize,
+    rest: R,
+}
+
+const START: usize = 4096;
+
+impl<R: BufRead> Start<R> {
+    fn of(mut rest: R) -> io::Result<Self> {
+        let (mut start, mut len) = ([0; START], 0);
+        while len < START {
+            match rest.read(&mut start[len..]) {
+                Ok(0) => break,
+                Ok(read) => len += read,
+                Err(cause) if cause.kind() == io::ErrorKind::Interrupted => {}
+                Err(cause) => return Err(cause),
+            }
+        }
+        Ok(Self { start, len, read: 0, rest })
+    }
+
+    fn start(&self) -> &[u8] {
+        &self.start[..self.len]
+    }
+
+    fn begins_with(&self, mark: &[u8]) -> bool {
+        self.start().starts_with(mark)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl<R: BufRead> Read for Start<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let known = &self.start[self.read..self.len];
+        if known.is_empty() {
+            return self.rest.read(into);
+        }
+        let count = known.len().min(into.len());
+        into[..count].copy_from_slice(&known[..count]);
+        self.read += count;
+        Ok(count)
+    }
+}
+
+impl<R: BufRead> BufRead for Start<R> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.read < self.len { Ok(&self.start[self.read..self.len]) } else { self.rest.fill_buf() }
+    }
+
+    fn consume(&mut self, count: usize) {
+        if self.read < self.len {
+            self.read += count;
+        } else {
+            self.rest.consume(count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::sim::trace::pages_of;
+
+    fn read(file: &[u8], name: &str, options: &TraceOptions) -> Result<Trace> {
+        Trace::read(file, name, options, &mut |_| ())
+    }
+
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
+        let mut out = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        out.write_all(bytes).unwrap();
+        out.finish().unwrap()
+    }
+
+    fn zstd(bytes: &[u8]) -> Vec<u8> {
+        ::zstd::stream::encode_all(bytes, 1).unwrap()
+    }
+
+    #[test]
+    fn every_form_may_be_packed() {
+        let text: Vec<u8> = (0..30_000u32).flat_map(|n| format!("{}\n", n % 700).into_bytes()).collect();
+        let requests = b"{\"hash_ids\": [9, 8, 9]}\n".to_vec();
+        for (plain, uses, pages) in [(text, 30_000, 700), (requests, 3, 2)] {
+            for packed in [plain.clone(), gzip(&plain), zstd(&plain), [gzip(&plain[..9]), gzip(&plain[9..])].concat()] {
+                let trace = read(&packed, "made", &TraceOptions::default()).unwrap();
+                assert_eq!((trace.uses(), trace.pages()), (uses, pages));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_packed_wrongly_is_named() {
+        let text: Vec<u8> = (0..30_000u32).flat_map(|n| format!("{n}\n").into_bytes()).collect();
+        for packed in [gzip(&text), zstd(&text)] {
+            let cut = &packed[..packed.len() / 2];
+            let error = read(cut, "made.gz", &TraceOptions::default()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Format, "{error}");
+            assert!(error.to_string().contains("made.gz"), "{error}");
+            let mut damaged = packed.clone();
+            let middle = damaged.len() / 2;
+            damaged[middle..middle + 40].fill(0xFF);
+            assert!(read(&damaged, "made.gz", &TraceOptions::default()).is_err());
+        }
+    }
+
+    #[test]
+    fn forms_are_told_apart_and_may_be_named() {
+        let none = TraceOptions::default();
+        let error = read(&[1, 0, 2, 3], "made.bin", &none).unwrap_err();
+        assert!(error.to_string().contains("oracle-general"), "{error}");
+        let as_text = TraceOptions { form: Some(TraceForm::Text), ..none.clone() };
+        // A text whose ids look like JSON.
+        let mut trace = read(b"{a}\n{b}\n{a}\n", "made.txt", &as_text).unwrap();
+        assert_eq!(pages_of(&mut trace), [0, 1, 0]);
+        assert!(read(b"{a}\n", "made.txt", &none).unwrap_err().to_string().contains("line 1"));
+        let column = TraceOptions { column: Some(Column::Name("id".into())), ..none };
+        let error = read(b"{\"hash_ids\": [1]}", "made.jsonl", &column).unwrap_err();
+        assert!(error.to_string().contains("no columns"), "{error}");
+        for form in TraceForm::ALL {
+            assert_eq!(form.name().parse::<TraceForm>().unwrap(), form);
+        }
+        assert!("paper".parse::<TraceForm>().unwrap_err().to_string().contains("mooncake"));
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let error = Trace::open("no/such/trace.jsonl", &TraceOptions::default(), &mut |_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.to_string().contains("no/such/trace.jsonl"), "{error}");
+    }
+}
