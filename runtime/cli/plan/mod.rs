@@ -11,8 +11,8 @@ use clap::Args;
 use outcore::format::{self, Metadata};
 use outcore::{Bytes, DType, Error, ErrorKind, Result};
 use outcore_lab::planning::{
-    self, Bandwidth, Checkpointing, Compute, Given, GivenExperts, Job, KvType, Optimizer, Parameters, Resources, Shape,
-    Work,
+    self, Bandwidth, Checkpointing, Compute, Given, GivenExperts, Job, KnownModel, KvType, Optimizer, Parameters,
+    Resources, Shape, Work,
 };
 use outcore_lab::sim::MachineModel;
 
@@ -23,15 +23,15 @@ use found::{Model, Plan};
 #[derive(Debug, Args)]
 pub struct Options {
     /// A GGUF or safetensors file, one file of a split model, an index.json, or a folder with one of them; safetensors
-    /// need their config.json beside them
+    /// need their config.json beside them. Or the name of a well-known model, such as llama-3.3-70b
     #[arg(value_name = "MODEL", required_unless_present = "params")]
     model: Option<PathBuf>,
-    /// Without a file: the model's number of parameters, such as 70B
+    /// Without a file or a name: the model's number of parameters, such as 70B
     #[arg(long, value_name = "N", conflicts_with = "model", allow_hyphen_values = true)]
     params: Option<Parameters>,
-    /// Without a file: the type of the weights, such as bf16 or q8_0
-    #[arg(long, value_name = "TYPE", conflicts_with = "model", requires = "params", default_value = "bf16")]
-    dtype: DType,
+    /// Without a file: the type of the weights, such as bf16 (the default), q8_0 or q4_k
+    #[arg(long, value_name = "TYPE")]
+    dtype: Option<DType>,
     /// Without a file: the number of layers. This and the sizes below are estimated where they are left out
     #[arg(long, value_name = "N", conflicts_with = "model", requires = "params")]
     #[arg(value_parser = count, allow_hyphen_values = true)]
@@ -251,7 +251,7 @@ fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
     if let Some(parameters) = options.params {
         let given = Given {
             parameters,
-            dtype: options.dtype,
+            dtype: options.dtype.unwrap_or(DType::BF16),
             layers: options.layers,
             hidden: options.hidden,
             heads: options.heads,
@@ -268,6 +268,18 @@ fn shape(options: &Options) -> Result<(Shape, Option<&'static str>)> {
         return Ok((Shape::estimate(&given)?, None));
     }
     let path = options.model.clone().unwrap_or_default();
+    // A file comes before a name, and what looks like a file is one.
+    let like_a_file = |name: &str| {
+        let ends = ["gguf", "safetensors", "json"];
+        name.contains('/') || path.extension().is_some_and(|end| ends.iter().any(|known| end == *known))
+    };
+    if let Some(name) = path.to_str().filter(|name| !path.exists() && !like_a_file(name)) {
+        return Ok((KnownModel::find(name)?.shape(options.dtype.unwrap_or(DType::BF16)), None));
+    }
+    if let Some(dtype) = options.dtype {
+        let what = format!("{} has the types of its weights itself, so they are not {dtype}", path.display());
+        return Err(wrong(what, "leave --dtype out, or give a model's name or --params instead of the file"));
+    }
     let header = format::open(&path)?;
     let (config, format) = match (&header.metadata, header.files.first()) {
         (Metadata::Safetensors(_), Some(file)) => (Some(config_beside(&file.path)?), "safetensors"),
