@@ -1,11 +1,13 @@
 //! The tensors of a Llama-family transformer by the part they play, and the order in which a pass uses them. The same
 //! wherever a pass is computed.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
-use crate::config::Config;
+use crate::config::{Arch, Config};
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
+use crate::known;
 use crate::weights::{Step, TensorId, WeightInfo};
 
 /// A matrix with an optional bias.
@@ -28,6 +30,55 @@ pub(crate) struct Layer {
     pub gate: Linear,
     pub up: Linear,
     pub down: Linear,
+}
+
+/// One step of a pass over tokens, whose residual stream is `x: [tokens x dim]`. Whatever computes a pass follows
+/// [`Architecture::ops`], which is the only place that knows the order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op<'a> {
+    /// The tokens' rows to `x`.
+    Embed(&'a WeightInfo),
+    /// `normed = x / rms(x) * weight`, the input of the matrices that follow.
+    Norm(&'a WeightInfo),
+    /// Of `normed`.
+    Query(&'a Linear),
+    /// Of `normed`.
+    Key(&'a Linear),
+    /// Of `normed`.
+    Value(&'a Linear),
+    /// Each query's head, in place.
+    NormQueries(&'a WeightInfo),
+    /// Each key's head, in place.
+    NormKeys(&'a WeightInfo),
+    /// Turns queries and keys by their positions, adds keys and values to this layer's, and attends.
+    Attend(usize),
+    /// `x = x + W attended + b`.
+    AttentionOutput(&'a Linear),
+    /// Of `normed`.
+    Gate(&'a Linear),
+    /// Of `normed`.
+    Up(&'a Linear),
+    /// `x = x + W (silu(gate) * up) + b`.
+    Down(&'a Linear),
+    /// [`Norm`](Self::Norm), for the tokens whose logits are wanted.
+    LastNorm(&'a WeightInfo),
+    /// Of `normed`.
+    Logits(&'a WeightInfo),
+}
+
+impl<'a> Op<'a> {
+    /// The matrix that a step uses, or the vector, and a vector that it uses after that.
+    fn weights(self) -> (Option<&'a WeightInfo>, Option<&'a WeightInfo>) {
+        match self {
+            Self::Query(l) | Self::Key(l) | Self::Value(l) | Self::AttentionOutput(l) => {
+                (Some(&l.weight), l.bias.as_ref())
+            }
+            Self::Gate(l) | Self::Up(l) | Self::Down(l) => (Some(&l.weight), l.bias.as_ref()),
+            Self::Embed(w) | Self::Norm(w) | Self::NormQueries(w) | Self::NormKeys(w) => (Some(w), None),
+            Self::LastNorm(w) | Self::Logits(w) => (Some(w), None),
+            Self::Attend(_) => (None, None),
+        }
+    }
 }
 
 /// The name that Hugging Face checkpoints give the tensor which GGUF files call `gguf`.
@@ -93,13 +144,26 @@ impl Names<'_> {
     fn layer(&self, i: usize, c: &Config) -> Result<Layer> {
         let name = |stem: &str| format!("blk.{i}.{stem}");
         let (q_dim, kv_dim) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+        let biased = |stem: &str, rows| {
+            let linear = self.linear(&name(stem), rows, c.dim)?;
+            match &linear.bias {
+                None if c.arch == Arch::Qwen2 => {
+                    Err(Error::MissingTensor(self.translate(&name(&format!("{stem}.bias")))))
+                }
+                _ => Ok(linear),
+            }
+        };
+        let head_norm = |stem: &str| {
+            let norm = || self.need(&name(&format!("{stem}.weight")), 1, c.head_dim);
+            (c.arch == Arch::Qwen3).then(norm).transpose()
+        };
         Ok(Layer {
             attn_norm: self.need(&name("attn_norm.weight"), 1, c.dim)?,
-            q: self.linear(&name("attn_q"), q_dim, c.dim)?,
-            k: self.linear(&name("attn_k"), kv_dim, c.dim)?,
-            v: self.linear(&name("attn_v"), kv_dim, c.dim)?,
-            q_norm: self.optional(&name("attn_q_norm.weight"), 1, c.head_dim)?,
-            k_norm: self.optional(&name("attn_k_norm.weight"), 1, c.head_dim)?,
+            q: biased("attn_q", q_dim)?,
+            k: biased("attn_k", kv_dim)?,
+            v: biased("attn_v", kv_dim)?,
+            q_norm: head_norm("attn_q_norm")?,
+            k_norm: head_norm("attn_k_norm")?,
             o: self.linear(&name("attn_output"), c.dim, q_dim)?,
             ffn_norm: self.need(&name("ffn_norm.weight"), 1, c.dim)?,
             gate: self.linear(&name("ffn_gate"), c.ffn_dim, c.dim)?,
@@ -138,17 +202,52 @@ impl Architecture {
         let config = Config::new(files)?;
         let names = Names { files };
         let embedding = names.need("token_embd.weight", config.vocab, config.dim)?;
-        let output = names.optional("output.weight", config.vocab, config.dim)?.unwrap_or_else(|| embedding.clone());
+        let stored = names.optional("output.weight", config.vocab, config.dim)?;
+        let output = stored.clone().filter(|_| !config.tied).unwrap_or_else(|| embedding.clone());
         let factors = config.rope_factors_tensor;
         let factors = factors.then(|| names.need("rope_freqs.weight", 1, config.rope_frequencies.len()));
-        Ok(Self {
+        let arch = Self {
             layers: (0..config.layers).map(|i| names.layer(i, &config)).collect::<Result<_>>()?,
             norm: names.need("output_norm.weight", 1, config.dim)?,
             rope_factors: factors.transpose()?,
             config,
             embedding,
             output,
-        })
+        };
+        let used = arch.ops().flat_map(|op| <[_; 2]>::from(op.weights())).flatten();
+        let used: HashSet<TensorId> = used.chain(&stored).chain(&arch.rope_factors).map(|info| info.id).collect();
+        match files.tensors().iter().find(|t| !used.contains(&t.id) && !known::unused_tensor(&t.name)) {
+            Some(t) => Err(Error::Unsupported(format!(
+                "tensor {:?} is not known in a model of the architecture {}, and may change what it computes \
+                 (run another model, or this one in another form)",
+                t.name,
+                arch.config.arch.gguf_name()
+            ))),
+            None => Ok(arch),
+        }
+    }
+
+    /// The steps of a pass, in order.
+    pub fn ops(&self) -> impl Iterator<Item = Op<'_>> {
+        let layers = self.layers.iter().enumerate().flat_map(|(index, layer)| {
+            let steps = [
+                Some(Op::Norm(&layer.attn_norm)),
+                Some(Op::Query(&layer.q)),
+                Some(Op::Key(&layer.k)),
+                Some(Op::Value(&layer.v)),
+                layer.q_norm.as_ref().map(Op::NormQueries),
+                layer.k_norm.as_ref().map(Op::NormKeys),
+                Some(Op::Attend(index)),
+                Some(Op::AttentionOutput(&layer.o)),
+                Some(Op::Norm(&layer.ffn_norm)),
+                Some(Op::Gate(&layer.gate)),
+                Some(Op::Up(&layer.up)),
+                Some(Op::Down(&layer.down)),
+            ];
+            steps.into_iter().flatten()
+        });
+        let last = [Op::LastNorm(&self.norm), Op::Logits(&self.output)];
+        std::iter::once(Op::Embed(&self.embedding)).chain(layers).chain(last)
     }
 
     /// The rotary frequencies. `read` gives the values of a vector.
@@ -160,39 +259,24 @@ impl Architecture {
         Ok(frequencies)
     }
 
-    /// The steps of a pass over `tokens`, in order: embedding rows by ascending token, then every layer, then the output.
+    /// The rows that a pass over `tokens` uses, in order; of the embeddings the rows of the tokens, in ascending order.
     /// `tile_rows` says how many rows of a tensor are a step.
     pub fn pass_order(&self, tokens: &[u32], tile_rows: impl Fn(TensorId) -> u64) -> Vec<Step> {
         let mut order = Vec::with_capacity(self.layers.len() * 12 + tokens.len() + 2);
-        let mut wanted = tokens.to_vec();
-        wanted.sort_unstable();
-        wanted.dedup();
-        order.extend(wanted.into_iter().map(|t| (self.embedding.id, u64::from(t)..u64::from(t) + 1)));
-        let vector = |order: &mut Vec<Step>, info: &Option<WeightInfo>| {
-            order.extend(info.iter().map(|info| (info.id, 0..1)));
-        };
-        let matrix = |order: &mut Vec<Step>, info: &WeightInfo| {
-            order.extend(tiles(info, tile_rows(info.id)).map(|rows| (info.id, rows)));
-        };
-        let linear = |order: &mut Vec<Step>, linear: &Linear| {
-            matrix(order, &linear.weight);
-            vector(order, &linear.bias);
-        };
-        for layer in &self.layers {
-            order.push((layer.attn_norm.id, 0..1));
-            linear(&mut order, &layer.q);
-            linear(&mut order, &layer.k);
-            linear(&mut order, &layer.v);
-            vector(&mut order, &layer.q_norm);
-            vector(&mut order, &layer.k_norm);
-            linear(&mut order, &layer.o);
-            order.push((layer.ffn_norm.id, 0..1));
-            linear(&mut order, &layer.gate);
-            linear(&mut order, &layer.up);
-            linear(&mut order, &layer.down);
+        for op in self.ops() {
+            if let Op::Embed(embedding) = op {
+                let mut wanted = tokens.to_vec();
+                wanted.sort_unstable();
+                wanted.dedup();
+                order.extend(wanted.into_iter().map(|t| (embedding.id, u64::from(t)..u64::from(t) + 1)));
+                continue;
+            }
+            let (first, then) = op.weights();
+            if let Some(info) = first {
+                order.extend(tiles(info, tile_rows(info.id)).map(|rows| (info.id, rows)));
+            }
+            order.extend(then.map(|info| (info.id, 0..1)));
         }
-        order.push((self.norm.id, 0..1));
-        matrix(&mut order, &self.output);
         order
     }
 

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::files::{Container, ModelFiles};
+use crate::known;
 
 /// The architectures this crate runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +98,8 @@ pub struct Config {
     pub bos: Option<u32>,
     /// Tokens that end a text, from the configuration.
     pub eos: Vec<u32>,
+    /// Whether the embeddings are the output matrix too, whatever else the files hold.
+    pub tied: bool,
 }
 
 impl Config {
@@ -133,9 +136,12 @@ impl Config {
         let base = meta.positive(meta.map, &key("rope.freq_base"), 10_000.0)?;
         let mut rope_frequencies = meta.frequencies(base, rotary, head_dim)?;
         match meta.map.get(&key("rope.scaling.type")).and_then(Value::as_str) {
-            None | Some("none") => {}
-            Some("linear") => {
-                let factor = meta.positive(meta.map, &key("rope.scaling.factor"), 1.0)? as f32;
+            Some("none") => {}
+            // A factor without a type is one too; the second key is its old name. 0 stands for none.
+            None | Some("linear") => {
+                let keys = [key("rope.scaling.factor"), key("rope.scale_linear")];
+                let set = keys.iter().find(|key| meta.map.get(*key).is_some_and(|v| v.as_f64() != Some(0.0)));
+                let factor = set.map_or(Ok(1.0), |key| meta.positive(meta.map, key, 1.0))? as f32;
                 rope_frequencies.iter_mut().for_each(|f| *f /= factor);
             }
             Some(other) => return Err(meta.unsupported(&format!("rope scaling {other:?} is not supported"))),
@@ -154,9 +160,10 @@ impl Config {
             norm_eps: meta.positive(meta.map, &key("attention.layer_norm_rms_epsilon"), 1e-5)? as f32,
             rope_pairs: if arch == Arch::Llama { RopePairs::Adjacent } else { RopePairs::Halves },
             rope_frequencies,
-            rope_factors_tensor: model.tensor("rope_freqs.weight").is_some(),
+            rope_factors_tensor: arch == Arch::Llama && model.tensor("rope_freqs.weight").is_some(),
             bos: meta.token("tokenizer.ggml.bos_token_id")?,
             eos: meta.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
+            tied: false,
         })
     }
 
@@ -164,10 +171,16 @@ impl Config {
         let map = meta.map;
         let model_type = meta.text("model_type")?;
         let arch = Arch::parse(model_type).map_err(|error| meta.said(&error))?;
-        let window = map.get("sliding_window").is_some_and(|v| !v.is_null());
+        let defaults = HfDefaults::of(model_type);
+        let context = meta.optional_size("max_position_embeddings", MOST_CONTEXT)?.unwrap_or(defaults.context);
+        let window = match map.get("sliding_window") {
+            None => defaults.window,
+            Some(_) => meta.optional_count("sliding_window", usize::MAX)?,
+        };
         let used = map.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(model_type == "mistral");
-        if window && used {
-            return Err(meta.unsupported("sliding_window: attention within a window is not supported"));
+        if let Some(window) = window.filter(|window| used && *window < context) {
+            let what = format!("attention within a window (sliding_window {window}) is not supported");
+            return Err(meta.unsupported(&what));
         }
         if let Some(act) = map.get("hidden_act").and_then(Value::as_str).filter(|act| *act != "silu") {
             return Err(meta.unsupported(&format!("hidden_act {act:?} is not supported; supported is \"silu\"")));
@@ -178,7 +191,16 @@ impl Config {
         }
         let dim = meta.size("hidden_size", MOST_DIM)?;
         let heads = meta.size("num_attention_heads", MOST_HEADS)?;
-        let head_dim = meta.optional_size("head_dim", MOST_HEAD_DIM)?.unwrap_or(dim / heads);
+        let head_dim = match meta.optional_size("head_dim", MOST_HEAD_DIM)? {
+            Some(head_dim) => head_dim,
+            None if map.contains_key("head_dim") => dim / heads,
+            None => defaults.head_dim.unwrap_or(dim / heads),
+        };
+        let kv_heads = match meta.optional_size("num_key_value_heads", MOST_HEADS)? {
+            Some(kv_heads) => kv_heads,
+            None if map.contains_key("num_key_value_heads") => heads,
+            None => defaults.kv_heads.unwrap_or(heads),
+        };
         let object = |key: &str| map.get(key).and_then(Value::as_object);
         let scaling = object("rope_scaling").or_else(|| object("rope_parameters"));
         for place in [Some(map), scaling].into_iter().flatten() {
@@ -205,17 +227,18 @@ impl Config {
             dim,
             layers: meta.size("num_hidden_layers", MOST_LAYERS)?,
             heads,
-            kv_heads: meta.optional_size("num_key_value_heads", MOST_HEADS)?.unwrap_or(heads),
+            kv_heads,
             head_dim,
             ffn_dim: meta.size("intermediate_size", MOST_FFN)?,
             vocab: meta.size("vocab_size", MOST_VOCAB)?,
-            context: meta.optional_size("max_position_embeddings", MOST_CONTEXT)?.unwrap_or(2048),
+            context,
             norm_eps: meta.positive(map, "rms_norm_eps", 1e-6)? as f32,
             rope_pairs: RopePairs::Halves,
             rope_frequencies,
             rope_factors_tensor: false,
             bos: ids("bos_token_id").first().copied(),
             eos: ids("eos_token_id"),
+            tied: map.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
         })
     }
 
@@ -231,9 +254,33 @@ impl Config {
         let prefix = if model.container() == Container::Gguf { "blk." } else { "model.layers." };
         let layer = |name: &str| name.strip_prefix(prefix)?.split_once('.')?.0.parse::<usize>().ok();
         let uncounted = model.tensors().iter().find(|t| layer(&t.name).is_some_and(|n| n >= self.layers));
-        match uncounted {
-            Some(t) => Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name))),
+        if let Some(t) = uncounted {
+            return Err(meta.bad(&format!("it counts {} layers, but there is a tensor {:?}", self.layers, t.name)));
+        }
+        match known::unknown_key(&self, model.container(), meta.map) {
+            Some(what) => Err(meta.unsupported(&what)),
             None => Ok(self),
+        }
+    }
+}
+
+/// What transformers' configuration classes take where `config.json` lacks a key.
+struct HfDefaults {
+    context: usize,
+    /// Where `None`, as many as query heads.
+    kv_heads: Option<usize>,
+    /// Where `None`, the width divided by the query heads.
+    head_dim: Option<usize>,
+    window: Option<usize>,
+}
+
+impl HfDefaults {
+    fn of(model_type: &str) -> Self {
+        match model_type {
+            "mistral" => Self { context: 131_072, kv_heads: Some(8), head_dim: None, window: Some(4096) },
+            "qwen2" => Self { context: 32_768, kv_heads: Some(32), head_dim: None, window: None },
+            "qwen3" => Self { context: 32_768, kv_heads: Some(32), head_dim: Some(128), window: None },
+            _ => Self { context: 2048, kv_heads: None, head_dim: None, window: None },
         }
     }
 }

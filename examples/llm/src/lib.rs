@@ -46,6 +46,7 @@ mod dtype;
 mod error;
 mod files;
 pub mod kernels;
+mod known;
 mod model;
 mod paged;
 mod pool;

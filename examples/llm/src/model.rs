@@ -7,13 +7,14 @@
 //! Formulas: Touvron et al., Llama (2023); Su et al., RoFormer (2021); Ainslie et al., grouped-query attention (2023);
 //! Qwen2 and Qwen3 technical reports for biases and per-head norms.
 
+use std::mem::take;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::f16;
 
-use crate::architecture::{Architecture, Linear, tiles};
+use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::{Config, RopePairs};
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
@@ -134,7 +135,7 @@ impl Model {
     }
 
     /// `x W^T + b`: `[m x rows]`.
-    fn linear(&self, linear: &Linear, x: &mut Input<'_>) -> Result<Vec<f32>> {
+    fn linear(&self, linear: &Linear, x: &mut Input) -> Result<Vec<f32>> {
         let mut out = self.matmul(&linear.weight, x)?;
         if let Some(bias) = &linear.bias {
             let bias = self.vector(bias)?;
@@ -145,7 +146,7 @@ impl Model {
         Ok(out)
     }
 
-    fn matmul(&self, w: &WeightInfo, x: &mut Input<'_>) -> Result<Vec<f32>> {
+    fn matmul(&self, w: &WeightInfo, x: &mut Input) -> Result<Vec<f32>> {
         let (k, n, m) = (w.cols as usize, w.rows as usize, x.m);
         let acts = x.prepare(w.dtype, self);
         let mut out = vec![0f32; m * n];
@@ -183,32 +184,48 @@ impl Model {
         }
     }
 
-    /// Normalises each head in place where the model has such a norm.
-    fn norm_heads(&self, x: &mut [f32], norm: &Option<WeightInfo>) -> Result<()> {
-        if let Some(norm) = norm {
-            let weight = self.vector(norm)?;
-            let copy = x.to_vec();
-            self.rms_norm(&copy, &weight, x);
-        }
+    /// Vectors of the model's width, normalised.
+    fn normed(&self, x: &[f32], weight: &WeightInfo) -> Result<Input> {
+        let weight = self.vector(weight)?;
+        let mut out = vec![0f32; x.len()];
+        self.rms_norm(x, &weight, &mut out);
+        Ok(Input::new(out, x.len() / weight.len()))
+    }
+
+    /// Normalises each head in place.
+    fn norm_heads(&self, x: &mut [f32], norm: &WeightInfo) -> Result<()> {
+        let weight = self.vector(norm)?;
+        let copy = x.to_vec();
+        self.rms_norm(&copy, &weight, x);
         Ok(())
+    }
+
+    /// `silu(gate) * up`, in place of `gate`.
+    fn silu_multiply(&self, gate: &mut [f32], up: &[f32]) {
+        let per = 1024;
+        self.pool.run_chunks(gate, per, |i, gate| {
+            let up = &up[i * per..i * per + gate.len()];
+            gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
+        });
     }
 }
 
 /// Activations entering a matrix: `m` vectors, quantised once however many matrices use them.
-struct Input<'a> {
-    x: &'a [f32],
+#[derive(Default)]
+struct Input {
+    x: Vec<f32>,
     m: usize,
     q8: Vec<Q8Block>,
 }
 
-impl<'a> Input<'a> {
-    fn new(x: &'a [f32], m: usize) -> Self {
+impl Input {
+    fn new(x: Vec<f32>, m: usize) -> Self {
         Self { x, m, q8: Vec::new() }
     }
 
     fn prepare(&mut self, dtype: WeightType, model: &Model) -> Acts<'_> {
         if kernels::act_kind(dtype) == ActKind::Plain {
-            return Acts::Plain(self.x);
+            return Acts::Plain(&self.x);
         }
         if self.q8.is_empty() {
             self.q8 = vec![Q8Block { scale: 0.0, sum: 0.0, q: [0; kernels::BLOCK] }; self.x.len() / kernels::BLOCK];
@@ -220,6 +237,24 @@ impl<'a> Input<'a> {
         }
         Acts::Q8(&self.q8)
     }
+}
+
+/// What a pass works on. What a step is the last to use is given back in it, so that the next one has the room.
+#[derive(Default)]
+struct Work {
+    /// The residual stream: `[tokens x dim]`.
+    x: Vec<f32>,
+    /// What enters the next matrices.
+    input: Input,
+    /// `[tokens x heads x head_dim]`; keys and values `[tokens x kv_heads x head_dim]`.
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    /// `[tokens x ffn_dim]`.
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    /// `[tokens whose logits are wanted x vocab]`.
+    logits: Vec<f32>,
 }
 
 /// Keys and values of one layer: `[kv_head][position][head_dim]`.
@@ -364,45 +399,43 @@ impl Session {
         let waited = model.weights.waited();
         model.weights.will_use(&model.pass_order(tokens));
         let turns = Turns::new(&model.frequencies, self.len, m);
-        let mut x = model.embed(tokens)?;
-        let mut normed = vec![0f32; x.len()];
-        for (layer, cache) in model.arch.layers.iter().zip(&mut self.caches) {
-            // What attention takes is given back before the feed-forward layer takes its own.
-            let out = {
-                model.rms_norm(&x, &model.vector(&layer.attn_norm)?, &mut normed);
-                let mut input = Input::new(&normed, m);
-                let mut q = model.linear(&layer.q, &mut input)?;
-                let mut k = model.linear(&layer.k, &mut input)?;
-                let v = model.linear(&layer.v, &mut input)?;
-                model.norm_heads(&mut q, &layer.q_norm)?;
-                model.norm_heads(&mut k, &layer.k_norm)?;
-                turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
-                turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
-                let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
-                model.linear(&layer.o, &mut Input::new(&mixed, m))?
-            };
-            add(&mut x, &out);
-            drop(out);
-
-            model.rms_norm(&x, &model.vector(&layer.ffn_norm)?, &mut normed);
-            let mut input = Input::new(&normed, m);
-            let mut gate = model.linear(&layer.gate, &mut input)?;
-            let up = model.linear(&layer.up, &mut input)?;
-            let per = 1024;
-            model.pool.run_chunks(&mut gate, per, |i, gate| {
-                let up = &up[i * per..i * per + gate.len()];
-                gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + (-*g).exp()) * u);
-            });
-            let out = model.linear(&layer.down, &mut Input::new(&gate, m))?;
-            add(&mut x, &out);
+        let mut work = Work::default();
+        for op in model.arch.ops() {
+            match op {
+                Op::Embed(_) => work.x = model.embed(tokens)?,
+                Op::Norm(weight) => work.input = model.normed(&work.x, weight)?,
+                Op::Query(linear) => work.q = model.linear(linear, &mut work.input)?,
+                Op::Key(linear) => work.k = model.linear(linear, &mut work.input)?,
+                Op::Value(linear) => work.v = model.linear(linear, &mut work.input)?,
+                Op::NormQueries(weight) => model.norm_heads(&mut work.q, weight)?,
+                Op::NormKeys(weight) => model.norm_heads(&mut work.k, weight)?,
+                Op::Attend(layer) => {
+                    let (mut q, mut k, v) = (take(&mut work.q), take(&mut work.k), take(&mut work.v));
+                    turns.apply(&mut q, c.heads, c.head_dim, c.rope_pairs);
+                    turns.apply(&mut k, c.kv_heads, c.head_dim, c.rope_pairs);
+                    let cache = &mut self.caches[layer];
+                    let mixed = attention(&model, cache, self.capacity, self.len, m, &q, &k, &v);
+                    work.input = Input::new(mixed, m);
+                }
+                Op::AttentionOutput(linear) => add(&mut work.x, &model.linear(linear, &mut work.input)?),
+                Op::Gate(linear) => work.gate = model.linear(linear, &mut work.input)?,
+                Op::Up(linear) => work.up = model.linear(linear, &mut work.input)?,
+                Op::Down(linear) => {
+                    let (mut gate, up) = (take(&mut work.gate), take(&mut work.up));
+                    model.silu_multiply(&mut gate, &up);
+                    drop(up);
+                    add(&mut work.x, &model.linear(linear, &mut Input::new(gate, m))?);
+                }
+                Op::LastNorm(weight) => {
+                    let from = if all { 0 } else { (m - 1) * c.dim };
+                    work.input = model.normed(&work.x[from..], weight)?;
+                }
+                Op::Logits(output) => work.logits = model.matmul(output, &mut work.input)?,
+            }
         }
-        let (from, count) = if all { (0, m) } else { ((m - 1) * c.dim, 1) };
-        let norm = model.vector(&model.arch.norm)?;
-        model.rms_norm(&x[from..], &norm, &mut normed[from..]);
-        let logits = model.matmul(&model.arch.output, &mut Input::new(&normed[from..], count))?;
         self.len += m;
         self.last = PassTime { total: started.elapsed(), waited: model.weights.waited().saturating_sub(waited) };
-        Ok(logits)
+        Ok(work.logits)
     }
 }
 

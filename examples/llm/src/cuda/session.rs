@@ -13,7 +13,7 @@ use outcore::{Bytes, ComputeStream, RawStream, StreamPin};
 
 use super::gpu::{Gpu, failed};
 use super::kernels::{Attention, HEAD_MAX, Product};
-use crate::architecture::{Architecture, Linear, tiles};
+use crate::architecture::{Architecture, Linear, Op, tiles};
 use crate::config::Config;
 use crate::dtype::WeightType;
 use crate::error::{Error, Result};
@@ -472,47 +472,54 @@ impl CudaSession {
         let (c, kernels) = (model.config(), &model.gpu.kernels);
         let (m, pairs) = (tokens.len() as u32, model.frequencies.len() as u32);
         model.weights.will_use(&model.arch.pass_order(tokens, |id| model.weights.tile_rows(id)));
-        self.embed(tokens)?;
-        for (layer, index) in model.arch.layers.iter().zip(0u64..) {
-            let cache = index * (c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
-            let attention = Attention {
-                keys: at.keys + cache,
-                values: at.values + cache,
-                heads: c.heads as u32,
-                kv_heads: c.kv_heads as u32,
-                head_dim: c.head_dim as u32,
-                capacity: self.capacity as u32,
-                past: past as u32,
-                m,
-            };
-            let (heads, kv_heads) = (attention.heads, attention.kv_heads);
-            self.norm(at.x, &layer.attn_norm, at.normed, m)?;
-            let mut input = Input::new(at.normed, m, c.dim);
-            self.linear(&layer.q, &mut input, at.q)?;
-            self.linear(&layer.k, &mut input, at.k)?;
-            self.linear(&layer.v, &mut input, at.v)?;
-            if let Some(norm) = &layer.q_norm {
-                self.norm(at.q, norm, at.q, m * heads)?;
+        let (heads, kv_heads) = (c.heads as u32, c.kv_heads as u32);
+        let mut input = Input::new(at.normed, m, c.dim);
+        for op in model.arch.ops() {
+            match op {
+                Op::Embed(_) => self.embed(tokens)?,
+                Op::Norm(weight) => {
+                    self.norm(at.x, weight, at.normed, m)?;
+                    input = Input::new(at.normed, m, c.dim);
+                }
+                Op::Query(linear) => self.linear(linear, &mut input, at.q)?,
+                Op::Key(linear) => self.linear(linear, &mut input, at.k)?,
+                Op::Value(linear) => self.linear(linear, &mut input, at.v)?,
+                Op::NormQueries(weight) => self.norm(at.q, weight, at.q, m * heads)?,
+                Op::NormKeys(weight) => self.norm(at.k, weight, at.k, m * kv_heads)?,
+                Op::Attend(layer) => {
+                    let cache = (layer * c.kv_heads * self.capacity * c.head_dim) as u64 * FLOAT;
+                    let attention = Attention {
+                        keys: at.keys + cache,
+                        values: at.values + cache,
+                        heads,
+                        kv_heads,
+                        head_dim: c.head_dim as u32,
+                        capacity: self.capacity as u32,
+                        past: past as u32,
+                        m,
+                    };
+                    kernels.rope(at.q, heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
+                    kernels.rope(at.k, kv_heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
+                    kernels.append(at.k, at.v, &attention)?;
+                    kernels.attend(at.q, at.mixed, &attention)?;
+                    input = Input::new(at.mixed, m, c.heads * c.head_dim);
+                }
+                Op::AttentionOutput(linear) => self.linear_onto(linear, &mut input, at.x)?,
+                Op::Gate(linear) => self.linear(linear, &mut input, at.gate)?,
+                Op::Up(linear) => self.linear(linear, &mut input, at.up)?,
+                Op::Down(linear) => {
+                    kernels.silu_multiply(at.gate, at.up, u64::from(m) * c.ffn_dim as u64)?;
+                    self.linear_onto(linear, &mut Input::new(at.gate, m, c.ffn_dim), at.x)?;
+                }
+                Op::LastNorm(weight) => {
+                    let last = at.x + u64::from(m - 1) * c.dim as u64 * FLOAT;
+                    self.norm(last, weight, at.normed, 1)?;
+                    input = Input::new(at.normed, 1, c.dim);
+                }
+                Op::Logits(output) => self.multiply(output, &mut input, at.logits, false)?,
             }
-            if let Some(norm) = &layer.k_norm {
-                self.norm(at.k, norm, at.k, m * kv_heads)?;
-            }
-            kernels.rope(at.q, heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
-            kernels.rope(at.k, kv_heads, &attention, at.frequencies, pairs, c.rope_pairs)?;
-            kernels.append(at.k, at.v, &attention)?;
-            kernels.attend(at.q, at.mixed, &attention)?;
-            self.linear_onto(&layer.o, &mut Input::new(at.mixed, m, c.heads * c.head_dim), at.x)?;
-
-            self.norm(at.x, &layer.ffn_norm, at.normed, m)?;
-            let mut input = Input::new(at.normed, m, c.dim);
-            self.linear(&layer.gate, &mut input, at.gate)?;
-            self.linear(&layer.up, &mut input, at.up)?;
-            kernels.silu_multiply(at.gate, at.up, u64::from(m) * c.ffn_dim as u64)?;
-            self.linear_onto(&layer.down, &mut Input::new(at.gate, m, c.ffn_dim), at.x)?;
         }
-        let last = at.x + u64::from(m - 1) * c.dim as u64 * FLOAT;
-        self.norm(last, &model.arch.norm, at.normed, 1)?;
-        self.multiply(&model.arch.output, &mut Input::new(at.normed, 1, c.dim), at.logits, false)
+        Ok(())
     }
 }
 

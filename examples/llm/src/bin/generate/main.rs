@@ -12,24 +12,23 @@ use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
 use outcore::store::{QueueDepth, StoreOptions};
 use outcore::{Bytes, DeviceChoice, Lane, PageSize, Runtime};
 use outcore_lab::output::{Input, NewFile};
-use outcore_lab::sim::ClassBytes;
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,
-    PagedWeights, PassTime, Pool, Result, Sampler, Session, Tokenizer,
+    PagedWeights, PassTime, Pool, Result, Sampler, Session, TextStream, Tokenizer,
 };
 
 use args::Args;
-use budget::{Wishes, Working};
+use budget::{Budgets, Wishes, Working};
 use capture::Capture;
 use progress::Progress;
-use report::{Memory, Run, Timeline};
+use report::{Generated, Memory, Run, Timeline};
 use residency::Watch;
 
 /// What a shell reports for a program that SIGINT ended.
@@ -126,6 +125,28 @@ enum Sequence {
 }
 
 impl Sequence {
+    /// An empty sequence on `gpu`, or on this machine's processor.
+    fn new(
+        args: &Args,
+        files: &ModelFiles,
+        weights: Arc<PagedWeights>,
+        gpu: Option<Arc<Gpu>>,
+        context: usize,
+        pass: usize,
+    ) -> Result<Self> {
+        Ok(match gpu {
+            None => {
+                let options = Options { threads: args.threads, ..Options::default() };
+                let model = Model::load(files, weights, options)?;
+                Self::Host(Session::new(Arc::new(model), context, KvType::F32)?)
+            }
+            Some(gpu) => {
+                let model = CudaModel::load(files, weights, gpu)?;
+                Self::Cuda(Box::new(CudaSession::new(Arc::new(model), context, pass)?))
+            }
+        })
+    }
+
     /// Reads `tokens`.
     fn read(&mut self, tokens: &[u32]) -> Result<()> {
         match self {
@@ -164,159 +185,34 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         DeviceChoice::Cuda(selector) => Some(Arc::new(Gpu::open(selector, args.kernels.as_deref())?)),
         _ => None,
     };
-    let path = source::resolve(&args.model)?;
-    let files = ModelFiles::open(&path)?;
-    // Tried first: a run is too long to find out at its end that nobody can keep its timeline.
-    let of_model = |path| Input { path, is: "it is a file of the model" };
-    let inputs: Vec<Input> = files.all_paths().into_iter().map(of_model).collect();
-    let timeline = args.timeline.as_deref().map(|path| Timeline::create(path, &inputs)).transpose()?;
-    let captured = args.capture.as_deref().map(|path| {
-        let file = NewFile::create(path, "capture", "--capture", &inputs)?;
-        args.timeline.as_deref().map_or(Ok(()), |timeline| file.is_not(timeline))?;
-        Ok::<_, outcore::Error>(file)
-    });
-    let captured = captured.transpose()?;
-    let tokenizer = Tokenizer::load(&files);
-    let tokenizer = match (tokenizer, &args.prompt_tokens) {
-        (Ok(tokenizer), _) => Some(tokenizer),
-        // With ids in, ids out are enough.
-        (Err(_), Some(_)) => None,
-        (Err(error), None) => return Err(error),
-    };
-    let prompt = prompt_tokens(args, &files, tokenizer.as_ref())?;
-    // Pages have more use for the memory.
-    let decoder = tokenizer.map(Tokenizer::into_decoder);
+    let files = ModelFiles::open(source::resolve(&args.model)?)?;
+    let outputs = Outputs::create(args, &files)?;
+    let (prompt, decoder) = prompt(args, &files)?;
     let config = Config::new(&files)?;
+    let pass_bytes = Bytes::new(outcore_llm::pass_bytes(&files)?);
     check_prompt(&prompt, args.tokens, &config)?;
     let context = prompt.len() + args.tokens;
 
-    let lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
-    let size = lengths.iter().fold(Bytes::ZERO, |sum, len| sum + *len);
-    let wishes =
-        Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
-    let store = match args.depth {
-        Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
-        None => StoreOptions::new(args.io),
-    };
-    let builder = Runtime::builder().for_model(files.header()).lookahead(args.prefetch).store(store);
-    let builder = match args.page_size {
-        Some(size) => builder.page_size(PageSize::new(size)?),
-        None => builder,
-    };
-    let budgets = match &gpu {
-        None => {
-            let working = Working::of(&config, context, prompt.len(), Pool::threads_for(args.threads));
-            let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
-            budget::divide(wishes, &lengths, working, page_of)?
-        }
-        Some(gpu) => {
-            let working = |pass| CudaSession::memory(&config, context, pass);
-            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
-        }
-    };
-    let runtime = builder
-        .device(args.device.clone())
-        .device_budget(budgets.device)
-        .host_budget(budgets.host)
-        .policy(args.policy)
-        .verify(args.verify)
-        .timeline(args.timeline.is_some())
-        .keep_uses(captured.is_some())
-        .open()?;
+    let (runtime, budgets) = open_runtime(args, &files, &config, &prompt, gpu.as_deref())?;
     let page_size = runtime.stats().page_size;
     let opened = Instant::now();
     let model = runtime.open_parsed(files.header().clone())?;
     let about = format!("generate --model {} --device-budget {}", model_name(&args.model), budgets.device);
-    let capture = captured.map(|file| Capture::begin(file, &runtime, &model, page_size, &about));
-    let mut capture = capture.transpose()?;
-    let weights = Arc::new(
-        PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?.cancelled_by(interrupt.asked.clone()),
-    );
-    let options = Options { threads: args.threads, ..Options::default() };
-    let mut sequence = match gpu {
-        None => {
-            let model = Model::load(&files, weights, options)?;
-            Sequence::Host(Session::new(Arc::new(model), context, KvType::F32)?)
-        }
-        Some(gpu) => {
-            let model = CudaModel::load(&files, weights, gpu)?;
-            Sequence::Cuda(Box::new(CudaSession::new(Arc::new(model), context, budgets.pass)?))
-        }
-    };
-    let keys_values = budget::keys_values(&config, context);
-    let tail = |len: &Bytes| page_size.pages_for(len.get()) * page_size.bytes() - len.get();
-    let memory = Memory {
-        weights: ClassBytes::of_model(files.header()),
-        tails: Bytes::new(lengths.iter().map(tail).sum()),
-        keys_values,
-        activations: budgets.working.saturating_sub(keys_values),
-    };
-    let pass_bytes = outcore_llm::pass_bytes(&files)?;
+    let capture = outputs.capture.map(|file| Capture::begin(file, &runtime, &model, page_size, &about)).transpose()?;
+    let weights = PagedWeights::open_in_steps(&runtime, &model, &files, args.step)?;
+    let weights = Arc::new(weights.cancelled_by(interrupt.asked.clone()));
+    let sequence = Sequence::new(args, &files, weights, gpu, context, budgets.pass)?;
+    let memory = Memory::of(&files, page_size, budget::keys_values(&config, context), budgets.working);
+    let size = files.header().files.iter().fold(Bytes::ZERO, |sum, file| sum + Bytes::new(file.len));
     drop(files);
-    let mut sampler =
-        if args.temperature > 0.0 { Sampler::new(args.temperature, args.seed) } else { Sampler::greedy() };
 
-    let mut hash = twox_hash::XxHash3_64::new();
-    let mut tokens = Vec::new();
-    let mut text = String::new();
-    let mut stream = decoder.as_ref().map(Decoder::stream);
-    let mut passes = Vec::new();
-    let (mut total, mut waited, mut first_token) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
-    let mut input = prompt.clone();
     interrupt.working.store(true, Ordering::SeqCst);
-    let watch = timeline.is_some().then(|| Watch::start(&runtime, &model, page_size, opened));
+    let watch = outputs.timeline.is_some().then(|| Watch::start(&runtime, &model, page_size, opened));
     tracing::info!(budget = %budgets.device, memory = ?ProcessMemory::now().ok(), "ready");
-    let mut progress = Some(Progress::start(&runtime, size.min(budgets.device)));
-    'passes: while tokens.len() < args.tokens && !interrupt.asked() {
-        let start = Instant::now();
-        let (mut pass, mut next) = (PassTime::default(), 0);
-        // A long prompt is read in several passes; the logits after its last token are the ones that count.
-        let mut parts = input.chunks(budgets.pass).peekable();
-        while let Some(part) = parts.next() {
-            let since = Instant::now();
-            let done = match parts.peek() {
-                Some(_) => sequence.read(part).map(|()| next),
-                None => sequence.step(part, &mut sampler, &mut hash),
-            };
-            next = match done {
-                Err(Error::Cancelled) => break 'passes,
-                done => done?,
-            };
-            progress.take();
-            if let Some(capture) = &mut capture {
-                capture.pass(&runtime)?;
-            }
-            let part = sequence.last_pass();
-            runtime.add_span(Lane::Compute, "pass", since, since + part.total);
-            pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
-        }
-        (total, waited) = (total + pass.total, waited + pass.waited);
-        if tokens.is_empty() {
-            first_token = start.elapsed();
-            tracing::info!(after = ?first_token, "first token");
-        } else {
-            passes.push(pass.total);
-        }
-        if decoder.as_ref().is_some_and(|decoder| decoder.is_end(next)) {
-            break;
-        }
-        tokens.push(next);
-        if let Some(stream) = &mut stream {
-            let piece = stream.push(next);
-            show(args, &piece)?;
-            text.push_str(&piece);
-        }
-        input = vec![next];
-    }
-    if let Some(stream) = stream {
-        let rest = stream.finish();
-        show(args, &rest)?;
-        text.push_str(&rest);
-    }
-    if let Some(capture) = capture {
-        capture.finish(&runtime, interrupt.asked())?;
-    }
-    if let (Some(timeline), Some(watch)) = (timeline, watch) {
+    let mut generation = Generation::new(args, &runtime, sequence, capture, decoder.as_ref(), &budgets, size);
+    generation.run(&prompt, interrupt)?;
+    let done = generation.finish(interrupt.asked())?;
+    if let (Some(timeline), Some(watch)) = (outputs.timeline, watch) {
         timeline.write(runtime.take_timeline(), &watch.finish())?;
         let dropped = runtime.stats().spans_dropped;
         if dropped > 0 {
@@ -333,20 +229,206 @@ fn run(args: &Args, interrupt: &Interrupt) -> Result<Run> {
         device_asked: budgets.device_asked,
         host_budget: budgets.host,
         memory,
-        pass_bytes: Bytes::new(pass_bytes),
+        pass_bytes,
         prompt_tokens: prompt,
-        tokens,
-        text,
-        first_token,
-        passes,
-        total,
-        waited,
-        logits_hash: std::hash::Hasher::finish(&hash),
+        done,
         interrupted: interrupt.asked(),
         stats,
         optimum,
         worst_pages,
     })
+}
+
+/// The files that a run writes.
+struct Outputs {
+    timeline: Option<Timeline>,
+    capture: Option<NewFile>,
+}
+
+impl Outputs {
+    /// Tries them first: a run is too long to find out at its end that nobody can keep its timeline.
+    fn create(args: &Args, files: &ModelFiles) -> Result<Self> {
+        let of_model = |path| Input { path, is: "it is a file of the model" };
+        let inputs: Vec<Input> = files.all_paths().into_iter().map(of_model).collect();
+        let timeline = args.timeline.as_deref().map(|path| Timeline::create(path, &inputs)).transpose()?;
+        let capture = args.capture.as_deref().map(|path| {
+            let file = NewFile::create(path, "capture", "--capture", &inputs)?;
+            args.timeline.as_deref().map_or(Ok(()), |timeline| file.is_not(timeline))?;
+            Ok::<_, outcore::Error>(file)
+        });
+        Ok(Self { timeline, capture: capture.transpose()? })
+    }
+}
+
+/// The prompt's tokens, and what turns tokens into text.
+fn prompt(args: &Args, files: &ModelFiles) -> Result<(Vec<u32>, Option<Decoder>)> {
+    let tokenizer = match (Tokenizer::load(files), &args.prompt_tokens) {
+        (Ok(tokenizer), _) => Some(tokenizer),
+        // With ids in, ids out are enough.
+        (Err(_), Some(_)) => None,
+        (Err(error), None) => return Err(error),
+    };
+    let prompt = prompt_tokens(args, files, tokenizer.as_ref())?;
+    // Pages have more use for the memory that an encoder takes.
+    Ok((prompt, tokenizer.map(Tokenizer::into_decoder)))
+}
+
+/// Divides the memory, and opens the runtime with its part.
+fn open_runtime(
+    args: &Args,
+    files: &ModelFiles,
+    config: &Config,
+    prompt: &[u32],
+    gpu: Option<&Gpu>,
+) -> Result<(Runtime, Budgets)> {
+    let context = prompt.len() + args.tokens;
+    let lengths: Vec<Bytes> = files.header().files.iter().map(|file| Bytes::new(file.len)).collect();
+    let wishes =
+        Wishes { memory: args.memory, device: args.device_budget, host: args.host_budget, page_size: args.page_size };
+    let store = match args.depth {
+        Some(depth) => StoreOptions::new(args.io).depth_ahead(QueueDepth::new(depth)?),
+        None => StoreOptions::new(args.io),
+    };
+    let builder = Runtime::builder().for_model(files.header()).lookahead(args.prefetch).store(store);
+    let builder = match args.page_size {
+        Some(size) => builder.page_size(PageSize::new(size)?),
+        None => builder,
+    };
+    let budgets = match gpu {
+        None => {
+            let working = Working::of(config, context, prompt.len(), Pool::threads_for(args.threads));
+            let page_of = |device| Ok(builder.clone().device_budget(device).settings()?.page_size.value);
+            budget::divide(wishes, &lengths, working, page_of)?
+        }
+        Some(gpu) => {
+            let working = |pass| CudaSession::memory(config, context, pass);
+            budget::divide_gpu(wishes, &lengths, working, prompt.len(), gpu.free_memory()?)?
+        }
+    };
+    let runtime = builder
+        .device(args.device.clone())
+        .device_budget(budgets.device)
+        .host_budget(budgets.host)
+        .policy(args.policy)
+        .verify(args.verify)
+        .timeline(args.timeline.is_some())
+        .keep_uses(args.capture.is_some())
+        .open()?;
+    Ok((runtime, budgets))
+}
+
+/// Passes over the model, one for each token.
+struct Generation<'a> {
+    args: &'a Args,
+    runtime: &'a Runtime,
+    sequence: Sequence,
+    sampler: Sampler,
+    capture: Option<Capture>,
+    decoder: Option<&'a Decoder>,
+    stream: Option<TextStream<'a>>,
+    /// The most tokens of one pass.
+    pass: usize,
+    hash: twox_hash::XxHash3_64,
+    progress: Option<Progress>,
+    done: Generated,
+}
+
+impl<'a> Generation<'a> {
+    fn new(
+        args: &'a Args,
+        runtime: &'a Runtime,
+        sequence: Sequence,
+        capture: Option<Capture>,
+        decoder: Option<&'a Decoder>,
+        budgets: &Budgets,
+        model: Bytes,
+    ) -> Self {
+        let greedy = args.temperature <= 0.0;
+        Self {
+            args,
+            runtime,
+            sequence,
+            sampler: if greedy { Sampler::greedy() } else { Sampler::new(args.temperature, args.seed) },
+            capture,
+            decoder,
+            stream: decoder.map(Decoder::stream),
+            pass: budgets.pass,
+            hash: twox_hash::XxHash3_64::new(),
+            progress: Some(Progress::start(runtime, model.min(budgets.device))),
+            done: Generated::default(),
+        }
+    }
+
+    /// Generates until the text ends, there are enough tokens, or the user interrupts.
+    fn run(&mut self, prompt: &[u32], interrupt: &Interrupt) -> Result<()> {
+        let mut input = prompt.to_vec();
+        while self.done.tokens.len() < self.args.tokens && !interrupt.asked() {
+            let Some(next) = self.token(&input)? else { break };
+            if self.decoder.is_some_and(|decoder| decoder.is_end(next)) {
+                break;
+            }
+            self.done.tokens.push(next);
+            if let Some(stream) = &mut self.stream {
+                let piece = stream.push(next);
+                self.say(&piece)?;
+            }
+            input = vec![next];
+        }
+        Ok(())
+    }
+
+    /// Reads `input` and chooses the next token; `None` if a pass was given up. A long prompt is read in several passes;
+    /// the logits after its last token are the ones that count.
+    fn token(&mut self, input: &[u32]) -> Result<Option<u32>> {
+        let start = Instant::now();
+        let (mut pass, mut next) = (PassTime::default(), 0);
+        let mut parts = input.chunks(self.pass).peekable();
+        while let Some(part) = parts.next() {
+            let since = Instant::now();
+            let done = match parts.peek() {
+                Some(_) => self.sequence.read(part).map(|()| next),
+                None => self.sequence.step(part, &mut self.sampler, &mut self.hash),
+            };
+            next = match done {
+                Err(Error::Cancelled) => return Ok(None),
+                done => done?,
+            };
+            self.progress.take();
+            if let Some(capture) = &mut self.capture {
+                capture.pass(self.runtime)?;
+            }
+            let part = self.sequence.last_pass();
+            self.runtime.add_span(Lane::Compute, "pass", since, since + part.total);
+            pass = PassTime { total: pass.total + part.total, waited: pass.waited + part.waited };
+        }
+        let done = &mut self.done;
+        (done.total, done.waited) = (done.total + pass.total, done.waited + pass.waited);
+        if done.tokens.is_empty() {
+            done.first_token = start.elapsed();
+            tracing::info!(after = ?done.first_token, "first token");
+        } else {
+            done.passes.push(pass.total);
+        }
+        Ok(Some(next))
+    }
+
+    /// Prints text as it comes, unless standard output is for programs.
+    fn say(&mut self, piece: &str) -> Result<()> {
+        self.done.text.push_str(piece);
+        if self.args.json { Ok(()) } else { write_out(piece) }
+    }
+
+    fn finish(mut self, interrupted: bool) -> Result<Generated> {
+        if let Some(stream) = self.stream.take() {
+            let rest = stream.finish();
+            self.say(&rest)?;
+        }
+        if let Some(capture) = self.capture {
+            capture.finish(self.runtime, interrupted)?;
+        }
+        self.done.logits_hash = std::hash::Hasher::finish(&self.hash);
+        Ok(self.done)
+    }
 }
 
 /// A model's name without the folders it is in, which are nobody's business.
@@ -379,11 +461,6 @@ fn check_prompt(prompt: &[u32], tokens: usize, config: &Config) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-/// Prints text as it comes, unless standard output is for programs.
-fn show(args: &Args, piece: &str) -> Result<()> {
-    if args.json { Ok(()) } else { write_out(piece) }
 }
 
 fn write_out(text: &str) -> Result<()> {

@@ -6,10 +6,11 @@ use std::path::Path;
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Lane, Optimum, PageStalls, Result, Span, Stats, TierStalls};
+use outcore::{Bytes, Lane, Optimum, PageSize, PageStalls, Result, Span, Stats, TierStalls};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::ClassBytes;
+use outcore_llm::ModelFiles;
 use serde_json::{Value, json};
 
 /// What a run takes memory for, besides the frames.
@@ -25,6 +26,17 @@ pub struct Memory {
 }
 
 impl Memory {
+    pub fn of(files: &ModelFiles, page: PageSize, keys_values: Bytes, working: Bytes) -> Self {
+        let header = files.header();
+        let tail = |len: u64| page.pages_for(len) * page.bytes() - len;
+        Self {
+            weights: ClassBytes::of_model(header),
+            tails: Bytes::new(header.files.iter().map(|file| tail(file.len)).sum()),
+            keys_values,
+            activations: working.saturating_sub(keys_values),
+        }
+    }
+
     fn json(&self) -> Value {
         json!({
             "weights": self.weights,
@@ -33,6 +45,23 @@ impl Memory {
             "activations_bytes": self.activations.get(),
         })
     }
+}
+
+/// What the passes gave.
+#[derive(Debug, Default)]
+pub struct Generated {
+    pub tokens: Vec<u32>,
+    pub text: String,
+    /// From the start of the first pass to the first token.
+    pub first_token: Duration,
+    /// Each pass after the first.
+    pub passes: Vec<Duration>,
+    /// All passes, the first included.
+    pub total: Duration,
+    /// Of that, waiting for weights.
+    pub waited: Duration,
+    /// A hash of every logit of every pass, in order.
+    pub logits_hash: u64,
 }
 
 /// A finished run.
@@ -48,18 +77,7 @@ pub struct Run {
     /// Of weights, that a pass over one token uses.
     pub pass_bytes: Bytes,
     pub prompt_tokens: Vec<u32>,
-    pub tokens: Vec<u32>,
-    pub text: String,
-    /// From the start of the first pass to the first token.
-    pub first_token: Duration,
-    /// Each pass after the first.
-    pub passes: Vec<Duration>,
-    /// All passes, the first included.
-    pub total: Duration,
-    /// Of that, waiting for weights.
-    pub waited: Duration,
-    /// A hash of every logit of every pass, in order.
-    pub logits_hash: u64,
+    pub done: Generated,
     pub interrupted: bool,
     pub stats: Stats,
     /// The best possible on the same uses.
@@ -70,20 +88,20 @@ pub struct Run {
 
 impl Run {
     fn median_pass(&self) -> Duration {
-        let mut passes = self.passes.clone();
+        let mut passes = self.done.passes.clone();
         passes.sort_unstable();
-        passes.get(passes.len() / 2).copied().unwrap_or(self.first_token)
+        passes.get(passes.len() / 2).copied().unwrap_or(self.done.first_token)
     }
 
     fn decode_rate(&self) -> f64 {
-        let total: Duration = self.passes.iter().sum();
-        if total.is_zero() { 0.0 } else { self.passes.len() as f64 / total.as_secs_f64() }
+        let total: Duration = self.done.passes.iter().sum();
+        if total.is_zero() { 0.0 } else { self.done.passes.len() as f64 / total.as_secs_f64() }
     }
 
     /// The part of the transfer time in which nobody waited for it.
     fn overlap(&self) -> f64 {
         let busy = self.stats.traffic.disk_busy.max(self.stats.traffic.link_busy).as_secs_f64();
-        if busy == 0.0 { 1.0 } else { (1.0 - self.waited.as_secs_f64() / busy).clamp(0.0, 1.0) }
+        if busy == 0.0 { 1.0 } else { (1.0 - self.done.waited.as_secs_f64() / busy).clamp(0.0, 1.0) }
     }
 
     /// The object that programs read.
@@ -123,13 +141,13 @@ impl Run {
             "io": stats.io.to_string(),
             "io_buffered_files": stats.buffered_files,
             "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "text": self.text,
-            "ttft_s": self.first_token.as_secs_f64(),
+            "tokens": self.done.tokens,
+            "text": self.done.text,
+            "ttft_s": self.done.first_token.as_secs_f64(),
             "decode_tok_s": self.decode_rate(),
             "pass_s_median": self.median_pass().as_secs_f64(),
-            "compute_s": self.total.saturating_sub(self.waited).as_secs_f64(),
-            "stall_s": self.waited.as_secs_f64(),
+            "compute_s": self.done.total.saturating_sub(self.done.waited).as_secs_f64(),
+            "stall_s": self.done.waited.as_secs_f64(),
             "disk_read_bytes": stats.traffic.disk_read.get(),
             "disk_written_bytes": stats.traffic.disk_written.get(),
             "link_bytes": (stats.traffic.link_in + stats.traffic.link_out).get(),
@@ -145,7 +163,7 @@ impl Run {
             "peak_host_bytes": stats.traffic.peak_host.get(),
             "peak_rss_bytes": peak_rss().get(),
             "memory": self.memory.json(),
-            "logits_xxh3": format!("{:016x}", self.logits_hash),
+            "logits_xxh3": format!("{:016x}", self.done.logits_hash),
             "interrupted": self.interrupted,
             "stalls": stalls,
             "worst_pages": worst_pages,
@@ -166,12 +184,12 @@ impl Run {
         };
         let seconds = |time: Duration| format!("{:.3} s", time.as_secs_f64());
         let percent = |part: f64| format!("{:.1} %", part * 100.0);
-        row("tokens", format!("{} in, {} out", self.prompt_tokens.len(), self.tokens.len()));
-        row("first token after", seconds(self.first_token));
+        row("tokens", format!("{} in, {} out", self.prompt_tokens.len(), self.done.tokens.len()));
+        row("first token after", seconds(self.done.first_token));
         row("tokens a second", format!("{:.2} (median pass {})", self.decode_rate(), seconds(self.median_pass())));
         row(
             "computing / waiting",
-            format!("{} / {}", seconds(self.total.saturating_sub(self.waited)), seconds(self.waited)),
+            format!("{} / {}", seconds(self.done.total.saturating_sub(self.done.waited)), seconds(self.done.waited)),
         );
         for stall in stats.stalls.iter().filter(|stall| stall.count > 0) {
             row("", format!("{} in {} waits: {}", seconds(stall.time), stall.count, stall.name));

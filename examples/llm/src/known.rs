@@ -1,0 +1,284 @@
+//! What a model may say of itself. A key or a tensor that is not known here may change what a pass computes, so the model
+//! is refused: a wrong result that looks right is worse than none.
+//!
+//! Sources: the key list of ggml's `gguf-py`, and the configuration classes of Hugging Face transformers.
+
+use serde_json::{Map, Value};
+
+use crate::config::Config;
+use crate::files::Container;
+
+/// When a key changes nothing beyond what [`Config`] holds.
+#[derive(Clone, Copy, Debug)]
+enum When {
+    /// Always: [`Config`] reads it, or it does not concern a pass.
+    Always,
+    /// Where each of its values is one of these; `false` counts as 0 and `true` as 1.
+    Is(&'static [f64]),
+    /// Where it is this text, or a list of nothing else.
+    Text(&'static str),
+    /// Where it is 0, or no less than the context: a window in which every token sees all before it.
+    WholeContext,
+    /// Where it is 0 or `1 / sqrt(head_dim)`, which attention scores are multiplied with in any case.
+    UsualScale,
+}
+
+use When::{Always, Is, Text, UsualScale, WholeContext};
+
+const OFF: When = Is(&[0.0]);
+const ONE: When = Is(&[1.0]);
+/// llama.cpp takes 0 as "no such factor".
+const NO_FACTOR: When = Is(&[0.0, 1.0]);
+
+/// Keys of GGUF files that follow the architecture's name and a dot.
+const GGUF: &[(&str, When)] = &[
+    ("attention.causal", ONE),
+    ("attention.clamp_kqv", OFF),
+    ("attention.head_count", Always),
+    ("attention.head_count_kv", Always),
+    ("attention.key_length", Always),
+    ("attention.layer_norm_rms_epsilon", Always),
+    ("attention.max_alibi_bias", OFF),
+    ("attention.output_scale", NO_FACTOR),
+    ("attention.scale", UsualScale),
+    ("attention.sliding_window", WholeContext),
+    ("attention.temperature_length", OFF),
+    ("attention.temperature_scale", OFF),
+    ("attention.value_length", Always),
+    ("attn_logit_softcapping", OFF),
+    ("block_count", Always),
+    ("context_length", Always),
+    ("embedding_length", Always),
+    ("embedding_scale", NO_FACTOR),
+    ("expert_count", Always),
+    ("expert_shared_count", OFF),
+    ("expert_used_count", OFF),
+    ("feed_forward_length", Always),
+    ("final_logit_softcapping", OFF),
+    ("leading_dense_block_count", OFF),
+    ("logit_scale", NO_FACTOR),
+    ("nextn_predict_layers", OFF),
+    // How the vectors of a text become one vector; a pass gives them in any case.
+    ("pooling_type", Always),
+    ("residual_scale", NO_FACTOR),
+    ("rope.dimension_count", Always),
+    ("rope.freq_base", Always),
+    ("rope.scale_linear", Always),
+    ("rope.scaling.attn_factor", NO_FACTOR),
+    ("rope.scaling.factor", Always),
+    ("rope.scaling.finetuned", Always),
+    ("rope.scaling.original_context_length", Always),
+    ("rope.scaling.type", Always),
+    // Of the scaling "yarn" only, which is refused by its name.
+    ("rope.scaling.yarn_attn_factor", Always),
+    ("rope.scaling.yarn_beta_fast", Always),
+    ("rope.scaling.yarn_beta_slow", Always),
+    ("rope.scaling.yarn_ext_factor", Always),
+    ("rope.scaling.yarn_log_multiplier", Always),
+    // The layout of the checkpoint that the file was made from.
+    ("tensor_data_layout", Always),
+    ("use_parallel_residual", OFF),
+    ("vocab_size", Always),
+];
+
+/// Keys of `config.json`.
+const HF: &[(&str, When)] = &[
+    ("_name_or_path", Always),
+    ("add_cross_attention", OFF),
+    ("architectures", Always),
+    ("attention_bias", Always),
+    ("attention_dropout", Always),
+    ("attention_multiplier", UsualScale),
+    ("attn_implementation", Always),
+    ("bad_words_ids", Always),
+    ("begin_suppress_tokens", Always),
+    ("bos_token_id", Always),
+    ("chunk_size_feed_forward", Always),
+    ("decoder_start_token_id", Always),
+    ("diversity_penalty", Always),
+    ("do_sample", Always),
+    ("dtype", Always),
+    ("early_stopping", Always),
+    ("embedding_multiplier", ONE),
+    ("encoder_no_repeat_ngram_size", Always),
+    ("eos_token_id", Always),
+    ("exponential_decay_length_penalty", Always),
+    ("finetuning_task", Always),
+    ("forced_bos_token_id", Always),
+    ("forced_eos_token_id", Always),
+    ("head_dim", Always),
+    ("hidden_act", Always),
+    ("hidden_size", Always),
+    ("id2label", Always),
+    ("initializer_range", Always),
+    ("intermediate_size", Always),
+    ("is_decoder", Always),
+    ("is_encoder_decoder", OFF),
+    ("is_llama_config", Always),
+    ("label2id", Always),
+    ("layer_types", Text("full_attention")),
+    ("length_penalty", Always),
+    ("logits_scaling", ONE),
+    ("max_length", Always),
+    ("max_position_embeddings", Always),
+    ("max_window_layers", Always),
+    ("min_length", Always),
+    ("mlp_bias", Always),
+    ("model_type", Always),
+    ("no_repeat_ngram_size", Always),
+    ("num_attention_heads", Always),
+    ("num_beam_groups", Always),
+    ("num_beams", Always),
+    ("num_hidden_layers", Always),
+    ("num_key_value_heads", Always),
+    ("num_return_sequences", Always),
+    ("output_attentions", Always),
+    ("output_hidden_states", Always),
+    ("output_scores", Always),
+    ("pad_token_id", Always),
+    ("partial_rotary_factor", Always),
+    ("prefix", Always),
+    ("pretraining_tp", Always),
+    ("problem_type", Always),
+    ("quantization_config", Always),
+    ("remove_invalid_values", Always),
+    ("repetition_penalty", Always),
+    ("residual_multiplier", ONE),
+    ("return_dict", Always),
+    ("return_dict_in_generate", Always),
+    ("rms_norm_eps", Always),
+    ("rope_interleaved", OFF),
+    ("rope_parameters", Always),
+    ("rope_scaling", Always),
+    ("rope_theta", Always),
+    ("sep_token_id", Always),
+    ("sliding_window", Always),
+    ("suppress_tokens", Always),
+    ("task_specific_params", Always),
+    ("temperature", Always),
+    ("tf_legacy_loss", Always),
+    ("tie_encoder_decoder", OFF),
+    ("tie_word_embeddings", Always),
+    ("tokenizer_class", Always),
+    ("top_k", Always),
+    ("top_p", Always),
+    ("torch_dtype", Always),
+    ("torchscript", Always),
+    ("transformers.js_config", Always),
+    ("transformers_version", Always),
+    ("typical_p", Always),
+    ("unk_token_id", Always),
+    ("unsloth_fixed", Always),
+    ("unsloth_version", Always),
+    ("use_bfloat16", Always),
+    ("use_cache", Always),
+    ("use_sliding_window", Always),
+    ("vocab_size", Always),
+];
+
+/// Keys of `rope_scaling` and `rope_parameters` in `config.json`.
+const HF_ROPE: &[(&str, When)] = &[
+    ("attention_factor", ONE),
+    ("factor", Always),
+    ("finetuned", Always),
+    ("high_freq_factor", Always),
+    ("low_freq_factor", Always),
+    ("original_max_position_embeddings", Always),
+    ("partial_rotary_factor", Always),
+    ("rope_theta", Always),
+    ("rope_type", Always),
+    ("type", Always),
+];
+
+/// Ends of the names of tensors that hold what follows from the configuration.
+const DERIVED: [&str; 2] = [".rotary_emb.inv_freq", ".attn_rot_embd.weight"];
+
+/// The first key of `metadata` that may change what a pass computes, and what it is; `None` if there is none.
+pub(crate) fn unknown_key(config: &Config, container: Container, metadata: &Map<String, Value>) -> Option<String> {
+    match container {
+        Container::Gguf => {
+            let arch = metadata.get("general.architecture").and_then(Value::as_str).unwrap_or_default();
+            let ours = |key: &str| key.strip_prefix(arch)?.strip_prefix('.').map(str::to_owned);
+            let kind = metadata.get("general.type").filter(|kind| !Text("model").holds(kind, config));
+            let kind = kind.map(|kind| format!("general.type is {kind}, not \"model\": it is not a whole model"));
+            kind.or_else(|| metadata.iter().find_map(|(key, value)| stop(GGUF, key, &ours(key)?, value, config)))
+        }
+        Container::Safetensors => {
+            let rope = ["rope_scaling", "rope_parameters"].into_iter().find_map(|place| {
+                let of_place = metadata.get(place)?.as_object()?;
+                of_place.iter().find_map(|(key, v)| stop(HF_ROPE, &format!("{place}.{key}"), key, v, config))
+            });
+            rope.or_else(|| metadata.iter().find_map(|(key, value)| stop(HF, key, key, value, config)))
+        }
+    }
+}
+
+/// Whether a tensor that no pass uses changes nothing.
+pub(crate) fn unused_tensor(name: &str) -> bool {
+    DERIVED.iter().any(|end| name.ends_with(end))
+}
+
+/// Why `key`, called `short` in `known`, stops a model.
+fn stop(known: &[(&str, When)], key: &str, short: &str, value: &Value, config: &Config) -> Option<String> {
+    let shown = match value.to_string() {
+        long if long.chars().count() > 60 => format!("{}...", long.chars().take(60).collect::<String>()),
+        short => short,
+    };
+    // Both formats write "not set" so.
+    if value.is_null() {
+        return None;
+    }
+    match known.binary_search_by_key(&short, |(name, _)| name) {
+        Ok(at) if known[at].1.holds(value, config) => None,
+        Ok(at) => Some(format!("{key} is {shown}: supported is {}", known[at].1)),
+        Err(_) => Some(format!("{key} ({shown}) is not known here, and may change what the model computes")),
+    }
+}
+
+impl When {
+    fn holds(self, value: &Value, config: &Config) -> bool {
+        if let Value::Array(all) = value
+            && !matches!(self, Always)
+        {
+            return all.iter().all(|one| self.holds(one, config));
+        }
+        let number = value.as_f64().or_else(|| value.as_bool().map(|set| f64::from(u8::from(set))));
+        match self {
+            Always => true,
+            Is(numbers) => number.is_some_and(|n| numbers.contains(&n)),
+            Text(text) => value.as_str() == Some(text),
+            WholeContext => number.is_some_and(|n| n == 0.0 || n >= config.context as f64),
+            UsualScale => number.is_some_and(|n| {
+                let usual = 1.0 / (config.head_dim as f64).sqrt();
+                n == 0.0 || (n - usual).abs() <= 1e-6 * usual
+            }),
+        }
+    }
+}
+
+impl std::fmt::Display for When {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Always => write!(f, "any value"),
+            Is(numbers) => {
+                let all: Vec<String> = numbers.iter().map(f64::to_string).collect();
+                write!(f, "{}", all.join(" or "))
+            }
+            Text(text) => write!(f, "{text:?}"),
+            WholeContext => write!(f, "0 or no less than the model's context"),
+            UsualScale => write!(f, "1 / sqrt(elements of a head)"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lists_can_be_searched() {
+        for known in [GGUF, HF, HF_ROPE] {
+            assert!(known.is_sorted_by(|a, b| a.0 < b.0), "{:?}", known.windows(2).find(|w| w[0].0 >= w[1].0));
+        }
+    }
+}

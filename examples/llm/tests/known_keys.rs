@@ -1,0 +1,421 @@
+//! Models that say something this crate does not know of themselves are refused, unless it changes nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use outcore_llm::synthetic::Spec;
+use outcore_llm::{Arch, Config, Model, ModelFiles, Options, PlainWeights, Result, WeightType};
+use serde_json::{Value, json};
+
+/// Every key that belongs to an architecture in ggml's `gguf-py` 0.19.0 (`constants.py`, class `Keys`), and
+/// `rope.scale_linear`, which older files have.
+const KEYS: [&str; 114] = [
+    "activation_sparsity_scale",
+    "altup.active_idx",
+    "altup.num_inputs",
+    "attention.causal",
+    "attention.clamp_kqv",
+    "attention.decay_lora_rank",
+    "attention.gate_lora_rank",
+    "attention.group_norm_epsilon",
+    "attention.group_norm_groups",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.iclr_lora_rank",
+    "attention.indexer.head_count",
+    "attention.indexer.key_length",
+    "attention.indexer.top_k",
+    "attention.key_length",
+    "attention.key_length_mla",
+    "attention.key_length_swa",
+    "attention.kv_lora_rank",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.max_alibi_bias",
+    "attention.output_scale",
+    "attention.q_lora_rank",
+    "attention.relative_buckets_count",
+    "attention.scale",
+    "attention.shared_kv_layers",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.temperature_length",
+    "attention.temperature_scale",
+    "attention.value_length",
+    "attention.value_length_mla",
+    "attention.value_length_swa",
+    "attention.value_residual_mix_lora_rank",
+    "attn_logit_softcapping",
+    "block_count",
+    "classifier.output_labels",
+    "context_length",
+    "convnext.block_count",
+    "convnext.embedding_length",
+    "decoder_block_count",
+    "decoder_start_token_id",
+    "dense_2_feat_in",
+    "dense_2_feat_out",
+    "embedding_length",
+    "embedding_length_out",
+    "embedding_length_per_layer_input",
+    "embedding_scale",
+    "expert_chunk_feed_forward_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_group_scale",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "expert_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "experts_per_group",
+    "features_length",
+    "feed_forward_length",
+    "final_logit_softcapping",
+    "full_attention_interval",
+    "interleave_moe_layer_step",
+    "kda.head_dim",
+    "leading_dense_block_count",
+    "logit_scale",
+    "moe_every_n_layers",
+    "moe_latent_size",
+    "n_deepstack_layers",
+    "nextn_predict_layers",
+    "pooling_type",
+    "posnet.block_count",
+    "posnet.embedding_length",
+    "rescale_every_n_layers",
+    "residual_scale",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+    "rope.dimension_sections",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.alpha",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "router_logit_softcapping",
+    "shortconv.l_cache",
+    "ssm.conv_kernel",
+    "ssm.dt_b_c_rms",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+    "swiglu_clamp_exp",
+    "swiglu_clamp_shexp",
+    "swin_norm",
+    "tensor_data_layout",
+    "time_decay_extra_dim",
+    "time_mix_extra_dim",
+    "token_shift_count",
+    "use_parallel_residual",
+    "vocab_size",
+    "wkv.head_size",
+];
+
+/// Those that say nothing about a pass.
+const HARMLESS: [&str; 9] = [
+    "pooling_type",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "tensor_data_layout",
+];
+
+/// Those that are followed.
+const FOLLOWED: [&str; 2] = ["rope.scaling.factor", "rope.scale_linear"];
+
+fn spec(arch: Arch) -> Spec {
+    Spec {
+        arch,
+        dtype: WeightType::F32,
+        layers: 1,
+        dim: 64,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 32,
+        ffn_dim: 64,
+        vocab: 300,
+        context: 64,
+        tied: false,
+        seed: 1,
+    }
+}
+
+enum Kv {
+    U32(u32),
+    F32(f32),
+    Bool(bool),
+    Text(&'static str),
+}
+
+/// `file`, a GGUF file, with one key more.
+fn with_key(file: &[u8], key: &str, value: &Kv) -> Vec<u8> {
+    let text = |out: &mut Vec<u8>, text: &str| {
+        out.extend((text.len() as u64).to_le_bytes());
+        out.extend(text.as_bytes());
+    };
+    let mut more = Vec::new();
+    text(&mut more, key);
+    match value {
+        Kv::U32(number) => more.extend([4u32.to_le_bytes(), number.to_le_bytes()].concat()),
+        Kv::F32(number) => more.extend([6u32.to_le_bytes(), number.to_le_bytes()].concat()),
+        Kv::Bool(set) => {
+            more.extend(7u32.to_le_bytes());
+            more.push(u8::from(*set));
+        }
+        Kv::Text(value) => {
+            more.extend(8u32.to_le_bytes());
+            text(&mut more, value);
+        }
+    }
+    // A second key fills up to whole units of alignment, so that the tensors stay aligned.
+    let mut filler = Vec::new();
+    text(&mut filler, "general.description");
+    filler.extend(8u32.to_le_bytes());
+    let missing = (more.len() + filler.len() + 8).next_multiple_of(32) - (more.len() + filler.len() + 8);
+    text(&mut filler, &" ".repeat(missing));
+    let count = u64::from_le_bytes(file[16..24].try_into().unwrap()) + 2;
+    [&file[..16], &count.to_le_bytes(), &more, &filler, &file[24..]].concat()
+}
+
+struct Gguf {
+    folder: tempfile::TempDir,
+    bytes: Vec<u8>,
+    arch: Arch,
+}
+
+impl Gguf {
+    fn new(arch: Arch) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("whole.gguf");
+        spec(arch).write_gguf(&path).unwrap();
+        Self { bytes: fs::read(path).unwrap(), folder, arch }
+    }
+
+    fn open(&self, bytes: &[u8]) -> ModelFiles {
+        let path = self.folder.path().join("changed.gguf");
+        fs::write(&path, bytes).unwrap();
+        ModelFiles::open(path).unwrap()
+    }
+
+    fn config(&self, key: &str, value: &Kv) -> Result<Config> {
+        let key = format!("{}.{key}", self.arch.gguf_name());
+        Config::new(&self.open(&with_key(&self.bytes, &key, value)))
+    }
+}
+
+#[test]
+fn every_key_of_gguf_is_followed_harmless_or_refused() {
+    for arch in [Arch::Llama, Arch::Qwen2, Arch::Qwen3] {
+        let gguf = Gguf::new(arch);
+        let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
+        let has = |key: &str| {
+            let key = format!("{}.{key}", arch.gguf_name());
+            gguf.bytes
+                .windows(key.len() + 8)
+                .any(|at| at[..8] == (key.len() as u64).to_le_bytes() && at[8..] == *key.as_bytes())
+        };
+        for key in KEYS.into_iter().filter(|key| !has(key)) {
+            let found = gguf.config(key, &Kv::U32(7));
+            if FOLLOWED.contains(&key) {
+                assert_ne!(format!("{:?}", found.unwrap()), plain, "{key}");
+            } else if HARMLESS.contains(&key) {
+                assert_eq!(format!("{:?}", found.unwrap()), plain, "{key}");
+            } else {
+                let error = found.unwrap_err().to_string();
+                // Some are refused by what they are about.
+                let known = error.contains(key) || (key == "expert_count" && error.contains("mixture-of-experts"));
+                assert!(known, "{key}: {error}");
+            }
+        }
+        let error = gguf.config("a_key_of_tomorrow", &Kv::Bool(true)).unwrap_err().to_string();
+        assert!(error.contains("a_key_of_tomorrow") && error.contains("changed.gguf"), "{error}");
+    }
+}
+
+/// Values at which a key changes nothing.
+#[test]
+fn keys_that_are_set_to_nothing_are_taken() {
+    let gguf = Gguf::new(Arch::Llama);
+    let plain = format!("{:?}", Config::new(&gguf.open(&gguf.bytes)).unwrap());
+    for (key, value) in [
+        ("attention.sliding_window", Kv::U32(0)),
+        ("attention.sliding_window", Kv::U32(64)),
+        ("attention.causal", Kv::Bool(true)),
+        ("attention.scale", Kv::F32(1.0 / 32f32.sqrt())),
+        ("attn_logit_softcapping", Kv::F32(0.0)),
+        ("expert_count", Kv::U32(0)),
+        ("expert_used_count", Kv::U32(0)),
+        ("logit_scale", Kv::F32(1.0)),
+        ("residual_scale", Kv::F32(1.0)),
+        ("rope.scaling.factor", Kv::F32(0.0)),
+        ("rope.scaling.type", Kv::Text("none")),
+        ("use_parallel_residual", Kv::Bool(false)),
+    ] {
+        assert_eq!(format!("{:?}", gguf.config(key, &value).unwrap()), plain, "{key}");
+    }
+    for (key, value) in [
+        ("attention.sliding_window", Kv::U32(63)),
+        ("attention.causal", Kv::Bool(false)),
+        ("attention.scale", Kv::F32(0.5)),
+        ("residual_scale", Kv::F32(1.5)),
+        ("rope.scaling.type", Kv::Text("yarn")),
+        ("logit_scale", Kv::Text("much")),
+    ] {
+        let error = gguf.config(key, &value).unwrap_err().to_string();
+        assert!(error.contains(key) || error.contains("yarn"), "{key}: {error}");
+    }
+    let adapter = gguf.open(&with_key(&gguf.bytes, "general.type", &Kv::Text("adapter")));
+    assert!(Config::new(&adapter).unwrap_err().to_string().contains("adapter"));
+    let vendor = gguf.open(&with_key(&gguf.bytes, "somebody.version", &Kv::U32(3)));
+    assert_eq!(format!("{:?}", Config::new(&vendor).unwrap()), plain);
+}
+
+fn load(files: &ModelFiles) -> Result<Model> {
+    Model::load(files, Arc::new(PlainWeights::read(files)?), Options { threads: 1, ..Options::default() })
+}
+
+/// The file with a tensor's name replaced by one of the same length.
+fn renamed(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    assert_eq!(from.len(), to.len());
+    let at = bytes.windows(from.len()).position(|part| part == from.as_bytes()).unwrap();
+    [&bytes[..at], to.as_bytes(), &bytes[at + from.len()..]].concat()
+}
+
+#[test]
+fn tensors_that_are_not_known_are_refused() {
+    let gguf = Gguf::new(Arch::Llama);
+    let sinks = renamed(&gguf.bytes, "output.weight", "a_sink.weight");
+    let error = load(&gguf.open(&sinks)).unwrap_err().to_string();
+    assert!(error.contains("a_sink.weight") && error.contains("llama"), "{error}");
+    // What follows from the configuration changes nothing.
+    assert!(load(&gguf.open(&gguf.bytes)).is_ok());
+    // What an architecture cannot do without, and what only another one has.
+    let gguf = Gguf::new(Arch::Qwen2);
+    let error = load(&gguf.open(&renamed(&gguf.bytes, "attn_k.bias", "attn_z.bias"))).unwrap_err().to_string();
+    assert!(error.contains("attn_k.bias"), "{error}");
+    let gguf = Gguf::new(Arch::Qwen3);
+    let error = load(&gguf.open(&renamed(&gguf.bytes, "attn_k_norm", "attn_z_norm"))).unwrap_err().to_string();
+    assert!(error.contains("attn_k_norm"), "{error}");
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new(arch: Arch) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        spec(arch).write_safetensors(folder.path(), 1).unwrap();
+        Self(folder)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    /// The configuration with these keys changed, or taken away where they are `()`.
+    fn config(&self, changes: &[(&str, Value)]) -> Result<Config> {
+        let path = self.file("config.json");
+        let before = fs::read(&path).unwrap();
+        let mut all: serde_json::Map<String, Value> = serde_json::from_slice(&before).unwrap();
+        for (key, value) in changes {
+            if *value == json!("absent") {
+                all.remove(*key)
+            } else {
+                all.insert((*key).into(), value.clone())
+            };
+        }
+        fs::write(&path, Value::Object(all).to_string()).unwrap();
+        let found = Config::new(&ModelFiles::open(self.path()).unwrap());
+        fs::write(&path, before).unwrap();
+        found
+    }
+}
+
+#[test]
+fn every_key_of_config_json_is_known_or_refused() {
+    let folder = Folder::new(Arch::Llama);
+    let plain = format!("{:?}", folder.config(&[]).unwrap());
+    for (key, value) in [
+        ("use_cache", json!(true)),
+        ("layer_types", json!(["full_attention"])),
+        ("rope_scaling", json!({"rope_type": "default"})),
+        ("a_key_of_tomorrow", json!(null)),
+        ("is_llama_config", json!(true)),
+        ("rope_interleaved", json!(false)),
+        ("sliding_window", json!(null)),
+        ("residual_multiplier", json!(1.0)),
+    ] {
+        assert_eq!(format!("{:?}", folder.config(&[(key, value)]).unwrap()), plain, "{key}");
+    }
+    for (key, value) in [
+        ("a_key_of_tomorrow", json!(1)),
+        ("layer_types", json!(["full_attention", "sliding_attention"])),
+        ("rope_scaling", json!({"rope_type": "default", "mrope_section": [16, 24, 24]})),
+        ("rope_interleaved", json!(true)),
+        ("final_logit_softcapping", json!(30.0)),
+        ("residual_multiplier", json!(0.22)),
+        ("auto_map", json!({"AutoModelForCausalLM": "modeling.Mine"})),
+    ] {
+        let error = folder.config(&[(key, value)]).unwrap_err().to_string();
+        let named = error.contains(key) || error.contains("mrope_section");
+        assert!(named && error.contains("config.json"), "{key}: {error}");
+    }
+}
+
+/// What a configuration leaves out is what transformers' class for it takes.
+#[test]
+fn what_config_json_leaves_out_has_its_classes_values() {
+    let absent = json!("absent");
+    let qwen3 = Folder::new(Arch::Qwen3).config(&[("head_dim", absent.clone())]).unwrap();
+    assert_eq!(qwen3.head_dim, 128);
+    let llama = Folder::new(Arch::Llama).config(&[("head_dim", absent.clone())]).unwrap();
+    assert_eq!(llama.head_dim, 32);
+    // A mistral of 8192 tokens attends within 4096, unless it says otherwise.
+    let mistral = |window: Value| {
+        let changes =
+            [("model_type", json!("mistral")), ("max_position_embeddings", json!(8192)), ("sliding_window", window)];
+        Folder::new(Arch::Llama).config(&changes)
+    };
+    assert!(mistral(absent).unwrap_err().to_string().contains("4096"));
+    assert!(mistral(json!(null)).is_ok() && mistral(json!(8192)).is_ok());
+}
+
+/// Where embeddings are tied they are the output matrix, whatever else is stored.
+#[test]
+fn regression_a_stored_output_matrix_is_not_used_where_embeddings_are_tied() {
+    let folder = Folder::new(Arch::Llama);
+    let logits = |tied: bool| {
+        let path = folder.file("config.json");
+        let text = fs::read_to_string(&path).unwrap();
+        let both = ["\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true"];
+        fs::write(&path, text.replace(both[usize::from(!tied)], both[usize::from(tied)])).unwrap();
+        let model = Arc::new(load(&ModelFiles::open(folder.path()).unwrap()).unwrap());
+        outcore_llm::Session::new(model, 8, outcore_llm::KvType::F32).unwrap().forward(&[1, 2, 3]).unwrap()
+    };
+    assert_ne!(logits(true), logits(false));
+}
