@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use super::file::OpenFile;
+use super::files::{Files, Taken};
 use super::operation::{Active, CallHook};
 use super::own::{OwnRead, OwnRings};
 use super::queue::{Depth, Lane, Queue};
@@ -164,7 +165,7 @@ impl StoreOptions {
             shared,
             driver,
             close_limit: self.close_limit,
-            files: Mutex::new(Files { next: 0, open: HashMap::new() }),
+            files: Files::new(),
             handles: Mutex::new(handles),
         })
     }
@@ -382,41 +383,35 @@ fn deliver(sink: &dyn Completions, done: &mut Vec<Completion>) {
     done.clear();
 }
 
-struct Files {
-    next: u32,
-    open: HashMap<FileId, Arc<OpenFile>>,
-}
-
 pub(super) struct Engine {
     backend: IoBackend,
     direct: DirectIo,
     shared: Arc<Shared>,
     driver: Arc<dyn Driver>,
     close_limit: Duration,
-    files: Mutex<Files>,
+    files: Files,
     handles: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Engine {
     fn accept(&self, op: IoOp) -> Result<Active> {
-        let file = self.files.lock().open.get(&op.file).map(Arc::clone);
-        let file = file.ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("{:?} is not in the store", op.file))
-                .remedy("add the file first, and remove it after its last operation")
-        })?;
+        let Taken { file, opened, closed } = self.files.take(op.file)?;
+        if let Some(closed) = closed {
+            self.driver.file_removed(closed);
+        }
+        if opened {
+            self.driver.file_added(op.file, &file);
+        }
         Active::check(&op, &file)?;
         Ok(Active::new(op, file))
     }
 
     fn add(&self, file: OpenFile) -> Result<FileId> {
         let file = Arc::new(file);
-        let mut files = self.files.lock();
-        let id = FileId::new(files.next);
-        files.next = files.next.checked_add(1).ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "this store has taken in 2^32 files").remedy("open a new store")
-        })?;
-        files.open.insert(id, Arc::clone(&file));
-        drop(files);
+        let (id, closed) = self.files.add(&file)?;
+        if let Some(closed) = closed {
+            self.driver.file_removed(closed);
+        }
         self.driver.file_added(id, &file);
         Ok(id)
     }
@@ -470,15 +465,11 @@ impl Store for Engine {
         if self.direct != DirectIo::Preferred {
             return Vec::new();
         }
-        let files = self.files.lock();
-        let mut buffered: Vec<_> = files.open.iter().filter(|(_, file)| !file.is_direct()).collect();
-        buffered.sort_by_key(|(id, _)| **id);
-        buffered.into_iter().map(|(_, file)| file.path().to_owned()).collect()
+        self.files.buffered()
     }
 
     fn remove_file(&self, file: FileId) {
-        let removed = self.files.lock().open.remove(&file);
-        if removed.is_some() {
+        if self.files.remove(file) {
             self.driver.file_removed(file);
         }
     }
@@ -486,9 +477,10 @@ impl Store for Engine {
     fn begin(&self, op: IoOp) -> Option<OwnRead> {
         if op.kind == IoKind::Read && op.priority == Priority::Demand && self.shared.own_rings.is_some() {
             // An operation that fails these checks is refused by `submit` below.
-            let file = self.files.lock().open.get(&op.file).map(Arc::clone);
-            if let Some(file) =
-                file.filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
+            if let Some(file) = self
+                .files
+                .if_open(op.file)
+                .filter(|file| file.is_direct() && !file.is_remote() && Active::check(&op, file).is_ok())
             {
                 let mut state = self.shared.state.lock();
                 let now = Instant::now();

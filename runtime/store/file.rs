@@ -93,6 +93,14 @@ pub(super) struct OpenFile {
     identity: Option<Identity>,
 }
 
+/// What it takes to open a file of a model again.
+pub(super) struct Origin {
+    pub path: PathBuf,
+    pub direct: bool,
+    pub remote: bool,
+    identity: FileIdentity,
+}
+
 /// Where a file's bytes come from.
 enum Content {
     Kernel(File),
@@ -155,6 +163,34 @@ impl OpenFile {
                 Self { content: Content::Kernel(file), path, direct: false, writable, remote, identity }
             }
         })
+    }
+
+    /// How to open it again; `None` for a file that is kept open, and for a source.
+    pub fn origin(&self) -> Option<Origin> {
+        match (&self.identity, &self.content) {
+            (Some(Identity::File(identity)), Content::Kernel(_)) => {
+                Some(Origin { path: self.path.clone(), direct: self.direct, remote: self.remote, identity: *identity })
+            }
+            _ => None,
+        }
+    }
+
+    /// Opens a file again.
+    ///
+    /// # Errors
+    /// `ModelChanged` if its path has another file by now, or the file has changed.
+    pub fn again(origin: &Origin) -> Result<Self> {
+        let Origin { path, direct, remote, identity } = origin;
+        let flags = libc::O_NONBLOCK | if *direct { libc::O_DIRECT } else { 0 };
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path);
+        let file = file.map_err(|cause| Error::io(format!("open {} again", path.display()), cause))?;
+        if !direct {
+            advise(&file, 0, 0, libc::POSIX_FADV_RANDOM);
+        }
+        let (content, identity) = (Content::Kernel(file), Some(Identity::File(*identity)));
+        let opened = Self { content, path: path.clone(), direct: *direct, writable: false, remote: *remote, identity };
+        opened.check_identity()?;
+        Ok(opened)
     }
 
     pub fn path(&self) -> &Path {
@@ -284,9 +320,21 @@ pub(super) fn file_system(file: &File) -> Option<libc::statvfs> {
 /// The largest size in bytes that this process may give a file (RLIMIT_FSIZE). A call that would exceed it ends the
 /// process by a signal, so it must not be tried.
 pub(super) fn longest_file() -> u64 {
+    // SAFETY: `limit` is valid for writing (`limit_of`).
+    limit_of(|limit| unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, limit) })
+}
+
+/// How many descriptors this process may have (RLIMIT_NOFILE).
+pub(super) fn most_descriptors() -> u64 {
+    // SAFETY: as above.
+    limit_of(|limit| unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, limit) })
+}
+
+/// The limit that is in force; `RLIM_INFINITY`, the largest number, where there is none.
+fn limit_of(ask: impl FnOnce(*mut libc::rlimit) -> libc::c_int) -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is valid for writing. If the call fails, it stays as it is.
-    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    // If the call fails, it stays as it is.
+    ask(&raw mut limit);
     limit.rlim_cur
 }
 

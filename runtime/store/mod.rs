@@ -31,6 +31,7 @@
 mod blocks;
 mod engine;
 mod file;
+mod files;
 mod operation;
 mod own;
 mod place;

@@ -604,6 +604,8 @@ impl Ring {
     }
 
     fn add_file(&mut self, id: FileId, file: &OpenFile) {
+        // A file that was closed to make room may be open again before its closing is told.
+        self.remove_file(id);
         let Some(files) = &mut self.fixed_files else { return };
         let slot = match files.free.pop() {
             Some(slot) => slot,
