@@ -19,7 +19,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-use outcore::device::HostDevice;
+use outcore::testing::HostDevice;
 use outcore::{Bytes, DType, ErrorKind, PageSize, PinGuard, Result, Runtime, Scope, Tensor};
 use parking_lot::Mutex;
 use serde_json::json;

@@ -26,10 +26,11 @@ use std::thread;
 
 use control::Fake;
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, HostSlab,
-    HostSlabConfig, SlabRegion, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, DeviceAddress, FrameId,
+    StagingId, StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::{Bytes, DeviceChoice, FrameId, Lookahead, PageSize, PolicyKind, Runtime, StagingId, Tensor};
+use outcore::testing::{HostSlab, HostSlabConfig, SlabRegion};
+use outcore::{Bytes, DeviceChoice, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::json;
 use support::{Random, Spread};
 

@@ -12,8 +12,9 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Instant;
 
-use outcore::device::{Completion, Completions, Device, DeviceAddress, HostDevice, HostDeviceConfig};
-use outcore::{Bytes, FrameId, PageSize};
+use outcore::device::{Completion, Completions, Device, DeviceAddress, FrameId};
+use outcore::testing::{HostDevice, HostDeviceConfig};
+use outcore::{Bytes, PageSize};
 
 const ROUNDS: usize = 5;
 const FRAMES: u32 = 16;

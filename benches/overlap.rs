@@ -11,7 +11,8 @@ mod support;
 
 use std::time::Duration;
 
-use outcore::{Bytes, LinkModel, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::device::LinkModel;
+use outcore::{Bytes, PageSize, PolicyKind, Runtime, Tensor};
 use serde_json::json;
 use support::{Random, Spread};
 

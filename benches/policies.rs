@@ -11,9 +11,10 @@ mod support;
 use std::hint::black_box;
 use std::num::NonZeroU32;
 
-use outcore::pager::policy::Policy;
-use outcore::{PageId, PageIndex, PolicyKind, SegmentId};
+use outcore::PolicyKind;
+use outcore::policy::{PageId, PageIndex, SegmentId};
 use outcore_lab::sim::Trace;
+use outcore_pager::policy::Policy;
 use serde_json::json;
 use support::{Random, Spread};
 

@@ -18,9 +18,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::time::Instant;
 
-use outcore::device::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, Token};
-use outcore::store::{Completion, Completions, FileUse, IoKind, IoOp, Priority, ScratchFile, StoreOptions};
-use outcore::{Bytes, DType, HostFrameId, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore::device::{Completion, Completions, HostFrameId, Token};
+use outcore::store::StoreOptions;
+use outcore::testing::{FileUse, HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, IoKind, IoOp, ScratchFile};
+use outcore::{Bytes, DType, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
+use outcore_pager::Priority;
 use serde_json::{Value, json};
 use support::{Random, Spread, gib_s};
 
@@ -36,12 +38,12 @@ impl Completions for ToChannel {
 
 /// Raw alternating reads and writes of a scratch file, `depth` in flight; GiB/s of both together.
 struct Raw {
-    store: Arc<dyn outcore::store::Store>,
-    file: outcore::FileId,
+    store: Arc<dyn outcore::testing::Store>,
+    file: outcore::store::FileId,
     // After the store, which waits for what is in flight when it is dropped.
     slab: HostSlab,
     _scratch: ScratchFile,
-    run: outcore::store::SlotRun,
+    run: outcore::testing::SlotRun,
     ended: mpsc::Receiver<Completion>,
     page: PageSize,
     depth: u32,

@@ -18,14 +18,13 @@ use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use outcore::pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
+use outcore::device::LinkModel;
+use outcore::policy::{PageIndex, SegmentClass, SegmentId};
 use outcore::store::QueueDepth;
-use outcore::{
-    Bytes, DType, LinkModel, Lookahead, PageIndex, PageSize, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor,
-    format,
-};
+use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Runtime, Tensor, format};
 use outcore_lab::planning::{self, Bandwidth, Compute, Given, Job, KvType, Parameters, Resources, Shape, Work};
 use outcore_lab::sim::{ComputeModel, DiskModel, Even, MachineModel, Settings, Workload, simulate};
+use outcore_pager::{Backing, Effects, PageRun, PageWord, Pager, PagerConfig, Purpose};
 use serde_json::{Value, json};
 use support::{Spread, pass};
 

@@ -13,12 +13,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use outcore::device::{HostPointer, Token};
-use outcore::store::{
-    Completion, Completions, FileUse, IoBackend, IoKind, IoOp, Latency, Priority, QueueDepth, ScratchFile, open_store,
-    probe_file,
-};
+use outcore::device::{Completion, Completions, HostPointer, Token};
+use outcore::store::{IoBackend, Latency, QueueDepth, probe_file};
+use outcore::testing::{FileUse, IoKind, IoOp, ScratchFile, open_store};
 use outcore::{Bytes, PageSize};
+use outcore_pager::Priority;
 
 const PAGE: u64 = 2 << 20;
 const LOAD: u64 = 24;

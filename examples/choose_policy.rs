@@ -53,7 +53,7 @@ fn run(policy: PolicyKind) -> Result<(Trace, f64)> {
     let (uses, stats) = (rt.take_uses(), rt.stats());
     rt.close()?;
     assert_eq!(uses.dropped, 0, "a longer run takes its uses from time to time");
-    let id = |page: &outcore::PageId| u64::from(page.segment.get()) << 32 | u64::from(page.index.get());
+    let id = |page: &outcore::policy::PageId| u64::from(page.segment.get()) << 32 | u64::from(page.index.get());
     Ok((Trace::from_ids(uses.uses.iter().map(|used| id(&used.page)))?, stats.hit_ratio()))
 }
 

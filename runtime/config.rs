@@ -576,8 +576,8 @@ impl RuntimeBuilder {
     /// ```
     /// use std::collections::VecDeque;
     ///
-    /// use outcore::pager::policy::{Policy, Take, Want};
-    /// use outcore::{Bytes, DType, PageId, Runtime};
+    /// use outcore::policy::{PageId, Policy, Take, Want};
+    /// use outcore::{Bytes, DType, Runtime};
     ///
     /// /// First in, first out.
     /// #[derive(Debug, Default)]
@@ -696,7 +696,8 @@ impl RuntimeBuilder {
     /// be found missing later.
     ///
     /// ```
-    /// use outcore::{Bytes, DType, Runtime, ScratchAllocation};
+    /// use outcore::store::ScratchAllocation;
+    /// use outcore::{Bytes, DType, Runtime};
     ///
     /// let lazy = Runtime::builder().scratch_allocation(ScratchAllocation::AtWriteBack);
     /// let runtime = lazy.device_budget(Bytes::mib(16)).open()?;

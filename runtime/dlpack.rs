@@ -10,7 +10,7 @@ use dlpack_ffi as ffi;
 use crate::compute::ComputeStream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::pin::{DevicePin, DevicePinMut};
+use crate::pin::{DevicePin, Write};
 use crate::tensor::Tensor;
 
 pub use dlpack_ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLManagedTensorVersioned, DLTensor};
@@ -33,7 +33,7 @@ impl Guard for DevicePin {
     }
 }
 
-impl Guard for DevicePinMut {
+impl Guard for DevicePin<Write> {
     const READ_ONLY: bool = false;
     fn tensor(&self, index: usize) -> Result<&Tensor> {
         Self::tensor(self, index)
@@ -243,7 +243,7 @@ impl DevicePin {
     }
 }
 
-impl DevicePinMut {
+impl DevicePin<Write> {
     /// As [`DevicePin::into_dlpack`], for writing.
     ///
     /// # Errors

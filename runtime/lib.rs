@@ -38,14 +38,14 @@
 //! Every failure is one [`Error`]: a [kind](Error::kind) to match on, and a sentence that names the thing, the limit and
 //! the remedy. The library prints nothing; it reports through [`tracing`].
 //!
-//! The modules that are public beside this surface are the parts it is made of: [`mod@format`] (headers of model files),
-//! [`machine`] (what the machine gives), [`store`] (reads and writes), [`device`] (frames, streams), [`pager`] (the pure
-//! state machine that decides). Their traits are documented with their contracts. Policies on traces, machines that are
-//! not there, and what a job needs are the crate `outcore-lab`'s.
+//! Beside what is named here there are [`mod@pin`] (which guard to use), [`mod@stats`] (what a runtime tells of itself),
+//! [`mod@policy`] (for a policy of your own), [`mod@format`] (headers of model files), [`machine`] (what the machine
+//! gives), [`mod@device`] and [`store`] (for a device or a source of pages of your own), and [`dlpack`]. Policies on traces,
+//! machines that are not there, and what a job needs are the crate `outcore-lab`'s.
 
 // The state machine that decides, a crate of its own; and its macro `invariant`.
 #[macro_use]
-pub extern crate outcore_pager as pager;
+extern crate outcore_pager as pager;
 
 mod compute;
 mod config;
@@ -55,7 +55,7 @@ mod dtype;
 pub mod format;
 pub mod machine;
 mod observe;
-mod pin;
+pub mod pin;
 mod ranges;
 mod runtime;
 #[cfg(test)]
@@ -71,34 +71,66 @@ use pager::{error, ids, random, sync};
 
 pub use compute::ComputeStream;
 pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
-pub use device::{DeviceAddress, LinkModel, RawStream};
 pub use dtype::DType;
+#[doc(inline)]
 pub use error::{Error, ErrorKind, Result};
-pub use ids::{
-    Bytes, FileId, FillPoint, FrameId, HostFrameId, MoveId, PageId, PageIndex, PageSize, RequestId, ScopeId,
-    SegmentClass, SegmentId, StagingId, Tier, WalkerId,
-};
-pub use observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
-pub use pager::policy::opt::Optimum;
-pub use pager::{
-    FrameStats, PageChain, PageUse, PageUses, PagerStats, PolicyKind, ScopePriority, WaitCause, WaitsFor, WalkerPlace,
-    WalkerStats,
-};
-pub use pin::{
-    Access, DeviceBytes, DevicePin, DevicePinMut, PinGuard, PinGuardMut, PinRequest, PinSet, PinSetMut, Read, Scope,
-    ScopeBuilder, ScopeRequest, StreamPin, UnpinRefused, Walker, Write,
-};
-pub use runtime::{MemoryStats, Model, Runtime, ScratchStats, SegmentView, Stats};
-pub use settings::{Chosen, Settings};
-pub use store::{DiskProfile, IoBackend, ScratchAllocation};
+#[doc(inline)]
+pub use ids::{Bytes, PageSize, Tier};
+#[doc(inline)]
+pub use pager::{PolicyKind, ScopePriority};
+pub use pin::{DevicePin, PinGuard, PinRequest, PinSet, Read, Scope, ScopeBuilder, StreamPin, Walker, Write};
+pub use runtime::{Model, Runtime, Stats};
+pub use store::IoBackend;
 pub use tensor::Tensor;
-pub use transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
+
+/// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
+pub mod stats {
+    #[doc(inline)]
+    pub use crate::ids::{RequestId, ScopeId};
+    pub use crate::observe::{Lane, PageStalls, Span, StallStats, TierStalls, Traffic};
+    #[doc(inline)]
+    pub use crate::pager::policy::opt::Optimum;
+    #[doc(inline)]
+    pub use crate::pager::{FrameStats, PageUse, PageUses, PagerStats, WaitCause, WaitsFor, WalkerStats};
+    pub use crate::runtime::{MemoryStats, ScratchStats, SegmentView};
+    pub use crate::settings::{Chosen, Settings};
+    pub use crate::transfer::waiting::{Holder, ScopeName, Waiter, Waiting};
+}
+
+/// Which page goes when a frame is needed: the trait of policies, and the names of pages that it speaks of.
+///
+/// [`RuntimeBuilder::custom_policy`] opens a runtime with a policy of your own; `docs/extending.md` shows one.
+pub mod policy {
+    #[doc(inline)]
+    pub use crate::ids::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+    #[doc(inline)]
+    pub use crate::pager::PageChain;
+    #[doc(inline)]
+    pub use crate::pager::policy::{Policy, PolicyKind, Take, WalkerPlace, Want};
+}
+
+/// What the tests of outcore and of its extensions use: devices that are simulated or made to fail, and the parts below
+/// the runtime. It changes without notice.
+#[cfg(any(test, feature = "testing"))]
+pub mod testing {
+    pub use crate::device::hooked::{DeviceCall, DeviceHook};
+    pub use crate::device::host::{HostDevice, HostDeviceConfig};
+    pub use crate::device::sim::{SimClock, SimDevice, SimDeviceConfig};
+    pub use crate::device::slab::{HostSlab, HostSlabConfig, SlabRegion};
+    pub use crate::store::contract::{FileUse, IoKind, IoOp, Store};
+    pub use crate::store::file::DirectIo;
+    pub use crate::store::operation::{CallHook, Injected, IoCall, RoomCall, RoomKind};
+    pub use crate::store::own::OwnRead;
+    pub use crate::store::probe::open_store;
+    pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
+}
 
 /// Rules of the runtime that the laboratory follows, so that both are the same. Not for programs: they change without
 /// notice.
 #[doc(hidden)]
 pub mod shared {
     pub use crate::config::staging_pages;
+    pub use crate::device::host::HostDevice;
     pub use crate::format::names::{Expert, Role, expert, role};
     pub use crate::settings::{HUGE_PAGES_LEAST, page_within};
     pub use crate::store::queue::{Depth, Lane, Queue};

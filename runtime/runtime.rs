@@ -874,7 +874,8 @@ impl Runtime {
     /// can share go first; the others ignore it. Tensors of other runtimes are left out.
     ///
     /// ```
-    /// use outcore::{Bytes, DType, PolicyKind, Runtime, SegmentClass};
+    /// use outcore::policy::SegmentClass;
+    /// use outcore::{Bytes, DType, PolicyKind, Runtime};
     ///
     /// let rt = Runtime::builder().device_budget(Bytes::mib(64)).policy(PolicyKind::Kv).open()?;
     /// let pool = rt.alloc_for(SegmentClass::KeysAndValues, DType::F16, &[128, 1 << 20])?;

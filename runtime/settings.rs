@@ -198,7 +198,8 @@ impl Wanted {
             return chosen(allowed, reason);
         }
         if wished.bytes() < fits.bytes() {
-            return chosen(wished, format!("the disk reads no more within {PAGE_TIME:?}, once it has begun"));
+            let time = self.disk.map_or(PAGE_TIME, |disk| disk.latency.max(PAGE_TIME));
+            return chosen(wished, format!("the disk reads no more within {time:?}, once it has begun"));
         }
         if let Some(piece) = self.piece
             && fits.bytes() < page_within(budget, None, None, u64::MAX).bytes()

@@ -20,10 +20,10 @@ use harness::{
     AnyDevice, Devices, HOST, On, Pinned, Rng, Scene, Setting, block_on, check_at_rest, is_child, owned, poll,
     progress, scene_ended, seed, until_given_back, watched,
 };
-use outcore::device::{DeviceCall, DeviceHook};
-use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, RoomCall, RoomKind, StoreOptions};
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind, RoomCall, RoomKind};
 use outcore::{Bytes, DType, ErrorKind, IoBackend, PolicyKind, Runtime, Tensor};
+use outcore_pager::state::State;
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {

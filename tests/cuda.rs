@@ -13,12 +13,12 @@ use common::{Synthetic, synthetic};
 use harness::control::Fake;
 use harness::{cuda_builder as builder, fail_every_call, only_pageable, watched};
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, StreamKind, StreamOp,
+    Completion, Completions, CudaDevice, CudaDeviceConfig, CudaDeviceSelector, Device, LinkModel, StreamKind, StreamOp,
     cuda_devices,
 };
 use outcore::{
-    Bytes, DType, DeviceBudget, DeviceChoice, Error, ErrorKind, LinkModel, Model, PageSize, Result, Runtime,
-    RuntimeBuilder, Tensor,
+    Bytes, DType, DeviceBudget, DeviceChoice, Error, ErrorKind, Model, PageSize, Result, Runtime, RuntimeBuilder,
+    Tensor,
 };
 
 const PAGE: u64 = 2 << 20;

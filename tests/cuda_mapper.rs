@@ -14,8 +14,8 @@ use std::task::Poll;
 
 use control::Fake;
 use cuda_rig::{PAGE, Rig};
-use outcore::device::{Device, StreamOp, Token};
-use outcore::{ErrorKind, FrameId};
+use outcore::ErrorKind;
+use outcore::device::{Device, FrameId, StreamOp, Token};
 
 const OUT_OF_MEMORY: u32 = 2;
 const NOT_SUPPORTED: u32 = 801;

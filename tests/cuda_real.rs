@@ -17,8 +17,9 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream};
 use cudarc::nvrtc::Ptx;
 use harness::{control, cuda_builder, watched};
+use outcore::device::RawStream;
 use outcore::dlpack::DLDeviceType;
-use outcore::{ComputeStream, DType, RawStream, Runtime, Tensor};
+use outcore::{ComputeStream, DType, Runtime, Tensor};
 
 const PAGE: u64 = 2 << 20;
 

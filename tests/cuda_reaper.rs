@@ -16,8 +16,8 @@ use std::task::Poll;
 use control::Fake;
 use cuda_rig::Rig;
 use cudarc::driver::CudaStream;
-use outcore::device::{Device, StreamId, StreamKind, StreamOp, Token};
-use outcore::{ErrorKind, RawStream};
+use outcore::ErrorKind;
+use outcore::device::{Device, RawStream, StreamId, StreamKind, StreamOp, Token};
 
 const ILLEGAL_ADDRESS: u32 = 700;
 const UNKNOWN: u32 = 999;

@@ -22,12 +22,12 @@ use cudarc::nvrtc::Ptx;
 use harness::{
     Rng, control, cuda_builder as builder, fail_every_call, fail_every_call_with, until as wait_for, watched,
 };
-use outcore::device::{Completion, Completions, CudaDevice, CudaDeviceConfig, Device, StreamOp, Token};
-use outcore::dlpack::DLDeviceType;
-use outcore::pager::State;
-use outcore::{
-    Bytes, ComputeStream, DType, DeviceAddress, ErrorKind, PageSize, RawStream, Result, Runtime, StreamPin, Tensor,
+use outcore::device::{
+    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, RawStream, StreamOp, Token,
 };
+use outcore::dlpack::DLDeviceType;
+use outcore::{Bytes, ComputeStream, DType, ErrorKind, PageSize, Result, Runtime, StreamPin, Tensor};
+use outcore_pager::State;
 
 const PAGE: u64 = 2 << 20;
 

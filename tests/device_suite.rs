@@ -22,10 +22,11 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::task::Poll;
 
 use outcore::device::{
-    Completion, Completions, Device, DeviceAddress, EventId, HostDevice, HostDeviceConfig, HostPointer, HostSlab,
-    HostSlabConfig, LinkModel, SimClock, SimDevice, SimDeviceConfig, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, EventId, FrameId, HostFrameId, HostPointer, LinkModel, StagingId,
+    StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::{Bytes, ErrorKind, FrameId, HostFrameId, PageSize, Result, StagingId};
+use outcore::testing::{HostDevice, HostDeviceConfig, HostSlab, HostSlabConfig, SimClock, SimDevice, SimDeviceConfig};
+use outcore::{Bytes, ErrorKind, PageSize, Result};
 
 /// Collects completions.
 #[derive(Default)]

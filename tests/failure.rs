@@ -18,13 +18,11 @@ use harness::{
     AnyDevice, Devices, Fault, Faults, HOST, On, Refusing, Scene, Setting, check_at_rest, check_closed, is_child,
     next_round, scene_ended, until, watched,
 };
-use outcore::device::{DeviceCall, Token};
-use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{
-    Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, ScratchAllocation,
-    Tensor,
-};
+use outcore::device::Token;
+use outcore::store::{ScratchAllocation, StoreOptions};
+use outcore::testing::{CallHook, DeviceCall, Injected, IoCall, IoKind};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor};
+use outcore_pager::state::State;
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {

@@ -19,12 +19,12 @@ use harness::{
     AnyDevice, Devices, On, Pinned, PinnedMut, Request, Scene, Setting, check_at_rest, is_child, owned, poll, progress,
     scene_ended, watched,
 };
-use outcore::pager::policy::{LruPolicy, Policy, Take, Want};
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{
-    Bytes, ComputeStream, DType, Error, ErrorKind, IoBackend, Lane, Model, PageId, PolicyKind, Result, Runtime,
-    SegmentId, Tensor,
-};
+use outcore::policy::{PageId, SegmentId};
+use outcore::stats::Lane;
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, Injected, IoCall, IoKind};
+use outcore::{Bytes, ComputeStream, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor};
+use outcore_pager::policy::{LruPolicy, Policy, Take, Want};
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {

@@ -16,8 +16,8 @@ use std::thread;
 use std::time::Instant;
 
 use harness::{Scene, alone, is_child, scene_ended};
-use outcore::device::HostDevice;
-use outcore::store::{CallHook, Injected, IoCall, RoomCall, StoreOptions};
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, HostDevice, Injected, IoCall, RoomCall};
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, PageSize, Result, Runtime, Tensor};
 
 const SMALL: Bytes = Bytes::kib(4);

@@ -15,13 +15,11 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Duration;
 
 use harness::{Scene, alone, scene_ended};
-use outcore::device::{Completion, Completions, Device, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig};
+use outcore::device::{Completion, Completions, Device, FrameId};
 use outcore::machine::{HugePages, LimitSource, Machine, MemoryLimit};
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{
-    Bytes, DType, Error, ErrorKind, FrameId, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder,
-    ScratchAllocation, Tensor,
-};
+use outcore::store::{ScratchAllocation, StoreOptions};
+use outcore::testing::{CallHook, DeviceCall, DeviceHook, HostDevice, HostDeviceConfig, Injected, IoCall, IoKind};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Lookahead, PageSize, Runtime, RuntimeBuilder, Tensor};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 

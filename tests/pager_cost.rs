@@ -11,11 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use outcore::pager::policy::{Policy, Take, Want};
-use outcore::pager::{
+use outcore::policy::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use outcore::stats::RequestId;
+use outcore_pager::policy::{Policy, Take, Want};
+use outcore_pager::{
     Backing, Effects, PageRun, Pager, PagerConfig, PolicyKind, Purpose, ScopeTerms, Submitted, Terms, TryPin, Unpin,
 };
-use outcore::{PageId, PageIndex, RequestId, SegmentClass, SegmentId, WalkerId};
 
 thread_local! {
     static ALLOCATED: Cell<isize> = const { Cell::new(0) };
@@ -83,7 +84,7 @@ fn config(frames: u32, host_frames: u32) -> PagerConfig {
     PagerConfig { frames, host_frames, staging: 8, direct_io: true, lookahead: 8, page_bytes: 4096 }
 }
 
-fn touch(pager: &mut Pager, words: &[outcore::pager::PageWord], segment: SegmentId, index: u32) {
+fn touch(pager: &mut Pager, words: &[outcore_pager::PageWord], segment: SegmentId, index: u32) {
     let mut fx = Effects::default();
     fault(pager, &mut fx, segment, index);
     assert!(matches!(words[index as usize].unpin(), Unpin::Done | Unpin::Wanted));
@@ -353,7 +354,7 @@ fn calls_of_a_crowd(count: u32, through_a_writer: bool) -> f64 {
         touch(&mut pager, &words, segment, 66);
         // The last page is held outside of scopes.
         assert_eq!(words[66].try_pin(), TryPin::Hit);
-        assert!(matches!(words[65].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+        assert!(matches!(words[65].try_write(), outcore_pager::state::TryWrite::Won { .. }));
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
         let _ = holdings.add(&[run(segment, 65)], true);
         let terms = Terms { purpose: Purpose::Write, scope: Some(scope), ..Terms::default() };
@@ -420,7 +421,7 @@ fn calls_of_a_pin_in_a_scope_that_waits(count: u32) -> f64 {
     let (segment, words) = pager.add_segment(Backing::File, SegmentClass::Weights, count + 32);
     (0..count + 21).for_each(|index| touch(&mut pager, &words, segment, index));
     let mut fx = Effects::default();
-    assert!(matches!(words[0].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    assert!(matches!(words[0].try_write(), outcore_pager::state::TryWrite::Won { .. }));
     let (scope, holdings) = pager.open_scope(ScopeTerms::default());
     for index in 21..21 + count {
         assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
@@ -634,7 +635,7 @@ fn steps_of_those_that_hold_and_wait(count: u32, waits: Waits) -> f64 {
     needed.for_each(|index| touch(&mut pager, &words, segment, index));
     let mut fx = Effects::default();
     // Outside of scopes.
-    assert!(matches!(words[awaited as usize].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    assert!(matches!(words[awaited as usize].try_write(), outcore_pager::state::TryWrite::Won { .. }));
     let hold = |pager: &mut Pager, index: u32| {
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
         assert_eq!(words[index as usize].try_pin(), TryPin::Hit);
@@ -711,7 +712,7 @@ fn steps_of_an_end_that_concerns_all(count: u32) -> f64 {
     let (declares, _) = pager.open_scope(ScopeTerms { at_most: Some(count + 10), ..ScopeTerms::default() });
     assert!(matches!(pager.reserve(declares, count + 10, &mut fx), Ok(Submitted::Ready(_))));
     (0..=count).for_each(|index| touch(&mut pager, &words, segment, index));
-    assert!(matches!(words[count as usize].try_write(), outcore::pager::state::TryWrite::Won { .. }));
+    assert!(matches!(words[count as usize].try_write(), outcore_pager::state::TryWrite::Won { .. }));
     for index in 0..count {
         let (scope, holdings) = pager.open_scope(ScopeTerms::default());
         assert_eq!(words[index as usize].try_pin(), TryPin::Hit);

@@ -25,8 +25,8 @@ mod pager_world;
 use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 
-use outcore::SegmentId;
-use outcore::pager::{Backing, PolicyKind, ScopePriority};
+use outcore::policy::SegmentId;
+use outcore_pager::{Backing, PolicyKind, ScopePriority};
 use pager_world::{Use, World, config, page, run};
 
 /// Hints that wait for room at once; there could be any number, in any order.

@@ -8,11 +8,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 
-use outcore::pager::{
+use outcore::policy::SegmentId;
+use outcore::{Error, ErrorKind};
+use outcore_pager::{
     Backing, Place, PolicyKind, Priority, Purpose, ScopePriority, ScopeTerms, State, Submitted, TryPin, Unpin,
     WaitCause, WaitsFor, pin,
 };
-use outcore::{Error, ErrorKind, SegmentId};
 use pager_world::{Random, Use, World, config, page, run};
 
 fn world(frames: u32, host: u32, pages: u32) -> (World, SegmentId) {
@@ -717,9 +718,9 @@ fn regression_a_write_back_that_a_smaller_budget_waits_for_is_raised() {
     touch(&mut world, s, 1, true);
     world.set_budget(1);
     assert_eq!(world.moves[0].0.priority, Priority::Background);
-    let mut fx = outcore::pager::Effects::default();
+    let mut fx = outcore_pager::Effects::default();
     let waiting = world.pager.await_budget(&mut fx);
-    assert!(matches!(waiting, outcore::pager::Submitted::Waiting(_)));
+    assert!(matches!(waiting, outcore_pager::Submitted::Waiting(_)));
     assert_eq!(fx.raised, [(world.moves[0].0.id, Priority::WriteBack)]);
 }
 
@@ -856,7 +857,7 @@ fn regression_the_reserve_leaves_what_was_filled_ahead() {
 }
 
 /// A page that is resident and clean, while its older host copy is being written to disk. Returns that move.
-fn beside_an_old_host_copy(world: &mut World, s: SegmentId) -> outcore::MoveId {
+fn beside_an_old_host_copy(world: &mut World, s: SegmentId) -> outcore_pager::ids::MoveId {
     touch(world, s, 0, true);
     world.with(|pager, fx| pager.evict([page(s, 0)].into_iter(), fx));
     // A reader has it stay while it is copied down.

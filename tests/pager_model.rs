@@ -7,8 +7,10 @@ mod pager_world;
 #[path = "harness/replay.rs"]
 mod replay;
 
-use outcore::pager::{Backing, PageRun, PolicyKind, ScopePriority};
-use outcore::{Error, ErrorKind, ScopeId, SegmentId, WalkerId};
+use outcore::policy::{SegmentId, WalkerId};
+use outcore::stats::ScopeId;
+use outcore::{Error, ErrorKind};
+use outcore_pager::{Backing, PageRun, PolicyKind, ScopePriority};
 use pager_world::{Random, Use, World, config, run};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;

@@ -13,12 +13,11 @@ use std::sync::{Arc, Once, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 
 use harness::{AnyDevice, Devices, On, Setting, check_at_rest, owned, poll, until, watched};
-use outcore::device::{DeviceCall, DeviceHook};
-use outcore::pager::policy::{Policy, Take, Want};
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
-use outcore::{
-    Bytes, DType, Error, ErrorKind, IoBackend, Model, PageId, PolicyKind, Runtime, SegmentClass, SegmentId, Tensor,
-};
+use outcore::policy::{PageId, SegmentClass, SegmentId};
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind};
+use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Runtime, Tensor};
+use outcore_pager::policy::{Policy, Take, Want};
 use parking_lot::{Condvar, Mutex};
 
 on_every_device! {

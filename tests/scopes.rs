@@ -16,13 +16,12 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use harness::{Rng, StalledDrive, block_on, check_at_rest, poll, progress, seed, until, watched};
-use outcore::pager::state::State;
-use outcore::pager::{PASSES_MAX, PageView};
-use outcore::store::{CallHook, Injected, IoCall, StoreOptions, probe_backend};
-use outcore::{
-    Bytes, DType, ErrorKind, IoBackend, PageSize, PagerStats, PinGuard, RequestId, Runtime, Scope, ScopePriority,
-    Tensor, WaitsFor,
-};
+use outcore::stats::{PagerStats, RequestId, WaitsFor};
+use outcore::store::{StoreOptions, probe_backend};
+use outcore::testing::{CallHook, Injected, IoCall};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, PageSize, PinGuard, Runtime, Scope, ScopePriority, Tensor};
+use outcore_pager::state::State;
+use outcore_pager::{PASSES_MAX, PageView};
 use parking_lot::{Condvar, Mutex};
 
 const PAGE: u64 = 64 << 10;

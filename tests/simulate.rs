@@ -11,16 +11,17 @@ use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use harness::Rng;
-use outcore::pager::Backing;
+use outcore::device::LinkModel;
+use outcore::policy::SegmentClass;
+use outcore::stats::WaitCause;
 use outcore::store::QueueDepth;
-use outcore::{
-    Bytes, DType, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, SegmentClass, Tier, WaitCause, format,
-};
+use outcore::{Bytes, DType, ErrorKind, Lookahead, PageSize, PolicyKind, Tier, format};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::{
     ComputeModel, DiskModel, Even, Guest, LaneRecord, MachineModel, Part, Settings, Share, Simulated, Span, Step,
     Trouble, TroubleKind, When, Workload, simulate,
 };
+use outcore_pager::Backing;
 use simulate_swarm::{bits, random_case, stalled, swarm};
 
 const PAGE: u64 = 1 << 20;

@@ -12,12 +12,11 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use outcore::device::{HostPointer, Token};
-use outcore::store::{
-    CallHook, Completion, Completions, FileUse, Injected, IoBackend, IoCall, IoKind, IoOp, Priority, QueueDepth, Store,
-    StoreOptions, open_store, probe_backend, probe_file,
-};
-use outcore::{Bytes, Error, ErrorKind, FileId, Result};
+use outcore::device::{Completion, Completions, HostPointer, Token};
+use outcore::store::{FileId, IoBackend, QueueDepth, StoreOptions, probe_backend, probe_file};
+use outcore::testing::{CallHook, FileUse, Injected, IoCall, IoKind, IoOp, Store, open_store};
+use outcore::{Bytes, Error, ErrorKind, Result};
+use outcore_pager::Priority;
 
 const PAGE: usize = 64 << 10;
 

@@ -12,11 +12,13 @@ use std::time::Duration;
 
 use harness::{AnyDevice, Devices, Setting, alone, check_at_rest, watched};
 use outcore::device::Token;
-use outcore::pager::policy::{Policy, Take, Want};
-use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, QueueDepth, StoreOptions};
-use outcore::{Bytes, DiskProfile, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Verify};
-use outcore::{DType, ErrorKind, PageId, PageIndex, SegmentId, Tier, WaitCause};
+use outcore::policy::{PageId, PageIndex, SegmentId};
+use outcore::stats::WaitCause;
+use outcore::store::{DiskProfile, QueueDepth, StoreOptions};
+use outcore::testing::{CallHook, Injected, IoCall, IoKind};
+use outcore::{Bytes, DType, ErrorKind, IoBackend, Lookahead, PageSize, PolicyKind, Runtime, Tier, Verify};
+use outcore_pager::policy::{Policy, Take, Want};
+use outcore_pager::state::State;
 use parking_lot::Mutex;
 
 fn kib(n: u64) -> PageSize {

@@ -7,7 +7,9 @@ use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::task::{Context, Waker};
 
-use outcore::{Bytes, DType, Lookahead, PageSize, PageUses, PolicyKind, Runtime, SegmentClass, Tensor};
+use outcore::policy::SegmentClass;
+use outcore::stats::PageUses;
+use outcore::{Bytes, DType, Lookahead, PageSize, PolicyKind, Runtime, Tensor};
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun, Trace, TraceOptions};
 
 const PAGE: u64 = 64 << 10;

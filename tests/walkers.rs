@@ -8,8 +8,9 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use common::Synthetic;
+use outcore::policy::WalkerId;
 use outcore::{
-    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker, WalkerId,
+    Bytes, DType, ErrorKind, Lookahead, Model, PageSize, PolicyKind, Runtime, RuntimeBuilder, Tensor, Walker,
 };
 
 const PAGE: usize = 64 << 10;

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use outcore::device::{CudaDeviceInfo, HostDevice, cuda_devices};
+use outcore::device::{CudaDeviceInfo, cuda_devices};
 use outcore::machine::{self, HugePages, LimitSource, Machine};
-use outcore::store::{QueueDepth, probe_backend, probe_file};
-use outcore::{Bytes, DiskProfile, Error, IoBackend, PageSize, Result, Runtime, Settings};
+use outcore::shared::HostDevice;
+use outcore::stats::Settings;
+use outcore::store::{DiskProfile, QueueDepth, probe_backend, probe_file};
+use outcore::{Bytes, Error, IoBackend, PageSize, Result, Runtime};
 use serde::Serialize;
 
 use super::Report;

@@ -277,6 +277,10 @@ fn trace(options: &Options, model: Option<&ModelHeader>) -> Result<(Trace, Strin
 pub fn of_capture(path: &std::path::Path, own: &[OwnPolicy]) -> Result<Found> {
     let options = Options {
         trace: Some(path.to_owned()),
+        format: None,
+        column: None,
+        op_column: None,
+        read_only: false,
         workload: None,
         seed: 0,
         uses: 0,

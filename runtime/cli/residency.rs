@@ -2,7 +2,8 @@
 //! moves that end at once and carry no bytes.
 
 use outcore::format::ModelHeader;
-use outcore::{Bytes, Error, ErrorKind, Lookahead, PageIndex, PageSize, PolicyKind, Result, SegmentClass, SegmentId};
+use outcore::policy::{PageIndex, SegmentClass, SegmentId};
+use outcore::{Bytes, Error, ErrorKind, Lookahead, PageSize, PolicyKind, Result};
 use outcore_pager::{Backing, Effects, PageRun, PageWords, Pager, PagerConfig, Place, Purpose, Submitted, Unpin};
 
 /// What one pass over a model reads under a budget, after the first passes.

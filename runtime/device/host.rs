@@ -693,8 +693,8 @@ fn wait_until(deadline: Instant) {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use outcore::device::{Completion, Completions, Device, HostDevice, HostDeviceConfig};
-/// use outcore::FrameId;
+/// use outcore::device::{Completion, Completions, Device, FrameId};
+/// use outcore::testing::{HostDevice, HostDeviceConfig};
 ///
 /// struct Ignore;
 /// impl Completions for Ignore {

@@ -37,14 +37,14 @@
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
 mod factory;
-mod hooked;
-mod host;
+pub(crate) mod hooked;
+pub(crate) mod host;
 mod link;
 mod mappings;
 mod process;
 mod select;
-mod sim;
-mod slab;
+pub(crate) mod sim;
+pub(crate) mod slab;
 mod stream;
 mod sys;
 mod tables;
@@ -55,23 +55,24 @@ use std::ptr::NonNull;
 use std::task::Poll;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::ids::{Bytes, FrameId, PageSize};
+use crate::ids::{Bytes, PageSize};
 use crate::machine::MemoryLimit;
 
+#[doc(inline)]
+pub use crate::ids::{FillPoint, FrameId, HostFrameId, StagingId};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaDeviceConfig};
 pub use cuda::{cuda_device, cuda_devices};
 use factory::has_a_link;
 pub use factory::{DeviceFactory, DeviceSettings};
 pub(crate) use factory::{HostFactory, SimFactory};
-pub use hooked::{DeviceCall, DeviceHook};
-pub(crate) use hooked::{Hooked, HookedSink};
-pub use host::{HostDevice, HostDeviceConfig};
+pub(crate) use hooked::{DeviceHook, Hooked, HookedSink};
+pub(crate) use host::{HostDevice, HostDeviceConfig};
 pub use link::{Direction, LinkModel, LinkSchedule};
 pub(crate) use process::Opened;
 pub use select::{CudaDeviceInfo, CudaDeviceSelector};
-pub use sim::{SimClock, SimDevice, SimDeviceConfig};
-pub use slab::{HostSlab, HostSlabConfig, SlabRegion};
+pub(crate) use sim::{SimClock, SimDevice, SimDeviceConfig};
+pub(crate) use slab::{HostSlab, HostSlabConfig, SlabRegion};
 pub(crate) use sys::HUGE_PAGE_BYTES;
 
 /// A device address. On a device whose memory is [addressable](Device::host_addressable) it is an ordinary pointer.

@@ -529,9 +529,10 @@ impl Core {
 /// ```
 /// use std::sync::{Arc, Mutex};
 /// use std::time::Duration;
-/// use outcore::device::{Completion, Completions, Device, SimClock, SimDevice, SimDeviceConfig};
+/// use outcore::device::{Completion, Completions, Device, FrameId};
+/// use outcore::testing::{SimClock, SimDevice, SimDeviceConfig};
 /// use outcore::device::{LinkModel, StreamKind, StreamOp, Token};
-/// use outcore::{Bytes, FrameId};
+/// use outcore::Bytes;
 ///
 /// #[derive(Default)]
 /// struct Log(Mutex<Vec<Token>>);
@@ -620,6 +621,17 @@ impl SimDevice {
         Ok(())
     }
 
+    /// Accepts no more operations, and lets the queued ones end.
+    fn begin_close(&self) {
+        self.core.state.lock().closing = true;
+        self.core.changed.notify_all();
+        self.core.called.notify_all();
+    }
+}
+
+/// The clock, for tests that move it.
+#[cfg(any(test, feature = "testing"))]
+impl SimDevice {
     /// The time on the device's clock.
     pub fn now(&self) -> Duration {
         self.core.state.lock().now
@@ -644,13 +656,6 @@ impl SimDevice {
         }
         let mut state = self.core.state.lock();
         state.now = state.now.max(time);
-    }
-
-    /// Accepts no more operations, and lets the queued ones end.
-    fn begin_close(&self) {
-        self.core.state.lock().closing = true;
-        self.core.changed.notify_all();
-        self.core.called.notify_all();
     }
 }
 

@@ -312,6 +312,7 @@ impl HostSlab {
     }
 
     /// Bytes of a frame and of a staging buffer.
+    #[cfg(any(test, feature = "testing"))]
     pub fn page_size(&self) -> PageSize {
         self.slab.page_size
     }
@@ -322,6 +323,7 @@ impl HostSlab {
     }
 
     /// How many staging buffers there are: ids `0..count`.
+    #[cfg(any(test, feature = "testing"))]
     pub fn staging_count(&self) -> u32 {
         self.slab.staging_count
     }
@@ -342,6 +344,7 @@ impl HostSlab {
     }
 
     /// How much is locked so far; it grows in the background.
+    #[cfg(any(test, feature = "testing"))]
     pub fn locked_bytes(&self) -> Bytes {
         Bytes::new(self.slab.locked.load(Ordering::Relaxed))
     }

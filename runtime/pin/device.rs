@@ -208,9 +208,6 @@ pub struct DevicePin<A: Access = Read> {
     access: PhantomData<A>,
 }
 
-/// A [`DevicePin`] for writing.
-pub type DevicePinMut = DevicePin<Write>;
-
 /// Carries out a copy to or from `len` bytes of a pinned tensor, from its byte `offset` on, and waits for it.
 fn copy(
     tensor: &Tensor,
@@ -447,6 +444,6 @@ impl<A: Access> Drop for DevicePin<A> {
 
 impl<A: Access> fmt::Debug for DevicePin<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.pinned.describe(if A::PURPOSE == Purpose::Write { "DevicePinMut" } else { "DevicePin" }, f)
+        self.pinned.describe(if A::PURPOSE == Purpose::Write { "DevicePin<Write>" } else { "DevicePin" }, f)
     }
 }

@@ -80,9 +80,6 @@ pub struct PinGuard<A: Access = Read> {
     access: PhantomData<A>,
 }
 
-/// A [`PinGuard`] for writing.
-pub type PinGuardMut = PinGuard<Write>;
-
 impl<A: Access> PinGuard<A> {
     /// The tensor's bytes.
     pub fn bytes(&self) -> &[u8] {
@@ -138,7 +135,7 @@ impl<A: Access> Drop for PinGuard<A> {
 
 impl<A: Access> fmt::Debug for PinGuard<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = if A::PURPOSE == Purpose::Write { "PinGuardMut" } else { "PinGuard" };
+        let name = if A::PURPOSE == Purpose::Write { "PinGuard<Write>" } else { "PinGuard" };
         write!(f, "{name}({:?}, {} bytes at {})", self.segment.id, self.len, self.offset)
     }
 }
@@ -211,9 +208,6 @@ pub struct PinSet<A: Access = Read> {
     access: PhantomData<A>,
 }
 
-/// A [`PinSet`] for writing.
-pub type PinSetMut = PinSet<Write>;
-
 impl<A: Access> PinSet<A> {
     /// How many tensors the set has.
     pub fn count(&self) -> usize {
@@ -276,7 +270,7 @@ impl<A: Access> Drop for PinSet<A> {
 
 impl<A: Access> fmt::Debug for PinSet<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = if A::PURPOSE == Purpose::Write { "PinSetMut" } else { "PinSet" };
+        let name = if A::PURPOSE == Purpose::Write { "PinSet<Write>" } else { "PinSet" };
         write!(f, "{name}({} tensors)", self.count())
     }
 }

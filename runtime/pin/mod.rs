@@ -1,14 +1,34 @@
 //! Pins: guards that keep pages where they are and give access to their bytes.
 //!
-//! | | one tensor, as a slice | several, as slices | several, by device address | for work on a stream |
-//! |---|---|---|---|---|
-//! | to read | [`PinGuard`] | [`PinSet`] | [`DevicePin`] | [`StreamPin`] |
-//! | to write | [`PinGuardMut`] | [`PinSetMut`] | [`DevicePinMut`] | [`DevicePinMut`], ended by [`unpin_after`] |
+//! # Which guard
 //!
-//! Slices exist where device memory is memory of this process; device addresses exist everywhere. A guard for writing
-//! is the guard for reading with another type of [`Access`].
+//! Three questions lead to it.
 //!
-//! Every pin belongs to a [`Scope`]: one that the caller opened for a task, or one of its own.
+//! 1. **How are the bytes used?** As a slice, if device memory is memory of this process. By its device address, if
+//!    kernels or copies use them; that works on every device.
+//! 2. **How many tensors?** One, or several as a unit: all pages come before the guard exists, and two such requests
+//!    cannot each hold what the other one lacks.
+//! 3. **To read, or to write?** The guard's type of [`Access`] says so: [`Read`], of which there may be any number, or
+//!    [`Write`], of which there is one. A page that was pinned to write is dirty when the guard is dropped.
+//!
+//! | to pin | to read | to write |
+//! |---|---|---|
+//! | a tensor, as a slice | [`Runtime::pin`]: [`PinGuard`] | [`Runtime::pin_mut`]: [`PinGuard<Write>`](PinGuard) |
+//! | several, as slices | [`Runtime::pin_set`]: [`PinSet`] | [`Runtime::pin_set_mut`]: [`PinSet<Write>`](PinSet) |
+//! | one or several, by address | [`Runtime::pin_device`]: [`DevicePin`] | [`Runtime::pin_device_mut`]: [`DevicePin<Write>`](DevicePin) |
+//! | for work on a stream, before the bytes have come | [`Runtime::pin_device_on`]: [`StreamPin`] | [`DevicePin<Write>`](DevicePin), ended by [`unpin_after`] |
+//!
+//! Each call gives a [`PinRequest`]: a future of any executor, or [`wait`](PinRequest::wait) for it. The same calls on a
+//! [`Scope`] pin for a task that holds several at a time, so that tasks cannot wait for each other in a circle; on a
+//! [`Walker`], for one of several passes over a model. Without either, a pin is a scope of its own.
+//!
+//! [`Runtime::pin`]: crate::Runtime::pin
+//! [`Runtime::pin_mut`]: crate::Runtime::pin_mut
+//! [`Runtime::pin_set`]: crate::Runtime::pin_set
+//! [`Runtime::pin_set_mut`]: crate::Runtime::pin_set_mut
+//! [`Runtime::pin_device`]: crate::Runtime::pin_device
+//! [`Runtime::pin_device_mut`]: crate::Runtime::pin_device_mut
+//! [`Runtime::pin_device_on`]: crate::Runtime::pin_device_on
 //!
 //! # Why the slices are sound
 //!
@@ -39,8 +59,8 @@ use crate::pager::{PageRun, Purpose, pin};
 use crate::segment::Segment;
 use crate::tensor::Tensor;
 
-pub use device::{DeviceBytes, DevicePin, DevicePinMut, DevicePins, DevicePinsOn, StreamPin, UnpinRefused};
-pub use host::{HostPin, HostPins, PinGuard, PinGuardMut, PinSet, PinSetMut};
+pub use device::{DeviceBytes, DevicePin, DevicePins, DevicePinsOn, StreamPin, UnpinRefused};
+pub use host::{HostPin, HostPins, PinGuard, PinSet};
 pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
 pub use walker::Walker;

@@ -43,7 +43,7 @@ use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;
 
-/// How to open a store, with more choices than [`open_store`](super::open_store) has.
+/// How a runtime reads and writes files: the backend, how much at once, how long closing waits.
 #[derive(Clone)]
 pub struct StoreOptions {
     backend: IoBackend,
@@ -54,7 +54,7 @@ pub struct StoreOptions {
 }
 
 impl StoreOptions {
-    /// The default limit of [`close`](Store::close): how long it waits for a disk that does not answer.
+    /// The default limit of [`close`](crate::Runtime::close): how long it waits for a disk that does not answer.
     pub const CLOSE_LIMIT: Duration = Duration::from_secs(60);
 
     /// Options for `backend`, with defaults for everything else.
@@ -94,7 +94,7 @@ impl StoreOptions {
         self
     }
 
-    /// Sets how long [`close`](Store::close) waits without any operation ending before it gives up.
+    /// Sets how long [`close`](crate::Runtime::close) waits without any operation ending before it gives up.
     #[must_use]
     pub fn close_within(mut self, limit: Duration) -> Self {
         self.close_limit = limit;

@@ -27,6 +27,7 @@ use crate::ids::{Bytes, FileId};
 ///
 /// # Errors
 /// As [`StoreOptions::open`].
+#[cfg(any(test, feature = "testing"))]
 pub fn open_store(backend: IoBackend, sink: Arc<dyn Completions>) -> Result<Arc<dyn Store>> {
     StoreOptions::new(backend).open(sink)
 }

@@ -410,7 +410,7 @@ mod tests {
 
     use super::*;
     use crate::scene;
-    use crate::store::{CallHook, Injected, IoCall};
+    use crate::testing::{CallHook, Injected, IoCall};
 
     const MIB: u64 = 1 << 20;
 

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
+#[cfg(any(test, feature = "testing"))]
 use twox_hash::XxHash3_64;
 
 use super::file::{effective_user, file_system, filesystem_name, is_memory, is_remote, longest_file};
@@ -84,6 +85,7 @@ impl fmt::Debug for ScratchOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SlotIndex(u64);
 
+#[cfg(any(test, feature = "testing"))]
 impl SlotIndex {
     /// The slot's number, from the start of the file.
     pub const fn get(self) -> u64 {
@@ -151,16 +153,17 @@ pub struct ScratchRoom {
 }
 
 impl ScratchFile {
-    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. It has
-    /// no name, and its space is free as soon as the process ends, however it ends.
+    /// As [`create_with`](Self::create_with), without options.
     ///
     /// # Errors
     /// As [`create_with`](Self::create_with).
+    #[cfg(any(test, feature = "testing"))]
     pub fn create(directory: &Path, page_size: PageSize) -> Result<Self> {
         Self::create_with(directory, page_size, ScratchOptions::default())
     }
 
-    /// As [`create`](Self::create), with options.
+    /// Creates a scratch file in `directory` for pages of `page_size`, readable and writable by its owner only. It has
+    /// no name, and its space is free as soon as the process ends, however it ends.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] or [`ErrorKind::PermissionDenied`] if the directory does not take files;
@@ -204,19 +207,23 @@ impl ScratchFile {
         &self.0.directory
     }
 
-    /// Reserves contiguous slots for `bytes` bytes. Their room is taken as the [options](ScratchOptions::allocation)
-    /// say. Threads that reserve at once take turns; reads and writes of the file's other pages go on meanwhile.
+    /// As [`reserve_if`](Self::reserve_if), whatever the file holds.
+    ///
+    /// # Errors
+    /// As [`reserve_if`](Self::reserve_if).
+    #[cfg(any(test, feature = "testing"))]
+    pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
+        self.reserve_if(bytes, |_, _| Ok(()))
+    }
+
+    /// Reserves contiguous slots for `bytes` bytes, if `allows` agrees. It is told the bytes that the file holds and the
+    /// bytes that it would hold more. One thread at a time asks and takes room, so no two are told the same; reads and
+    /// writes of the file's other pages go on meanwhile. Room is taken as the [options](ScratchOptions::allocation) say.
     ///
     /// # Errors
     /// [`ErrorKind::DiskFull`] if the file system has no room, or the file may not be so long. Then nothing is
     /// reserved, and room that was taken is given back. [`ErrorKind::InvalidArgument`] for no bytes, or more than a
     /// file can have; [`ErrorKind::OutOfMemory`] if there is no memory for the checksums.
-    pub fn reserve(&self, bytes: Bytes) -> Result<SlotRun> {
-        self.reserve_if(bytes, |_, _| Ok(()))
-    }
-
-    /// As [`reserve`](Self::reserve), if `allows` agrees. It is told the bytes that the file holds and the bytes that
-    /// it would hold more. One thread at a time asks and takes room, so no two are told the same.
     pub(crate) fn reserve_if(&self, bytes: Bytes, allows: impl FnOnce(Bytes, Bytes) -> Result<()>) -> Result<SlotRun> {
         let inner = &*self.0;
         let wanted = inner.page_size.pages_for(bytes.get());
@@ -319,16 +326,19 @@ impl ScratchFile {
     }
 
     /// The length of the file.
+    #[cfg(any(test, feature = "testing"))]
     pub fn size(&self) -> Bytes {
         self.room().size
     }
 
     /// Bytes of the file that no run holds.
+    #[cfg(any(test, feature = "testing"))]
     pub fn free(&self) -> Bytes {
         self.room().free
     }
 
     /// The checksum of a page's bytes, to be [recorded](SlotRun::record) when they are in their slot.
+    #[cfg(any(test, feature = "testing"))]
     pub fn checksum(bytes: &[u8]) -> u64 {
         XxHash3_64::oneshot(bytes)
     }

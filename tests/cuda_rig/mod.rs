@@ -6,10 +6,11 @@
 use std::sync::{Arc, Condvar, Mutex};
 
 use outcore::device::{
-    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, EventId, HostPointer, HostSlab,
-    HostSlabConfig, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, CudaDevice, CudaDeviceConfig, Device, DeviceAddress, EventId, FrameId, HostFrameId,
+    HostPointer, StreamId, StreamKind, StreamOp, Token,
 };
-use outcore::{Bytes, FrameId, HostFrameId, PageSize, Result};
+use outcore::testing::{HostSlab, HostSlabConfig};
+use outcore::{Bytes, PageSize, Result};
 
 use crate::control::Fake;
 

@@ -10,10 +10,9 @@ use std::time::Duration;
 
 use super::progress;
 use bytemuck::{AnyBitPattern, NoUninit};
-use outcore::device::CudaDeviceSelector;
+use outcore::device::{CudaDeviceSelector, LinkModel};
 use outcore::{
-    Bytes, DeviceChoice, DevicePin, DevicePinMut, LinkModel, PinGuard, PinGuardMut, PinSet, PinSetMut, Result, Runtime,
-    RuntimeBuilder, Scope, Tensor,
+    Bytes, DeviceChoice, DevicePin, PinGuard, PinSet, Result, Runtime, RuntimeBuilder, Scope, Tensor, Write,
 };
 
 #[cfg(feature = "cuda")]
@@ -290,8 +289,8 @@ pub enum Pinned {
 /// A tensor pinned for writing.
 #[derive(Debug)]
 pub enum PinnedMut {
-    Slice(PinGuardMut),
-    Copies(Box<DevicePinMut>, u64),
+    Slice(PinGuard<Write>),
+    Copies(Box<DevicePin<Write>>, u64),
 }
 
 macro_rules! readable {
@@ -350,8 +349,8 @@ pub enum PinnedSet {
 /// Tensors pinned for writing as a unit.
 #[derive(Debug)]
 pub enum PinnedSetMut {
-    Slices(PinSetMut),
-    Copies(DevicePinMut, Vec<u64>),
+    Slices(PinSet<Write>),
+    Copies(DevicePin<Write>, Vec<u64>),
 }
 
 macro_rules! readable_sets {

@@ -18,12 +18,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use outcore::device::{CudaDeviceSelector, DeviceCall, DeviceHook, Token};
-use outcore::pager::state::State;
-use outcore::store::{CallHook, Injected, IoCall, IoKind, StoreOptions};
+use outcore::device::{CudaDeviceSelector, Token};
+use outcore::store::StoreOptions;
+use outcore::testing::{CallHook, DeviceCall, DeviceHook, Injected, IoCall, IoKind};
 use outcore::{
     Bytes, DeviceChoice, Error, ErrorKind, IoBackend, PageSize, PolicyKind, Result, Runtime, RuntimeBuilder, Tensor,
 };
+use outcore_pager::state::State;
 use parking_lot::Mutex;
 
 pub use any_device::{

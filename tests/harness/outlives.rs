@@ -6,7 +6,8 @@
 use std::sync::mpsc;
 use std::task::Waker;
 
-use outcore::{Bytes, ComputeStream, DType, PageSize, Runtime, Scope, Tensor, WaitsFor};
+use outcore::stats::WaitsFor;
+use outcore::{Bytes, ComputeStream, DType, PageSize, Runtime, Scope, Tensor};
 
 use super::tasks::{Task, poll, together};
 use super::{On, check_at_rest};
@@ -56,7 +57,8 @@ pub fn outlives_its_scope<G: Send>(on: On, ends: Ends, pin: impl Fn(&Scope, &[Te
         let waiting = runtime.waiting();
         assert_eq!((waiting.total, runtime.stats().waiting), (2, 2), "{what}: {waiting}");
         let of = |label: &str| {
-            let named = |waiter: &&outcore::Waiter| waiter.scope.as_ref().is_some_and(|scope| scope.label == label);
+            let named =
+                |waiter: &&outcore::stats::Waiter| waiter.scope.as_ref().is_some_and(|scope| scope.label == label);
             waiting.waiters.iter().find(named).unwrap_or_else(|| panic!("{what}: {waiting}"))
         };
         let holders = |label: &str| -> Vec<(Option<&str>, u64, bool)> {

@@ -7,14 +7,15 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use outcore::pager::pin::{self, Pinned};
-use outcore::pager::{
+use outcore::device::{FillPoint, FrameId};
+use outcore::policy::{PageId, PageIndex, SegmentClass, SegmentId, WalkerId};
+use outcore::stats::{RequestId, ScopeId};
+use outcore::{Error, ErrorKind};
+use outcore_pager::ids::MoveId;
+use outcore_pager::pin::{self, Pinned};
+use outcore_pager::{
     AccessLog, Backing, Effects, Gate, Granted, Holdings, Move, PageRun, PageWord, PageWords, Pager, PagerConfig,
     Place, PolicyKind, Purpose, Recorded, Recorder, ScopePriority, ScopeTerms, Submitted, Terms, WaitCause,
-};
-use outcore::{
-    Error, ErrorKind, FillPoint, FrameId, MoveId, PageId, PageIndex, RequestId, ScopeId, SegmentClass, SegmentId,
-    WalkerId,
 };
 
 /// What a page-sized piece of memory holds.
@@ -204,7 +205,7 @@ impl World {
             floor: 0,
             walker: WalkerId::DEFAULT,
             most_passed: 0,
-            passes: outcore::pager::PASSES_MAX,
+            passes: outcore_pager::PASSES_MAX,
             checked: true,
         }
     }

@@ -7,13 +7,15 @@ use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use outcore::pager::Backing;
+use outcore::device::LinkModel;
+use outcore::policy::SegmentClass;
 use outcore::store::QueueDepth;
-use outcore::{Bytes, ErrorKind, LinkModel, Lookahead, PageSize, PolicyKind, Result, SegmentClass};
+use outcore::{Bytes, ErrorKind, Lookahead, PageSize, PolicyKind, Result};
 use outcore_lab::sim::{
     ComputeModel, DiskModel, Guest, MachineModel, Part, Settings, Share, Simulated, Span, Step, Trouble, TroubleKind,
     When, Workload, simulate,
 };
+use outcore_pager::Backing;
 
 use crate::harness::Rng;
 use crate::harness::replay::{Case as Replayed, first_seed};

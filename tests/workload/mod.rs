@@ -12,8 +12,8 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::Instant;
 
-use outcore::pager::state::State;
 use outcore::{Bytes, DType, Error, ErrorKind, IoBackend, Model, PolicyKind, Result, Runtime, Tensor, Verify};
+use outcore_pager::state::State;
 use parking_lot::RwLock;
 
 use crate::common::{self, Synthetic};

@@ -83,7 +83,6 @@ const GGUF: &[(&str, When)] = &[
 
 /// Keys of `config.json`.
 const HF: &[(&str, When)] = &[
-    ("_name_or_path", Always),
     ("add_cross_attention", OFF),
     ("architectures", Always),
     ("attention_bias", Always),
@@ -121,10 +120,12 @@ const HF: &[(&str, When)] = &[
     ("logits_scaling", ONE),
     ("max_length", Always),
     ("max_position_embeddings", Always),
+    ("max_sequence_length", Always),
     ("max_window_layers", Always),
     ("min_length", Always),
     ("mlp_bias", Always),
     ("model_type", Always),
+    ("neftune_noise_alpha", Always),
     ("no_repeat_ngram_size", Always),
     ("num_attention_heads", Always),
     ("num_beam_groups", Always),
@@ -172,6 +173,7 @@ const HF: &[(&str, When)] = &[
     ("unsloth_version", Always),
     ("use_bfloat16", Always),
     ("use_cache", Always),
+    ("use_mrope", OFF),
     ("use_sliding_window", Always),
     ("vocab_size", Always),
 ];
@@ -208,7 +210,9 @@ pub(crate) fn unknown_key(config: &Config, container: Container, metadata: &Map<
                 let of_place = metadata.get(place)?.as_object()?;
                 of_place.iter().find_map(|(key, v)| stop(HF_ROPE, &format!("{place}.{key}"), key, v, config))
             });
-            rope.or_else(|| metadata.iter().find_map(|(key, value)| stop(HF, key, key, value, config)))
+            // Those of one underscore are transformers' own notes.
+            let mut said = metadata.iter().filter(|(key, _)| !key.starts_with('_'));
+            rope.or_else(|| said.find_map(|(key, value)| stop(HF, key, key, value, config)))
         }
     }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use emulated::{Driver, driver, driver_library, folder, kernel_library, ptx_file, skipped};
-use outcore::device::{DeviceCall, DeviceHook};
+use outcore::testing::{DeviceCall, DeviceHook};
 use outcore::{Bytes, DeviceChoice, ErrorKind, Lookahead, Runtime};
 use outcore_llm::kernels::{ActKind, act_kind};
 use outcore_llm::synthetic::Spec;

@@ -29,9 +29,10 @@ use std::task::Poll;
 use std::thread::{self, JoinHandle};
 
 use outcore::device::{
-    Completion, Completions, Device, DeviceFactory, DeviceSettings, EventId, StreamId, StreamKind, StreamOp, Token,
+    Completion, Completions, Device, DeviceAddress, DeviceFactory, DeviceSettings, EventId, FrameId, StreamId,
+    StreamKind, StreamOp, Token,
 };
-use outcore::{DeviceAddress, Error, ErrorKind, FrameId, PageSize, Result};
+use outcore::{Error, ErrorKind, PageSize, Result};
 
 /// Opens an accelerator for each runtime.
 #[derive(Clone, Copy, Debug)]

@@ -5,7 +5,8 @@
 use std::path::Path;
 use std::thread;
 
-use outcore::{Bytes, DType, ErrorKind, LinkModel, PageSize, Runtime, RuntimeBuilder, Tensor};
+use outcore::device::LinkModel;
+use outcore::{Bytes, DType, ErrorKind, PageSize, Runtime, RuntimeBuilder, Tensor};
 use outcore_own_device::Accelerator;
 
 const PAGE: u64 = 64 << 10;

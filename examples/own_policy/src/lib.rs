@@ -2,9 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use outcore::PageId;
-use outcore::pager::Policy;
-use outcore::pager::policy::{Take, Want};
+use outcore::policy::{PageId, Policy, Take, Want};
 
 /// A page that was used once is on probation and leaves first; its next use protects it. At most four fifths of the frames
 /// are protected: beyond that the one whose last use is longest ago is on probation again.

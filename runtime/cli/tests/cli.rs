@@ -12,7 +12,9 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use outcore::{Bytes, PageId, PageIndex, PageSize, PageUse, PolicyKind, Runtime, SegmentId};
+use outcore::policy::{PageId, PageIndex, SegmentId};
+use outcore::stats::PageUse;
+use outcore::{Bytes, PageSize, PolicyKind, Runtime};
 use outcore_lab::sim::{CaptureHeader, CaptureWriter, CapturedSegment, ClassRun};
 use serde_json::Value;
 
@@ -962,7 +964,7 @@ fn policies_refuses_bad_input() {
     for (bad, part) in [
         (String::new(), "is empty"),
         ("9".repeat(20 << 20), "longer than 16 MiB"),
-        ("1,2\n3,4\n".to_owned(), "--column"),
+        ("1,2\n3,4\n".to_owned(), "say which column"),
         ("a\0b".to_owned(), "name its form: capture, mooncake, text, oracle-general"),
     ] {
         fs::write(&path, bad).unwrap();

@@ -8,13 +8,12 @@ use super::memory::{Job, Memory, Work};
 use super::policy::recommend;
 use super::shape::Shape;
 use super::units::Bandwidth;
-use crate::device::HostDevice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{Bytes, PageSize};
 use crate::machine;
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
-use crate::shared::{HUGE_PAGES_LEAST, page_within};
+use crate::shared::{HUGE_PAGES_LEAST, HostDevice, page_within};
 use crate::sim::MachineModel;
 use outcore::Lookahead;
 

@@ -1,10 +1,10 @@
 //! Forecasts, advice and targets of whole jobs.
 
 use super::*;
-use crate::device::HostDevice;
 use crate::error::ErrorKind;
 use crate::ids::{Bytes, PageSize};
 use crate::machine;
+use crate::shared::HostDevice;
 use crate::shared::page_within;
 use crate::sim::MachineModel;
 use outcore::DType;

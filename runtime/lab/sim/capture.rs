@@ -6,7 +6,7 @@
 //!
 //! ```
 //! use outcore_lab::sim::{CaptureHeader, CaptureReader, CaptureStep, CaptureWriter, CapturedSegment};
-//! use outcore::{PageId, PageIndex, PageSize, PageUse, SegmentId};
+//! use outcore::{PageSize, policy::{PageId, PageIndex, SegmentId}, stats::PageUse};
 //!
 //! let id = SegmentId::new(4);
 //! let segment = CapturedSegment { id, name: "model.gguf".into(), pages: 9, classes: Vec::new() };

@@ -28,7 +28,7 @@
 //! 3. streamed pages of the marginal gap;
 //! 4. kept pages of the marginal gap;
 //! 5. pages of gaps that are kept whole;
-//! 6. a page that two tensors share, if a walker has used only the first of the two.
+//! 6. if there are several walkers: a page that two tensors share, of which one has used only the first.
 //!
 //! A fill ahead of use never takes a page that is used sooner than the page it fills, and never a kept page for a
 //! streamed one.

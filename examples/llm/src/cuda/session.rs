@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cudarc::driver::{CudaSlice, DevicePtr, PinnedHostSlice};
-use outcore::{Bytes, ComputeStream, RawStream, StreamPin};
+use outcore::device::RawStream;
+use outcore::{Bytes, ComputeStream, StreamPin};
 
 use super::gpu::{Gpu, failed};
 use super::kernels::{Attention, HEAD_MAX, Product};

@@ -36,7 +36,7 @@ use crate::pager::{
 use crate::random::Random;
 use crate::shared::staging_pages;
 use crate::shared::{Depth, Queue};
-use outcore::{StallStats, WaitCause};
+use outcore::stats::{StallStats, WaitCause};
 
 pub use settings::Settings;
 pub use simulated::{Flow, Simulated};

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::ids::Bytes;
 use crate::pager::PagerStats;
 use crate::sim::Recorded;
-use outcore::StallStats;
+use outcore::stats::StallStats;
 
 /// Bytes that moved one way, and how long that took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -41,7 +41,6 @@ pub(super) fn read(mut input: impl BufRead, name: &str, progress: Progress<'_>) 
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::sim::trace::pages_of;
     use crate::sim::{Trace, TraceForm, TraceOptions};
 

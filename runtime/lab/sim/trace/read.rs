@@ -296,8 +296,12 @@ mod tests {
         out.finish().unwrap()
     }
 
+    /// With a checksum, as the program `zstd` writes it.
     fn zstd(bytes: &[u8]) -> Vec<u8> {
-        ::zstd::stream::encode_all(bytes, 1).unwrap()
+        let mut out = ::zstd::stream::write::Encoder::new(Vec::new(), 1).unwrap();
+        out.include_checksum(true).unwrap();
+        out.write_all(bytes).unwrap();
+        out.finish().unwrap()
     }
 
     #[test]

@@ -2,7 +2,8 @@
 
 use std::io::BufWriter;
 
-use outcore::{Error, ErrorKind, Model, PageSize, PageUses, Runtime};
+use outcore::stats::PageUses;
+use outcore::{Error, ErrorKind, Model, PageSize, Runtime};
 use outcore_lab::output::NewFile;
 use outcore_lab::sim::{CaptureHeader, CaptureWriter};
 use outcore_llm::Result;

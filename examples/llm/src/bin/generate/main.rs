@@ -16,8 +16,9 @@ use std::time::Instant;
 
 use clap::Parser;
 use outcore::machine::ProcessMemory;
+use outcore::stats::Lane;
 use outcore::store::{QueueDepth, StoreOptions};
-use outcore::{Bytes, DeviceChoice, Lane, PageSize, Runtime};
+use outcore::{Bytes, DeviceChoice, PageSize, Runtime};
 use outcore_lab::output::{Input, NewFile};
 use outcore_llm::{
     ChatTemplate, Config, CudaModel, CudaSession, Decoder, Error, Gpu, KvType, Message, Model, ModelFiles, Options,

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use outcore::machine::ProcessMemory;
-use outcore::{Bytes, Lane, Optimum, PageSize, PageStalls, Result, Span, Stats, TierStalls};
+use outcore::stats::{Lane, Optimum, PageStalls, Span, TierStalls};
+use outcore::{Bytes, PageSize, Result, Stats};
 use outcore_lab::output::{Input, NewFile};
 use outcore_lab::residency::Residency;
 use outcore_lab::sim::ClassBytes;
