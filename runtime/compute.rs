@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::device::{EventId, RawStream, StreamId, StreamOp};
 use crate::error::{Error, Result};
-use crate::runtime::{Runtime, Shared};
+use crate::shared::Shared;
 use crate::transfer::{Engine, run_closure};
 
 struct Inner {
@@ -52,38 +52,8 @@ impl Drop for Inner {
 #[derive(Clone)]
 pub struct ComputeStream(Arc<Inner>);
 
-impl Runtime {
-    /// A stream for work of the caller's. It has normal priority and does not wait for other streams. A stream that its
-    /// last owner has dropped is used again.
-    ///
-    /// # Errors
-    /// Errors of the device; [`Closed`](crate::ErrorKind::Closed).
-    pub fn compute_stream(&self) -> Result<ComputeStream> {
-        let id = self.shared.engine.take_stream()?;
-        Ok(ComputeStream::new(self.shared.clone(), id, false))
-    }
-
-    /// Adopts a stream, which stays the caller's. outcore records events on it, makes it wait for fills of tensors that
-    /// are [pinned for it](Self::pin_device_on), and puts nothing else on it unasked.
-    ///
-    /// # Safety
-    /// The handle is that of a stream, and stays valid until the last clone of the returned stream has been dropped, or
-    /// [`close`](Runtime::close) has returned.
-    ///
-    /// # Errors
-    /// [`Unsupported`](crate::ErrorKind::Unsupported) on the host device, which has no handles;
-    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for a stream that is not in the primary context of the
-    /// runtime's GPU, and for the per-thread default stream; errors of the device.
-    pub unsafe fn adopt_stream(&self, raw: RawStream) -> Result<ComputeStream> {
-        self.shared.engine.usable()?;
-        // SAFETY: the caller's promise, which covers the life of the returned value; its drop forgets the stream.
-        let id = unsafe { self.shared.engine.device.adopt_stream(raw) }?;
-        Ok(ComputeStream::new(self.shared.clone(), id, true))
-    }
-}
-
 impl ComputeStream {
-    fn new(shared: Arc<Shared>, id: StreamId, adopted: bool) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, id: StreamId, adopted: bool) -> Self {
         Self(Arc::new(Inner { shared, id, adopted, failure: Arc::default() }))
     }
 
@@ -160,7 +130,7 @@ impl ComputeStream {
     }
 
     /// Waits until everything that is on the stream has ended. Results of work with tensors [pinned for the
-    /// stream](Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may have
+    /// stream](crate::Runtime::pin_device_on) are valid only after this has succeeded: a fill that it waited for may have
     /// failed, and the device with it.
     ///
     /// # Errors

@@ -8,121 +8,18 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::budget::device_frames_of;
 use crate::device::{CudaDeviceSelector, DeviceFactory, DeviceHook, HostDevice, HostFactory, LinkModel, SimFactory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{ModelFile, ModelHeader};
 use crate::ids::{Bytes, PageSize};
+use crate::lookahead::Lookahead;
 use crate::machine::MemoryLimit;
 use crate::pager::policy::guarded::{Fate, Guarded};
 use crate::pager::{Policy, PolicyKind};
-use crate::runtime::{Runtime, device_frames_of};
-use crate::settings::{AHEAD, Settings, Wanted};
+use crate::settings::{Settings, Wanted};
 use crate::store::{DiskProfile, IoBackend, ScratchAllocation, StoreOptions};
-
-/// When clean pages of model files are checked against the hash learned at their first read.
-///
-/// A model file that changes while it is open is noticed without any check, by its length, its inode and its time of
-/// modification. Whoever changes bytes and puts that time back is not: then [`Off`](Self::Off) serves the changed bytes.
-/// So it is with a disk or memory that returns wrong bytes and no error. A file that had changed before its first read is
-/// noticed by none of them, for there is no hash to compare with.
-///
-/// What a check costs, in `cargo bench --bench verify`: 1 GiB in pages of 2 MiB through 128 MiB, five interleaved rounds on
-/// 2 cores of an AMD EPYC (a KVM guest, family 25 model 17), Linux 6.18, a virtual disk of 1.7 GB/s, beside other work.
-/// Medians of a pass over the file:
-///
-/// | | the first pass | the second | later ones |
-/// |---|---|---|---|
-/// | `off` | 1.69 GiB/s, 57 ns of the processor a KiB | 1.59 GiB/s, 29 ns | 1.62 GiB/s, 38 ns |
-/// | `first` | 1.36 GiB/s, 143 ns | 1.66 GiB/s, 114 ns | 1.67 GiB/s, 38 ns |
-/// | `always` | 1.01 GiB/s, 162 ns | 1.47 GiB/s, 124 ns | 1.48 GiB/s, 105 ns |
-///
-/// So a page that is hashed costs about 80 ns of the processor a KiB more, which is 12 GB/s of one core: of the
-/// thread that waits for the page, or of one of the engine's if nobody does. Hashes take 8 bytes a page.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Verify {
-    /// Never. Changes behind the file's time of modification are served as they are.
-    #[default]
-    Off,
-    /// At the first time a page is read again. What changes later is served as it is.
-    First,
-    /// Every time a page is read again.
-    Always,
-}
-
-impl FromStr for Verify {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "off" => Ok(Self::Off),
-            "first" => Ok(Self::First),
-            "always" => Ok(Self::Always),
-            _ => Err(Error::new(ErrorKind::InvalidArgument, format!("verify mode {text:?} does not exist"))
-                .remedy("choose off, first or always")),
-        }
-    }
-}
-
-impl fmt::Display for Verify {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Off => "off",
-            Self::First => "first",
-            Self::Always => "always",
-        })
-    }
-}
-
-/// How far ahead of use fills start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Lookahead {
-    /// Enough to keep a fast NVMe drive busy, and a small part of the device budget; see [`pages`](Self::pages).
-    #[default]
-    Auto,
-    /// Never: pages come when they are wanted.
-    Off,
-    /// This much.
-    Bytes(Bytes),
-}
-
-impl Lookahead {
-    /// How many pages it is with a device tier of `frames`, of a disk of which nothing is known. Unless it is off, at
-    /// least one. By itself 16 MiB, but at most a sixteenth of the frames, or eight pages where that is no more than an
-    /// eighth of them, or four where that is no more than a quarter: a stream of fewer pages stalls at every
-    /// unevenness. Where more is asked for, up to a quarter.
-    pub fn pages(self, page_size: PageSize, frames: u32) -> u32 {
-        self.pages_where(page_size, frames, AHEAD)
-    }
-
-    /// As [`pages`](Self::pages), where so much ahead is enough for the disk: every page that streams is one less that
-    /// stays.
-    pub(crate) fn pages_where(self, page_size: PageSize, frames: u32, enough: Bytes) -> u32 {
-        let within = |bytes: u64, most: u32| page_size.pages_for(bytes).min(u64::from(most)) as u32;
-        let pages = match self {
-            Self::Off => return 0,
-            Self::Auto => within(enough.get(), (frames / 16).max((frames / 8).min(8)).max((frames / 4).min(4))),
-            Self::Bytes(bytes) => within(bytes.get(), frames / 4),
-        };
-        pages.max(1)
-    }
-}
-
-impl FromStr for Lookahead {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "off" => Ok(Self::Off),
-            size => size.parse().map(Self::Bytes).map_err(|error: Error| {
-                let remedy = format!("{}, or auto, or off", error.advice().unwrap_or("give a size"));
-                error.remedy(remedy)
-            }),
-        }
-    }
-}
+use crate::verify::Verify;
 
 /// Buffers of the staging ring, where `asked` is what was asked for, if anything.
 pub fn staging_pages(asked: Option<Bytes>, page: PageSize) -> u32 {
@@ -355,7 +252,7 @@ fn slowest(found: impl Iterator<Item = Result<DiskProfile>>) -> std::result::Res
     slowest.ok_or(first)
 }
 
-/// Opens a [`Runtime`]. Every setting has a default; the device budget's is 1 GiB.
+/// Opens a [`Runtime`](crate::Runtime). Every setting has a default; the device budget's is 1 GiB.
 #[derive(Clone)]
 #[must_use]
 pub struct RuntimeBuilder {
@@ -424,7 +321,7 @@ impl RuntimeBuilder {
     }
 
     /// Where the device tier is; this process's own memory by default. What the bytes of a GPU's tier are used by is a
-    /// kernel, so they are pinned with [`Runtime::pin_device`].
+    /// kernel, so they are pinned with [`Runtime::pin_device`](crate::Runtime::pin_device).
     pub fn device(mut self, device: DeviceChoice) -> Self {
         self.device = device;
         self
@@ -625,7 +522,7 @@ impl RuntimeBuilder {
         self
     }
 
-    /// How far ahead of use fills start. Follows the device budget when [that changes](Runtime::set_device_budget).
+    /// How far ahead of use fills start. Follows the device budget when [that changes](crate::Runtime::set_device_budget).
     pub fn lookahead(mut self, lookahead: Lookahead) -> Self {
         self.lookahead = lookahead;
         self
@@ -652,7 +549,7 @@ impl RuntimeBuilder {
         self
     }
 
-    /// How long [`close`](Runtime::close) waits for a disk that does not answer: without one read or write ending for so long,
+    /// How long [`close`](crate::Runtime::close) waits for a disk that does not answer: without one read or write ending for so long,
     /// it fails, and the memory of those under way stays reserved. 60 s unless set. [`store`](Self::store) sets it anew.
     pub fn close_within(mut self, limit: Duration) -> Self {
         self.store = self.store.close_within(limit);
@@ -722,13 +619,13 @@ impl RuntimeBuilder {
         self
     }
 
-    /// Keeps a timeline of reads, copies and stalls; see [`Runtime::take_timeline`].
+    /// Keeps a timeline of reads, copies and stalls; see [`Runtime::take_timeline`](crate::Runtime::take_timeline).
     pub fn timeline(mut self, keep: bool) -> Self {
         self.timeline = keep;
         self
     }
 
-    /// Keeps the order in which pages are used; see [`Runtime::take_uses`].
+    /// Keeps the order in which pages are used; see [`Runtime::take_uses`](crate::Runtime::take_uses).
     pub fn keep_uses(mut self, keep: bool) -> Self {
         self.keep_uses = keep;
         self
@@ -739,15 +636,6 @@ impl RuntimeBuilder {
         self.warm = warm;
         self
     }
-
-    /// Opens the runtime.
-    ///
-    /// # Errors
-    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what the device and the
-    /// store say if they cannot be opened.
-    pub fn open(self) -> Result<Runtime> {
-        Runtime::open(self)
-    }
 }
 
 #[cfg(test)]
@@ -756,6 +644,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::Runtime;
     use crate::dtype::DType;
     use crate::format::{FileState, Metadata, TensorHeader};
     use crate::scene;

@@ -47,12 +47,14 @@
 #[macro_use]
 extern crate outcore_pager as pager;
 
+mod budget;
 mod compute;
 mod config;
 pub mod device;
 pub mod dlpack;
 mod dtype;
 pub mod format;
+mod lookahead;
 pub mod machine;
 mod observe;
 pub mod pin;
@@ -63,25 +65,30 @@ mod runtime;
 mod scene;
 mod segment;
 mod settings;
+mod shared;
 pub mod store;
+mod streams;
 mod tensor;
 mod transfer;
+mod verify;
 
 use pager::{error, ids, random, sync};
 
 pub use compute::ComputeStream;
-pub use config::{DeviceBudget, DeviceChoice, Lookahead, RuntimeBuilder, Verify};
+pub use config::{DeviceBudget, DeviceChoice, RuntimeBuilder};
 pub use dtype::DType;
 #[doc(inline)]
 pub use error::{Error, ErrorKind, Result};
 #[doc(inline)]
 pub use ids::{Bytes, PageSize, Tier};
+pub use lookahead::Lookahead;
 #[doc(inline)]
 pub use pager::{PolicyKind, ScopePriority};
 pub use pin::{DevicePin, PinGuard, PinRequest, PinSet, Read, Scope, ScopeBuilder, StreamPin, Walker, Write};
 pub use runtime::{Model, Runtime, Stats};
 pub use store::IoBackend;
 pub use tensor::Tensor;
+pub use verify::Verify;
 
 /// What a runtime tells of itself: counters, where time went, who waits for what, and what was chosen.
 pub mod stats {
@@ -117,9 +124,9 @@ pub mod testing {
     pub use crate::device::host::{HostDevice, HostDeviceConfig};
     pub use crate::device::sim::{SimClock, SimDevice, SimDeviceConfig};
     pub use crate::device::slab::{HostSlab, HostSlabConfig, SlabRegion};
-    pub use crate::store::contract::{FileUse, IoKind, IoOp, Store};
-    pub use crate::store::file::DirectIo;
-    pub use crate::store::operation::{CallHook, Injected, IoCall, RoomCall, RoomKind};
+    pub use crate::store::contract::Store;
+    pub use crate::store::file::{DirectIo, FileUse};
+    pub use crate::store::operation::{CallHook, Injected, IoCall, IoKind, IoOp, RoomCall, RoomKind};
     pub use crate::store::own::OwnRead;
     pub use crate::store::probe::open_store;
     pub use crate::store::scratch::{ScratchFile, ScratchOptions, ScratchRoom, SlotIndex, SlotRun};
@@ -128,7 +135,7 @@ pub mod testing {
 /// Rules of the runtime that the laboratory follows, so that both are the same. Not for programs: they change without
 /// notice.
 #[doc(hidden)]
-pub mod shared {
+pub mod rules {
     pub use crate::config::staging_pages;
     pub use crate::device::host::HostDevice;
     pub use crate::format::names::{Expert, Role, expert, role};

@@ -11,8 +11,9 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
+use crate::budget::{device_frames_of, host_frames_of};
 use crate::compute::ComputeStream;
-use crate::config::{DeviceBudget, RuntimeBuilder, Verify, staging_pages};
+use crate::config::{DeviceBudget, RuntimeBuilder, staging_pages};
 use crate::device::{Completions, DeviceAddress, DeviceSettings, Hooked, HookedSink, HostSlab, HostSlabConfig, Opened};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -24,7 +25,8 @@ use crate::pager::policy::opt::Optimum;
 use crate::pager::{Backing, FrameStats, PageRun, PageUses, PageView, Pager, PagerConfig, PagerStats, WalkerStats};
 use crate::pin::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Walker, Write};
 use crate::segment::Segment;
-use crate::settings::{Chosen, Settings, Wanted};
+use crate::settings::Settings;
+use crate::shared::{Raising, Shared};
 use crate::store::{
     FileUse, IoBackend, PageSource, QueueDepth, ScratchFile, ScratchOptions, ScratchRoom, SlotRun, Store,
     scratch_on_a_disk,
@@ -32,68 +34,6 @@ use crate::store::{
 use crate::tensor::Tensor;
 use crate::transfer::waiting::Waiting;
 use crate::transfer::{Engine, LearnedHashes, Parts, SegmentIo, Sink, Source, may_wait};
-
-/// What every handle of a runtime keeps alive. When the last one goes, what is in flight is waited for.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) engine: Arc<Engine>,
-    page_size: PageSize,
-    verify: Verify,
-    scratch_dir: Option<PathBuf>,
-    scratch_options: ScratchOptions,
-    scratch_budget: Option<Bytes>,
-    /// Memory of the staging ring.
-    staging: Bytes,
-    /// Page tables of this process's that a frame of the device can have for itself.
-    frame_tables: Bytes,
-    /// The folder of the first model.
-    model_dir: OnceLock<PathBuf>,
-    scratch: Mutex<Option<(ScratchFile, FileId)>>,
-    host_budget: Bytes,
-    /// What settings follow from, but for the device budget.
-    wanted: Wanted,
-    chosen: Chosen<PageSize>,
-    /// What they were last, with a device tier of so many frames.
-    settings: Mutex<(u32, Settings)>,
-    /// Frames of the largest device budget so far.
-    most_frames: AtomicU32,
-    /// Frames of device budgets that are about to be set: they count as if they were.
-    raising: Mutex<Vec<u32>>,
-}
-
-/// A device budget that is about to be set.
-struct Raising<'a> {
-    of: &'a Mutex<Vec<u32>>,
-    frames: u32,
-}
-
-impl<'a> Raising<'a> {
-    fn new(of: &'a Mutex<Vec<u32>>, frames: u32) -> Self {
-        of.lock().push(frames);
-        Self { of, frames }
-    }
-}
-
-impl Drop for Raising<'_> {
-    fn drop(&mut self) {
-        let mut all = self.of.lock();
-        if let Some(at) = all.iter().position(|frames| *frames == self.frames) {
-            all.swap_remove(at);
-        }
-    }
-}
-
-impl Shared {
-    pub(crate) fn page_size(&self) -> PageSize {
-        self.page_size
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.engine.shut_down_at_last();
-    }
-}
 
 /// An open runtime: tiers, store, policy. Cheap to clone; all clones are one runtime.
 ///
@@ -1166,63 +1106,18 @@ fn check_host_budget(budget: Bytes) -> Result<()> {
         .remedy(format!("choose a host budget well below {}, or none: pages then go to disk", memory.limit)))
 }
 
-/// Page tables of a tier's frames beside its budget: what exceeds this is taken from the budget. With what the runtime itself
-/// takes, both are within the 32 MiB that a process may hold beside its budgets.
-const DEVICE_TABLES_BESIDE: Bytes = Bytes::mib(16);
-const HOST_TABLES_BESIDE: Bytes = Bytes::mib(8);
-
-/// How many frames a device budget holds, if each can have `tables` of its own.
-pub(crate) fn device_frames_of(budget: Bytes, page: PageSize, tables: Bytes) -> Result<u32> {
-    frames_of("device", budget, page, tables, DEVICE_TABLES_BESIDE)
-}
-
-fn host_frames_of(budget: Bytes, page: PageSize) -> Result<u32> {
-    frames_of("host", budget, page, HostSlab::tables_of_a_frame(page), HOST_TABLES_BESIDE)
-}
-
-/// How many frames a budget holds, if each can have `tables`, which count as far as all frames together can have more than
-/// `beside`.
-fn frames_of(tier: &str, budget: Bytes, page: PageSize, tables: Bytes, beside: Bytes) -> Result<u32> {
-    let with_tables = (budget + beside).get() / (page.bytes() + tables.get());
-    u32::try_from(with_tables.min(budget.get() / page.bytes())).map_err(|_| {
-        Error::new(ErrorKind::InvalidArgument, format!("a {tier} budget of {budget} has too many pages of {page:?}"))
-            .remedy("choose larger pages")
-    })
+impl RuntimeBuilder {
+    /// Opens the runtime.
+    ///
+    /// # Errors
+    /// [`BudgetTooSmall`](ErrorKind::BudgetTooSmall) if the device budget holds no page; what the device and the
+    /// store say if they cannot be opened.
+    pub fn open(self) -> Result<Runtime> {
+        Runtime::open(self)
+    }
 }
 
 fn changed_since(file: &ModelFile) -> Error {
     let message = format!("{} changed after its header was read", file.path.display());
     Error::new(ErrorKind::ModelChanged, message).remedy("open the model again")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::device::HostDevice;
-
-    #[test]
-    fn page_tables_count_beyond_what_is_beside_the_budget() {
-        for page in [4, 64, 256, 2048, 16 << 10, 1 << 20].map(|kib| PageSize::new(Bytes::kib(kib)).unwrap()) {
-            let tables = HostDevice::tables_of_a_frame(page);
-            let held = |frames: u64| frames * (page.bytes() + tables.get());
-            for frames in [1, 2, 12, 1000, 4096, 4097, 31_000, 1 << 20] {
-                let budget = Bytes::new(frames * page.bytes() + page.bytes() / 2);
-                let found = u64::from(device_frames_of(budget, page, tables).unwrap());
-                let beside = (budget + DEVICE_TABLES_BESIDE).get();
-                assert!(found >= 1 && held(found) <= beside, "{frames} of {page:?}: {found}");
-                // As many as that allows, and as many as there are pages where that many have few tables.
-                assert!(found == frames || held(found + 1) > beside, "{frames} of {page:?}: {found}");
-                assert!(
-                    found == frames || frames * tables.get() > DEVICE_TABLES_BESIDE.get(),
-                    "{frames} of {page:?}: {found}"
-                );
-            }
-        }
-        let (page, budget) = (PageSize::DEFAULT, Bytes::gib(64));
-        // Of 64 GiB and 8 MiB each frame takes a 512th more.
-        assert_eq!(host_frames_of(budget, page).unwrap(), 32708);
-        // A GPU's memory is in no table of this process.
-        assert_eq!(device_frames_of(budget, page, Bytes::ZERO).unwrap(), 32768);
-        assert!(host_frames_of(Bytes::new(u64::MAX), page).is_err());
-    }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::device::DeviceAddress;
 use crate::ids::{PageIndex, PageSize, SegmentId};
 use crate::pager::{Backing, PageRun, PageWord, PageWords};
-use crate::runtime::Shared;
+use crate::shared::Shared;
 
 /// A segment as its users hold it. When the last user drops it, its pages are given up. It has cache lines of its own,
 /// because every pin changes its count of users.

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
-use crate::config::Lookahead;
 use crate::ids::{Bytes, PageSize};
+use crate::lookahead::{AHEAD, Lookahead};
 use crate::store::DiskProfile;
 
 /// A setting, and why it is so.
@@ -70,8 +70,6 @@ const AHEAD_LEAST: Bytes = Bytes::mib(8);
 /// The least in flight where pages are copied to a device besides: they also come from the host tier, which is faster
 /// than a disk.
 const IN_FLIGHT_LINKED: Bytes = Bytes::mib(16);
-/// What is chosen ahead of use, of an unknown disk.
-pub(crate) const AHEAD: Bytes = Bytes::mib(16);
 /// Processor time that each missing page takes, whatever its size: measured
 /// (`docs/decisions/0022-settings-by-the-disk.md`).
 const FAULT_TIME: Duration = Duration::from_micros(40);

@@ -19,7 +19,7 @@ import tempfile
 UNSAFE_ALLOWED = {
     "runtime/device/": "reserves, maps and copies raw memory",
     "runtime/store/": "hands buffers to the kernel",
-    "runtime/compute.rs": "adopts streams of the caller's, whose handles are raw pointers",
+    "runtime/streams.rs": "adopts streams of the caller's, whose handles are raw pointers",
     "runtime/dlpack.rs": "gives other libraries a C structure, and takes it back in its deleter",
     "runtime/pin/": "pin guards turn a pinned page's address into a slice",
     "examples/own_device/src/lib.rs": "copies between raw host memory and its own",

@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Args;
 use outcore::device::{CudaDeviceInfo, cuda_devices};
 use outcore::machine::{self, HugePages, LimitSource, Machine};
-use outcore::shared::HostDevice;
+use outcore::rules::HostDevice;
 use outcore::stats::Settings;
 use outcore::store::{DiskProfile, QueueDepth, probe_backend, probe_file};
 use outcore::{Bytes, Error, IoBackend, PageSize, Result, Runtime};

@@ -26,16 +26,16 @@ pub struct Options {
     #[arg(long, value_name = "FILE", required_unless_present = "workload", conflicts_with = "workload")]
     trace: Option<PathBuf>,
     /// The trace's form: capture, mooncake, text or oracle-general. Default: what the file shows
-    #[arg(long, value_name = "FORM", requires = "trace")]
+    #[arg(long, value_name = "FORM", conflicts_with = "workload")]
     format: Option<TraceForm>,
     /// The column of ids in a text of several: its number, from 1, or its name in the first line
-    #[arg(long, value_name = "COLUMN", requires = "trace")]
+    #[arg(long, value_name = "COLUMN", conflicts_with = "workload")]
     column: Option<Column>,
     /// The column of a text that tells reads from writes. Default: the one called op, operation, rw or type
-    #[arg(long, value_name = "COLUMN", requires = "trace")]
+    #[arg(long, value_name = "COLUMN", conflicts_with = "workload")]
     op_column: Option<Column>,
     /// No use of the trace writes its page
-    #[arg(long, requires = "trace")]
+    #[arg(long, conflicts_with = "workload")]
     read_only: bool,
     /// A synthetic workload instead: decode, prefill, moe, kv, train or mixed (docs/policies.md says what they are)
     #[arg(long, value_name = "NAME")]

@@ -46,8 +46,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
+use super::ballast::{BALLAST, Ballast};
 use super::link::{Direction, LinkModel, LinkSchedule};
-use super::mappings::{self, Ballast, Claim};
+use super::mappings::{self, Claim};
 use super::stream::{Copier, STREAMS_MAX, Stream, closed, event_of, event_parts, report_apart};
 use super::sys::{self, HUGE_PAGE_BYTES, Region};
 use super::tables::Tables;
@@ -63,7 +64,7 @@ const WARM_SLICE_BYTES: u64 = 2 << 20;
 /// ballast, and to the regions of a runtime.
 const MAPPINGS_FOR_OTHERS: u64 = mappings::LEFT + MAPPINGS_OF_OURS;
 /// The part of these that outcore uses.
-const MAPPINGS_OF_OURS: u64 = mappings::BALLAST + 16 * mappings::A_REGION;
+const MAPPINGS_OF_OURS: u64 = BALLAST + 16 * mappings::A_REGION;
 /// Bytes of the first arena. Every later one has as many as all before it together, up to `ARENA_MOST`.
 const ARENA_LEAST: u64 = 1 << 30;
 const ARENA_MOST: u64 = 64 << 30;

@@ -2,37 +2,24 @@
 //!
 //! A process that has all its mappings cannot start threads, nor get memory in larger pieces, and is as good as lost.
 //! So outcore counts the most that it may need before it begins ([`Claim`]), leaves [`LEFT`] to the rest of the
-//! process, and holds some mappings for nothing ([`Ballast`]), which it gives up when others have taken the rest.
+//! process, and holds some mappings for nothing (`ballast.rs`), which it gives up when others have taken the rest.
 //!
 //! No lock is taken here, nor where a host device finds out about the kernel. A child by `fork` may open a runtime
 //! although a thread of its parent, which the child does not have, was in here.
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
-use super::sys::{self, Region};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
 
 /// Mappings left to the rest of the process, including those that it makes later.
 pub(super) const LEFT: u64 = 1024;
 /// The least that is left free beside the mappings that the process has already.
-const LEFT_AT_LEAST: u64 = 512;
-/// Mappings that a ballast holds.
-pub(super) const BALLAST: u64 = 256;
-/// Mappings that must be free beside a ballast before it is taken up again.
-const SPARE: u64 = LEFT_AT_LEAST / 2;
+pub(super) const LEFT_AT_LEAST: u64 = 512;
 /// The most mappings that a region needs, whatever is in it: itself, its two ends, and the table of its pages.
 pub(super) const A_REGION: u64 = 4;
-
-/// A count is used for later refusals for at least this long ...
-const RECENT: Duration = Duration::from_millis(250);
-/// ... and for at least this many times as long as counting took. Busy processors slow counting down, and refusals that
-/// each count anew would get nowhere.
-const RECENT_TIMES: u32 = 4;
 
 /// The sum of all claims of this process.
 static CLAIMED: AtomicU64 = AtomicU64::new(0);
@@ -77,10 +64,10 @@ pub(super) fn unregister(base: u64) {
 /// The mappings of this process at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Count {
-    limit: u64,
+    pub(super) limit: u64,
     /// Mappings of this process that are not outcore's.
-    others: u64,
-    ours: u64,
+    pub(super) others: u64,
+    pub(super) ours: u64,
 }
 
 impl Count {
@@ -108,12 +95,12 @@ impl Count {
     }
 
     /// Whether there is room for `claimed` mappings beside others' and those left to them.
-    fn holds(self, claimed: u64) -> bool {
+    pub(super) fn holds(self, claimed: u64) -> bool {
         claimed.saturating_add(self.kept_back()) <= self.limit
     }
 
     /// How many of the allowed mappings cannot be claimed.
-    fn kept_back(self) -> u64 {
+    pub(super) fn kept_back(self) -> u64 {
         (self.others + LEFT_AT_LEAST).max(LEFT)
     }
 
@@ -122,11 +109,11 @@ impl Count {
         self.limit.saturating_sub(self.kept_back()).saturating_sub(claimed)
     }
 
-    fn left(self) -> u64 {
+    pub(super) fn left(self) -> u64 {
         self.limit.saturating_sub(self.others + self.ours)
     }
 
-    fn told(self, what: &str, wanted: u64, larger: &str) -> Error {
+    pub(super) fn told(self, what: &str, wanted: u64, larger: &str) -> Error {
         let Self { limit, others, ours } = self;
         let claimed = CLAIMED.load(Ordering::Relaxed);
         let message = format!(
@@ -221,112 +208,9 @@ pub(super) fn shortage(what: &str, cause: &io::Error) -> Option<Error> {
     (now.left() < LEFT_AT_LEAST).then(|| now.told(what, 2, ", use larger pages, or keep fewer mappings elsewhere"))
 }
 
-/// Mappings held for nothing. When the kernel refuses a mapping they are given up to the rest of the process, and not
-/// to the next frame.
-#[derive(Debug)]
-pub(super) struct Ballast {
-    /// While the ballast is held every second page is readable, so that each page is a mapping. When it is given up
-    /// none is.
-    region: Region,
-    #[allow(dead_code, reason = "held")]
-    claim: Claim,
-    held: bool,
-    /// The count for the last refusal, kept because counting takes long with many mappings.
-    counted: Option<Counted>,
-}
-
-/// A count, and how long it is used.
-#[derive(Clone, Copy, Debug)]
-struct Counted {
-    count: Count,
-    until: Instant,
-}
-
-impl Counted {
-    fn now() -> Option<Self> {
-        let began = Instant::now();
-        let count = Count::now().ok()?;
-        Some(Self::between(count, began, Instant::now()))
-    }
-
-    fn between(count: Count, began: Instant, ended: Instant) -> Self {
-        let took = ended.saturating_duration_since(began);
-        Self { count, until: ended + RECENT.max(RECENT_TIMES * took) }
-    }
-}
-
-impl Ballast {
-    /// # Errors
-    /// If there is no room for it.
-    pub(super) fn new() -> Result<Self> {
-        let claim = Claim::of(BALLAST, "a host device", |_| String::new())?;
-        let page = sys::system_page_bytes();
-        let region = Region::reserve((BALLAST + SPARE) * page, page, "mappings held back")?;
-        let ballast = Self { region, claim, held: true, counted: None };
-        ballast.take(0..BALLAST).map_err(|cause| Error::io("hold mappings back", cause))?;
-        Ok(ballast)
-    }
-
-    /// Makes each of these pages a mapping.
-    fn take(&self, pages: Range<u64>) -> io::Result<()> {
-        let page = sys::system_page_bytes();
-        pages.step_by(2).try_for_each(|at| {
-            // SAFETY: the region is ours, nothing is in it, and nobody knows its addresses. Its readable pages are
-            // zeros that take no memory.
-            unsafe { sys::set_readable(self.region.base() + at * page, page) }
-        })
-    }
-
-    /// Makes all of these pages one mapping.
-    fn leave(&self, pages: Range<u64>) {
-        let page = sys::system_page_bytes();
-        let (at, len) = (self.region.base() + pages.start * page, (pages.end - pages.start) * page);
-        // SAFETY: as in `take`.
-        if let Err(cause) = unsafe { sys::set_access(at, len, false) } {
-            tracing::debug!(%cause, "give up mappings held back");
-        }
-    }
-
-    /// Checks that the ballast is held. If it had been given up and there is room now, takes it up again.
-    ///
-    /// # Errors
-    /// [`ErrorKind::TooManyMappings`] while there is no room.
-    #[inline]
-    pub(super) fn hold(&mut self, what: impl FnOnce() -> String) -> Result<()> {
-        if self.held { Ok(()) } else { self.take_up(&what()) }
-    }
-
-    /// Asks the kernel rather than the last count, so that room that has come back is used at once.
-    fn take_up(&mut self, what: &str) -> Result<()> {
-        const ADVICE: &str = ", use larger pages, or keep fewer mappings elsewhere";
-        if self.take(0..BALLAST + SPARE).is_ok() {
-            self.leave(BALLAST..BALLAST + SPARE);
-            self.held = true;
-            return Ok(());
-        }
-        self.leave(0..BALLAST + SPARE);
-        let recent = self.counted.filter(|counted| Instant::now() < counted.until);
-        self.counted = recent.or_else(Counted::now);
-        Err(match self.counted {
-            Some(Counted { count, .. }) => count.told(what, 2, ADVICE),
-            None => Error::new(
-                ErrorKind::TooManyMappings,
-                format!("{what}: the kernel gives this process no more mappings"),
-            )
-            .remedy(format!("raise vm.max_map_count{ADVICE}")),
-        })
-    }
-
-    /// Gives the ballast's mappings to others that need them.
-    pub(super) fn give_up(&mut self) {
-        if std::mem::take(&mut self.held) {
-            self.leave(0..BALLAST);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::sys::{self, Region};
     use super::*;
 
     #[test]
@@ -349,18 +233,6 @@ mod tests {
         let within = Count::now().unwrap();
         assert!(within.ours >= 60, "{before:?}, {within:?}");
         drop(region);
-    }
-
-    /// The time for which a count is used began before counting and had passed when it ended, so each refusal counted
-    /// anew.
-    #[test]
-    fn regression_refusals_give_the_same_count_however_long_it_takes() {
-        let (count, began) = (Count { limit: 65_530, others: 30, ours: 0 }, Instant::now());
-        for took in [Duration::ZERO, RECENT / 5, RECENT, 8 * RECENT] {
-            let ended = began + took;
-            let given = Counted::between(count, began, ended).until.saturating_duration_since(ended);
-            assert!(given >= RECENT && given >= 4 * took, "counting takes {took:?}, and is done every {given:?}");
-        }
     }
 
     #[test]

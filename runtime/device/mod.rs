@@ -34,6 +34,7 @@
 //!    dropped.
 
 // The device is chosen by file; everything above sees the same names.
+mod ballast;
 #[cfg_attr(not(feature = "cuda"), path = "cuda_absent.rs")]
 mod cuda;
 mod factory;

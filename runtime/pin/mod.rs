@@ -45,6 +45,7 @@
 
 mod device;
 mod host;
+mod member;
 mod request;
 mod scope;
 mod walker;
@@ -65,7 +66,7 @@ pub use request::PinRequest;
 pub use scope::{Scope, ScopeBuilder, ScopeRequest};
 pub use walker::Walker;
 
-pub(crate) use scope::Member;
+pub(crate) use member::Member;
 
 /// What a guard allows: [`Read`] or [`Write`].
 pub trait Access: sealed::Sealed + Send + Sync + Unpin + fmt::Debug + 'static {

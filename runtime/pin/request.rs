@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::walker::Walking;
+use super::member::Walking;
 use super::{Hold, Member, Runs, describe, runs_of, tensor_of};
 use crate::device::EventId;
 use crate::error::{Error, ErrorKind, Result};
@@ -191,7 +191,7 @@ impl<'a, T: Target> PinRequest<'a, T> {
         let Some(segment) = self.segment() else { return Err(ended()) };
         let engine = &segment.shared.engine;
         let since = Instant::now();
-        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| &**scope), walker);
+        let submit = || engine.submit(&runs, T::PURPOSE, self.scope.map(|scope| scope.id), walker);
         let (received, own) = if waits { with_own_read(submit) } else { (submit(), None) };
         match received? {
             Received::Ready(Granted { after, spent, .. }) => {

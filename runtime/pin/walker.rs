@@ -3,25 +3,13 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::member::Walking;
 use super::{DevicePins, DevicePinsOn, HostPin, HostPins, PinRequest, Read, ScopeBuilder, Write};
 use crate::compute::ComputeStream;
 use crate::error::Result;
 use crate::ids::WalkerId;
-use crate::runtime::Shared;
+use crate::shared::Shared;
 use crate::tensor::Tensor;
-
-/// A walker that has begun. It ends when the last reference is dropped.
-#[derive(Debug)]
-pub(crate) struct Walking {
-    pub(super) id: WalkerId,
-    pub(super) shared: Arc<Shared>,
-}
-
-impl Drop for Walking {
-    fn drop(&mut self) {
-        self.shared.engine.with(|pager, fx| pager.end_walker(self.id, fx));
-    }
-}
 
 /// One pass in progress over a model, or passes one after the other: for example a client of a server, or one of two
 /// models that answer together. Several walkers may go over one model at a time, each at its own place.

@@ -6,49 +6,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{FileId, IoBackend, OwnRead, PageSource};
-use crate::device::{HostPointer, Token};
+use super::IoBackend;
+use super::file::FileUse;
+use super::operation::IoOp;
+use super::own::OwnRead;
+use super::source::PageSource;
+use crate::device::Token;
 use crate::error::{Error, ErrorKind, Result};
+use crate::ids::FileId;
 use crate::pager::Priority;
-
-/// What an operation does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum IoKind {
-    /// File to memory.
-    Read,
-    /// Memory to file.
-    Write,
-}
-
-/// What a file is opened for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileUse {
-    /// A model file: read only, its identity checked at every read.
-    Model,
-    /// The scratch file: read and written, no identity.
-    Scratch,
-}
-
-/// One read or write.
-#[derive(Debug)]
-pub struct IoOp {
-    /// Names the operation in its completion.
-    pub token: Token,
-    /// Read or write.
-    pub kind: IoKind,
-    /// The file.
-    pub file: FileId,
-    /// First byte in the file; a multiple of 4096.
-    pub offset: u64,
-    /// The memory; aligned to 4096.
-    pub buffer: HostPointer,
-    /// Bytes at `buffer`; a multiple of 4096.
-    pub len: u32,
-    /// Bytes that must be transferred, at most `len`. Smaller than `len` only for a file's last page.
-    pub valid: u32,
-    /// Urgency.
-    pub priority: Priority,
-}
 
 /// Reads and writes pages of files. There is one, in `engine.rs`, over three backends.
 ///

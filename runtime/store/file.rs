@@ -8,8 +8,18 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{FileUse, IO_ALIGNMENT, PageSource};
+use super::IO_ALIGNMENT;
+use super::source::PageSource;
 use crate::error::{Error, ErrorKind, Result};
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileUse {
+    /// A model file: read only, its identity checked at every read.
+    Model,
+    /// The scratch file: read and written, no identity.
+    Scratch,
+}
 
 /// The user whose rights this process has; 0 is root.
 pub(super) fn effective_user() -> u32 {

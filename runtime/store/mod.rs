@@ -8,18 +8,23 @@
 
 mod blocks;
 pub(crate) mod contract;
+mod disk;
 mod engine;
 pub(crate) mod file;
 mod files;
 pub(crate) mod operation;
+mod options;
 pub(crate) mod own;
+mod own_ring;
 mod place;
 pub(crate) mod probe;
 mod profile;
 pub(crate) mod queue;
 mod remembered;
 pub(crate) mod scratch;
+mod shared;
 mod source;
+mod sources;
 mod threads;
 mod uring;
 
@@ -32,14 +37,15 @@ use crate::device::{Completion, Completions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::pager::Priority;
 
-pub(crate) use self::contract::{FileUse, IoKind, IoOp, Store};
-pub use self::engine::StoreOptions;
-pub(crate) use self::file::DirectIo;
+pub(crate) use self::contract::Store;
+pub use self::disk::DiskProfile;
 pub use self::file::FileIdentity;
+pub(crate) use self::file::FileUse;
+pub(crate) use self::operation::{IoKind, IoOp};
+pub use self::options::StoreOptions;
 pub(crate) use self::own::OwnRead;
 pub(crate) use self::place::scratch_on_a_disk;
 pub use self::probe::{BackendProbe, DirectAlignment, FileProbe, Latency, ReadPoint, probe_backend, probe_file};
-pub use self::profile::DiskProfile;
 pub(crate) use self::queue::Depth;
 pub use self::queue::QueueDepth;
 pub use self::scratch::ScratchAllocation;

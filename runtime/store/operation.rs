@@ -4,10 +4,42 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use super::IO_ALIGNMENT;
 use super::file::OpenFile;
-use super::{IO_ALIGNMENT, IoKind, IoOp};
 use crate::device::{HostPointer, Token};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ids::FileId;
+use crate::pager::Priority;
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum IoKind {
+    /// File to memory.
+    Read,
+    /// Memory to file.
+    Write,
+}
+
+/// One read or write.
+#[derive(Debug)]
+pub struct IoOp {
+    /// Names the operation in its completion.
+    pub token: Token,
+    /// Read or write.
+    pub kind: IoKind,
+    /// The file.
+    pub file: FileId,
+    /// First byte in the file; a multiple of 4096.
+    pub offset: u64,
+    /// The memory; aligned to 4096.
+    pub buffer: HostPointer,
+    /// Bytes at `buffer`; a multiple of 4096.
+    pub len: u32,
+    /// Bytes that must be transferred, at most `len`. Smaller than `len` only for a file's last page.
+    pub valid: u32,
+    /// Urgency.
+    pub priority: Priority,
+}
 
 /// An operation fails after this many EINTR and EAGAIN answers without progress. A loop without an end would look like
 /// a hang.

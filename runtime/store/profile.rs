@@ -15,9 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Condvar, Mutex};
-use serde::{Serialize, Serializer};
 
 use super::blocks::Blocks;
+use super::disk::{BLOCK, DiskProfile, MOST, WAIT};
 use super::file::{filesystem_name, is_memory, open_direct, open_to_read};
 use super::probe::{Latency, Reader, Reads};
 use super::remembered::Disk;
@@ -25,8 +25,6 @@ use super::{IO_ALIGNMENT, IoBackend, QueueDepth, StoreOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::Bytes;
 
-/// Bytes of a large read of the measurement.
-pub(super) const BLOCK: Bytes = Bytes::mib(1);
 /// Bytes of a small one.
 const SMALL: Bytes = Bytes::new(IO_ALIGNMENT);
 /// Bytes of the buffer that all reads share.
@@ -40,14 +38,10 @@ const DEPTHS: [u32; 5] = [2, 4, 8, 16, MOST];
 /// The same of a slower disk.
 const DEPTHS_SLOW: [u32; 3] = [4, 16, MOST];
 const SLOW: Duration = Duration::from_millis(10);
-/// Most reads in flight.
-pub(super) const MOST: u32 = 32;
 /// At each depth, at most twice the depth is read, or this many blocks if that is more.
 const LEVEL_BLOCKS: u32 = 8;
 /// Time for all depths together. One begins only if it is likely to end in time.
 const LEVELS_TIME: Duration = Duration::from_millis(150);
-/// The longest that a caller waits, whatever the disk and the file system do.
-pub(super) const WAIT: Duration = Duration::from_secs(1);
 /// A file with fewer written blocks is not measured. No block is read twice.
 const BLOCKS_LEAST: u64 = 32;
 /// Most pieces between holes that are looked for in a file.
@@ -65,36 +59,7 @@ static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
 static MEASURED_NOW: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static TURN_ENDED: Condvar = Condvar::new();
 
-/// What a disk needs to be read at its full rate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct DiskProfile {
-    /// The best rate, in bytes a second. For a disk that does one read after the other: the rate once a read has begun.
-    pub bytes_per_second: Bytes,
-    /// The time of a small read with nothing else in flight: to position a head, or for the way to another machine.
-    #[serde(rename = "latency_s", serialize_with = "as_seconds")]
-    pub latency: Duration,
-    /// The fewest bytes in flight that give nearly the best rate of reads of 1 MiB.
-    pub in_flight: Bytes,
-}
-
-fn as_seconds<S: Serializer>(time: &Duration, to: S) -> std::result::Result<S::Ok, S::Error> {
-    to.serialize_f64(time.as_secs_f64())
-}
-
 impl DiskProfile {
-    /// A disk with this rate that needs `in_flight` bytes in flight for it, with a latency of zero.
-    pub const fn new(bytes_per_second: Bytes, in_flight: Bytes) -> Self {
-        Self { bytes_per_second, latency: Duration::ZERO, in_flight }
-    }
-
-    /// The same profile with this latency.
-    #[must_use]
-    pub const fn latency(mut self, latency: Duration) -> Self {
-        self.latency = latency;
-        self
-    }
-
     /// The profile of the disk that has the file `path`: as [remembered](Self::remembered_in), or else as
     /// [measured](Self::measure) now. `None` where a measurement would say nothing.
     ///

@@ -10,9 +10,9 @@ use std::time::Instant;
 
 use parking_lot::Condvar;
 
-use super::engine::{Driver, Ended, Shared, Started};
 use super::operation::Active;
 use super::queue::Lane;
+use super::shared::{Driver, Ended, Shared, Started};
 use super::{Completion, IoKind, PageSource};
 use crate::error::{Error, ErrorKind, Result, caught};
 

@@ -34,10 +34,10 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use parking_lot::{Condvar, Mutex};
 use slab::Slab;
 
-use super::engine::{Driver, Ended, Shared, Started};
 use super::file::OpenFile;
 use super::operation::Active;
 use super::queue::Lane;
+use super::shared::{Driver, Ended, Shared, Started};
 use super::{Completion, Depth, IoKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::FileId;

@@ -37,7 +37,6 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, RwLock};
 
-use crate::config::Verify;
 use crate::device::{
     Completion, Completions, Device, DeviceAddress, EventId, HostPointer, HostSlab, Opened, StreamId, StreamKind,
     StreamOp, Token,
@@ -54,8 +53,8 @@ use crate::pager::{
     Access, AccessLog, Effects, Gate, Granted, Move, PageRun, PageWord, Pager, Place, Priority, Purpose, Recorded,
     Recorder, Submitted, Terms, WaitCause,
 };
-use crate::pin::Member;
 use crate::store::{IO_ALIGNMENT, IoKind, IoOp, OwnRead, ScratchFile, SlotIndex, SlotRun, Store};
+use crate::verify::Verify;
 
 use keeper::Keeper;
 use latch::{Held, Latch, News};
@@ -737,10 +736,10 @@ impl Engine {
         &self,
         runs: &[PageRun],
         purpose: Purpose,
-        scope: Option<&Member>,
+        scope: Option<ScopeId>,
         walker: WalkerId,
     ) -> Result<Received> {
-        let terms = Terms { purpose, scope: scope.map(|scope| scope.id), walker, ..Terms::default() };
+        let terms = Terms { purpose, scope, walker, ..Terms::default() };
         self.step(|latched, fx| {
             let page = latched.pager.awaited(runs);
             let submitted = latched.pager.submit(runs, terms, fx);

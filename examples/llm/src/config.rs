@@ -135,7 +135,11 @@ impl Config {
         let rotary = meta.optional_size(&rotary_key, MOST_HEAD_DIM)?.unwrap_or(head_dim);
         let base = meta.positive(meta.map, &key("rope.freq_base"), 10_000.0)?;
         let mut rope_frequencies = meta.frequencies(base, rotary, head_dim)?;
-        match meta.map.get(&key("rope.scaling.type")).and_then(Value::as_str) {
+        let scaling = match meta.map.get(&key("rope.scaling.type")) {
+            None => None,
+            Some(_) => Some(meta.text(&key("rope.scaling.type"))?),
+        };
+        match scaling {
             Some("none") => {}
             // A factor without a type is one too; the second key is its old name. 0 stands for none.
             None | Some("linear") => {
@@ -351,8 +355,10 @@ impl Reader<'_> {
     }
 
     fn text(&self, key: &str) -> Result<&str> {
-        let value = self.map.get(key).and_then(Value::as_str);
-        value.ok_or_else(|| self.bad(&format!("{key} is missing")))
+        match self.map.get(key) {
+            None => Err(self.bad(&format!("{key} is missing"))),
+            Some(value) => value.as_str().ok_or_else(|| self.bad(&format!("{key} is {value}, not a text"))),
+        }
     }
 
     /// A whole number from 0 to `most`; an array of equal ones (one a layer) counts as that number.

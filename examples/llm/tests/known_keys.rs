@@ -299,7 +299,9 @@ fn load(files: &ModelFiles) -> Result<Model> {
 /// The file with a tensor's name replaced by one of the same length.
 fn renamed(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
     assert_eq!(from.len(), to.len());
-    let at = bytes.windows(from.len()).position(|part| part == from.as_bytes()).unwrap();
+    // Whole names only: each follows its length.
+    let name = [&(from.len() as u64).to_le_bytes()[..], from.as_bytes()].concat();
+    let at = 8 + bytes.windows(name.len()).position(|part| part == name).unwrap();
     [&bytes[..at], to.as_bytes(), &bytes[at + from.len()..]].concat()
 }
 
@@ -313,10 +315,13 @@ fn tensors_that_are_not_known_are_refused() {
     assert!(load(&gguf.open(&gguf.bytes)).is_ok());
     // What an architecture cannot do without, and what only another one has.
     let gguf = Gguf::new(Arch::Qwen2);
-    let error = load(&gguf.open(&renamed(&gguf.bytes, "attn_k.bias", "attn_z.bias"))).unwrap_err().to_string();
+    let error =
+        load(&gguf.open(&renamed(&gguf.bytes, "blk.0.attn_k.bias", "blk.0.attn_z.bias"))).unwrap_err().to_string();
     assert!(error.contains("attn_k.bias"), "{error}");
     let gguf = Gguf::new(Arch::Qwen3);
-    let error = load(&gguf.open(&renamed(&gguf.bytes, "attn_k_norm", "attn_z_norm"))).unwrap_err().to_string();
+    let error = load(&gguf.open(&renamed(&gguf.bytes, "blk.0.attn_k_norm.weight", "blk.0.attn_z_norm.weight")))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("attn_k_norm"), "{error}");
 }
 

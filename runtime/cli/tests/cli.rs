@@ -971,7 +971,7 @@ fn policies_refuses_bad_input() {
         refused(&run("10", "lru"), 1, &[part, "made.jsonl"]);
     }
     refused(&["policies", "--trace", string(dir.path()), "--capacity", "1"], 1, &["read the trace"]);
-    refused(&["policies", "--workload", "kv", "--column", "2"], 2, &["--trace"]);
+    refused(&["policies", "--workload", "kv", "--column", "2"], 2, &["--column", "--workload"]);
     refused(&["policies", "--trace", trace, "--format", "paper"], 2, &["\"paper\"", "mooncake"]);
     refused(&["policies", "--trace", trace, "--column", "0"], 2, &["\"0\"", "from 1"]);
 }

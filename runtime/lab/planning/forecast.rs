@@ -13,7 +13,7 @@ use crate::ids::{Bytes, PageSize};
 use crate::machine;
 use crate::pager::PolicyKind;
 use crate::pager::policy::found;
-use crate::shared::{HUGE_PAGES_LEAST, HostDevice, page_within};
+use crate::rules::{HUGE_PAGES_LEAST, HostDevice, page_within};
 use crate::sim::MachineModel;
 use outcore::Lookahead;
 

@@ -34,8 +34,8 @@ use crate::pager::{
     AccessLog, Effects, Granted, Move, PageRun, Pager, PagerConfig, PagerStats, Place, Purpose, Submitted, Terms,
 };
 use crate::random::Random;
-use crate::shared::staging_pages;
-use crate::shared::{Depth, Queue};
+use crate::rules::staging_pages;
+use crate::rules::{Depth, Queue};
 use outcore::stats::{StallStats, WaitCause};
 
 pub use settings::Settings;
